@@ -57,9 +57,10 @@ def vllm_python() -> Path:
         for step in VLLM:
             pip_install(python, *step)
         subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_FOR_VLLM], check=True)
-        _add_tcmalloc(FOLDER / "vllm" / "lib")
 
-    return environment("vllm", (VLLM, NOT_FOR_VLLM), fill)
+    python = environment("vllm", (VLLM, NOT_FOR_VLLM), fill)
+    _add_tcmalloc(FOLDER / "vllm" / "lib")
+    return python
 
 
 def _add_tcmalloc(folder: Path) -> None:
@@ -67,7 +68,7 @@ def _add_tcmalloc(folder: Path) -> None:
 
     Without it vLLM still runs, more slowly; the comparison's report says which libraries were preloaded.
     """
-    if not (shutil.which("apt-get") and shutil.which("dpkg")):
+    if any(folder.glob("libtcmalloc*")) or not (shutil.which("apt-get") and shutil.which("dpkg")):
         return
     with tempfile.TemporaryDirectory() as scratch:
         got = subprocess.run(["apt-get", "download", "libtcmalloc-minimal4"], cwd=scratch, check=False)

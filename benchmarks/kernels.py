@@ -612,8 +612,8 @@ def loads(rounds: int) -> None:
 # --- errors ------------------------------------------------------------------------------------------
 
 
-QUANTISED = ("none", "int8", "int4", "gguf")
 PRODUCT_ROWS = (1, 8, 32, 33, 64, 128, 256, 512)
+QUANTISED = ("none", "int8", "int4", "gguf")
 """Values of ``--quantization``; the first is what the others are compared with."""
 
 

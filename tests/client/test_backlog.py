@@ -1,12 +1,14 @@
 """Tests of outputs that are passed on in parts."""
 
+from typing import cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.client.backlog import Backlog
 from lorikeet.core.events import AdapterEvicted, Finished, FinishReason, FirstToken
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import ExportedKv, StepOutputs, TokenOutput
+from lorikeet.core.messages import EngineStats, ExportedKv, StepOutputs, TokenOutput
 from lorikeet.core.plan import Pooled, PromptLogprobs, Token
 
 ids = [RequestId(name) for name in "abcdefgh"]
@@ -84,6 +86,17 @@ def test_kv_and_adapters_come_after_tokens_and_vectors_before_them() -> None:
     assert [each.request_id for each in second.tokens] == ids[2:4]
     assert [each.request_id for each in third.tokens] == [ids[4]]
     assert not backlog
+
+
+def test_stats_come_after_the_events_before_them_and_not_after_later_ends() -> None:
+    old, new = cast(EngineStats, object()), cast(EngineStats, object())
+    end = Finished(ids[0], 0.0, FinishReason.LENGTH)
+    backlog = Backlog()
+    backlog.add(StepOutputs(tuple(tokens(each, 0, 1) for each in ids), (), (), stats=old))
+    backlog.add(StepOutputs((), (end,), ()))
+    assert backlog.take(1).stats is None, "they count the request that has ended since"
+    backlog.add(StepOutputs((), (FirstToken(ids[1], 1.0), FirstToken(ids[2], 1.0)), (), stats=new))
+    assert [backlog.take(1).stats for _ in range(3)] == [None, new, None]
 
 
 def test_tokens_of_an_earlier_attempt_make_room_for_those_of_a_later_one() -> None:

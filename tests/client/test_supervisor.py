@@ -264,6 +264,30 @@ async def test_outputs_of_many_requests_are_passed_on_in_parts(
     assert max(len(part.tokens) for part in listener.received) == REQUESTS_AT_ONCE
 
 
+@pytest.mark.parametrize("fails_at", [1, 2])
+async def test_a_listener_that_fails_at_any_part_ends_supervision_once(
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    class Failing(FakeListener):
+        def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
+            super().on_outputs(supervisor, outputs)
+            if len(self.received) == fails_at:
+                raise ValueError("broken")
+
+    monkeypatch.setattr(supervisor, "_SHUTDOWN_TIMEOUT_S", 0.01)
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    host, listener = FakeHost(zmq_context), Failing()
+    engine = EngineSupervisor(ReplicaId("r"), host, zmq_context, b"{}", listener)
+    await engine.start(lambda progress: None)
+    ids = [RequestId(f"{number}") for number in range(3 * REQUESTS_AT_ONCE)]
+    await host.processes[0].send(StepOutputs(tuple(TokenOutput(each, 0, 0, ()) for each in ids), (), ()))
+    assert "broken" in str(await asyncio.wait_for(listener.failure, 60))
+    host.processes[0].end(-9)
+    await engine.close()
+    assert len(listener.received) == fails_at
+    assert len(host.processes) == 1, "no engine is started for a listener that has been told of the failure"
+
+
 def test_the_engine_notices_as_well() -> None:
     here, there = MessageCodec[ToEngine, FromEngine](FromEngine), MessageCodec[FromEngine, ToEngine](ToEngine)
     sent = [there.encode(outputs(number)) for number in range(3)]

@@ -35,5 +35,10 @@ def test_queued_requests_wait_for_the_blocks_that_a_load_keeps() -> None:
     assert not busy.loading_kv_pays(10, 50), "3 times 3 s beside 5 s"
 
 
+def test_the_request_itself_does_not_wait_for_its_blocks() -> None:
+    assert not view(load_s=0.9, prefill_s=1.0, queued=1).loading_kv_pays(10, 20)
+    assert view(load_s=0.9, prefill_s=1.0, queued=1).loading_kv_pays(10, 20, is_waiting=True)
+
+
 def test_without_known_step_times_kv_is_loaded() -> None:
     assert view(load_s=9.0, prefill_s=0.0).loading_kv_pays(10, 20)

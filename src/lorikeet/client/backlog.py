@@ -4,9 +4,9 @@ from itertools import count, islice
 
 import msgspec
 
-from lorikeet.core.events import RequestEvent
+from lorikeet.core.events import Finished, RequestEvent
 from lorikeet.core.ids import RequestId
-from lorikeet.core.messages import StepOutputs, TokenOutput
+from lorikeet.core.messages import EngineStats, StepOutputs, TokenOutput
 from lorikeet.core.plan import Pooled, PromptLogprobs
 
 _NOTHING = StepOutputs((), (), ())
@@ -25,6 +25,7 @@ class Backlog:
         self._events: dict[RequestId, list[RequestEvent]] = {}
         self._logprobs: list[PromptLogprobs] = []
         self._pooled: list[Pooled] = []
+        self._stats: EngineStats | None = None
         self._numbers = count()
 
     def __bool__(self) -> bool:
@@ -40,7 +41,11 @@ class Backlog:
             self._events.setdefault(event.request_id, []).append(event)
         self._logprobs += outputs.prompt_logprobs
         self._pooled += outputs.pooled
-        rest = msgspec.structs.replace(outputs, tokens=(), events=(), prompt_logprobs=(), pooled=())
+        if outputs.stats is not None:
+            self._stats = outputs.stats
+        elif any(isinstance(event, Finished) for event in outputs.events):
+            self._stats = None  # they count requests that have ended since
+        rest = msgspec.structs.replace(outputs, tokens=(), events=(), stats=None, prompt_logprobs=(), pooled=())
         if rest != _NOTHING:
             waiting[next(self._numbers)] = rest
 
@@ -58,8 +63,11 @@ class Backlog:
             tokens.append(found)
         logprobs, self._logprobs = tuple(self._logprobs), []
         pooled, self._pooled = tuple(self._pooled), []
+        stats = None
+        if not self._events:
+            stats, self._stats = self._stats, None
         return msgspec.structs.replace(
-            part, tokens=tuple(tokens), events=tuple(events), prompt_logprobs=logprobs, pooled=pooled
+            part, tokens=tuple(tokens), events=tuple(events), stats=stats, prompt_logprobs=logprobs, pooled=pooled
         )
 
 

@@ -297,20 +297,22 @@ class EngineSupervisor:
         """Pass outputs on in parts, between which the event loop has a turn; one with events, such as ends, now."""
         is_behind = bool(self._backlog)
         self._backlog.add(outputs)
-        if not is_behind:
-            self._pass_on_in_turns()
-        elif outputs.events:
+        if not is_behind or outputs.events:
             self._pass_on()
+        if not is_behind:
+            asyncio.get_running_loop().call_soon(self._pass_on_in_turns)
 
     def _pass_on_in_turns(self) -> None:
+        if not self._backlog:
+            return
         try:
-            if self._backlog:
-                self._pass_on()
-            if self._backlog:
-                asyncio.get_running_loop().call_soon(self._pass_on_in_turns)
+            self._pass_on()
         except Exception as error:
             self._give_up(EngineError(f"cannot pass the engine's outputs on: {error!r}"))
+            assert self._task is not None
+            self._task.cancel()
             raise
+        asyncio.get_running_loop().call_soon(self._pass_on_in_turns)
 
     def _pass_on(self) -> None:
         self._listener.on_outputs(self, self._backlog.take(REQUESTS_AT_ONCE))

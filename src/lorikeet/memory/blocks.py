@@ -33,7 +33,7 @@ class BlockPool:
         # Four bytes a block, where a list of numbers takes 36: a simulated cluster has a thousand pools.
         self._free = array("i", range(total - 1, -1, -1))
         self._leased = bytearray(total)
-        self._generation = array("i", bytes(4 * total))
+        self._generation = array("q", bytes(8 * total))  # it rises for as long as the engine runs
 
     @property
     def free(self) -> int:

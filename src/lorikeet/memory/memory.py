@@ -593,7 +593,6 @@ class Memory:
 
     def note_batch(self, running: int, now: float) -> None:
         """Pass the policies the number of sequences that hold blocks."""
-        self._view.running = running
         self._eviction.batch(running, now)
 
     def note_step(self, step_s: float) -> None:

@@ -28,7 +28,6 @@ class MemoryView:
         tree: all nodes.
         device_blocks: size of the device arena, in blocks.
         queued: number of requests in the admission queue.
-        running: number of sequences that hold blocks.
         waiting: adapter nodes of the queued requests, in queue order, with the number of requests for each; updated
             only if a policy sets ``follows_queue``.
         resident_adapters: returns the present number of adapters on the device or in flight to it.
@@ -45,7 +44,6 @@ class MemoryView:
     tree: DependencyTree
     device_blocks: int
     queued: int = 0
-    running: int = 0
     waiting: Mapping[int, int] = field(default_factory=dict)
     resident_adapters: Callable[[], int] = lambda: 0
     load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))
@@ -64,13 +62,13 @@ class MemoryView:
         Args:
             blocks: to load or to compute.
             needed: all blocks that the request needs on the device.
-            is_waiting: whether that request waits now, and so is one of those that a longer step delays.
+            is_waiting: whether that request is queued now, and so one of those that are counted.
         """
         prefill_s = self.prefill_s(blocks)
         if not prefill_s:
             return True
         kept_share = max(blocks, needed) / self.device_blocks
-        load_s = self.load_kv_s(blocks) * (1 + self.queued * kept_share)
+        load_s = self.load_kv_s(blocks) * (1 + max(0, self.queued - is_waiting) * kept_share)
         return load_s <= prefill_s * (1 + self.delayed_by_a_second(int(is_waiting)))
 
 
