@@ -101,7 +101,7 @@ async def test_no_stream_notices_that_a_node_an_orchestrator_and_a_controller_ar
         found = orchestrators(nodes)
         assert len(found) == 2, "each controller has one"
         begun, ended = await streams_of(router, asked, stack)
-        await until(lambda: len(begun) > STREAMS // 8, "an eighth has begun")
+        await until(lambda: len(begun) > STREAMS // 2 + 20, "so many have begun that some are of each controller")
         killed.process.kill()  # first: the others take time, in which its streams might end
         raylet_of(lost_node).kill()  # what it started ends with it
         for orchestrator in found:
