@@ -1,9 +1,10 @@
 """Environments of other programs, since their requirements exclude each other and Lorikeet's. All are below ``.venvs``.
 
 ``python -m benchmarks.environments vllm`` makes that of the peer ``vllm``, where ``lorikeet bench offline --peer vllm``
-finds it, and prints its Python. ``llama-cpp-python`` is the other one that has a name here.
+finds it, and prints its Python; ``python -m benchmarks.environments llama-cpp-python`` that of llama.cpp.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -101,5 +102,13 @@ def llama_cpp_python() -> Path:
     return environment("llama-cpp-python", (LLAMA_CPP, LLAMA_CPP_FLAGS, LLAMA_CPP_PATCH), fill)
 
 
+def main() -> None:
+    """Make an environment and print its Python."""
+    made = {"vllm": vllm_python, "llama-cpp-python": llama_cpp_python}
+    parser = argparse.ArgumentParser(description="Make the environment of a program that Lorikeet is compared with")
+    parser.add_argument("name", choices=made)
+    print(made[parser.parse_args().name]())
+
+
 if __name__ == "__main__":
-    print({"vllm": vllm_python, "llama-cpp-python": llama_cpp_python}[sys.argv[1]]())
+    main()

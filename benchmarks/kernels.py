@@ -609,10 +609,10 @@ def loads(rounds: int) -> None:
     print_table(f"Loads of rank {LOADED_RANK}, one a second, beside 8 decodes", headings, [row])
 
 
-# --- errors ------------------------------------------------------------------------------------------
-
+# --- weights in 8 and 4 bits -------------------------------------------------------------------------
 
 PRODUCT_ROWS = (1, 8, 32, 33, 64, 128, 256, 512)
+"""Of a decode and of a prefill. Up to 32 are one block of the tile unit, which takes another path."""
 QUANTISED = ("none", "int8", "int4", "gguf")
 """Values of ``--quantization``; the first is what the others are compared with."""
 
@@ -713,12 +713,13 @@ def products(rounds: int) -> None:
 
 
 def _q4_1(weight: Tensor) -> QuantizedWeight:
-    """Return a weight with a scale and an offset for each group, as GGUF's Q4_1 has."""
-    groups = weight.unflatten(1, (-1, GROUP))
-    least = groups.amin(2).half().float()
-    scales = ((groups.amax(2) - least) / 15).half().float()
-    levels = ((groups - least[..., None]) / scales[..., None]).round().clamp(0, 15).flatten(1)
-    return quantized_weight(levels, scales, least, bits=4, group=GROUP)
+    """Return a weight of 4 bits with an offset for each group, as GGUF's Q4_1 has."""
+    symmetric = quantize(weight, bits=4)
+    scales = symmetric.scales.float()
+    return quantized_weight(symmetric.levels(), scales, -symmetric.zero * scales, bits=4, group=GROUP)
+
+
+# --- errors ------------------------------------------------------------------------------------------
 
 
 def errors(rounds: int) -> None:

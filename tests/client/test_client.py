@@ -137,11 +137,14 @@ async def test_streams_of_an_engine_that_is_stopped_go_on_with_another(model: Pa
 
 
 async def test_an_aborted_request_gives_its_blocks_back(client: EngineClient, adapters: dict[str, AdapterRef]) -> None:
-    for version in (None, *adapters.values()):
-        handle = client.submit(greedy(f"long {version}", prompt(40), 400, version))
-        await begun(handle)
+    for version in adapters.values():  # so that no load delays it while the others get all their tokens
+        await finish(client.submit(greedy(f"load {version.name}", prompt(4), 1, version)))
+    handles = [client.submit(greedy(f"long {v}", prompt(40), 400, v)) for v in (None, *adapters.values())]
+    await begun(*handles)
+    for handle in handles:
         handle.abort()
         handle.abort()
+    for handle in handles:
         assert (await finish(handle))[0].reason is FinishReason.ABORT
     await until(lambda: is_idle(client.stats), "the engine holds nothing")
 

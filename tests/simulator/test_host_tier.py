@@ -47,7 +47,7 @@ def ttfts(fields: dict[str, Any], host_bytes: int | None) -> Scores:
 def test_requests_are_as_fast_with_a_host_tier_as_without(seed: int) -> None:
     """Most of these engines can hardly keep up, so that their queues grow and small differences add up.
 
-    Of the 40, 38 are at most 2 % slower in the mean and in P99; the other two only in the mean.
+    How many of the 40 are within 2 %: docs/decisions/default-preset.md.
     """
     fields = random_scenario(seed)
     without, default = ttfts(fields, 0), ttfts(fields, None)

@@ -130,7 +130,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize(("variant", "ranks"), [("qwen3-biases", 2), ("llama-biases", 2)])
+@pytest.mark.parametrize(("variant", "ranks"), [("qwen3-biases", 2), ("llama-biases", 4)])
 def test_tensor_parallel_ranks_serve_what_is_not_low_rank(variant: str, ranks: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "base", variant, vocab_size=96)
     geometry = read_model_config(tmp_path / "base").geometry(4)

@@ -294,7 +294,10 @@ class EngineSupervisor:
             )
 
     def _add_to_backlog(self, outputs: StepOutputs) -> None:
-        """Pass outputs on in parts, between which the event loop has a turn; one with events, such as ends, now."""
+        """Pass outputs on in parts, with a turn of the event loop between two of them.
+
+        Outputs with events pass a part on at once: a first token or an end waits for no turn.
+        """
         is_behind = bool(self._backlog)
         self._backlog.add(outputs)
         if not is_behind or outputs.events:

@@ -31,7 +31,7 @@ _MAX_ENTRIES = 8 * _HEAP_NODES
 
 
 _FEW = 3
-"""Nodes that are offered one by one sooner than asked about together."""
+"""Up to so many nodes are offered without filtering them first: NumPy's calls would take longer than they spare."""
 
 
 class EvictionHeap:

@@ -286,11 +286,7 @@ class Scheduler:
         able = self.selector.allowed(self._running)
         if self._memory.awaited_transfers:
             able = [s for s in able if s.can_run]
-        size = self._memory.block_size
-        growing = [
-            (s.lease, known) for s in able if s.lease and (known := len(s.token_ids)) > size * len(s.lease.blocks)
-        ]
-        all_grown = self._memory.try_grow(growing, now)
+        all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
         prefills = [s for s in able if len(s.token_ids) - s.computed_tokens != 1]
         has_cold = self._memory.awaited_transfers and any(s.is_cold for s in able)  # they are assisted, not decoded
         if all_grown and not prefills and not has_cold and len(able) <= builder.budget_tokens:

@@ -149,18 +149,18 @@ class StepTimeEstimator:
 
     def step_s(self, prefill_tokens: float, decodes: float) -> float:
         """Return the expected seconds of a step."""
-        base_s, prefill_s, decode_s = self._costs_s or self._fitted()
+        base_s, prefill_s, decode_s = self._fitted()
         return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
 
     def row_cost(self, rows: int) -> float:
         """Return what one more decoded row adds to a step, as a share of the step's time for each of its ``rows``."""
-        base_s, _, decode_s = self._costs_s or self._fitted()
+        base_s, _, decode_s = self._fitted()
         of_row_s = base_s / max(1, rows) + decode_s
         return decode_s / of_row_s if of_row_s else 0.0
 
     def prefill_s(self, tokens: float) -> float:
         """Return the expected seconds by which so many prompt tokens lengthen a step."""
-        _, prefill_s, _ = self._costs_s or self._fitted()
+        _, prefill_s, _ = self._fitted()
         return float(prefill_s * tokens)
 
     def alone_s(self, input_tokens: float, output_tokens: float) -> float:
@@ -168,8 +168,10 @@ class StepTimeEstimator:
         return self.step_s(input_tokens, 0) + (output_tokens - 1) * self.step_s(0, 1)
 
     def _fitted(self) -> tuple[float, float, float]:
-        base_s, prefill_s, decode_s = self._fit.parts().tolist()
-        self._costs_s = base_s, prefill_s, decode_s
+        """Return the seconds of a step, of a prompt token and of a decode; they are asked for many times a step."""
+        if self._costs_s is None:
+            base_s, prefill_s, decode_s = self._fit.parts().tolist()
+            self._costs_s = base_s, prefill_s, decode_s
         return self._costs_s
 
 
