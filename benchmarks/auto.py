@@ -17,21 +17,15 @@ import msgspec
 import numpy as np
 
 from benchmarks.harness import print_setup, print_table
+from benchmarks.memory_bench import MemorySetting, modelled_rig, settle, warm_replica
+from benchmarks.memory_work import MemoryWork, WorkOptions
 from benchmarks.papers import dlora, elora_work, loraserve, toppings
 from benchmarks.papers.cache import Cache, default_folder, run_missing
 from benchmarks.papers.chameleon import simulate as chameleon
 from benchmarks.papers.measure import Answer, Run, over_seeds
 from benchmarks.papers.runs import Figures
-from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.in_process import WorkloadRun, run_workload
 from lorikeet.bench.load_report import slo_attainment
-from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, settle, warm_replica
-from lorikeet.bench.memory_work import MemoryWork, WorkOptions
-from lorikeet.bench.predictors import make_predictor
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.synthetic import ATTENTION, PAPER_RANKS, adapter_names, spread, synthetic_adapters
-from lorikeet.bench.workload import Range, WorkloadRequest, block_tokens_of
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import LORA_MODULES
@@ -40,6 +34,12 @@ from lorikeet.core.request import Slo
 from lorikeet.costs.profile import OperatingLoads
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from lorikeet.simulator.operating_points import OperatingPointSearch, find_operating_loads, with_operating_loads
+from lorikeet.workloads.arrivals import Rates
+from lorikeet.workloads.predictors import make_predictor
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.synthetic import ATTENTION, PAPER_RANKS, adapter_names, spread, synthetic_adapters
+from lorikeet.workloads.workload import Range, WorkloadRequest, block_tokens_of
 
 # --- the rivals --------------------------------------------------------------------------------------
 

@@ -25,20 +25,20 @@ import numpy as np
 
 from benchmarks.auto import AUTO, FIGURES, Results, figures_of, ratio, ratio_and_interval
 from benchmarks.harness import THREADS, default_model, print_setup, print_table
+from benchmarks.memory_bench import MemoryRig, MemorySetting, live_rig, settle, warm_replica
+from benchmarks.memory_work import MemoryWork, WorkOptions
 from benchmarks.papers.measure import Answer
 from benchmarks.papers.runs import Figures
-from lorikeet.bench.adapter_choice import choose_adapters
-from lorikeet.bench.arrivals import Rates, arrivals_until
-from lorikeet.bench.function_trace import Call
 from lorikeet.bench.in_process import WorkloadRun, run_workload
-from lorikeet.bench.memory_bench import MemoryRig, MemorySetting, live_rig, settle, warm_replica
-from lorikeet.bench.memory_work import MemoryWork, WorkOptions
-from lorikeet.bench.predictors import make_predictor
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.shapes import SHAPES, Dialogues, LengthRange
-from lorikeet.bench.synthetic import adapter_names, spread
-from lorikeet.bench.workload import MADE_BLOCK_TOKENS, Range, WorkloadRequest, block_tokens_of
 from lorikeet.core.request import Slo
+from lorikeet.workloads.adapter_choice import choose_adapters
+from lorikeet.workloads.arrivals import Rates, arrivals_until
+from lorikeet.workloads.function_trace import Call
+from lorikeet.workloads.predictors import make_predictor
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.shapes import SHAPES, Dialogues, LengthRange
+from lorikeet.workloads.synthetic import adapter_names, spread
+from lorikeet.workloads.workload import MADE_BLOCK_TOKENS, Range, WorkloadRequest, block_tokens_of
 
 RIVALS = ("elora", "chameleon", "dlora", "toppings", "lorikeet:plain")
 CALIBRATED = "lorikeet:plain"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.engine_backend import LorikeetBackend
 from benchmarks.harness import THREADS, default_model, in_turns, print_setup, print_table, ratios, with_interval
-from lorikeet.bench.backends import OfflineBackend, OfflineBatch, OfflineResult
-from lorikeet.bench.engine_backend import LorikeetBackend
-from lorikeet.bench.peft_backend import PeftBackend
+from benchmarks.offline_backends import OfflineBackend, OfflineBatch, OfflineResult
+from benchmarks.peft_backend import PeftBackend
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.kernels.base import torch_dtype
 

@@ -33,19 +33,19 @@ from benchmarks.harness import (
 from benchmarks.papers.runs import Engine, run_engine, work_of
 from lorikeet.adapters.store import reference
 from lorikeet.bench.load_report import RequestRecord
-from lorikeet.bench.random_adapters import write_random_adapter
-from lorikeet.bench.synthetic import adapter_names
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import UNIT_MODULES
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import FirstToken
 from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.costs.assist_costs import UNIT_MODULES
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.build import Replica
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.models.config import read_model_config
+from lorikeet.workloads.random_adapters import write_random_adapter
+from lorikeet.workloads.synthetic import adapter_names
+from lorikeet.workloads.workload import WorkloadRequest
 
 AUTO: Final = "lorikeet:auto,prefetch=none"
 PRESETS: Final = {

@@ -24,7 +24,6 @@ import torch
 
 from benchmarks.harness import default_model, print_setup, print_table, ratios, with_interval
 from lorikeet.adapters.store import reference
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.client.client import RequestOutput
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
@@ -39,6 +38,7 @@ from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.models.config import read_model_config
+from lorikeet.workloads.random_adapters import write_random_adapter
 
 OWN, SHARED = "this replica's memory", "a peer's, on the same machine"
 TCP, STORE = "a peer's, over TCP", "a peer's, object store"

@@ -59,10 +59,8 @@ from benchmarks.harness import (
     with_interval,
 )
 from benchmarks.steps import AT_ONCE, Stopwatch
-from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, notation
-from lorikeet.bench.prompts import DEFAULT_IDS
 from lorikeet.bench.replicas import build_modelled
-from lorikeet.bench.synthetic import synthetic_adapters
+from lorikeet.chat.grammar_process import GrammarKind, GrammarSpec, notation
 from lorikeet.cluster.build import GENERIC
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MovableRequest, ReplicaLoad
 from lorikeet.cluster.migration.review import CoMigration
@@ -100,6 +98,8 @@ from lorikeet.simulator.scenario import Scenario
 from lorikeet.worker.batch import SequenceState
 from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
 from lorikeet.worker.sampler import Sampler
+from lorikeet.workloads.prompts import DEFAULT_IDS
+from lorikeet.workloads.synthetic import synthetic_adapters
 
 GEOMETRY = MODELS["llama-2-7b"].geometry
 BLOCK_TOKENS = 16

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.engine_backend import LorikeetBackend
 from benchmarks.harness import THREADS, in_turns, print_setup, print_table, ratios, with_interval
-from lorikeet.bench.backends import OfflineBatch
-from lorikeet.bench.engine_backend import LorikeetBackend
+from benchmarks.offline_backends import OfflineBatch
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 8, 4, 128, 2048

@@ -44,8 +44,8 @@ from benchmarks.harness import (
     sample_adapters,
     sample_flags,
 )
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.models.config import read_model_config
+from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.support.hostile_clients import measure_hostile, soak
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}

@@ -34,14 +34,10 @@ from torch import Tensor
 
 from benchmarks.harness import make_requests, print_setup, print_table, run_all
 from benchmarks.kernels import spread
+from benchmarks.memory_bench import fill_host, settle
 from benchmarks.steps import DECODES as LOAD_DECODES
 from benchmarks.steps import measure_loads, twins
 from lorikeet.adapters.store import reference
-from lorikeet.bench.machine_limits import model_cost
-from lorikeet.bench.memory_bench import fill_host, settle
-from lorikeet.bench.model_shapes import write_model_shape
-from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
-from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import Executor
@@ -50,8 +46,12 @@ from lorikeet.core.request import Request
 from lorikeet.engine.build import Replica, build_replica
 from lorikeet.kernels.base import Batch, LoraBatch, SamplingTensors
 from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.profiling.machine_limits import model_cost
+from lorikeet.profiling.model_shapes import write_model_shape
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import BlockCopy, Cuda, StreamEvent
+from lorikeet.workloads.random_adapters import spread_ranks, write_random_adapter
+from lorikeet.workloads.synthetic import ATTENTION
 
 SHAPE, PRESET = "llama-2-7b", "lorikeet:plain-no-reuse"
 ADAPTERS, STEPS, LOADED_RANK, LOADS = 100, 64, 64, 12

@@ -60,17 +60,6 @@ from benchmarks.harness import (
 )
 from benchmarks.steps import AT_ONCE, KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
 from lorikeet.adapters.store import reference
-from lorikeet.api.model_folder import prepare_model
-from lorikeet.bench.machine_limits import (
-    LimitMeter,
-    MachineLimits,
-    adapters_limit_s,
-    decode_limit_tok_s,
-    median_limits,
-    model_cost,
-)
-from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
-from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
@@ -97,6 +86,17 @@ from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import AdapterPacking, pack
 from lorikeet.models.config import read_model_config
 from lorikeet.models.default import find_gguf
+from lorikeet.models.model_folder import prepare_model
+from lorikeet.profiling.machine_limits import (
+    LimitMeter,
+    MachineLimits,
+    adapters_limit_s,
+    decode_limit_tok_s,
+    median_limits,
+    model_cost,
+)
+from lorikeet.workloads.random_adapters import spread_ranks, write_random_adapter
+from lorikeet.workloads.synthetic import ATTENTION
 
 ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
 """Of the decode: around a context of 192."""

@@ -40,16 +40,16 @@ from benchmarks.harness import (
     with_interval,
 )
 from benchmarks.kernels import OUTPUT_TOKENS, PROMPT_TOKENS, QUANTISED, timed_replica, tokens_per_s
+from benchmarks.offline import OfflineOptions, run_offline
 from benchmarks.steps import Stopwatch
+from benchmarks.vllm_backend import DEFAULT_PYTHON
 from lorikeet.adapters.store import reference
-from lorikeet.bench.machine_limits import LimitMeter, MachineLimits, model_cost
-from lorikeet.bench.offline import OfflineOptions, run_offline
-from lorikeet.bench.random_adapters import write_random_adapter
-from lorikeet.bench.vllm_backend import DEFAULT_PYTHON
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.engine.build import Replica
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.default import find_gguf
+from lorikeet.profiling.machine_limits import LimitMeter, MachineLimits, model_cost
+from lorikeet.workloads.random_adapters import write_random_adapter
 
 LLAMA_CPP, VLLM = "llama.cpp", ("vllm", "vllm-base")
 PEERS = ("peft", *VLLM, LLAMA_CPP)

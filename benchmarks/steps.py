@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from benchmarks.harness import make_requests
-from lorikeet.bench.memory_bench import fill_host
+from benchmarks.memory_bench import fill_host
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import Executor

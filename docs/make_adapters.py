@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 
 from lorikeet.adapters.peft_config import CONVERTED_TYPES, REFUSED_TYPES, SERVED_TYPES
-from lorikeet.cli.peft_adapters import convert
+from lorikeet.convert.peft import convert
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.models.config import read_model_config
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model

@@ -19,8 +19,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lorikeet.api.terminal import show_ready
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.cli import compat, serve_flags
 from lorikeet.cli.app import app
 from lorikeet.cli.chat import Conversation
@@ -35,6 +33,8 @@ from lorikeet.core.secrets import SECRET_VARIABLES
 from lorikeet.core.sizes import format_size
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS, resolve_preset
+from lorikeet.terminal import show_ready
+from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.adapters.builders import shard, write_adapter
 from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.models.checkpoints import make_checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lorikeet.api.batches.lines import LineError, error_line
 from lorikeet.cli.batch_sender import BatchCounts, BatchError, BatchFiles, send_batch
+from lorikeet.serving.batches.lines import LineError, error_line
 from tests.api.conftest import Start, sources, start  # noqa: F401 - fixtures
 from tests.api.fakes import write_adapter
 from tests.api.test_batches import MESSAGES, line

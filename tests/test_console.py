@@ -13,7 +13,7 @@ import psutil
 import pytest
 from playwright.async_api import Page, async_playwright, expect
 
-from lorikeet.api.web import FILES
+from lorikeet.http.web import FILES
 from tests.api.test_chat import CHAT
 from tests.api.test_serve import Server, make_model, serving
 from tests.router.conftest import adapters, events, routing

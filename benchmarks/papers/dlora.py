@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.memory_work import MemoryWork
 from benchmarks.papers.measure import (
     SEEDS,
     Figure,
@@ -28,15 +29,14 @@ from benchmarks.papers.measure import (
     times,
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, peak, run_cluster, run_engine, work_of
-from lorikeet.bench.arrivals import Rates, at_rate
-from lorikeet.bench.memory_work import MemoryWork
-from lorikeet.bench.recipe import FUNCTION_ARRIVALS, Recipe
-from lorikeet.bench.synthetic import adapter_names, synthetic_adapters
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import Constant, CostProfile, Switching
+from lorikeet.workloads.arrivals import Rates, at_rate
+from lorikeet.workloads.recipe import FUNCTION_ARRIVALS, Recipe
+from lorikeet.workloads.synthetic import adapter_names, synthetic_adapters
+from lorikeet.workloads.workload import WorkloadRequest
 
 # --- the grid: written down before anything was run --------------------------------------------------
 

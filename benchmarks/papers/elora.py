@@ -43,9 +43,9 @@ from benchmarks.papers.measure import (
     reduction,
     times,
 )
-from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.memory.packing import pack
+from lorikeet.workloads.synthetic import synthetic_adapters
 
 OURS, VLLM, VLLM_HOST, S_LORA = "elora", "vllm-static:discard", "vllm-static", "elora:s-lora"
 SLO_S = 0.5

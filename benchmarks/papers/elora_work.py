@@ -11,17 +11,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from lorikeet.bench.adapter_choice import choose_adapters
-from lorikeet.bench.arrivals import Rates, arrivals_until, at_rate
-from lorikeet.bench.function_trace import Call, popularity, unit_calls
+from benchmarks.memory_bench import MemorySetting, modelled_rig, warm_replica
+from benchmarks.memory_watch import MemoryWatch
+from benchmarks.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.in_process import run_workload
 from lorikeet.bench.load_report import RequestRecord
-from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, warm_replica
-from lorikeet.bench.memory_watch import MemoryWatch
-from lorikeet.bench.memory_work import MemoryWork, WorkOptions
-from lorikeet.bench.shapes import Dialogues, LengthRange, Translation
-from lorikeet.bench.synthetic import adapter_names, spread, synthetic_adapters
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.clock import Clock
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterName
@@ -34,6 +28,12 @@ from lorikeet.engine.loop import Engine
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.policies.elora import Elora
 from lorikeet.memory.tree import NodeKind
+from lorikeet.workloads.adapter_choice import choose_adapters
+from lorikeet.workloads.arrivals import Rates, arrivals_until, at_rate
+from lorikeet.workloads.function_trace import Call, popularity, unit_calls
+from lorikeet.workloads.shapes import Dialogues, LengthRange, Translation
+from lorikeet.workloads.synthetic import adapter_names, spread, synthetic_adapters
+from lorikeet.workloads.workload import WorkloadRequest
 
 MODELS = {"8B": "h800-llama-3-8b", "34B": "h800x4-llama-2-34b", "70B": "h800x8-llama-2-70b"}
 """Profiles of the paper's models on its devices (Table II). Llama-2-70B stands for Llama3-70B, of the same shapes."""

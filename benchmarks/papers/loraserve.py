@@ -11,16 +11,16 @@ import numpy as np
 
 from benchmarks.papers.measure import SEEDS, Answer, Figure, Measurement, Paper, Plot, Run, Series, Table, over_seeds
 from benchmarks.papers.runs import AZURE, MAX_NUM_SEQS, Cluster, Figures, run_cluster, trace
-from lorikeet.bench.adapter_choice import powers
-from lorikeet.bench.arrivals import Rates
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
-from lorikeet.bench.workload import Range, WorkloadRequest
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads
+from lorikeet.workloads.adapter_choice import powers
+from lorikeet.workloads.arrivals import Rates
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
+from lorikeet.workloads.workload import Range, WorkloadRequest
 
 # --- what the paper leaves open: written down before anything was run --------------------------------
 

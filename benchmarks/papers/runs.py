@@ -12,20 +12,20 @@ import msgspec
 import numpy as np
 
 from benchmarks.harness import ROOT
+from benchmarks.memory_bench import MemorySetting, modelled_rig, preset_figures, run_preset, settle
+from benchmarks.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.load_report import RequestRecord
-from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, preset_figures, run_preset, settle
-from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.peak import find_peak
-from lorikeet.bench.predictors import make_predictor
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.synthetic import ATTENTION
-from lorikeet.bench.workload import WorkloadRequest, read_any
 from lorikeet.cluster.routing.base import PerformanceModel
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
+from lorikeet.workloads.predictors import make_predictor
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.synthetic import ATTENTION
+from lorikeet.workloads.workload import WorkloadRequest, read_any
 
 MAX_NUM_SEQS = 256
 HOST_BYTES = 512 * 10**9

@@ -30,22 +30,22 @@ from benchmarks.papers.measure import (
     times,
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, run_cluster, run_engine, work_of
-from lorikeet.bench.arrivals import Rates, at_rate
 from lorikeet.bench.load_report import RequestRecord
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.synthetic import adapter_names, synthetic_adapters
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.routing.base import PerformanceModel, fit_performance
-from lorikeet.core.assist_costs import UNIT_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.prefill_pipeline import ComputePlace
 from lorikeet.core.request import Slo
+from lorikeet.costs.assist_costs import UNIT_MODULES
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import assist_costs
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.prefill_pipeline import ComputePlace
 from lorikeet.costs.profile import Constant, CostProfile, Curve
 from lorikeet.costs.transfers import TransferModel
 from lorikeet.presets import resolve_preset
+from lorikeet.workloads.arrivals import Rates, at_rate
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.synthetic import adapter_names, synthetic_adapters
+from lorikeet.workloads.workload import WorkloadRequest
 
 COMPOSED, SEVENTY_B, SEVEN_B = "a100-80-llama-2-7b@toppings", "a100-80x4-llama-2-70b@toppings", "printed"
 """The last is the first with steps as long as the paper prints them."""

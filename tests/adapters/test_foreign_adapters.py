@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.cli.app import app
-from lorikeet.cli.lora_folder import LowRank, read_lora
+from lorikeet.convert.folder import LowRank, read_lora
 from tests.adapters.builders import HEADS, KV_HEADS, geometry, peft_adapter, tiny_llama
 from tests.models.gguf_files import NAMES
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.cli.app import app
-from lorikeet.cli.lora_folder import LoraFolder, LowRank, read_lora, write_lora
+from lorikeet.convert.folder import LoraFolder, LowRank, read_lora, write_lora
 from lorikeet.models import default
 from tests.adapters.builders import LAYERS, geometry, peft_adapter, tiny_llama
 

@@ -11,18 +11,18 @@ import pytest
 import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.app import create_app, create_service
-from lorikeet.api.chat_settings import ChatSettings
-from lorikeet.api.connections import ConnectionLimits, limited_http
-from lorikeet.api.length_prediction import AnswerLengthPredictor
-from lorikeet.api.request_log import RequestLog
-from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.served_models import ServedModels
-from lorikeet.api.service import Service
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.chat.adapter_chat import AdapterChats
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.sampling import ModelLimits
+from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.config import AdapterDirMode, AdapterSettings, BatchSettings, ServerSettings, Settings
 from lorikeet.core.chat_template import ChatTemplate
+from lorikeet.http.connections import ConnectionLimits, limited_http
+from lorikeet.observe.length_prediction import AnswerLengthPredictor
+from lorikeet.observe.request_log import RequestLog
+from lorikeet.serving.served_models import ServedModels
+from lorikeet.serving.service import Service
 from lorikeet.tenants.tenants import Tenants
 from tests.api.fakes import GEOMETRY, HIDDEN, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
@@ -128,5 +128,5 @@ def count_calls_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[
         calls.append(work)
         return work()
 
-    monkeypatch.setattr("lorikeet.api.threads.to_thread.run_sync", run_sync)
+    monkeypatch.setattr("lorikeet.http.threads.to_thread.run_sync", run_sync)
     return calls

@@ -11,8 +11,8 @@ import pytest
 
 from lorikeet.adapters.chat import AddedToken
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.api.adapter_chat import with_tokens
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.chat.adapter_chat import with_tokens
+from lorikeet.chat.text_processor import TextProcessor
 from tests.api.conftest import TEMPLATE, TOKENIZER, Running, Start
 from tests.api.fakes import write_adapter
 from tests.api.test_chat import CHAT, MESSAGES, body

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from lorikeet.adapters import sources as adapter_sources
-from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.adapters import follow_registry
-from lorikeet.api.errors import ApiError, model_not_found
 from lorikeet.config import AdapterDirMode, AdapterSettings
 from lorikeet.core.request import Request
+from lorikeet.http.errors import ApiError, model_not_found
+from lorikeet.serving.adapter_loader import AdapterLoader
 from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.fakes import write_adapter
 from tests.api.test_adapter_chat import OWN_TEMPLATE

@@ -19,17 +19,17 @@ import pytest
 import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.app import create_app, create_service
-from lorikeet.api.chat_settings import ChatSettings
-from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.served_models import ServedModels
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.chat.adapter_chat import AdapterChats
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.sampling import ModelLimits
+from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
+from lorikeet.serving.served_models import ServedModels
 from tests.api.fakes import byte_level_tokenizer
 from tests.support.live import (
     CONTEXT_TOKENS,

@@ -14,9 +14,9 @@ import structlog
 from anyio import to_thread
 
 from lorikeet.adapters.catalog import RegisteredAdapter
-from lorikeet.api.load_places import LOADS_AT_ONCE
 from lorikeet.config import AdapterDirMode
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.serving.load_places import LOADS_AT_ONCE
 from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter
 from tests.api.test_chat import CHAT, body

@@ -253,7 +253,7 @@ async def test_a_restarted_server_computes_no_line_twice(start: Start) -> None:
 async def test_an_overloaded_server_or_a_lost_engine_is_asked_again(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.api.batches.runner._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("lorikeet.serving.batches.runner._FIRST_PAUSE_S", 0.01)
     client, engine = client_of(server), server.engine
     engine.dies_after = 1
     batch = await submitted(client, line("x"))

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.api import errors
-from lorikeet.api.errors import ApiError
 from lorikeet.core.chat_template import ChatTemplate
+from lorikeet.http import errors
+from lorikeet.http.errors import ApiError
 from tests.api.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lorikeet.api.text_processor import read_chat_template
+from lorikeet.chat.text_processor import read_chat_template
 from lorikeet.core.chat_template import ChatTemplate, TemplateError
 from lorikeet.models.default import prepare_default_model
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.chat.text_processor import TextProcessor
 from tests.api.conftest import TOKENIZER, Running, count_calls_off_the_loop
 from tests.api.test_chat import events
 

@@ -11,9 +11,9 @@ import pytest
 import structlog
 import uvicorn
 
-from lorikeet.api.connections import ConnectionLimits, ConnectionStats, limited_http, raise_file_limit
-from lorikeet.api.errors import ApiError
-from lorikeet.api.logs import RequestIds
+from lorikeet.http.connections import ConnectionLimits, ConnectionStats, limited_http, raise_file_limit
+from lorikeet.http.errors import ApiError
+from lorikeet.http.logs import RequestIds
 from tests.api.conftest import Running
 from tests.support.waiting import until
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from lorikeet.api.dialects import sessions
-from lorikeet.api.errors import ApiError
+from lorikeet.http import sessions
+from lorikeet.http.errors import ApiError
 from lorikeet.models.default import prepare_default_model
 from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_serve import Server, serving

@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.http.streaming import CancelOnDisconnect, EventStream
 from tests.api.conftest import Start
 from tests.api.test_chat import CHAT, body
 from tests.api.test_metrics import page, value

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lorikeet.api.fields import BOTH, CHAT, COMPLETIONS, FIELDS
-from lorikeet.api.protocol import _FIELDS, Body, ChatCompletionRequest, CompletionRequest
+from lorikeet.chat.protocol import _FIELDS, Body, ChatCompletionRequest, CompletionRequest
 from tests.api.conftest import Running
 from tests.api.test_chat import MESSAGES
 from tests.api.test_prompt_embeds import saved, tensor

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api import large_bodies
-from lorikeet.api.body_structure import BodyStructure, check_structure, count_structure
-from lorikeet.api.errors import ApiError
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate
+from lorikeet.http import body_gate
+from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
+from lorikeet.http.body_structure import BodyStructure, check_structure, count_structure
+from lorikeet.http.errors import ApiError
 from lorikeet.router.proxied_request import RequestBody
+from lorikeet.serving import large_bodies
 from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body
 from tests.support.waiting import until
@@ -219,7 +220,7 @@ async def test_gate_lets_bodies_in_by_their_size_and_in_their_order() -> None:
 
 
 async def test_body_that_finds_no_room_in_time_gets_429(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_bodies, "_WAIT_S", 0.01)
+    monkeypatch.setattr(body_gate, "_WAIT_S", 0.01)
     gate = BodyGate(10)
     async with gate.hold(40):
         with pytest.raises(ApiError) as refusal:

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from lorikeet.api import length_prediction
-from lorikeet.api.length_prediction import AnswerLengthPredictor, PredictorProcess, open_length_predictor
 from lorikeet.config import ConfigError, LengthPredictor, ServerSettings
 from lorikeet.engine.length_predictor_training import file_sha256
 from lorikeet.models.sentences import DIMENSIONS
+from lorikeet.observe import length_prediction
+from lorikeet.observe.length_prediction import AnswerLengthPredictor, PredictorProcess, open_length_predictor
 from lorikeet.scheduling.prediction.history import LengthHistory
 from lorikeet.scheduling.prediction.learned import LengthModel, LengthModelInfo, PredictionErrors
 from lorikeet.scheduling.prediction.messages import PredictorSetup

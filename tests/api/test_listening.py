@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 import uvloop
 
-from lorikeet.api.listening import BoundServer, bind, bind_unix
 from lorikeet.config import ConfigError
+from lorikeet.http.listening import BoundServer, bind, bind_unix
 from tests.api.conftest import Start
 from tests.support.waiting import until
 

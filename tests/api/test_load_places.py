@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.api.errors import ApiError
-from lorikeet.api.load_places import LOADS_AT_ONCE, MAX_WAITING, LoadPlaces
+from lorikeet.http.errors import ApiError
+from lorikeet.serving.load_places import LOADS_AT_ONCE, MAX_WAITING, LoadPlaces
 from tests.api.conftest import Running
 from tests.support.waiting import until
 

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from lorikeet.api.logs import RequestIds, log
 from lorikeet.core.logs import configure_logs
+from lorikeet.http.logs import RequestIds, log
 from tests.api.conftest import Start
 
 

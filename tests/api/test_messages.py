@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES
+from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from tests.api.conftest import Running, Start
 from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
 

@@ -10,8 +10,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lorikeet.api.metrics import TTFT_BOUNDS_S, AdapterUsage, RequestCounts, RequestMetrics
-from lorikeet.api.middleware import key_name
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
@@ -25,6 +23,8 @@ from lorikeet.core.messages import (
     RouteStats,
     TierBytes,
 )
+from lorikeet.http.middleware import key_name
+from lorikeet.observe.metrics import TTFT_BOUNDS_S, AdapterUsage, RequestCounts, RequestMetrics
 from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body, events
 from tests.api.test_operations import bearer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lorikeet.api.mixtures import MAX_MIXTURES, PREFIX, spelled
+from lorikeet.chat.mixtures import MAX_MIXTURES, PREFIX, spelled
 from lorikeet.config import AdapterDirMode
 from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter, write_classifier, write_dora

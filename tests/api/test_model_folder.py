@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.api.model_folder import prepare_model
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.models import default
 from lorikeet.models.config import ModelConfigError
+from lorikeet.models.model_folder import prepare_model
 from tests.api.conftest import TOKENIZER
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import write_model

@@ -9,9 +9,9 @@ import httpx
 import pytest
 import structlog
 
-from lorikeet.api.middleware import KeyRing
-from lorikeet.api.text_processor import IncrementalDetokenizer
+from lorikeet.chat.text_processor import IncrementalDetokenizer
 from lorikeet.config import ConfigError
+from lorikeet.http.middleware import KeyRing
 from tests.api.conftest import TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, body
 from tests.support.waiting import until

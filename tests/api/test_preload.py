@@ -6,8 +6,8 @@ import pytest
 import structlog
 
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api.preload import log_restored, names_to_show, preload_adapters
 from lorikeet.config import AdapterSettings, ConfigError
+from lorikeet.serving.preload import log_restored, names_to_show, preload_adapters
 from tests.api.fakes import GEOMETRY
 
 

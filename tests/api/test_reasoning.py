@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.api.reasoning import REASONING_FORMATS
+from lorikeet.chat.reasoning import REASONING_FORMATS
 
 
 def read(name: str, pieces: Iterable[str], prompt_end: str = "") -> tuple[str, str]:

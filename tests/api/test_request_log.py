@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api.request_log import RequestLog
 from lorikeet.core.events import AdapterArrived, Admitted, FirstToken, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.observe.request_log import RequestLog
 from tests.api.conftest import Start
 from tests.api.test_chat import CHAT, body, events
 from tests.support.waiting import wait_until
@@ -146,7 +146,7 @@ def test_a_line_that_cannot_be_written_does_not_end_the_log(tmp_path: Path) -> N
 def test_lines_that_the_disk_cannot_take_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.api.request_log._MAX_QUEUED", 2)
+    monkeypatch.setattr("lorikeet.observe.request_log._MAX_QUEUED", 2)
     writing, go_on = threading.Event(), threading.Event()
     written = RequestLog._write
 

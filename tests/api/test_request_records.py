@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.api.request_log import RequestLog
-from lorikeet.api.request_records import RequestRecords
 from lorikeet.cli.app import app
 from lorikeet.core.events import MOST_DECISIONS, Decided, Mechanism, RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.observe.request_log import RequestLog
+from lorikeet.observe.request_records import RequestRecords
 from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body
 from tests.api.test_operations import bearer

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lorikeet.api import responses
-from lorikeet.api.errors import ApiError
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES
-from lorikeet.api.responses_body import joined
-from lorikeet.api.stored_responses import StoredResponse, StoredResponses
+from lorikeet.chat.responses_body import joined
+from lorikeet.http.body_gate import SMALL_BODY_BYTES
+from lorikeet.http.errors import ApiError
+from lorikeet.serving.stored_responses import StoredResponse, StoredResponses
 from tests.api.conftest import Running, Start
 from tests.api.test_messages import events
 from tests.api.test_operations import bearer

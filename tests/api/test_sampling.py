@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lorikeet.api.errors import ApiError
-from lorikeet.api.protocol import GenerationBody
-from lorikeet.api.sampling import (
+from lorikeet.chat.protocol import GenerationBody
+from lorikeet.chat.sampling import (
     MAX_BIASES,
     ModelLimits,
     SamplingDefaults,
@@ -17,6 +16,7 @@ from lorikeet.api.sampling import (
     sampling_params,
 )
 from lorikeet.core.request import SamplingParams
+from lorikeet.http.errors import ApiError
 
 LIMITS = ModelLimits(max_model_len=100, vocabulary=50, eos_token_ids=(2, 3))
 

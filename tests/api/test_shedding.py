@@ -4,10 +4,10 @@ from itertools import count
 
 import pytest
 
-from lorikeet.api.shedding import TtftForecast
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams, Slo
+from lorikeet.observe.shedding import TtftForecast
 
 SERVICE_S = 0.1
 """The engine of these tests admits one request after the other, each time after so long."""

@@ -11,17 +11,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.api.live_stats import (
-    ERRORS_PER_ADAPTER,
-    MOST_ADAPTERS,
-    REQUESTS_PER_ADAPTER,
-    LiveStats,
-    Rate,
-    parts_of,
-    percentiles,
-)
-from lorikeet.api.sort_by import SortBy
-from lorikeet.api.stats_stream import MOST_STREAMS
 from lorikeet.cli.app import app
 from lorikeet.config import AdapterDirMode
 from lorikeet.core.adapter import AdapterRef
@@ -36,6 +25,17 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.observe.live_stats import (
+    ERRORS_PER_ADAPTER,
+    MOST_ADAPTERS,
+    REQUESTS_PER_ADAPTER,
+    LiveStats,
+    Rate,
+    parts_of,
+    percentiles,
+)
+from lorikeet.observe.sort_by import SortBy
+from lorikeet.observe.stats_stream import MOST_STREAMS
 from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body
 from tests.api.test_metrics import STATS

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from lorikeet.api import connections
 from lorikeet.api.app import create_app
-from lorikeet.api.streaming import DIRECT_BODY
+from lorikeet.http import connections
+from lorikeet.http.streaming import DIRECT_BODY
 from tests.api.conftest import Running, Start
 
 ANSWER = 'Grüße an die Welt, 日本語 and emoji 🦜🌈 "quoted" \\ and\nlines, then hello world'

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.api import structured_output
-from lorikeet.api.errors import ApiError
-from lorikeet.api.grammar_process import GrammarKind
-from lorikeet.api.protocol import CompletionRequest
-from lorikeet.api.structured_output import TaggedPart, grammar_spec, tagged_text
+from lorikeet.chat import structured_output
+from lorikeet.chat.grammar_process import GrammarKind
+from lorikeet.chat.protocol import CompletionRequest
+from lorikeet.chat.structured_output import TaggedPart, grammar_spec, tagged_text
+from lorikeet.http.errors import ApiError
 from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, body
 

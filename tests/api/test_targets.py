@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api.metrics import RequestCounts
-from lorikeet.api.middleware import key_name
-from lorikeet.api.request_log import RequestLog
-from lorikeet.api.slo_targets import attainment, missed, read_targets
-from lorikeet.bench.workload import read_workload
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo, SloError, parse_slo
+from lorikeet.http.middleware import key_name
+from lorikeet.observe.metrics import RequestCounts
+from lorikeet.observe.request_log import RequestLog
+from lorikeet.observe.slo_targets import attainment, missed, read_targets
+from lorikeet.workloads.workload import read_workload
 from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body
 from tests.api.test_completions import URL as COMPLETIONS

@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from lorikeet.adapters.registry import sqlite_url
-from lorikeet.api.middleware import key_name
-from lorikeet.api.request_log import RequestLog
-from lorikeet.api.tenancy import duration
 from lorikeet.cli.app import app
 from lorikeet.config import AdapterDirMode, ConfigError, load_settings
+from lorikeet.http.middleware import key_name
+from lorikeet.http.tenancy import duration
+from lorikeet.observe.request_log import RequestLog
 from lorikeet.tenants.keys import ApiKey, KeySettings
 from lorikeet.tenants.ledger import DAY_S, MINUTE_S, Ended
 from lorikeet.tenants.store import StoreUnavailable, UnknownKey

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lorikeet.api.logprobs import TextOffsets, TokenNames, completion_logprobs
-from lorikeet.api.text_processor import IncrementalDetokenizer, StopScanner, TextProcessor
+from lorikeet.chat.logprobs import TextOffsets, TokenNames, completion_logprobs
+from lorikeet.chat.text_processor import IncrementalDetokenizer, StopScanner, TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.plan import Token
 from lorikeet.models.config import ModelConfigError

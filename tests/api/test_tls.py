@@ -13,9 +13,9 @@ import trustme
 import uvicorn
 from structlog.testing import capture_logs
 
-from lorikeet.api.listening import BoundServer, bind
-from lorikeet.api.tls import Certificate, open_certificate
 from lorikeet.config import ConfigError
+from lorikeet.http.listening import BoundServer, bind
+from lorikeet.http.tls import Certificate, open_certificate
 from tests.api.test_listening import answer
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from lorikeet.api.text_processor import _MAX_COMPOSED, TokenLowerBound
+from lorikeet.chat.text_processor import _MAX_COMPOSED, TokenLowerBound
 from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 Change = Callable[[Tokenizer], None]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts, notation
-from lorikeet.api.tool_parsers import TOOL_FORMATS, format_of_template, instructions
-from lorikeet.api.tool_parsers.base import Call, CallArguments, CallGrammar, CallStart, Content, Event, ToolFormat
+from lorikeet.chat.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts, notation
+from lorikeet.chat.tool_parsers import TOOL_FORMATS, format_of_template, instructions
+from lorikeet.chat.tool_parsers.base import Call, CallArguments, CallGrammar, CallStart, Content, Event, ToolFormat
 from tests.api.fakes import byte_level_tokenizer
 
 FUNCTIONS = {

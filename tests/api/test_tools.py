@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.api.chat_settings import ChatSettings
-from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.structured_output import GrammarChecks
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.sampling import ModelLimits
+from lorikeet.chat.structured_output import GrammarChecks
+from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 from tests.api.conftest import END, TEMPLATE, TOKENIZER, Running, Start
 from tests.api.fakes import byte_level_tokenizer

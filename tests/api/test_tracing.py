@@ -11,10 +11,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from lorikeet.api.trace_context import TraceHeaders
-from lorikeet.api.tracing import RequestTraces, open_exporter
 from lorikeet.core.events import Admitted, RequestTimings
 from lorikeet.core.ids import RequestId
+from lorikeet.http.trace_context import TraceHeaders
+from lorikeet.observe.tracing import RequestTraces, open_exporter
 from tests.api.conftest import Running
 from tests.api.test_chat import CHAT, body
 from tests.api.test_stats import sequence

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lorikeet.api.request_log import RequestLog
 from lorikeet.cli.app import app
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.length_predictor_process import BatchPredictor
 from lorikeet.engine.length_predictor_training import file_sha256, read_logs
+from lorikeet.observe.request_log import RequestLog
 from lorikeet.scheduling.prediction.learned import LengthModel
 from lorikeet.scheduling.prediction.messages import PredictionRequest, PredictorSetup
 from tests.api.conftest import TOKENIZER

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lorikeet.api.web import FILES
+from lorikeet.http.web import FILES
 from tests.api.conftest import Running, Start
 
 

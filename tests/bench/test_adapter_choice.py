@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.adapter_choice import ADAPTER_CHOICES, RULES, choose_adapters
-from lorikeet.bench.synthetic import PAPER_RANKS, spread
-from lorikeet.bench.workload import OptionError
+from lorikeet.workloads.adapter_choice import ADAPTER_CHOICES, RULES, choose_adapters
+from lorikeet.workloads.synthetic import PAPER_RANKS, spread
+from lorikeet.workloads.workload import OptionError
 
 MANY = 30_000
 EXAMPLES = (

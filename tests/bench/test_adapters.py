@@ -6,9 +6,9 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
-from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.models.config import read_model_config
+from lorikeet.workloads.random_adapters import spread_ranks, write_random_adapter
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.answer_stream import AnswerStream, EventLines, error_text
+from lorikeet.http.answer_stream import AnswerStream, EventLines, error_text
 
 
 def completion(text: str, finish_reason: str | None = None, **more: Any) -> bytes:

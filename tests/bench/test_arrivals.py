@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.arrivals import ARRIVALS, Rates, arrival_times, arrivals_until, at_rate
-from lorikeet.bench.conversations import scale_blocks, scale_lengths, scaled_block_tokens
-from lorikeet.bench.workload import OptionError, Range, WorkloadRequest
+from lorikeet.workloads.arrivals import ARRIVALS, Rates, arrival_times, arrivals_until, at_rate
+from lorikeet.workloads.conversations import scale_blocks, scale_lengths, scaled_block_tokens
+from lorikeet.workloads.workload import OptionError, Range, WorkloadRequest
 
 
 def generator(seed: int = 0) -> np.random.Generator:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.offline import OfflineOptions, PairResult, offline_report
+from benchmarks.offline_backends import OfflineResult
 from lorikeet import SPIN_COUNT
-from lorikeet.bench.backends import OfflineResult
-from lorikeet.bench.machine_limits import Ceilings, LimitMeter, MachineLimits
-from lorikeet.bench.offline import OfflineOptions, PairResult, offline_report
 from lorikeet.cli.app import app
 from lorikeet.models.config import read_model_config
+from lorikeet.profiling.machine_limits import Ceilings, LimitMeter, MachineLimits
 
 runner = CliRunner(env={"COLUMNS": "200", "GOMP_SPINCOUNT": "300000"})
 
@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[OfflineOptions]:
         setup = {"model": "m", "requests": 4, "prompt_tokens": 20, "output_tokens": 10, "adapters": options.adapters}
         return report | {"setup": setup | {"dtype": "bfloat16", "pairs": 1}, "versions": {"torch": "2"}}
 
-    monkeypatch.setattr("lorikeet.bench.offline.run_offline", run)
+    monkeypatch.setattr("benchmarks.offline.run_offline", run)
     return seen
 
 

@@ -15,8 +15,8 @@ from benchmarks.papers import dlora, loraserve
 from benchmarks.papers.measure import Answer, Paper, Run
 from benchmarks.papers.runs import peak
 from benchmarks.request_path import show
-from lorikeet.bench.model_shapes import MODEL_SHAPES
-from lorikeet.bench.synthetic import PAPER_RANKS
+from lorikeet.profiling.model_shapes import MODEL_SHAPES
+from lorikeet.workloads.synthetic import PAPER_RANKS
 from tests.support import hostile_clients as hostile
 
 SMALL = MODEL_SHAPES["llama-2-7b"] | {

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.conversations import first_complete, flatten, group_conversations, sample_complete
-from lorikeet.bench.workload import WorkloadRequest, read_any
+from lorikeet.workloads.conversations import first_complete, flatten, group_conversations, sample_complete
+from lorikeet.workloads.workload import WorkloadRequest, read_any
 
 DATA = Path(__file__).parent / "data"
 

@@ -4,7 +4,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from lorikeet.bench.function_trace import (
+from lorikeet.workloads.function_trace import (
     calls_of_minutes,
     log_normal_of_rates,
     map_functions,
@@ -12,7 +12,7 @@ from lorikeet.bench.function_trace import (
     read_function_trace,
     unit_calls,
 )
-from lorikeet.bench.workload import OptionError, WorkloadError
+from lorikeet.workloads.workload import OptionError, WorkloadError
 
 HEADER = "HashOwner,HashApp,HashFunction,Trigger,1,2,3\n"
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from lorikeet.bench.in_process import RunObserver, WorkloadRun, run_workload
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import StartedReplica, modelled_replica
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.request import Request
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.workload import WorkloadRequest
 from tests.support.profiles import round_profile
 
 BLOCK = 16

@@ -1,6 +1,6 @@
-from lorikeet.bench.memory_watch import InfiniteCache
-from lorikeet.bench.synthetic import synthetic_adapters
+from benchmarks.memory_watch import InfiniteCache
 from lorikeet.core.geometry import ModelGeometry, ModuleShape
+from lorikeet.workloads.synthetic import synthetic_adapters
 
 SHAPE = ModuleShape(4, 4)
 GEOMETRY = ModelGeometry(1, 1, 4, dict.fromkeys(("q", "k", "v", "o", "gate", "up", "down"), SHAPE), 2)

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorikeet.bench.machine_limits import (
+from lorikeet.models.config import read_model_config
+from lorikeet.profiling.machine_limits import (
     LimitMeter,
     MachineLimits,
     ModelCost,
@@ -13,7 +14,6 @@ from lorikeet.bench.machine_limits import (
     prefill_limit_tok_s,
     work_ceilings,
 )
-from lorikeet.models.config import read_model_config
 
 LIMITS = MachineLimits(threads=1, read_gb_s=1.0, gemm_gflops={1: 0.1, 4: 1.0, 512: 2.0})
 

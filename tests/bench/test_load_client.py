@@ -7,10 +7,10 @@ import pytest
 from lorikeet.bench.load_client import LoadTarget, drive
 from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
 from lorikeet.bench.load_run import LoadRunner
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.workload import OptionError, Range, WorkloadRequest
 from lorikeet.core.request import Slo
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.workload import OptionError, Range, WorkloadRequest
 from tests.bench.fake_server import FakeServer, running
 
 PROMPTS = Prompts(0, ids=Range(20, 90))

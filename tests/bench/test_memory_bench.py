@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.bench.memory_bench import MemorySetting, PresetRun, modelled_rig, preset_figures, run_preset
-from lorikeet.bench.memory_watch import TtftParts
-from lorikeet.bench.memory_work import (
+from benchmarks.memory_bench import MemorySetting, PresetRun, modelled_rig, preset_figures, run_preset
+from benchmarks.memory_watch import TtftParts
+from benchmarks.memory_work import (
     MemoryWork,
     WorkOptions,
     least_memory_bytes,
@@ -18,12 +18,12 @@ from lorikeet.bench.memory_work import (
     working_set,
 )
 from lorikeet.bench.plots import pool_areas
-from lorikeet.bench.synthetic import adapters_by_name
-from lorikeet.bench.workload import OptionError, WorkloadRequest, write_workload
 from lorikeet.cli.app import app
 from lorikeet.cli.bench_memory import split_presets
 from lorikeet.core.events import RequestTimings
 from lorikeet.costs.profile import write_profile
+from lorikeet.workloads.synthetic import adapters_by_name
+from lorikeet.workloads.workload import OptionError, WorkloadRequest, write_workload
 from tests.support.profiles import GEOMETRY, round_profile
 
 DATA = Path(__file__).parent / "data"

@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from lorikeet.bench.backends import OfflineResult
-from lorikeet.bench.machine_limits import MEASURED_ROWS, Ceilings, MachineLimits
-from lorikeet.bench.offline import OfflineOptions, PairResult, _settings, offline_report, run_offline
+from benchmarks.offline import OfflineOptions, PairResult, _settings, offline_report, run_offline
+from benchmarks.offline_backends import OfflineResult
 from lorikeet.bench.plots import offline_bars
 from lorikeet.bench.statistics import median_interval
 from lorikeet.models.config import read_model_config
+from lorikeet.profiling.machine_limits import MEASURED_ROWS, Ceilings, MachineLimits
 
 pytestmark = pytest.mark.usefixtures("small_arena")
 

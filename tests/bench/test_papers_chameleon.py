@@ -23,7 +23,7 @@ from benchmarks.papers.chameleon.simulate import (
 )
 from benchmarks.papers.measure import Run
 from benchmarks.papers.runs import AZURE, trace
-from lorikeet.bench.synthetic import PAPER_RANKS, spread
+from lorikeet.workloads.synthetic import PAPER_RANKS, spread
 
 CELL = grid.GRID[0]
 

@@ -3,13 +3,13 @@
 import pytest
 
 from lorikeet.bench.in_process import RunObserver, run_workload
-from lorikeet.bench.predictors import make_predictor
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import modelled_replica
-from lorikeet.bench.synthetic import synthetic_adapters
-from lorikeet.bench.workload import OptionError, WorkloadRequest
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.request import Request
+from lorikeet.workloads.predictors import make_predictor
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.synthetic import synthetic_adapters
+from lorikeet.workloads.workload import OptionError, WorkloadRequest
 from tests.support.profiles import round_profile
 
 WORKLOAD = [

@@ -13,10 +13,17 @@ import pytest
 from msgspec import structs
 from typer.testing import CliRunner
 
-from lorikeet.bench.machine_limits import LimitMeter, MachineLimits
-from lorikeet.bench.profiling.driver import ExecutorDriver, ExecutorDriverError
-from lorikeet.bench.profiling.run import Thoroughness, kernel_efficiency, run_profile
-from lorikeet.bench.profiling.steps import (
+from lorikeet.cli.app import app
+from lorikeet.config import EngineSettings, ModelSettings, Settings
+from lorikeet.core.plan import KernelForm, Tier
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import decode_profile, encode_profile, read_profile
+from lorikeet.models.config import read_model_config
+from lorikeet.profiling.driver import ExecutorDriver, ExecutorDriverError
+from lorikeet.profiling.machine_limits import LimitMeter, MachineLimits
+from lorikeet.profiling.run import Thoroughness, kernel_efficiency, run_profile
+from lorikeet.profiling.steps import (
     Step,
     SweepLimits,
     base_steps,
@@ -26,14 +33,7 @@ from lorikeet.bench.profiling.steps import (
     prefills,
     without_adapters,
 )
-from lorikeet.bench.profiling.transfers import random_adapters
-from lorikeet.cli.app import app
-from lorikeet.config import EngineSettings, ModelSettings, Settings
-from lorikeet.core.plan import KernelForm, Tier
-from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.model import CostModel, SequenceWork, step_work
-from lorikeet.costs.profile import decode_profile, encode_profile, read_profile
-from lorikeet.models.config import read_model_config
+from lorikeet.profiling.transfers import random_adapters
 from lorikeet.worker.torch_executor import build_torch_executor
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_part_that_the_fit_gave_no_time_has_no_efficiency(model_folder: Path) 
 def test_the_command_writes_the_file_and_prints_every_constant(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.bench.profiling.run.QUICK", TINY)
+    monkeypatch.setattr("lorikeet.profiling.run.QUICK", TINY)
     monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype, device: None)
     monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
     # All that is taken is touched: what a machine has, else, and the host tier of a real model.

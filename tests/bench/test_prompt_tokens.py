@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.prompts import combine, prompt_token_ids
-from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.workloads.prompts import combine, prompt_token_ids
+from lorikeet.workloads.workload import WorkloadRequest
 
 IDS = np.arange(2, 999)
 

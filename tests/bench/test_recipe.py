@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.load_run import growth, parse_counters
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.workload import OptionError, Range, WorkloadRequest, parse_slo, read_any
 from lorikeet.core.request import Slo
+from lorikeet.workloads.arrivals import Rates
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.workload import OptionError, Range, WorkloadRequest, parse_slo, read_any
 
 DATA = Path(__file__).parent / "data"
 WORKLOAD = (

@@ -4,8 +4,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lorikeet.bench.function_trace import Call
-from lorikeet.bench.shapes import SHAPES, Dialogues, LengthRange, Translation
+from lorikeet.workloads.function_trace import Call
+from lorikeet.workloads.shapes import SHAPES, Dialogues, LengthRange, Translation
 
 CALLS = [Call(float(number), number % 3) for number in range(300)]
 NAMES = ("a", "b", None)

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.bench.model_shapes import write_model_shape
-from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, parse_ranks, spread, synthetic_adapters
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.models.config import read_model_config
+from lorikeet.profiling.model_shapes import write_model_shape
+from lorikeet.workloads.synthetic import PAPER_RANKS, adapter_names, parse_ranks, spread, synthetic_adapters
 
 HIDDEN, LAYERS = 4096, 32
 LLAMA_2_7B = ModelGeometry(

@@ -1,6 +1,6 @@
-from lorikeet.bench.conversations import Turns, scale_conversation, turns_before
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.workloads.conversations import Turns, scale_conversation, turns_before
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.workload import WorkloadRequest
 
 BLOCK = 4
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.bench.backends import BaseModelBackend, OfflineBatch
-from lorikeet.bench.vllm_backend import VllmBackend
+from benchmarks.offline_backends import BaseModelBackend, OfflineBatch
+from benchmarks.vllm_backend import VllmBackend
 
 VLLM = """
 import json, os

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.bench.vllm_backend import WorkerError, WorkerProcess
+from benchmarks.vllm_backend import WorkerError, WorkerProcess
 
 ECHO = """
 import json, sys

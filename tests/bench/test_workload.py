@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.bench.workload import (
+from lorikeet.workloads.workload import (
     Slo,
     WorkloadError,
     WorkloadRequest,

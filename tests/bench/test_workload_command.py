@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from lorikeet.bench.workload import WorkloadRequest, read_workload
-from lorikeet.bench.workload_summary import summarise_workload
 from lorikeet.cli.app import app
+from lorikeet.workloads.workload import WorkloadRequest, read_workload
+from lorikeet.workloads.workload_summary import summarise_workload
 
 DATA = Path(__file__).parent / "data"
 AZURE = str(DATA / "azure_conv_2023_excerpt.csv")

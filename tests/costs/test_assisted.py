@@ -3,9 +3,9 @@
 import pytest
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.costs.assist_costs import AssistCosts
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, host_layer_s, layer_arrivals_s
 from lorikeet.costs.profile import Constant, HostLora

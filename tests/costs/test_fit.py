@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.bench.profiling.steps import Step, SweepLimits, base_steps, lora_steps
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.fit import (
@@ -20,6 +19,7 @@ from lorikeet.costs.fit import (
 )
 from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s, step_work
 from lorikeet.costs.profile import Constant, CostProfile, Curve, LoraCosts, StepCosts
+from lorikeet.profiling.steps import Step, SweepLimits, base_steps, lora_steps
 
 LIMITS = SweepLimits(sequences=32, step_tokens=256, sequence_tokens=4096, kv_tokens=16_384)
 ADAPTERS = {8: ["a", "b", "c"], 32: ["d", "e"], 128: ["f", "g"]}

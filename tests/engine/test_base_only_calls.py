@@ -6,13 +6,13 @@ from unittest import mock
 import pytest
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.models.checkpoints import make_checkpoint
 from tests.support.recording_kernels import Call, RecordingKernels
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from llguidance import LLTokenizer
 
-from lorikeet.api.grammar_process import GrammarKind, GrammarReader, GrammarSpec
+from lorikeet.chat.grammar_process import GrammarKind, GrammarReader, GrammarSpec
 from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason

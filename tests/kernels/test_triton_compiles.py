@@ -36,7 +36,6 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from lorikeet.bench.model_shapes import MODEL_SHAPES
 from lorikeet.config import EngineSettings
 from lorikeet.core.geometry import PRODUCTS
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
@@ -50,6 +49,7 @@ from lorikeet.models.config import read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import WeightLayout
 from lorikeet.models.parallel import SingleRankGroup
+from lorikeet.profiling.model_shapes import MODEL_SHAPES
 from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
 from lorikeet.worker.batch import SequenceState as RunningSequence
 from lorikeet.worker.decode_graphs import DecodeGraphs

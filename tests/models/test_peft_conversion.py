@@ -14,7 +14,7 @@ from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.peft_config import CONVERTED_TYPES, REFUSED_TYPES, SERVED_TYPES
 from lorikeet.cli.app import app
-from lorikeet.cli.peft_adapters import convert, low_rank
+from lorikeet.convert.peft import convert, low_rank
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import random_ids

@@ -10,10 +10,10 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-from lorikeet.api import large_bodies
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.cli.app import app
 from lorikeet.core.ids import RequestId
+from lorikeet.http import body_gate
+from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, ProxiedRequest, RequestBody
 from tests.router.conftest import Routing, Start, adapters, events, requests_at, text_of, write_files
 from tests.router.scripted import chat_text, words
@@ -85,7 +85,7 @@ async def test_large_bodies_are_counted_until_their_answers_end(start: Start, mo
         await until(lambda: backend.paused == 3, "all have begun")
         assert gate.held_bytes == 2 * len(content)
         monkeypatch.setattr(gate, "_max_bytes", gate.held_bytes)
-        monkeypatch.setattr(large_bodies, "_WAIT_S", 0.0)
+        monkeypatch.setattr(body_gate, "_WAIT_S", 0.0)
         refused = await routing.http.post(COMPLETIONS, content=content, headers={"Content-Type": JSON})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         backend.pauses_at = None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api.errors import ApiError
+from lorikeet.http.errors import ApiError
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, RequestBody
 from lorikeet.router.resumable_answer import DONE, PassthroughAnswer, ResumableAnswer, why_not_resumable
 

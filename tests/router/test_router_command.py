@@ -10,8 +10,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.api.connections import ConnectionLimits
 from lorikeet.cli.app import app
+from lorikeet.http.connections import ConnectionLimits
 from lorikeet.router.proxied_request import COMPLETIONS
 from lorikeet.router.run import RouterOptions
 from tests.router.scripted import ScriptedBackend, words

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts, qkv_share, row_bytes
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.prefill_pipeline import plan
+from lorikeet.costs.assist_costs import AssistCosts, qkv_share, row_bytes
+from lorikeet.costs.prefill_pipeline import plan
 
 _WIDE, _MLP = 4096, 11008
 _SHAPES = {

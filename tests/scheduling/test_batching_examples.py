@@ -6,7 +6,7 @@ from math import inf
 import pytest
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.core.iteration_costs import IterationCosts
+from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.scheduling.batching.credits import Credits, credit_transfers
 from lorikeet.scheduling.batching.dlora import DLora
 from lorikeet.scheduling.batching.dynamic import Decision, decide

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from lorikeet.bench.in_process import RunObserver, run_workload
-from lorikeet.bench.predictors import Predictor
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import modelled_replica
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.events import Admitted, Preempted, Queued
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import StepOutputs
@@ -22,6 +19,9 @@ from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.policies.bounded_sjf import BoundedShortestFirst
 from lorikeet.scheduling.state import StepTimeEstimator
 from lorikeet.simulator.scenario import Scenario
+from lorikeet.workloads.predictors import Predictor
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.workload import WorkloadRequest
 from tests.scheduling.test_admission_rivals import View, made
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.core.assist_costs import WORKER_TOKENS, RowSlice, largest_share, slice_rows, tokens_within_budget
+from lorikeet.costs.assist_costs import WORKER_TOKENS, RowSlice, largest_share, slice_rows, tokens_within_budget
 
 
 def _rows(shares: tuple[tuple[RowSlice, ...], ...]) -> list[int]:

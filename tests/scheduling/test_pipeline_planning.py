@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.core.prefill_pipeline import (
+from lorikeet.costs.prefill_pipeline import (
     ComputePlace,
     LayerGroup,
     LayerTimes,

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from lorikeet.bench.predictors import NoisyOracle
 from lorikeet.scheduling.prediction import history as module
 from lorikeet.scheduling.prediction.history import LengthHistory
+from lorikeet.workloads.predictors import NoisyOracle
 
 
 def told(history: LengthHistory, adapter: str | None, *lengths: int) -> LengthHistory:

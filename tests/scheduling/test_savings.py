@@ -6,11 +6,11 @@ from collections import Counter
 import msgspec
 import pytest
 
-from lorikeet.core.assist_costs import AssistRecord
 from lorikeet.core.events import Admitted, Decided, Mechanism
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
+from lorikeet.costs.assist_costs import AssistRecord
 from lorikeet.presets import Preset
 from lorikeet.scheduling.step_costs import StepCostMeter
 from tests.support.scripted import Bench, adapter, request

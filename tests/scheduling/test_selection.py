@@ -5,9 +5,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.events import AdapterArrived, Admitted, Finished, FinishReason, FirstToken, Preempted
 from lorikeet.core.plan import Tier
+from lorikeet.costs.assist_costs import AssistCosts
 from lorikeet.presets import ColdStart, KvAfterFinish, Preset
 from lorikeet.scheduling.batching.mode import BatchWork
 from lorikeet.scheduling.state import SchedulerLimits

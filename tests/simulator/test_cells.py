@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cli.app import app
 from lorikeet.costs.profile import write_profile
 from lorikeet.simulator.cells import cut_into_cells
 from lorikeet.simulator.scenario import ScenarioError, make_scenario
 from lorikeet.simulator.study import run_scenario
+from lorikeet.workloads.workload import WorkloadRequest
 from tests.support.profiles import round_profile
 
 

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
 from lorikeet.cluster.build import ClusterOptions, MigrationCosts, build_router
 from lorikeet.cluster.migration.problem import MoveTimes
@@ -13,6 +12,7 @@ from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.presets import Preset
+from lorikeet.workloads.workload import WorkloadRequest
 from tests.support.clusters import BLOCK, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile
 

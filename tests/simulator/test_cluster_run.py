@@ -9,10 +9,7 @@ import pytest
 
 from lorikeet.bench.in_process import RunObserver, run_workload
 from lorikeet.bench.load_report import RequestRecord
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import ModelledReplica, build_modelled
-from lorikeet.bench.synthetic import synthetic_adapters
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
 from lorikeet.cluster.build import MigrationCosts
 from lorikeet.cluster.migration.problem import (
@@ -44,6 +41,9 @@ from lorikeet.presets import resolve_preset
 from lorikeet.simulator import cluster
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from lorikeet.worker.modelled import build_modelled_executor
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.synthetic import synthetic_adapters
+from lorikeet.workloads.workload import WorkloadRequest
 from tests.support.clusters import BLOCK, Always, Fixed, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile, seconds
 

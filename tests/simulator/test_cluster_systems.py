@@ -3,11 +3,6 @@
 import msgspec
 import pytest
 
-from lorikeet.bench.arrivals import Rates
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
-from lorikeet.bench.workload import Range
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
@@ -15,6 +10,11 @@ from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import OperatingLoads
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from lorikeet.simulator.run import Simulated
+from lorikeet.workloads.arrivals import Rates
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
+from lorikeet.workloads.workload import Range
 
 pytestmark = pytest.mark.slow
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.bench.workload import WorkloadRequest, read_any, write_workload
 from lorikeet.cli.app import app
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import write_profile
 from lorikeet.simulator.scenario import Scenario, ScenarioError, make_scenario
 from lorikeet.simulator.study import find_peak_rate, run_scenario
 from lorikeet.simulator.trials import Trial, run_trial
+from lorikeet.workloads.workload import WorkloadRequest, read_any, write_workload
 from tests.support.profiles import round_profile
 
 MADE = {"prompt_tokens": "128", "output_tokens": "64"}

@@ -4,10 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lorikeet.bench.in_process import RecordCollector, RunObserver, WorkloadArrivals, WorkloadRun
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import ModelledReplica, build_modelled
-from lorikeet.bench.synthetic import synthetic_adapters
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.static import FullReplication
@@ -23,6 +20,9 @@ from lorikeet.costs.profile import CostProfile
 from lorikeet.simulator.cluster import ClusterRun, ClusterSetup
 from lorikeet.simulator.replica import SimulatedReplica
 from lorikeet.simulator.run import ClusterFigures
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.synthetic import synthetic_adapters
+from lorikeet.workloads.workload import WorkloadRequest
 from tests.support.profiles import GEOMETRY, round_profile
 
 BLOCK = 16

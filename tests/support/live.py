@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
@@ -20,6 +19,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
 from lorikeet.models.config import read_model_config
+from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.models.checkpoints import make_checkpoint
 from tests.support.outputs import outputs_of
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lorikeet.core.adapter import AdapterExtra, AdapterRef
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.messages import ExportedKv
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.assist_costs import AssistCosts
 from lorikeet.engine.build import memory_rules
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine

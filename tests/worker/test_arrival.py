@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
-from lorikeet.core.prefill_pipeline import cut, load_order
+from lorikeet.costs.prefill_pipeline import cut, load_order
 from lorikeet.kernels.base import LoraWeights
 from lorikeet.memory.packing import AdapterPacking, block_runs, layer_blocks, pack
 from lorikeet.worker.transfer import state as arrivals
@@ -22,6 +21,7 @@ from lorikeet.worker.transfer.copies import GROUP_BYTES
 from lorikeet.worker.transfer.loader import start_loader_process
 from lorikeet.worker.transfer.state import PartialAdapter
 from lorikeet.worker.transfer.transfers import TransferManager
+from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.adapters.builders import geometry
 from tests.support.gates import Gate
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts, notation
+from lorikeet.chat.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts, notation
 from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import choose

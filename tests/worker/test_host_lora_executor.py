@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lorikeet.adapters.store import reference
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import ClusterSettings, EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
@@ -23,7 +22,7 @@ from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.machine import usable_cores
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
-from lorikeet.core.prefill_pipeline import cut, load_order
+from lorikeet.costs.prefill_pipeline import cut, load_order
 from lorikeet.engine.build import assemble
 from lorikeet.memory.packing import block_runs, pack
 from lorikeet.models.config import read_model_config
@@ -36,6 +35,7 @@ from lorikeet.worker.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.worker.transfer import transfers
 from lorikeet.worker.transfer.device import Cpu
 from lorikeet.worker.transfer.state import PartialAdapter
+from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import BLOCK_TOKENS, Driver, fp32_settings, random_tokens
 from tests.support.exchanges import Exchanging, PromptExchange

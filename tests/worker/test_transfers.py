@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lorikeet.adapters.store import reference
 from lorikeet.adapters.weights import load_weights
-from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import ExecutorError
@@ -40,6 +39,7 @@ from lorikeet.worker.transfer.loader import Loader, _Reading, start_loader_proce
 from lorikeet.worker.transfer.loader_process import BlocksFilled, ReadEnded
 from lorikeet.worker.transfer.state import STAGED_BLOCKS, TransferState
 from lorikeet.worker.transfer.transfers import TransferManager
+from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.adapters.builders import geometry
 from tests.support.gates import Gate
 from tests.support.late_device import LateDevice

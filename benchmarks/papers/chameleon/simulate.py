@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.memory_bench import MemorySetting, PresetRun, modelled_rig, run_preset
+from benchmarks.memory_work import MemoryWork, WorkOptions
 from benchmarks.papers.runs import AZURE, trace
-from lorikeet.bench.arrivals import Rates, at_rate
-from lorikeet.bench.memory_bench import MemorySetting, PresetRun, modelled_rig, run_preset
-from lorikeet.bench.memory_work import MemoryWork, WorkOptions
-from lorikeet.bench.predictors import make_predictor
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import DEVICE_MEMORY_SHARE
+from lorikeet.workloads.arrivals import Rates, at_rate
+from lorikeet.workloads.predictors import make_predictor
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.synthetic import PAPER_RANKS, adapter_names, spread
+from lorikeet.workloads.workload import WorkloadRequest
 
 S_LORA, CHAMELEON = "chameleon:s-lora", "chameleon"
 CONTEXT_TOKENS = 4096

@@ -23,17 +23,17 @@ from lorikeet.adapters.errors import (
 )
 from lorikeet.adapters.mixture import Part, write_mixture
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
-from lorikeet.api.errors import ApiError, hide_paths
-from lorikeet.api.logs import log
-from lorikeet.api.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
-from lorikeet.api.served_models import describe_chat
-from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.stats import figures_of
-from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.uploads import check_config, receive_weights, write_config
+from lorikeet.chat.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.model import adapter_elements
+from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.logs import log
+from lorikeet.http.threads import in_daemon_thread
+from lorikeet.serving.served_models import describe_chat
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.tenants.keys import Access
 
 DRAIN_S = 30.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from lorikeet.api.chat_answer import AnswerStep
 from lorikeet.core.plan import Token
+from lorikeet.serving.chat_answer import AnswerStep
 
 
 class BlockKind(StrEnum):

@@ -21,24 +21,29 @@ from lorikeet.api import (
     responses,
     stats,
     training,
-    web,
 )
+from lorikeet.api import batch_routes as batches
 from lorikeet.api import tenants as tenant_routes
-from lorikeet.api.adapter_chat import AdapterChats
-from lorikeet.api.adapter_loader import AdapterLoader
-from lorikeet.api.anthropic_errors import AnthropicErrors
-from lorikeet.api.batches import routes as batches
-from lorikeet.api.batches.batches import Batches
-from lorikeet.api.batches.dispatch import Dispatcher
-from lorikeet.api.batches.storage import BatchStorage
 from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
-from lorikeet.api.errors import ApiError, install_handlers
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
-from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
-from lorikeet.api.live_stats import LiveStats
-from lorikeet.api.load_reports import LoadReports
-from lorikeet.api.logs import log
-from lorikeet.api.metrics import (
+from lorikeet.api.pooled import MAX_POOLED_BYTES
+from lorikeet.chat.adapter_chat import AdapterChats
+from lorikeet.chat.mixtures import Mixtures
+from lorikeet.chat.prompt_process import PATHS
+from lorikeet.chat.structured_output import GrammarChecks
+from lorikeet.client.client import Engines
+from lorikeet.config import Settings
+from lorikeet.core.events import AdapterEvent, AdapterLoaded
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.http import web
+from lorikeet.http.anthropic_errors import AnthropicErrors
+from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
+from lorikeet.http.errors import ApiError, install_handlers
+from lorikeet.http.logs import log
+from lorikeet.http.middleware import AdmissionGate, RootPath, add_middleware
+from lorikeet.observe.length_prediction import AnswerLengthPredictor, LengthCollector
+from lorikeet.observe.live_stats import LiveStats
+from lorikeet.observe.load_reports import LoadReports
+from lorikeet.observe.metrics import (
     MOST_TENANTS,
     AdapterUsage,
     ClusterCollector,
@@ -49,29 +54,25 @@ from lorikeet.api.metrics import (
     UsageCollector,
     load_of,
 )
-from lorikeet.api.middleware import AdmissionGate, RootPath, add_middleware
-from lorikeet.api.mixtures import Mixtures
-from lorikeet.api.observer import RequestObserver
-from lorikeet.api.pooled import MAX_POOLED_BYTES
-from lorikeet.api.prompt_process import PATHS
-from lorikeet.api.request_log import RequestLog
-from lorikeet.api.served_models import ServedModels
-from lorikeet.api.service import Service
-from lorikeet.api.shedding import TtftForecast
-from lorikeet.api.slo_targets import read_targets
-from lorikeet.api.stored_responses import StoredResponses
-from lorikeet.api.structured_output import GrammarChecks
-from lorikeet.api.versions import HeldVersions
-from lorikeet.client.client import Engines
-from lorikeet.config import Settings
-from lorikeet.core.events import AdapterEvent, AdapterLoaded
-from lorikeet.core.ids import AdapterDigest
+from lorikeet.observe.observer import RequestObserver
+from lorikeet.observe.request_log import RequestLog
+from lorikeet.observe.shedding import TtftForecast
+from lorikeet.observe.slo_targets import read_targets
 from lorikeet.presets import resolve_preset
+from lorikeet.serving.adapter_loader import AdapterLoader
+from lorikeet.serving.batches.batches import Batches
+from lorikeet.serving.batches.dispatch import Dispatcher
+from lorikeet.serving.batches.storage import BatchStorage
+from lorikeet.serving.large_bodies import PromptProcesses
+from lorikeet.serving.served_models import ServedModels
+from lorikeet.serving.service import Service
+from lorikeet.serving.stored_responses import StoredResponses
+from lorikeet.serving.versions import HeldVersions
 from lorikeet.tenants.keys import OPERATOR
 from lorikeet.tenants.tenants import Tenants
 
 if TYPE_CHECKING:
-    from lorikeet.api.tracing import RequestTraces
+    from lorikeet.observe.tracing import RequestTraces
 
 
 def create_service(

@@ -14,13 +14,13 @@ from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response
 
 from lorikeet.api.embeddings import normalized, task_of
-from lorikeet.api.errors import bad_request, not_supported
 from lorikeet.api.pooled import MAX_TEXTS, PooledBody, PooledRun, Text, Texts, Vector, texts_of
-from lorikeet.api.protocol import Body, Count
-from lorikeet.api.served_models import ResolvedModel
-from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect
+from lorikeet.chat.protocol import Body, Count
 from lorikeet.core.request import Pooling
+from lorikeet.http.errors import bad_request, not_supported
+from lorikeet.http.streaming import CancelOnDisconnect
+from lorikeet.serving.served_models import ResolvedModel
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 
 router = APIRouter(dependencies=[JsonBody])
 

@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from lorikeet.api.errors import ApiError, hide_paths
-from lorikeet.api.service import ServiceDep
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.ids import ReplicaId
+from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.serving.service import ServiceDep
 
 router = APIRouter()
 

@@ -14,13 +14,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from lorikeet.api.chat_answer import ChatAnswer, start_chat
-from lorikeet.api.chat_output import AnswerPart, AnswerReader, whole_calls
-from lorikeet.api.conversation import content_text
-from lorikeet.api.errors import ApiError, bad_request
-from lorikeet.api.generation import Generation, OutputDelta
-from lorikeet.api.large_bodies import PreparedBody, PromptRoute, prepared_body
-from lorikeet.api.logprobs import (
+from lorikeet.chat.chat_output import AnswerPart, AnswerReader, whole_calls
+from lorikeet.chat.conversation import content_text
+from lorikeet.chat.logprobs import (
     TextOffsets,
     TokenNames,
     chat_logprobs,
@@ -28,8 +24,8 @@ from lorikeet.api.logprobs import (
     echoed_tokens,
     prompt_logprobs,
 )
-from lorikeet.api.prompt_embeds import read_prompt_embeds, token_count
-from lorikeet.api.protocol import (
+from lorikeet.chat.prompt_embeds import read_prompt_embeds, token_count
+from lorikeet.chat.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,17 +36,21 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
     validated,
 )
-from lorikeet.api.sampling import of_prompt, truncated
-from lorikeet.api.service import GenerationSpec, JsonBody, Sender, SenderDep, Service, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect, DirectBody, EventStream, begun
-from lorikeet.api.structured_output import grammar_spec
-from lorikeet.api.text_processor import TextProcessor
-from lorikeet.api.threads import off_the_loop
-from lorikeet.api.usage import metrics_of, token_counts, usage_of
+from lorikeet.chat.sampling import of_prompt, truncated
+from lorikeet.chat.structured_output import grammar_spec
+from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.client.client import RequestHandle
 from lorikeet.config import ServerSettings
 from lorikeet.core.plan import Token
 from lorikeet.core.request import PromptEmbeds
+from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream, begun
+from lorikeet.http.threads import off_the_loop
+from lorikeet.serving.chat_answer import ChatAnswer, start_chat
+from lorikeet.serving.generation import Generation, OutputDelta
+from lorikeet.serving.large_bodies import PreparedBody, PromptRoute, prepared_body
+from lorikeet.serving.service import GenerationSpec, JsonBody, Sender, SenderDep, Service, ServiceDep
+from lorikeet.serving.usage import metrics_of, token_counts, usage_of
 
 _DONE = b"data: [DONE]\n\n"
 _TEXT = "text of a chunk"

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorikeet.adapters.task import AdapterTask
-from lorikeet.api.errors import bad_request
 from lorikeet.api.pooled import PooledBody, PooledRun, Texts, Vector, texts_of
-from lorikeet.api.protocol import Count
-from lorikeet.api.served_models import ResolvedModel
-from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect
-from lorikeet.api.threads import off_the_loop
+from lorikeet.chat.protocol import Count
 from lorikeet.core.request import Pooling, PoolingKind
+from lorikeet.http.errors import bad_request
+from lorikeet.http.streaming import CancelOnDisconnect
+from lorikeet.http.threads import off_the_loop
+from lorikeet.serving.served_models import ResolvedModel
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 
 router = APIRouter(dependencies=[JsonBody])
 

@@ -7,13 +7,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
-from lorikeet.api.errors import ApiError, bad_request, not_supported
-from lorikeet.api.large_bodies import PromptRoute, prepared_body
-from lorikeet.api.prompt_process import TOKENIZE_PATH
-from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
-from lorikeet.api.request_records import MOST_RECORDS
-from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
-from lorikeet.api.threads import in_daemon_thread
+from lorikeet.chat.prompt_process import TOKENIZE_PATH
+from lorikeet.chat.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
+from lorikeet.http.errors import ApiError, bad_request, not_supported
+from lorikeet.http.threads import in_daemon_thread
+from lorikeet.observe.request_records import MOST_RECORDS
+from lorikeet.serving.large_bodies import PromptRoute, prepared_body
+from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
 
 router = APIRouter()
 prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)

@@ -9,16 +9,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEvent, BlockKind, BlockOpened
-from lorikeet.api.anthropic_errors import MESSAGES_PATH, anthropic_error
-from lorikeet.api.chat_answer import ChatAnswer, check_one_answer, start_chat
-from lorikeet.api.errors import ApiError
-from lorikeet.api.large_bodies import PromptRoute, prepared_body
-from lorikeet.api.messages_body import CountTokensRequest, MessagesRequest
-from lorikeet.api.prompt_process import TOKENIZE_PATH
-from lorikeet.api.protocol import refuse_unsupported
-from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
-from lorikeet.api.usage import usage_of
+from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
+from lorikeet.chat.prompt_process import TOKENIZE_PATH
+from lorikeet.chat.protocol import refuse_unsupported
+from lorikeet.http.anthropic_errors import MESSAGES_PATH, anthropic_error
+from lorikeet.http.errors import ApiError
+from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
+from lorikeet.serving.chat_answer import ChatAnswer, check_one_answer, start_chat
+from lorikeet.serving.large_bodies import PromptRoute, prepared_body
+from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.serving.usage import usage_of
 
 router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 

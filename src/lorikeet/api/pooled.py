@@ -7,15 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from lorikeet.api.errors import ApiError
-from lorikeet.api.generation import Generation
-from lorikeet.api.protocol import Body, CompletionRequest, TokenIds
-from lorikeet.api.sampling import ModelLimits, check_prompt, of_prompt, truncated
-from lorikeet.api.served_models import ResolvedModel
-from lorikeet.api.service import GenerationSpec, Sender, Service
-from lorikeet.api.text_processor import TextProcessor
-from lorikeet.api.threads import off_the_loop
+from lorikeet.chat.protocol import Body, CompletionRequest, TokenIds
+from lorikeet.chat.sampling import ModelLimits, check_prompt, of_prompt, truncated
+from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.request import Pooling
+from lorikeet.http.errors import ApiError
+from lorikeet.http.threads import off_the_loop
+from lorikeet.serving.generation import Generation
+from lorikeet.serving.served_models import ResolvedModel
+from lorikeet.serving.service import GenerationSpec, Sender, Service
 
 MAX_TEXTS = 2048
 """Texts of a request, as at OpenAI."""

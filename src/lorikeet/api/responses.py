@@ -21,20 +21,21 @@ from lorikeet.api.answer_blocks import (
     BlockKind,
     BlockOpened,
 )
-from lorikeet.api.chat_answer import ChatAnswer, check_one_answer, start_chat
-from lorikeet.api.errors import ApiError, bad_request, unexpected_failure
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES, PreparedBody, PromptRoute, prepare, prepared_body
-from lorikeet.api.logprobs import TokenNames, chat_logprobs
-from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import RESPONSES_PATH
-from lorikeet.api.protocol import refuse_unsupported
-from lorikeet.api.responses_body import ResponsesRequest, in_these_words
-from lorikeet.api.service import JsonBody, Sender, SenderDep, Service, ServiceDep
-from lorikeet.api.stored_responses import BackgroundRun, StoredResponse
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
-from lorikeet.api.threads import off_the_loop
-from lorikeet.api.usage import usage_of
+from lorikeet.chat.logprobs import TokenNames, chat_logprobs
+from lorikeet.chat.prompt_process import RESPONSES_PATH
+from lorikeet.chat.protocol import refuse_unsupported
+from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
 from lorikeet.core.plan import Token
+from lorikeet.http.body_gate import SMALL_BODY_BYTES
+from lorikeet.http.errors import ApiError, bad_request, unexpected_failure
+from lorikeet.http.logs import log
+from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
+from lorikeet.http.threads import off_the_loop
+from lorikeet.serving.chat_answer import ChatAnswer, check_one_answer, start_chat
+from lorikeet.serving.large_bodies import PreparedBody, PromptRoute, prepare, prepared_body
+from lorikeet.serving.service import JsonBody, Sender, SenderDep, Service, ServiceDep
+from lorikeet.serving.stored_responses import BackgroundRun, StoredResponse
+from lorikeet.serving.usage import usage_of
 
 router = APIRouter()
 creation = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)

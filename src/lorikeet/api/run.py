@@ -20,24 +20,12 @@ from anyio import to_thread
 from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters, registry_url
 from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapters import follow_registry
 from lorikeet.api.app import create_app, create_service
-from lorikeet.api.chat_settings import ChatSettings
-from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
-from lorikeet.api.length_prediction import open_length_predictor
-from lorikeet.api.listening import BoundServer, bind, bind_unix, is_loopback
-from lorikeet.api.logs import log
-from lorikeet.api.model_folder import ModelFolder, prepare_model
-from lorikeet.api.preload import log_restored, names_to_show, preload_adapters, served_when_named
-from lorikeet.api.request_log import RequestLog
-from lorikeet.api.sampling import ModelLimits, SamplingDefaults
-from lorikeet.api.served_models import ServedModels
-from lorikeet.api.service import Service
-from lorikeet.api.terminal import ProgressDisplay, exit_at_once, fail, show_ready, shown_url
-from lorikeet.api.text_processor import TextProcessor, read_generation_config
-from lorikeet.api.threads import in_daemon_thread
-from lorikeet.api.tls import Certificate, open_certificate
+from lorikeet.chat.adapter_chat import AdapterChats
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.sampling import ModelLimits, SamplingDefaults
+from lorikeet.chat.text_processor import TextProcessor, read_generation_config
 from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.local_host import LocalHost
 from lorikeet.client.supervisor import EngineError
@@ -49,6 +37,11 @@ from lorikeet.core.logs import configure_logs
 from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
+from lorikeet.http.connections import ConnectionLimits, limited_http, raise_file_limit
+from lorikeet.http.listening import BoundServer, bind, bind_unix, is_loopback
+from lorikeet.http.logs import log
+from lorikeet.http.threads import in_daemon_thread
+from lorikeet.http.tls import Certificate, open_certificate
 from lorikeet.memory.least import check_blocks, kept_geometry
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import (
@@ -59,11 +52,18 @@ from lorikeet.models.config import (
     read_model_config,
     wants_own_decoder,
 )
+from lorikeet.models.model_folder import ModelFolder, prepare_model
+from lorikeet.observe.length_prediction import open_length_predictor
+from lorikeet.observe.request_log import RequestLog
 from lorikeet.presets import MERGING_MODES, resolve_preset
+from lorikeet.serving.preload import log_restored, names_to_show, preload_adapters, served_when_named
+from lorikeet.serving.served_models import ServedModels
+from lorikeet.serving.service import Service
 from lorikeet.tenants.tenants import Tenants
+from lorikeet.terminal import ProgressDisplay, exit_at_once, fail, show_ready, shown_url
 
 if TYPE_CHECKING:
-    from lorikeet.api.tracing import RequestTraces
+    from lorikeet.observe.tracing import RequestTraces
 
 _KEEP_ALIVE_S = 75
 
@@ -203,7 +203,7 @@ def _open_traces(endpoint: str, model_name: str, stack: AsyncExitStack) -> "Requ
     if not endpoint:
         return None
     try:
-        from lorikeet.api.tracing import RequestTraces, open_exporter
+        from lorikeet.observe.tracing import RequestTraces, open_exporter
     except ImportError as error:
         raise ConfigError(f"server.otlp_traces_endpoint: run `{install_command('tracing')}` ({error})") from error
     traces = RequestTraces(model_name, open_exporter(endpoint))

@@ -14,8 +14,10 @@ from starlette.responses import Response
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterRecord
-from lorikeet.api.causes import CAUSES, ORDER, WAITS
-from lorikeet.api.live_stats import (
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.messages import EngineStats
+from lorikeet.observe.causes import CAUSES, ORDER, WAITS
+from lorikeet.observe.live_stats import (
     BASE,
     HISTORY_EVERY_S,
     PARTS,
@@ -27,12 +29,10 @@ from lorikeet.api.live_stats import (
     parts_of,
     percentiles,
 )
-from lorikeet.api.metrics import AdapterTraffic
-from lorikeet.api.service import Sender, Service, ServiceDep
-from lorikeet.api.sort_by import SortBy
-from lorikeet.api.stats_stream import StatsQuery, stats_response
-from lorikeet.core.ids import AdapterDigest
-from lorikeet.core.messages import EngineStats
+from lorikeet.observe.metrics import AdapterTraffic
+from lorikeet.observe.sort_by import SortBy
+from lorikeet.observe.stats_stream import StatsQuery, stats_response
+from lorikeet.serving.service import Sender, Service, ServiceDep
 from lorikeet.tenants.keys import Access
 
 

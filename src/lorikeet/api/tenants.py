@@ -10,10 +10,10 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 from starlette.responses import Response
 
-from lorikeet.api.errors import ApiError, bad_request
-from lorikeet.api.protocol import Body
-from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
-from lorikeet.api.threads import in_daemon_thread
+from lorikeet.chat.protocol import Body
+from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.threads import in_daemon_thread
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.tenants.keys import ApiKey, KeySettings
 from lorikeet.tenants.store import StoreUnavailable, UnknownKey
 from lorikeet.tenants.tenants import Tenants

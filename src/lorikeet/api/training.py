@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
-from lorikeet.api.logs import log
-from lorikeet.api.service import Service, ServiceDep
+from lorikeet.http.logs import log
+from lorikeet.serving.service import Service, ServiceDep
 
 router = APIRouter()
 

@@ -10,8 +10,8 @@ import msgspec
 
 from lorikeet.adapters.catalog import AdapterRecord
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
-from lorikeet.api.errors import ApiError, bad_request
-from lorikeet.api.threads import in_daemon_thread
+from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.threads import in_daemon_thread
 
 METADATA_KEY = "adapter_config"
 """Entry of a safetensors file's metadata that may hold the adapter's config as JSON."""

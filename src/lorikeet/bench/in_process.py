@@ -10,11 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.bench.conversations import Turns
 from lorikeet.bench.load_report import LoadFigures, RequestRecord, distribution, summarise
-from lorikeet.bench.predictors import Predictor
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import WaitableClock
 from lorikeet.core.events import Admitted, Finished, FinishReason
@@ -24,6 +20,10 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import Request, SamplingParams, Slo
 from lorikeet.engine.driver import drive
 from lorikeet.engine.loop import Engine
+from lorikeet.workloads.conversations import Turns
+from lorikeet.workloads.predictors import Predictor
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.workload import WorkloadRequest
 
 
 class WorkloadAdapterUnknown(ValueError):

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from lorikeet.bench.answer_stream import AnswerStream, EventLines, error_text
 from lorikeet.bench.load_report import RequestRecord
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.http.answer_stream import AnswerStream, EventLines, error_text
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.workload import WorkloadRequest
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _KEEP_ALIVE_S = 4.0

@@ -13,14 +13,14 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.load_client import LoadTarget, drive
 from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
 from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, min_probe_s
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.workload import OptionError, Range, WorkloadRequest, block_tokens_of
 from lorikeet.core.request import Slo
+from lorikeet.workloads.arrivals import Rates
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.workload import OptionError, Range, WorkloadRequest, block_tokens_of
 
 ShowProgress = Callable[[str, int, int], None]
 """Called with a stage, the amount done, and the total."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lorikeet.bench.memory_watch import PoolSample
+from benchmarks.memory_watch import PoolSample
 
 
 def svg_document(width: float, height: float, shapes: Iterable[str], font_size: int = 12) -> str:
@@ -29,7 +29,7 @@ def offline_bars(report: dict[str, Any]) -> str:
     """Return output tokens per second of every backend as horizontal bars, the machine's limit as a dashed line.
 
     Args:
-        report: of :func:`lorikeet.bench.offline.run_offline`.
+        report: of :func:`benchmarks.offline.run_offline`.
     """
     backends = {"lorikeet": report, **report["peers"]}
     limit = report["limit_output_tok_s"]

@@ -13,7 +13,7 @@ from lorikeet.core.geometry import LORA_MODULES, SCORE, split_layer
 from lorikeet.core.sizes import format_size
 
 if TYPE_CHECKING:  # it imports torch, which a description does not need
-    from lorikeet.cli.lora_algebra import Difference
+    from lorikeet.convert.algebra import Difference
 
 _NOT_OF_MODULES = frozenset({"vector", "rows"})
 """Kinds of extras that are of no linear module."""

@@ -139,7 +139,7 @@ def convert(
     from lorikeet.adapters.description import CONFIG_FILE
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.peft_config import check_convertible
-    from lorikeet.cli import foreign_adapters
+    from lorikeet.convert import foreign as foreign_adapters
 
     check_json_file(json_file)
     if rank != "auto" and not (rank.isdecimal() and int(rank) > 0):
@@ -205,7 +205,7 @@ def merge(
 ) -> None:
     """Merge several adapters into one, or one or several into their base. Needs no server; PEFT for a base."""
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.cli import lora_algebra
+    from lorikeet.convert import algebra as lora_algebra
 
     check_json_file(json_file)
     if method not in lora_algebra.METHODS:
@@ -242,7 +242,7 @@ def compress(
 ) -> None:
     """Write many adapters on one joint basis: each module's A is the same for all of them. Needs no server."""
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.cli import lora_algebra
+    from lorikeet.convert import algebra as lora_algebra
 
     check_json_file(json_file)
     try:
@@ -270,7 +270,8 @@ def diff(
 ) -> None:
     """Compare two adapters: their configs, and module by module what they add to the base. Needs no server."""
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.cli import adapter_report, lora_algebra
+    from lorikeet.cli import adapter_report
+    from lorikeet.convert import algebra as lora_algebra
 
     check_json_file(json_file)
     try:
@@ -288,8 +289,8 @@ def diff(
 
 def _parts(mixture: str) -> list[tuple[Path, float]]:
     """Return folders and weights, spelled as in requests."""
-    from lorikeet.api.errors import ApiError
-    from lorikeet.api.mixtures import spelled
+    from lorikeet.chat.mixtures import spelled
+    from lorikeet.http.errors import ApiError
 
     if Path(mixture).is_dir():
         return [(Path(mixture), 1.0)]
@@ -319,7 +320,10 @@ def _sizes(base: Path) -> tuple[ModelGeometry | None, str]:
 
 
 def _compare(folder: Path, base: Path, prompt: str, tokens: int) -> dict[str, Any]:
-    found = _peft().compare(folder, base, prompt, tokens)
+    _peft()
+    from lorikeet.cli.adapter_check import compare
+
+    found = compare(folder, base, prompt, tokens)
     same = found.own == found.by_peft
     return {"same": same, **found._asdict()}
 
@@ -344,16 +348,16 @@ def _peft() -> Any:
 
     if find_spec("peft") is None:
         fail(f"this needs PEFT: run `{install_command('peers')}`")
-    from lorikeet.cli import peft_adapters
+    from lorikeet.convert import peft
 
-    return peft_adapters
+    return peft
 
 
 def _base_folder(base: str) -> Path:
     """Return the folder of a base; the default model's name means that model, if no folder is called so."""
-    from lorikeet.api.model_folder import prepare_model
     from lorikeet.config import ConfigError, ModelSettings
     from lorikeet.models import default
+    from lorikeet.models.model_folder import prepare_model
 
     model = "" if base == default.NAME and not Path(base).exists() else base
     try:

@@ -69,9 +69,9 @@ def run_batch(
 def _run(
     source: Path, output: Path, url: str, api_key: str | None, model: str, concurrency: int, flags: Sequence[str]
 ) -> None:
-    from lorikeet.api.batches.lines import LineError
-    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.cli.batch_sender import BatchCounts, BatchError, BatchFiles, send_batch
+    from lorikeet.serving.batches.lines import LineError
+    from lorikeet.terminal import ProgressDisplay
 
     if url and (flags or model):
         fail(

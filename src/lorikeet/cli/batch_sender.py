@@ -11,7 +11,10 @@ from typing import Any, BinaryIO, NamedTuple
 import aiohttp
 import msgspec
 
-from lorikeet.api.batches.lines import (
+from lorikeet.cli.http_client import connector_to
+from lorikeet.core.json_lines import drop_partial_line
+from lorikeet.core.urls import unix_socket
+from lorikeet.serving.batches.lines import (
     RequestLine,
     answer_line,
     answered,
@@ -20,9 +23,6 @@ from lorikeet.api.batches.lines import (
     numbered_lines,
     read_request,
 )
-from lorikeet.cli.http_client import connector_to
-from lorikeet.core.json_lines import drop_partial_line
-from lorikeet.core.urls import unix_socket
 
 MAX_LINE_BYTES = 2**28
 """Longer lines are refused, since each is read whole."""

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lorikeet.bench.model_shapes import MODEL_SHAPES, write_model_shape
 from lorikeet.cli.bench_memory import bench_memory
 from lorikeet.cli.bench_offline import bench_offline
 from lorikeet.cli.bench_serve import bench_serve
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.core.machine import usable_cores
+from lorikeet.profiling.model_shapes import MODEL_SHAPES, write_model_shape
 
 
 def bench_limits(
@@ -24,11 +24,11 @@ def bench_limits(
     """Measure memory bandwidth and matrix multiplication, and print the speed limits that they set for a model."""
     import torch
 
-    from lorikeet.api.model_folder import prepare_model
-    from lorikeet.api.terminal import ProgressDisplay
-    from lorikeet.bench.machine_limits import LimitMeter, decode_limit_tok_s, model_cost, prefill_limit_tok_s
     from lorikeet.kernels.base import torch_dtype
     from lorikeet.models.config import ModelConfigError, read_model_config
+    from lorikeet.models.model_folder import prepare_model
+    from lorikeet.profiling.machine_limits import LimitMeter, decode_limit_tok_s, model_cost, prefill_limit_tok_s
+    from lorikeet.terminal import ProgressDisplay
 
     check_json_file(json_file)
     try:

@@ -17,8 +17,8 @@ from lorikeet.core.sizes import format_size
 from lorikeet.presets import resolve_preset
 
 if TYPE_CHECKING:
-    from lorikeet.bench.memory_bench import MemorySetting
-    from lorikeet.bench.memory_work import MemoryWork, WorkingSet
+    from benchmarks.memory_bench import MemorySetting
+    from benchmarks.memory_work import MemoryWork, WorkingSet
 
 _PRESETS = "elora,elora:s-lora,vllm-static,vllm-static:discard"
 
@@ -79,14 +79,14 @@ def bench_memory(
     Requests arrive in this process, so no client competes for the cores. A turn of a conversation waits for the answers
     before it, and its prompt contains them as they were generated.
     """
-    from lorikeet.api.model_folder import prepare_model
-    from lorikeet.api.terminal import ProgressDisplay
-    from lorikeet.bench.memory_bench import MemorySetting, live_rig, modelled_rig, preset_figures, run_preset
-    from lorikeet.bench.memory_work import WorkOptions, least_memory_bytes, make_work, working_set
+    from benchmarks.memory_bench import MemorySetting, live_rig, modelled_rig, preset_figures, run_preset
+    from benchmarks.memory_work import WorkOptions, least_memory_bytes, make_work, working_set
     from lorikeet.bench.plots import pool_areas
-    from lorikeet.bench.synthetic import parse_modules, parse_ranks
     from lorikeet.core.executor import ExecutorError
     from lorikeet.costs.catalog import load_profile
+    from lorikeet.models.model_folder import prepare_model
+    from lorikeet.terminal import ProgressDisplay
+    from lorikeet.workloads.synthetic import parse_modules, parse_ranks
 
     check_json_file(json_file)
     if executor not in ("torch", "modelled"):

@@ -54,14 +54,14 @@ def bench_offline(
     peers = tuple(name for text in peer or () for name in text.split(",") if name)
     if "peft" in peers:
         _restart_with_default_spin_count()
-    from lorikeet.api.model_folder import prepare_model
-    from lorikeet.api.terminal import ProgressDisplay
-    from lorikeet.bench.offline import OfflineOptions, WorkError, run_offline
+    from benchmarks.offline import OfflineOptions, WorkError, run_offline
+    from benchmarks.vllm_backend import WorkerError
     from lorikeet.bench.plots import offline_bars
-    from lorikeet.bench.vllm_backend import WorkerError
     from lorikeet.kernels.base import SLOW_HALVES, torch_dtype
     from lorikeet.models.config import ModelConfigError
     from lorikeet.models.loading import WeightError
+    from lorikeet.models.model_folder import prepare_model
+    from lorikeet.terminal import ProgressDisplay
 
     options = OfflineOptions(
         model=model,

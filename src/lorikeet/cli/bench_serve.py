@@ -75,12 +75,12 @@ def bench_serve(
     json_file: JsonFile = None,
 ) -> None:
     """Send requests to any OpenAI-compatible server, open loop, and print latency and throughput."""
-    from lorikeet.api.terminal import ProgressDisplay
-    from lorikeet.bench.arrivals import ARRIVALS
     from lorikeet.bench.load_client import ENDPOINTS, LoadTarget
     from lorikeet.bench.load_run import LoadRunner
-    from lorikeet.bench.recipe import Recipe
-    from lorikeet.bench.workload import OptionError, Range, WorkloadError, parse_slo, read_any
+    from lorikeet.terminal import ProgressDisplay
+    from lorikeet.workloads.arrivals import ARRIVALS
+    from lorikeet.workloads.recipe import Recipe
+    from lorikeet.workloads.workload import OptionError, Range, WorkloadError, parse_slo, read_any
 
     if arrivals == "bursty" or (burstiness is not None and not arrivals and workload is None):  # as in vLLM's benchmark
         arrivals = "gamma"
@@ -181,7 +181,7 @@ def bench_serve(
 
 def _check_effects(context: typer.Context, arrivals: str, *, has_workload: bool) -> None:
     """End the command if an option was given that would have no effect."""
-    from lorikeet.bench.recipe import without_effect
+    from lorikeet.workloads.recipe import without_effect
 
     given = given_options(context)
     useless = without_effect([name for name in given if name != "arrivals"], "plain", arrivals, has_trace=has_workload)

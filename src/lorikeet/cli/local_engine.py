@@ -10,11 +10,8 @@ import msgspec
 from lorikeet.adapters.description import INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import AdapterStore, adapted, reference
-from lorikeet.api.errors import ApiError
-from lorikeet.api.model_folder import prepare_model
-from lorikeet.api.protocol import ChatMessage
-from lorikeet.api.terminal import ProgressDisplay
-from lorikeet.api.text_processor import IncrementalDetokenizer, PromptStyle, TextProcessor
+from lorikeet.chat.protocol import ChatMessage
+from lorikeet.chat.text_processor import IncrementalDetokenizer, PromptStyle, TextProcessor
 from lorikeet.config import AdapterSettings, ConfigError, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
@@ -26,7 +23,10 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
+from lorikeet.http.errors import ApiError
 from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.models.model_folder import prepare_model
+from lorikeet.terminal import ProgressDisplay
 
 
 class GenerationError(RuntimeError):

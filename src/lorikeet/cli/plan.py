@@ -88,10 +88,10 @@ def plan(
     Prices may be in any currency. Candidates are tried from the cheapest on. The choice is then simulated with further
     seeds, and with more load, to show what breaks first.
     """
-    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.simulator.planner import Planner
     from lorikeet.simulator.scenario import make_scenario
     from lorikeet.simulator.trials import process_pool
+    from lorikeet.terminal import ProgressDisplay
 
     check_json_file(json_file)
     check_plot_file(plot)

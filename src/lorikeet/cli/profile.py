@@ -10,8 +10,8 @@ from lorikeet.cli.console import fail
 from lorikeet.config import ConfigError, EngineSettings, ModelSettings, Settings
 
 if TYPE_CHECKING:
-    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.costs.profile import CostProfile
+    from lorikeet.terminal import ProgressDisplay
 
 HOST_MEMORY_BYTES = 2**28
 """Size of the host tier with which copies are measured: far more than any CPU cache."""
@@ -48,15 +48,12 @@ def profile(
     Nothing else should run meanwhile. The file is what `simulate` and cost-driven policies read. Operating points, by
     which a cluster places adapters, are found by simulation with these costs.
     """
-    from lorikeet.api.terminal import ProgressDisplay
-    from lorikeet.bench.profiling.driver import ExecutorDriverError
-    from lorikeet.bench.synthetic import parse_ranks
-    from lorikeet.bench.workload import parse_slo
     from lorikeet.cli.profile_table import print_profile
     from lorikeet.core.executor import ExecutorError
     from lorikeet.costs.catalog import load_profile
     from lorikeet.costs.profile import write_profile
     from lorikeet.presets import resolve_preset
+    from lorikeet.profiling.driver import ExecutorDriverError
     from lorikeet.simulator.operating_points import (
         BRIEF,
         THOROUGH,
@@ -64,6 +61,9 @@ def profile(
         search_host_bytes,
         with_operating_loads,
     )
+    from lorikeet.terminal import ProgressDisplay
+    from lorikeet.workloads.synthetic import parse_ranks
+    from lorikeet.workloads.workload import parse_slo
 
     if output is not None and not output.absolute().parent.is_dir():
         fail(f"--output: there is no folder {output.absolute().parent}", code=2)
@@ -120,8 +120,8 @@ def _measure(
     model: ModelSettings, engine: EngineSettings, output: Path | None, quick: bool, display: "ProgressDisplay"
 ) -> "tuple[CostProfile, Path]":
     """Measure a profile; return it and the file to write it to."""
-    from lorikeet.api.model_folder import prepare_model
-    from lorikeet.bench.profiling.run import FULL, QUICK, run_profile
+    from lorikeet.models.model_folder import prepare_model
+    from lorikeet.profiling.run import FULL, QUICK, run_profile
 
     prepared = prepare_model(model, display.stage)
     name = prepared.identity.rpartition("/")[2]

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from lorikeet.api.launch import launch
-from lorikeet.api.reasoning import REASONING_FORMATS
-from lorikeet.api.slo_targets import read_targets
-from lorikeet.api.tool_parsers import TOOL_FORMATS
+from lorikeet.chat.reasoning import REASONING_FORMATS
+from lorikeet.chat.tool_parsers import TOOL_FORMATS
 from lorikeet.cli import serve_flags
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.serve_checks import check_settings
 from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
 from lorikeet.core.secrets import SECRET_VARIABLES
+from lorikeet.observe.slo_targets import read_targets
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file, a table per section; flags win over it.")]

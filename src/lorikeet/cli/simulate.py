@@ -95,10 +95,10 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a workload on simulated engines with a virtual clock; the same scenario always gives the same result."""
-    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.cli.load_tables import peak_words, probes_table
     from lorikeet.simulator.scenario import make_scenario
     from lorikeet.simulator.study import find_peak_rate, run_scenario
+    from lorikeet.terminal import ProgressDisplay
 
     check_json_file(json_file)
     check_plot_file(plot)
@@ -145,8 +145,8 @@ def _compare(
     """
     import msgspec
 
-    from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.simulator.trials import Trial, process_pool
+    from lorikeet.terminal import ProgressDisplay
 
     for name in presets:
         resolve_preset(name)

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lorikeet.api.sort_by import SortBy
 from lorikeet.cli.console import JsonFile, check_json_file, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.sizes import format_size
+from lorikeet.observe.sort_by import SortBy
 
 _KINDS = (
     ("kv_running", "KV in use"),

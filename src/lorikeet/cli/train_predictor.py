@@ -38,8 +38,8 @@ def train_predictor(
         if error.name != "sklearn":
             raise
         fail(f"learning needs scikit-learn: run `{install_command('predictor')}`")
-    from lorikeet.api.model_folder import prepare_model
-    from lorikeet.api.terminal import ProgressDisplay
+    from lorikeet.models.model_folder import prepare_model
+    from lorikeet.terminal import ProgressDisplay
 
     try:
         requests = read_logs(logs)

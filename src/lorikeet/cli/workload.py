@@ -12,8 +12,8 @@ from rich.table import Table
 from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, note, output, write_json
 
 if TYPE_CHECKING:
-    from lorikeet.bench.recipe import Recipe
-    from lorikeet.bench.workload_summary import WorkloadSummary
+    from lorikeet.workloads.recipe import Recipe
+    from lorikeet.workloads.workload_summary import WorkloadSummary
 
 T = TypeVar("T")
 
@@ -63,12 +63,12 @@ def workload(
 ) -> None:
     """Write a workload and print a summary of it."""
     check_json_file(json_file)
-    from lorikeet.bench.arrivals import ARRIVALS, Rates
-    from lorikeet.bench.function_trace import read_function_trace
-    from lorikeet.bench.recipe import FUNCTION_ARRIVALS, SHAPE_NAMES, Recipe, without_effect
-    from lorikeet.bench.synthetic import parse_ranks, spread
-    from lorikeet.bench.workload import OptionError, Range, WorkloadError, block_tokens_of, read_any, write_workload
-    from lorikeet.bench.workload_summary import summarise_workload
+    from lorikeet.workloads.arrivals import ARRIVALS, Rates
+    from lorikeet.workloads.function_trace import read_function_trace
+    from lorikeet.workloads.recipe import FUNCTION_ARRIVALS, SHAPE_NAMES, Recipe, without_effect
+    from lorikeet.workloads.synthetic import parse_ranks, spread
+    from lorikeet.workloads.workload import OptionError, Range, WorkloadError, block_tokens_of, read_any, write_workload
+    from lorikeet.workloads.workload_summary import summarise_workload
 
     for flag, given, known in (
         ("--shape", shape, SHAPE_NAMES),
@@ -133,7 +133,7 @@ def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    from lorikeet.bench.synthetic import adapter_names
+    from lorikeet.workloads.synthetic import adapter_names
 
     if text.isdigit():
         return tuple(adapter_names(int(text)))
@@ -141,7 +141,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _minutes(text: str) -> slice:
-    from lorikeet.bench.workload import Range
+    from lorikeet.workloads.workload import Range
 
     first, last = _parsed("--minutes", Range.parse, text)
     if first < 1:

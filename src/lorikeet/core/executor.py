@@ -4,14 +4,16 @@ The torch, modelled, paced and scripted executors implement it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
-from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import AssistCounters, BaseInfo
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
+
+if TYPE_CHECKING:
+    from lorikeet.costs.assist_costs import AssistCosts
+    from lorikeet.costs.iteration_costs import IterationCosts
 
 
 class ExecutorError(RuntimeError):
@@ -88,9 +90,9 @@ class EngineSizes(NamedTuple):
     max_model_len: int
     max_adapter_blocks: int
     kernels: str
-    assist: AssistCosts | None = None
+    assist: "AssistCosts | None" = None
     async_scheduling: bool = False
-    iterations: IterationCosts | None = None
+    iterations: "IterationCosts | None" = None
     weights: str = ""
     base: BaseInfo | None = None
     can_merge: bool = True

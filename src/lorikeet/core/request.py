@@ -72,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         prompt_logprobs: the same as ``logprobs`` for the tokens of the prompt, from the second on.
         allowed_token_ids: the only tokens that may be chosen; empty for all.
         bad_words: token sequences that may not occur in the output.
-        grammar: that the answer follows, in llguidance's notation (see ``api.structured_output``); empty for none.
+        grammar: that the answer follows, in llguidance's notation (see ``chat.structured_output``); empty for none.
     """
 
     max_tokens: int

@@ -2,8 +2,8 @@
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.plan import KernelForm
+from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.costs.model import CostModel, StepWork
 from lorikeet.costs.transfers import MergeModel, TransferModel
 from lorikeet.presets import Preset

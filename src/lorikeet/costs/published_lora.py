@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lorikeet.core.assist_costs import UNIT_MODULES
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import KernelForm
+from lorikeet.costs.assist_costs import UNIT_MODULES
 from lorikeet.costs.devices import DEVICES, MODELS, Device, Model
 from lorikeet.costs.operators import RooflineShares
 from lorikeet.costs.profile import Constant, HostLora, LoraCosts

@@ -10,11 +10,11 @@ import msgspec
 from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.adapter import AdapterRef, Shape
-from lorikeet.core.assist_costs import AssistRecord
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, StepResult
+from lorikeet.costs.assist_costs import AssistRecord
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.iterations import iteration_costs
 from lorikeet.engine.loop import Engine

@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
-from lorikeet.api.anthropic_errors import AnthropicErrors
-from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES
-from lorikeet.api.logs import log
-from lorikeet.api.middleware import add_middleware
-from lorikeet.api.stats_stream import StatsQuery, stats_response
-from lorikeet.api.web import page_file
+from lorikeet.http.anthropic_errors import AnthropicErrors
+from lorikeet.http.body_gate import SMALL_BODY_BYTES
+from lorikeet.http.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
+from lorikeet.http.logs import log
+from lorikeet.http.middleware import add_middleware
+from lorikeet.http.web import page_file
+from lorikeet.observe.stats_stream import StatsQuery, stats_response
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxied_request import FORWARDED, RESPONSES

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lorikeet.api.errors import ApiError, hide_paths
-from lorikeet.api.logs import log
 from lorikeet.cluster.adapters.pool import Fetch
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provision
 from lorikeet.cluster.routing.base import Router, least_loaded
@@ -24,6 +22,8 @@ from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.logs import log
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.connections import BackendConnectionError, ConnectFailed, plain_reason

@@ -10,9 +10,9 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from lorikeet.api.logs import log
-from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.http.answer_stream import error_text
+from lorikeet.http.logs import log
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.apis import APIS, PROGRESS, RUNNING, BackendSpec, Reply, ServerApi, api_of
 from lorikeet.router.connections import STUCK_S, AnswerWatch, BackendResponse, Connections, Headers

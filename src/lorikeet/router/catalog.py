@@ -9,11 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from lorikeet.adapters.sources import shown_source
-from lorikeet.api.errors import ApiError, model_not_found
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import ReplicaId
+from lorikeet.http.errors import ApiError, model_not_found
 from lorikeet.router.adapters import RoutedAdapter, as_new_version
 from lorikeet.router.backend_router import BackendRouter
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from lorikeet.api.logs import log
+from lorikeet.http.logs import log
 from lorikeet.router.apis import BackendSpec, parse_backend
 
 EVERY_S = 5.0

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping
 from itertools import count
 
-from lorikeet.api.logs import log
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import ReplicaId
+from lorikeet.http.logs import log
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused

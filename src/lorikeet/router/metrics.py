@@ -7,9 +7,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from lorikeet.api.connections import ConnectionStats
-from lorikeet.api.metrics import ConnectionCollector, metrics_page
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
+from lorikeet.http.connections import ConnectionStats
+from lorikeet.observe.metrics import ConnectionCollector, metrics_page
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
 

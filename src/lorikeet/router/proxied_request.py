@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lorikeet.api.anthropic_errors import MESSAGES_PATH
-from lorikeet.api.body_structure import BodyStructure, check_structure
-from lorikeet.api.errors import ApiError, bad_request
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.cluster.routing.fleet import RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.http.anthropic_errors import MESSAGES_PATH
+from lorikeet.http.body_gate import SMALL_BODY_BYTES
+from lorikeet.http.body_structure import BodyStructure, check_structure
+from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.memory.tree import block_keys
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend

@@ -10,13 +10,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.api.anthropic_errors import MESSAGES_PATH, anthropic_error
-from lorikeet.api.errors import ApiError, hide_paths
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate
-from lorikeet.api.streaming import CancelOnDisconnect, DirectBody, EventStream
-from lorikeet.api.threads import off_the_loop
-from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import RequestId
+from lorikeet.http.answer_stream import error_text
+from lorikeet.http.anthropic_errors import MESSAGES_PATH, anthropic_error
+from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
+from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream
+from lorikeet.http.threads import off_the_loop
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from lorikeet.api.protocol import usage_wanted
-from lorikeet.bench.answer_stream import EventLines
+from lorikeet.chat.protocol import usage_wanted
+from lorikeet.http.answer_stream import EventLines
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, RESPONSES, RequestBody
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -12,12 +12,6 @@ import msgspec
 import uvicorn
 import uvloop
 
-from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
-from lorikeet.api.large_bodies import BodyGate
-from lorikeet.api.listening import BoundServer, bind
-from lorikeet.api.logs import log
-from lorikeet.api.terminal import fail, show_ready, shown_url
-from lorikeet.api.tls import Certificate, open_certificate
 from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
 from lorikeet.cluster.controller.dispatcher import Dispatcher
 from lorikeet.cluster.placement.orchestrator import Orchestrator
@@ -31,6 +25,11 @@ from lorikeet.core.request import Slo
 from lorikeet.core.urls import server_root
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
+from lorikeet.http.body_gate import BodyGate
+from lorikeet.http.connections import ConnectionLimits, limited_http, raise_file_limit
+from lorikeet.http.listening import BoundServer, bind
+from lorikeet.http.logs import log
+from lorikeet.http.tls import Certificate, open_certificate
 from lorikeet.presets import describe_preset, resolve_preset
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.app import create_app
@@ -44,6 +43,7 @@ from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
 from lorikeet.router.stats import RouterStats
 from lorikeet.router.stored_answers import StoredAnswers
+from lorikeet.terminal import fail, show_ready, shown_url
 
 _KEEP_ALIVE_S = 75
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lorikeet import __version__
-from lorikeet.api.live_stats import (
+from lorikeet.client.state import ReplicaState
+from lorikeet.core.ids import RequestId
+from lorikeet.observe.live_stats import (
     BASE,
     HISTORY_EVERY_S,
     MOST_ADAPTERS,
@@ -22,10 +24,8 @@ from lorikeet.api.live_stats import (
     memory_by_tier,
     percentiles,
 )
-from lorikeet.api.sort_by import SortBy
-from lorikeet.api.stats_stream import StatsQuery, StatsStreams
-from lorikeet.client.state import ReplicaState
-from lorikeet.core.ids import RequestId
+from lorikeet.observe.sort_by import SortBy
+from lorikeet.observe.stats_stream import StatsQuery, StatsStreams
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.catalog import ModelCatalog
 from lorikeet.router.metrics import OUTCOMES, router_state

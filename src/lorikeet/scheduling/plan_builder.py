@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import Any
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import ModeStats
 from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult
 from lorikeet.core.request import Request
+from lorikeet.costs.assist_costs import AssistCosts
+from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchingPolicy, BatchingSetup, BatchWork, LiveRequest

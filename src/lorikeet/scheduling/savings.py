@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lorikeet.core.assist_costs import AssistCosts, AssistRecord
 from lorikeet.core.events import Decided, Mechanism
 from lorikeet.core.plan import StepPlan, StepResult, Tier
+from lorikeet.costs.assist_costs import AssistCosts, AssistRecord
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer

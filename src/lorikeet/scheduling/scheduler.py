@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts, AssistRecord
 from lorikeet.core.events import (
     AdapterArrived,
     Admitted,
@@ -26,11 +25,12 @@ from lorikeet.core.events import (
     RequestEvent,
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
 from lorikeet.core.replica_costs import ANSWER_SHARE
 from lorikeet.core.request import Request
+from lorikeet.costs.assist_costs import AssistCosts, AssistRecord
+from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
 from lorikeet.memory.memory import ComputedTokens, Memory
 from lorikeet.memory.tree import NodeKind, NodeTransfer

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet.bench.in_process import WorkloadRun
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.machine import usable_cores
 from lorikeet.simulator.run import ClusterFigures, Simulated
 from lorikeet.simulator.scenario import ScenarioError
+from lorikeet.workloads.workload import WorkloadRequest
 
 
 class Cells(NamedTuple):

@@ -16,10 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet.bench.in_process import MissBudget, RecordCollector, WorkloadArrivals
-from lorikeet.bench.predictors import Predictor
-from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.replicas import build_modelled
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.adapters.copy_times import CopyCosts, CopyTimes, FetchForm
 from lorikeet.cluster.adapters.pool import Fetch
 from lorikeet.cluster.build import (
@@ -58,6 +55,9 @@ from lorikeet.simulator.operating_points import Show, operating_points_for
 from lorikeet.simulator.replica import EPOCH, EngineMessage, PendingMove, SimulatedReplica
 from lorikeet.simulator.run import ClusterFigures, ClusterTally, Simulated
 from lorikeet.worker.modelled import transfer_model
+from lorikeet.workloads.predictors import Predictor
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.workload import WorkloadRequest
 
 REVIEW_S = 1.0
 """Seconds between two reviews of co-migration (docs/decisions/comigration.md)."""

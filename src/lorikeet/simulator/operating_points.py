@@ -8,13 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.load_report import slo_attainment
 from lorikeet.bench.peak import find_peak, probe_requests
-from lorikeet.bench.prompts import Prompts
-from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.synthetic import PAPER_RANKS, synthetic_adapters
-from lorikeet.bench.workload import Range
 from lorikeet.cluster.build import OUTPUT_TOKENS, PROMPT_TOKENS
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.config import EngineSettings, Settings
@@ -24,6 +19,11 @@ from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile, OperatingLoads
 from lorikeet.presets import for_one_replica, resolve_preset
 from lorikeet.simulator.run import simulate
+from lorikeet.workloads.arrivals import Rates
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.recipe import Recipe
+from lorikeet.workloads.synthetic import PAPER_RANKS, synthetic_adapters
+from lorikeet.workloads.workload import Range
 
 ATTAINMENT = 0.95
 """Share of requests that must meet the SLO; with a limit on TTFT alone, its 95th percentile must."""

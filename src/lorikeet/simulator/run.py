@@ -7,10 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet.bench.in_process import MissBudget, WorkloadRun, run_workload
-from lorikeet.bench.predictors import Predictor
-from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.replicas import modelled_replica
-from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
@@ -18,6 +15,9 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.process_tuning import rare_gc
 from lorikeet.costs.profile import CostProfile
+from lorikeet.workloads.predictors import Predictor
+from lorikeet.workloads.prompts import Prompts
+from lorikeet.workloads.workload import WorkloadRequest
 
 
 class TimeWeightedLevel:

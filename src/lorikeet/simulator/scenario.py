@@ -7,9 +7,14 @@ from typing import Any
 
 import msgspec
 
-from lorikeet.bench.arrivals import Rates
-from lorikeet.bench.recipe import Recipe, without_effect
-from lorikeet.bench.synthetic import (
+from lorikeet.cluster.adapters.copy_times import FetchForm
+from lorikeet.config import Count, EngineSettings, ModelSettings, Positive, Settings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.request import Slo
+from lorikeet.workloads.arrivals import Rates
+from lorikeet.workloads.recipe import Recipe, without_effect
+from lorikeet.workloads.synthetic import (
     ATTENTION,
     adapter_names,
     adapters_by_name,
@@ -17,12 +22,7 @@ from lorikeet.bench.synthetic import (
     parse_ranks,
     spread,
 )
-from lorikeet.bench.workload import Range, WorkloadError, WorkloadRequest, parse_slo, read_any
-from lorikeet.cluster.adapters.copy_times import FetchForm
-from lorikeet.config import Count, EngineSettings, ModelSettings, Positive, Settings
-from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.request import Slo
+from lorikeet.workloads.workload import Range, WorkloadError, WorkloadRequest, parse_slo, read_any
 
 _WITHOUT_EFFECT = frozenset(
     {"executor", "profile", "tensor_parallel", "pipeline_parallel", "rank_address", "rank_key_file"}

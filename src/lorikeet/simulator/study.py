@@ -11,21 +11,21 @@ import msgspec
 from lorikeet.bench.in_process import MissBudget
 from lorikeet.bench.load_report import LoadFigures
 from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, probe_requests
-from lorikeet.bench.predictors import make_predictor
-from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
-from lorikeet.bench.recipe import DEFAULT_COUNT
-from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import assisted_modules
 from lorikeet.core.extras import install_command
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.process_tuning import return_freed_memory
+from lorikeet.costs.assist_costs import assisted_modules
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.presets import ColdStart, resolve_preset
 from lorikeet.simulator.cells import cut_into_cells, simulate_cells
 from lorikeet.simulator.run import Simulated, simulate
 from lorikeet.simulator.scenario import Scenario, ScenarioError
+from lorikeet.workloads.predictors import make_predictor
+from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
+from lorikeet.workloads.recipe import DEFAULT_COUNT
+from lorikeet.workloads.workload import WorkloadRequest, block_tokens_of
 
 Show = Callable[[str, int, int], None]
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lorikeet.api.errors import ApiError
-from lorikeet.api.generation import ActiveChoice, Generation, OutputDelta
 from lorikeet.core.plan import Token
+from lorikeet.http.errors import ApiError
+from lorikeet.serving.generation import ActiveChoice, Generation, OutputDelta
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from lorikeet.api.dialects import sglang, tgi
-from lorikeet.api.errors import bad_request
-from lorikeet.api.protocol import validated
-from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.chat.protocol import validated
+from lorikeet.http.errors import bad_request
+from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
 
 router = APIRouter(dependencies=[JsonBody])
 

@@ -14,10 +14,10 @@ from starlette.responses import PlainTextResponse, Response
 from lorikeet.api.adapters import load_adapter, refuse_pin, unload_adapter
 from lorikeet.api.completions import chat_completions, completions
 from lorikeet.api.dialects import tgi
-from lorikeet.api.dialects.sessions import Sessions
-from lorikeet.api.errors import bad_request
-from lorikeet.api.protocol import Body, ChatCompletionRequest, CompletionRequest, validated
-from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.chat.protocol import Body, ChatCompletionRequest, CompletionRequest, validated
+from lorikeet.http.errors import bad_request
+from lorikeet.http.sessions import Sessions
+from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
 
 router = APIRouter()
 

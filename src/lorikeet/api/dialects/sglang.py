@@ -16,8 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from lorikeet.api.completions import StartedCompletion, start_completion
 from lorikeet.api.dialects.conversion import Answer, in_words, whole_answers
-from lorikeet.api.errors import ApiError, bad_request, not_supported
-from lorikeet.api.protocol import (
+from lorikeet.chat.protocol import (
     Body,
     CompletionRequest,
     Penalty,
@@ -27,10 +26,11 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
     validated,
 )
-from lorikeet.api.service import JsonBody, Sender, SenderDep, Service, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import PromptToken, Token
+from lorikeet.http.errors import ApiError, bad_request, not_supported
+from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
+from lorikeet.serving.service import JsonBody, Sender, SenderDep, Service, ServiceDep
 
 router = APIRouter()
 

@@ -14,9 +14,7 @@ from starlette.responses import Response
 from lorikeet import __version__
 from lorikeet.api.completions import StartedCompletion, start_completion
 from lorikeet.api.dialects.conversion import Answer, in_words, whole_answers
-from lorikeet.api.errors import ApiError
-from lorikeet.api.generation import OutputDelta
-from lorikeet.api.protocol import (
+from lorikeet.chat.protocol import (
     Body,
     CompletionRequest,
     Count,
@@ -27,10 +25,12 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
     validated,
 )
-from lorikeet.api.service import JsonBody, Sender, SenderDep, Service, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import Token
+from lorikeet.http.errors import ApiError
+from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
+from lorikeet.serving.generation import OutputDelta
+from lorikeet.serving.service import JsonBody, Sender, SenderDep, Service, ServiceDep
 
 router = APIRouter()
 

@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter
 
 from lorikeet import __version__
-from lorikeet.api.errors import ApiError
-from lorikeet.api.service import ServiceDep
-from lorikeet.api.threads import in_daemon_thread
+from lorikeet.http.errors import ApiError
+from lorikeet.http.threads import in_daemon_thread
+from lorikeet.serving.service import ServiceDep
 
 router = APIRouter()
 

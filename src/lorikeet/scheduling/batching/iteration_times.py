@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.plan import KernelForm
+from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.scheduling.batching.mode import BatchingSetup, BatchWork, LiveRequest
 from lorikeet.scheduling.batching.mode_times import ModeTimes, lora_work
 from lorikeet.scheduling.batching.thresholds import IterationTimes

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.plan import KernelForm
+from lorikeet.costs.iteration_costs import IterationCosts
 
 
 class LiveRequest(NamedTuple):

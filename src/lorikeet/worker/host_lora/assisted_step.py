@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.messages import AssistCounters
+from lorikeet.costs.assist_costs import AssistCosts
 from lorikeet.kernels.base import LoraBatch, LoraSegment
 from lorikeet.presets import HostLayers
 from lorikeet.worker.host_lora.pool import TIMEOUT_S, HostPool, HostRows, RowAssignment, y_of

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lorikeet.config import ConfigError
-from lorikeet.core.assist_costs import UNIT_MODULES, AssistCosts, qkv_share, row_bytes, tokens_within_budget
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
+from lorikeet.costs.assist_costs import UNIT_MODULES, AssistCosts, qkv_share, row_bytes, tokens_within_budget
 from lorikeet.memory.packing import pack
 from lorikeet.models.decoder import Decoder
 from lorikeet.presets import HostLayers, LayerGroups, Preset

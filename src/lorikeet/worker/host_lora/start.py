@@ -7,9 +7,9 @@ from functools import partial
 from torch import Tensor
 
 from lorikeet.config import EngineSettings, Settings
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.machine import usable_cores
+from lorikeet.costs.assist_costs import AssistCosts
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.presets import ColdStart, Preset
 from lorikeet.worker.helper_process import HelperProcess

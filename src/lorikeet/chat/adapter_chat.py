@@ -1,0 +1,137 @@
+"""Fits what an adapter's folder says about conversations to the base model, and applies it."""
+
+import json
+from functools import lru_cache
+
+import msgspec
+from tokenizers import Tokenizer
+
+from lorikeet.adapters.chat import AdapterChat, AddedToken
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.reasoning import REASONING_FORMATS
+from lorikeet.chat.text_processor import TextProcessor
+from lorikeet.chat.tool_parsers import TOOL_FORMATS
+
+_MAX_TOKENIZERS = 8
+"""Tokenizers with added tokens that are kept; adapters with the same tokens share one."""
+
+
+class AdapterChats:
+    """Chat settings of adapters, made when they are first used. Thread-safe.
+
+    Args:
+        base: settings of the base model.
+    """
+
+    def __init__(self, base: ChatSettings) -> None:
+        self.base = base
+        self._texts = lru_cache(_MAX_TOKENIZERS)(self._make_texts)
+
+    def fit(self, chat: AdapterChat) -> AdapterChat:
+        """Return what differs from the base model; takes time if there are added tokens.
+
+        Raises:
+            AdapterError: a parser is not known, or a token cannot be served.
+        """
+        for key, name, known in (
+            ("tool_call_parser", chat.tool_call_parser, TOOL_FORMATS),
+            ("reasoning_parser", chat.reasoning_parser, REASONING_FORMATS),
+        ):
+            if name and name not in known:
+                raise AdapterError(f"{key}: {name[:100]!r} is none of {', '.join(known)}")
+        base = self.base
+        added = self._new_tokens(chat)
+        if added:
+            self._texts(added)
+        template = base.text_processor.template
+        is_own = bool(chat.chat_template) and (
+            template is None or chat.chat_template.strip() != template.source.strip() or bool(added)
+        )
+        return msgspec.structs.replace(
+            chat,
+            chat_template=chat.chat_template if is_own else "",
+            knows_tools=is_own and chat.knows_tools,
+            special_tokens=chat.special_tokens if is_own else {},
+            pad_token="",
+            added_tokens=added,
+            eos_token_ids=tuple(each for each in chat.eos_token_ids if each < base.limits.vocabulary),
+        )
+
+    def settings(self, chat: AdapterChat) -> ChatSettings:
+        """Return the settings of an adapter, given what differs from the base model."""
+        base = self.base
+        if chat == AdapterChat():
+            return base
+        given = {
+            field.name: value
+            for field in msgspec.structs.fields(chat.generation)
+            if (value := getattr(chat.generation, field.name)) is not None
+        }
+        limits = msgspec.structs.replace(
+            base.limits,
+            defaults=msgspec.structs.replace(base.limits.defaults, **given),
+            eos_token_ids=tuple(dict.fromkeys((*base.limits.eos_token_ids, *chat.eos_token_ids))),
+        )
+        return ChatSettings(
+            self._texts(chat.added_tokens) if chat.added_tokens else base.text_processor,
+            limits,
+            chat.system_prompt or base.system_prompt,
+            chat.tool_call_parser or ("" if chat.chat_template else base.tool_parser),
+            chat.reasoning_parser or base.reasoning_parser,
+            chat if chat.chat_template or chat.added_tokens else None,
+        )
+
+    def _new_tokens(self, chat: AdapterChat) -> tuple[AddedToken, ...]:
+        """Return the tokens that the base tokenizer lacks.
+
+        A padding token is never in a prompt or an answer, so it need not be served.
+
+        Raises:
+            AdapterError: a token has no embedding.
+        """
+        base, vocabulary = self.base.text_processor.tokenizer, self.base.limits.vocabulary
+        new = []
+        for token in chat.added_tokens:
+            if base.token_to_id(token.content) == token.id or token.content == chat.pad_token:
+                continue
+            if token.id >= vocabulary:
+                raise AdapterError(
+                    f"its tokenizer adds {token.content[:100]!r} as token {token.id}, but the base model has "
+                    f"embeddings only for tokens below {vocabulary}"
+                )
+            new.append(token)
+        return tuple(new)
+
+    def _make_texts(self, added: tuple[AddedToken, ...]) -> TextProcessor:
+        return TextProcessor(with_tokens(self.base.text_processor.tokenizer, added), self.base.text_processor.template)
+
+
+def with_tokens(tokenizer: Tokenizer, added: tuple[AddedToken, ...]) -> Tokenizer:
+    """Return a copy of ``tokenizer`` with further added tokens; one replaces another that has its id.
+
+    Raises:
+        AdapterError: a token would get another id than it should have.
+    """
+    spec = json.loads(tokenizer.to_str())
+    by_id = {entry["id"]: entry for entry in spec["added_tokens"]}
+    vocabulary = spec["model"].get("vocab")
+    for token in added:
+        old = by_id.get(token.id, {}).get("content")
+        if isinstance(vocabulary, dict) and old is not None and vocabulary.get(old) == token.id:
+            del vocabulary[old]
+            vocabulary[token.content] = token.id
+        by_id[token.id] = msgspec.to_builtins(token) | {
+            name: getattr(token, name) for name in ("special", "lstrip", "rstrip", "normalized", "single_word")
+        }
+    spec["added_tokens"] = [by_id[token_id] for token_id in sorted(by_id)]
+    try:
+        made = Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # tokenizers knows no other class
+        raise AdapterError(f"its added tokens do not go with the base tokenizer: {error}") from error
+    for token in added:
+        if (found := made.token_to_id(token.content)) != token.id:
+            raise AdapterError(
+                f"its tokenizer has {token.content[:100]!r} as token {token.id}, which would be {found} in the base's"
+            )
+    return made

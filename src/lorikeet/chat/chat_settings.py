@@ -1,0 +1,169 @@
+"""How conversations with one model are written and read."""
+
+import json
+from dataclasses import dataclass
+
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.chat.chat_output import AnswerReader, ToolUse
+from lorikeet.chat.grammar_process import ANY_TEXT, GrammarKind, GrammarSpec, Marker, Thoughts
+from lorikeet.chat.protocol import ChatOptions
+from lorikeet.chat.reasoning import REASONING_FORMATS, ReasoningFormat
+from lorikeet.chat.sampling import ModelLimits
+from lorikeet.chat.structured_output import MAX_GRAMMAR_BYTES
+from lorikeet.chat.text_processor import PromptStyle, TextProcessor, tool_format_of
+from lorikeet.chat.tool_parsers.base import CallGrammar, ToolFormat
+from lorikeet.http.errors import bad_request
+
+THOUGHTS_BUDGET = "thinking_token_budget"
+_PROMPT_END_TOKENS = 16
+"""Tokens of a prompt in which thoughts may be opened; a marker may be several tokens."""
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Chat template, parsers and defaults of a model.
+
+    Attributes:
+        text_processor: with its tokenizer and chat template.
+        limits: with its sampling defaults.
+        system_prompt: for conversations without one.
+        tool_parser: name of the format of tool calls; empty for the template's.
+        reasoning_parser: name of the format of what it thinks; empty if that stays in the content.
+        own: what an adapter has of its own, if that includes a chat template or tokens; else None. Its prompts are then
+            rendered in another process, since its template comes from somebody who is not trusted.
+    """
+
+    text_processor: TextProcessor
+    limits: ModelLimits
+    system_prompt: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    own: AdapterChat | None = None
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How it writes tool calls; None if its template uses tools in a way that is not known."""
+        if self.own is not None and self.own.chat_template:
+            return tool_format_of(self.own.chat_template, self.own.knows_tools, self.tool_parser)
+        return self.text_processor.tool_format(self.tool_parser)
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How it marks what it thinks."""
+        return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
+
+    def style(self, body: ChatOptions) -> PromptStyle:
+        """Return how the messages of ``body`` become a prompt."""
+        return prompt_style(body, self.system_prompt, self.tool_parser)
+
+    def check_tools(self, use: ToolUse | None) -> None:
+        """Check that tool calls of this model can be read.
+
+        Raises:
+            ApiError: 400, the format is not known.
+        """
+        if use is not None and self.tool_format is None:
+            raise bad_request(
+                "The format in which this model's chat template asks for tool calls is not known; name it with "
+                "--tool-call-parser.",
+                "tools",
+            )
+
+    def grammar(
+        self, use: ToolUse | None, content: GrammarSpec | None, *, has_budget: bool = False
+    ) -> GrammarSpec | None:
+        """Return the grammar of an answer; None if it may be any text.
+
+        Args:
+            use: which functions it may call.
+            content: the grammar that the body asks for; with functions, an answer follows it or calls one. An answer
+                that must call one does not.
+            has_budget: whether its thoughts have one, so that there must be a grammar.
+
+        Raises:
+            ApiError: 400, ``content`` is no JSON schema and functions may be called, or the functions are too many.
+        """
+        tool_format = self.tool_format
+        is_free = content is None and use is not None and not use.is_forced
+        if use is None or tool_format is None or (is_free and not use.is_strict and not has_budget):
+            return content or (GrammarSpec(GrammarKind.LARK, ANY_TEXT, THOUGHTS_BUDGET) if has_budget else None)
+        schema = None
+        if content is not None and not use.is_forced:
+            if content.kind is not GrammarKind.JSON_SCHEMA:
+                only = "with tools an answer can follow a JSON schema only"
+                raise bad_request(f"{content.param}: {only}.", content.param)
+            schema = json.loads(content.text)
+        builder = CallGrammar(
+            use.functions,
+            use.parallel,
+            self.text_processor.special_token_id,
+            schema,
+            is_free,
+        )
+        text = tool_format.grammar(builder)
+        if len(text) > MAX_GRAMMAR_BYTES:
+            most = f"at most {MAX_GRAMMAR_BYTES} are allowed for an answer that must follow them"
+            raise bad_request(f"tools: {len(text)} characters; {most}.", "tools")
+        return GrammarSpec(GrammarKind.LARK, text, "tools")
+
+    def why_unbounded(self) -> str | None:
+        """Return why thoughts cannot have a budget; None if they can."""
+        if self.reasoning is None:
+            return "what this model thinks is not told apart; name its format with --reasoning-parser."
+        end = self.reasoning.end
+        if self.text_processor.added_token_id(end) is None:
+            return f"{end!r}, which ends the thoughts of this model, is not one token; use max_tokens."
+        return None
+
+    def thoughts(self, prompt: list[int], most_tokens: int | None = None) -> Thoughts | None:
+        """Return what may come before an answer to a prompt that follows a grammar.
+
+        Args:
+            prompt: token ids.
+            most_tokens: budget of the thoughts; None for none. Not where there is a reason against it
+                (:meth:`why_unbounded`).
+        """
+        reasoning, prompt_end = self.reasoning, self._prompt_end(prompt)
+        if reasoning is None or reasoning.is_closed(prompt_end):
+            return None
+        # Qwen3's marks are added tokens that are not special; a grammar must name them as tokens all the same.
+        begin, end = (Marker(text, self.text_processor.added_token_id(text)) for text in reasoning.markers)
+        return Thoughts(begin, end, reasoning.is_open(prompt_end), most_tokens, self.limits.eos_token_ids)
+
+    def kept_tokens(self, use: ToolUse | None) -> frozenset[int]:
+        """Return the special tokens that must stay in the text of an answer, since parsers look for them."""
+        formats = (self.tool_format if use is not None else None, self.reasoning)
+        markers = (marker for each in formats if each is not None for marker in each.markers)
+        token_ids = map(self.text_processor.special_token_id, markers)
+        return frozenset(token_id for token_id in token_ids if token_id is not None)
+
+    def reader(self, use: ToolUse | None, prompt: list[int], *, include_reasoning: bool) -> AnswerReader | None:
+        """Return what reads one choice, None if its text is the content as it is.
+
+        Args:
+            use: which functions it may call.
+            prompt: token ids.
+            include_reasoning: whether to report what the model thinks.
+        """
+        reasoning = self.reasoning
+        if use is None and reasoning is None:
+            return None
+        tool_format = None if use is None else self.tool_format
+        prompt_end = self._prompt_end(prompt)
+        return AnswerReader(use, tool_format, reasoning, prompt_end, include_reasoning=include_reasoning)
+
+    def _prompt_end(self, prompt: list[int]) -> str:
+        """Return the last words of a prompt, in which thoughts may be opened or closed."""
+        return "" if self.reasoning is None else self.text_processor.decode(prompt[-_PROMPT_END_TOKENS:])
+
+
+def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> PromptStyle:
+    """Return how the messages of ``body`` become a prompt, given the settings of its model."""
+    return PromptStyle(
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        extra=body.chat_template_kwargs or {},
+        tools=() if getattr(body, "tool_choice", None) == "none" else body.tools or (),
+        system_prompt=system_prompt,
+        tool_parser=tool_parser,
+    )

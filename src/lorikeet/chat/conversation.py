@@ -1,0 +1,114 @@
+"""Turns the messages and tools of a body into what a chat template gets."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lorikeet.chat.protocol import ChatMessage, ToolCall
+from lorikeet.chat.tool_parsers import instructions
+from lorikeet.chat.tool_parsers.base import Call, ToolFormat
+from lorikeet.http.errors import bad_request
+
+_RESPONSE = "<tool_response>\n{}\n</tool_response>"
+_SYSTEM = ("system", "developer")
+
+Plain = dict[str, Any]
+"""A message as a template gets it."""
+
+
+def plain_message(message: ChatMessage, index: int) -> Plain:
+    """Return a message for the template: content as one string, text parts joined by newlines as in vLLM.
+
+    Null fields, which clients send back with earlier answers, are left out, since templates test whether a field is
+    defined. Arguments of calls are objects, as templates expect.
+
+    Args:
+        message: of a body.
+        index: its place, for errors.
+
+    Raises:
+        ApiError: 400 for content other than text, if a text part has no text, or if arguments are no JSON object.
+    """
+    plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    plain["role"] = message.role
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type not in ("text", "input_text"):
+                raise bad_request(
+                    f"messages.{index}: this model reads text only, no content of type {part.type[:100]!r}.", "messages"
+                )
+            if part.text is None:
+                raise bad_request(f"messages.{index}: a text part has no text.", "messages")
+    plain["content"] = content_text(message)
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call, index) for call in message.tool_calls]
+    if isinstance(plain.get("reasoning"), str):
+        plain.setdefault("reasoning_content", plain["reasoning"])
+    return plain
+
+
+def content_text(message: ChatMessage) -> str:
+    """Return a message's content as one string."""
+    if isinstance(message.content, list):
+        return "\n".join(part.text or "" for part in message.content)
+    return message.content or ""
+
+
+def with_system_prompt(messages: Sequence[Plain], text: str) -> list[Plain]:
+    """Return the messages with ``text`` as their system prompt, if they have none."""
+    if not text or (messages and messages[0]["role"] in _SYSTEM):
+        return [*messages]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def with_instructions(messages: Sequence[Plain], tools: Sequence[Plain], tool_format: ToolFormat) -> list[Plain]:
+    """Return the messages with a system prompt that explains the tools, for a template that knows none."""
+    text = instructions(tool_format, tools)
+    if messages and messages[0]["role"] in _SYSTEM:
+        first, *others = messages
+        return [{**first, "content": f"{first['content']}\n\n{text}".strip()}, *others]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def with_calls_as_text(messages: Sequence[Plain], tool_format: ToolFormat) -> list[Plain]:
+    """Return the messages with calls written into their content, and results as messages of the user.
+
+    This is for templates that know no calls; Hermes and Qwen 2.5 write results so, too.
+    """
+    written: list[Plain] = []
+    results: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(_RESPONSE.format(message["content"]))
+            if len(results) > 1:
+                written.pop()
+            written.append({"role": "user", "content": "\n".join(results)})
+            continue
+        results = []
+        plain = {**message}
+        if calls := plain.pop("tool_calls", None):
+            functions = [call["function"] for call in calls]
+            text = tool_format.write([Call(each["name"], _json(each["arguments"])) for each in functions])
+            plain["content"] = "\n".join(filter(None, (plain["content"], text)))
+        written.append(plain)
+    return written
+
+
+def _plain_call(call: ToolCall, index: int) -> Plain:
+    arguments: Any = call.function.arguments or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise bad_request(
+            f"messages.{index}: the arguments of the call of {call.function.name!r} are no JSON object.", "messages"
+        )
+    function = {**(call.function.model_extra or {}), "name": call.function.name, "arguments": arguments}
+    given = {"id": call.id, "type": "function", "function": function}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,246 @@
+"""``python -m lorikeet.chat.grammar_process``: checks grammars for an API process.
+
+Grammars come from strangers. Some take seconds or gigabytes to compile, and some overflow the stack, which ends a
+process. Here that ends nothing else. A grammar that has passed is compiled in the engine without surprises.
+
+The notation of the result is llguidance's own: a grammar in its Lark dialect, or a JSON object with several.
+"""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
+
+from lorikeet.http.helper_main import run_helper
+
+if TYPE_CHECKING:  # known to type checkers only
+    from llguidance._lib import JsonCompileOptions
+
+WHITESPACE = r"(?: |\n[ \t]{0,32})?"
+"""Between the parts of JSON: nothing, a space, or a line break and indentation. More would let a model fill its answer
+with spaces."""
+
+_MAX_CHECK_S = 0.5
+"""Of a core."""
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+_MAX_FORMATS = 16
+_MEMORY_BYTES = 2**30
+_STACK_BYTES = 16 * 2**20
+"""A quarter of the stack in the engine."""
+
+
+class GrammarKind(StrEnum):
+    """What a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    """In the syntax of Rust's regex crate; the whole answer must match."""
+    CHOICE = "choice"
+    """A JSON list of strings."""
+    EBNF = "ebnf"
+    """llama.cpp's GBNF, which vLLM and SGLang call EBNF, or Lark."""
+    LARK = "lark"
+    """llguidance's dialect of Lark, or a JSON object of several grammars that refer to each other."""
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """A text that may be a token which was added to the vocabulary; ``token`` is its id then."""
+
+    text: str
+    token: int | None = None
+
+
+class Thoughts(msgspec.Struct, frozen=True):
+    """What a model may think before an answer that follows a grammar.
+
+    Attributes:
+        begin, end: what surrounds them.
+        are_open: whether they have begun with the prompt, so that the model must end them.
+        most_tokens: after which they must end; None for any number. ``end`` is one token then.
+        stops: tokens that end an answer. Thoughts with a budget have none.
+    """
+
+    begin: Marker
+    end: Marker
+    are_open: bool = False
+    most_tokens: int | None = None
+    stops: tuple[int, ...] = ()
+
+
+ANY_TEXT = r"start: /(.|\n)*/"
+"""A grammar of all texts, in llguidance's notation."""
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """A grammar as a request names it.
+
+    Attributes:
+        kind: what ``text`` is written in.
+        text: the grammar.
+        param: the field that holds it, for errors.
+        whitespace: regex of the whitespace that JSON may have between its parts; empty for none.
+        thoughts: that may come before; None for none.
+    """
+
+    kind: GrammarKind
+    text: str
+    param: str
+    whitespace: str = WHITESPACE
+    thoughts: Thoughts | None = None
+
+
+class GrammarSetup(msgspec.Struct, frozen=True):
+    """What a process begins with.
+
+    Attributes:
+        tokenizer: ``tokenizer.json``'s content; empty: it is in ``file``.
+        file: ``tokenizer.json``.
+        vocabulary: width of the logits.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    vocabulary: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: str = ""
+    file: str = ""
+
+
+class GrammarChecked(msgspec.Struct, frozen=True):
+    """A grammar that can be used, in llguidance's notation, or why it cannot."""
+
+    grammar: str = ""
+    error: str = ""
+
+
+class GrammarReader:
+    """Checks grammars one after the other.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def check(self, spec: GrammarSpec) -> GrammarChecked:
+        """Compile a grammar and compute its first mask. Formats of strings that are not known are ignored."""
+        checked = self._compile(spec)
+        for _ in range(_MAX_FORMATS):
+            unknown = _UNKNOWN_FORMAT.search(checked.error) if spec.kind is GrammarKind.JSON_SCHEMA else None
+            if unknown is None:
+                break
+            text = json.dumps(_without_format(json.loads(spec.text), unknown[1]))
+            spec = msgspec.structs.replace(spec, text=text)
+            checked = self._compile(spec)
+        return checked
+
+    def _compile(self, spec: GrammarSpec) -> GrammarChecked:
+        began_s = time.thread_time()
+        try:
+            grammar = notation(spec)
+        except (ValueError, RecursionError) as error:
+            return GrammarChecked(error=str(error) or "it is nested too deeply")
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            return GrammarChecked(error=matcher.get_error())
+        if time.thread_time() - began_s > _MAX_CHECK_S:
+            return GrammarChecked(error="it takes too long to compile; simplify it, above all its repetitions")
+        return GrammarChecked(grammar)
+
+
+def notation(spec: GrammarSpec) -> str:
+    """Return a grammar in llguidance's notation.
+
+    Raises:
+        ValueError: the text is not what its kind says.
+    """
+    answer = _notation_of_answer(spec)
+    return answer if spec.thoughts is None else _behind_thoughts(spec.thoughts, answer)
+
+
+def _notation_of_answer(spec: GrammarSpec) -> str:
+    if spec.kind is GrammarKind.JSON_SCHEMA:
+        return LLMatcher.grammar_from_json_schema(spec.text, defaults=json_options(spec.whitespace))
+    if spec.kind is GrammarKind.CHOICE:
+        return choice_grammar(json.loads(spec.text))
+    if spec.kind is GrammarKind.LARK:
+        return spec.text
+    if spec.kind is GrammarKind.REGEX:
+        # Digits, letters and spaces of ASCII only: a model that is free to would choose rare ones of Unicode.
+        return f"start: /{regex_to_lark(spec.text, 'dws')}/"
+    return grammar_from("ebnf", spec.text)
+
+
+def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
+    """Return a grammar of thoughts and an answer, given the answer's in llguidance's notation."""
+    grammars = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    begin, end, most = _symbol(thoughts.begin), thoughts.end, thoughts.most_tokens
+    if most is not None:
+        before = f"any{{0,{most}}} " if most else ""
+        others = ",".join(map(str, (end.token, *thoughts.stops)))
+        text = f"text: {before}<[{end.token}]>\nany: <[^{others}]>"
+    elif end.token is not None:
+        text = f"text: TEXT <[{end.token}]>"
+    else:  # a lazy lexeme ends as soon as it can, so that thoughts do not run on through their end
+        text = f"text[lazy]: TEXT {json.dumps(end.text)}"
+    start = f"{begin}? text SPACE? @answer" if thoughts.are_open else f"({begin} text SPACE?)? @answer"
+    lines = ["%llguidance {}", f"start: {start}", text, r"TEXT: /(.|\n)*/", r"SPACE: /\s+/"]
+    own = {"lark_grammar": "\n".join(lines)}
+    return json.dumps({"grammars": [own, {**grammars[0], "name": "answer"}, *grammars[1:]]})
+
+
+def _symbol(marker: Marker) -> str:
+    return json.dumps(marker.text) if marker.token is None else f"<[{marker.token}]>"
+
+
+def _without_format(schema: Any, name: str) -> Any:
+    """Return a schema whose strings may have any form where they should have the format of this name."""
+    if isinstance(schema, list):
+        return [_without_format(each, name) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _without_format(each, name) for key, each in schema.items() if (key, each) != ("format", name)}
+
+
+def json_options(whitespace: str) -> "JsonCompileOptions":
+    """Return llguidance's options for JSON with this whitespace between its parts."""
+    return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+
+
+def choice_grammar(choices: list[str]) -> str:
+    """Return the grammar of one of several strings, in llguidance's notation."""
+    return "start: " + " | ".join(map(json.dumps, choices))
+
+
+def main() -> None:
+    """Check grammars from standard input until it ends."""
+    run_helper(_prepare, _MEMORY_BYTES)
+
+
+def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
+    setup = msgspec.msgpack.decode(setup_message, type=GrammarSetup)
+    content = setup.tokenizer or Path(setup.file).read_text()
+    reader = GrammarReader(LLTokenizer(content, n_vocab=setup.vocabulary, eos_token=list(setup.eos_token_ids)))
+    threading.stack_size(_STACK_BYTES)
+    thread = ThreadPoolExecutor(1)
+    thread.submit(int).result()
+
+    def answer(message: bytes) -> bytes:
+        spec = msgspec.msgpack.decode(message, type=GrammarSpec)
+        return msgspec.msgpack.encode(thread.submit(reader.check, spec).result())
+
+    return answer
+
+
+if __name__ == "__main__":
+    main()

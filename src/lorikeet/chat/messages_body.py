@@ -1,0 +1,245 @@
+"""Bodies of Anthropic's messages API, and the chat that they stand for.
+
+The API: https://docs.anthropic.com/en/api/messages.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lorikeet.chat.protocol import (
+    Body,
+    ChatCompletionRequest,
+    Count,
+    GenerationBody,
+    StopString,
+    TokenizeRequest,
+    validated,
+)
+from lorikeet.http.errors import bad_request, not_supported
+
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "container": ((), "Containers are not supported."),
+    "mcp_servers": (([],), "MCP servers are not supported; call them from the client."),
+    "context_management": (({}, {"edits": []}), "Editing the context is not supported; send shorter messages."),
+    "logprobs": ((False,), "logprobs has no place in this answer; use /v1/chat/completions."),
+    "echo": ((False,), "echo has no place in this answer; use /v1/chat/completions."),
+}
+"""As ``protocol._FIELDS``: values that change nothing, and the error message for others."""
+
+
+class ContentBlock(Body):
+    """A part of a message: text, thoughts, a call or its result."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | Annotated[list[ContentBlock], Field(fail_fast=True)] | None" = None
+
+
+Blocks = Annotated[list[ContentBlock], Field(fail_fast=True)]
+
+
+class MessageParam(Body):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class ToolParam(Body):
+    """A tool; one without a type is a function."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(Body):
+    """Which tools may be used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model thinks first."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputConfig(Body):
+    """The form of the answer."""
+
+    format: dict[str, Any] | None = None
+
+
+class MessagesPrompt(Body):
+    """Fields that make the prompt."""
+
+    refused = _REFUSED
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]
+    system: str | Blocks | None = None
+    tools: Annotated[list[ToolParam], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return the fields of a chat that make the same prompt.
+
+        Raises:
+            ApiError: 400 or 501, some content or tool is not valid or not supported.
+        """
+        fields: dict[str, Any] = {"messages": self._chat_messages()}
+        last = self.messages[-1]
+        if last.role == "assistant" and not _calls(last.content):
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
+        if self.tools and not (self.tool_choice is not None and self.tool_choice.type == "none"):
+            fields["tools"] = [_chat_tool(tool, at) for at, tool in enumerate(self.tools)]
+        kwargs = {**(self.chat_template_kwargs or {})}
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            kwargs.setdefault("enable_thinking", self.thinking.type == "enabled")
+        return fields | {"chat_template_kwargs": kwargs}
+
+    def _chat_messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text_parts(self.system, "system")})
+        for at, message in enumerate(self.messages):
+            where = f"messages.{at}"
+            if isinstance(message.content, str):
+                messages.append({"role": message.role, "content": message.content})
+            elif message.role == "assistant":
+                messages.append(_assistant_message(message.content, where))
+            else:
+                messages += _user_messages(message.role, message.content, where)
+        return messages
+
+
+class CountTokensRequest(MessagesPrompt):
+    """Body of ``POST /v1/messages/count_tokens``."""
+
+    lora_path: str | None = None
+
+    def tokenize_body(self) -> TokenizeRequest:
+        """Return the body of ``/tokenize`` that stands for it; raises as :meth:`prompt_fields`."""
+        return validated(TokenizeRequest, self.prompt_fields() | {"model": self.model})
+
+
+class MessagesRequest(GenerationBody, MessagesPrompt):
+    """Body of ``POST /v1/messages``. Fields of chat completions that Anthropic lacks may be given, too."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
+    metadata: dict[str, Any] | None = None
+
+    def chat(self) -> ChatCompletionRequest:
+        """Return the chat that the body stands for.
+
+        Raises:
+            ApiError: as :meth:`prompt_fields`; or 400, a field is not valid.
+        """
+        given = self.model_dump(exclude_unset=True, include=set(GenerationBody.model_fields) - {"stream_options"})
+        fields = given | self.prompt_fields() | self._tool_choice()
+        if self.stop_sequences:
+            fields["stop"] = [*self.stops, *self.stop_sequences]
+        form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
+        if form is not None:
+            if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+                raise bad_request("output_config.format: must be a json_schema with a schema.", "output_config")
+            fields["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "output", "schema": form["schema"]},
+            }
+        if self.thinking is not None and self.thinking.type == "disabled":
+            fields["include_reasoning"] = False
+        return validated(ChatCompletionRequest, fields)
+
+    def _tool_choice(self) -> dict[str, Any]:
+        choice = self.tool_choice
+        if choice is None:
+            return {}
+        fields: dict[str, Any] = {}
+        if choice.disable_parallel_tool_use is not None:
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if choice.type == "tool":
+            if not choice.name:
+                raise bad_request("tool_choice: a tool needs its name.", "tool_choice")
+            return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
+        return fields | {"tool_choice": {"auto": "auto", "any": "required", "none": "none"}[choice.type]}
+
+
+def _chat_tool(tool: ToolParam, at: int) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise not_supported(f"tools.{at}: tools of type {tool.type!r} are not supported; define a function.", "tools")
+    if tool.input_schema is None:
+        raise bad_request(f"tools.{at}: a tool needs an input_schema.", "tools")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _calls(content: str | list[ContentBlock]) -> bool:
+    return not isinstance(content, str) and any(block.type == "tool_use" for block in content)
+
+
+def _text_parts(content: str | list[ContentBlock] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return text content as a chat has it.
+
+    Raises:
+        ApiError: 400, it is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for at, block in enumerate(content):
+        if block.type != "text":
+            raise bad_request(
+                f"{where}.content.{at}: this model reads text only, no content of type {block.type[:100]!r}.",
+                "messages",
+            )
+        if block.text is None:
+            raise bad_request(f"{where}.content.{at}: a text block has no text.", "messages")
+    return [{"type": "text", "text": block.text} for block in content]
+
+
+def _user_messages(role: str, blocks: list[ContentBlock], where: str) -> list[dict[str, Any]]:
+    """Return the results of calls as messages of their own, before the rest, as chats have them."""
+    results = [block for block in blocks if block.type == "tool_result"]
+    messages: list[dict[str, Any]] = []
+    for block in results:
+        if not block.tool_use_id:
+            raise bad_request(f"{where}: a tool_result has no tool_use_id.", "messages")
+        content = _text_parts(block.content, where)
+        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    rest = [block for block in blocks if block.type != "tool_result"]
+    if rest or not results:
+        messages.append({"role": role, "content": _text_parts(rest, where)})
+    return messages
+
+
+def _assistant_message(blocks: list[ContentBlock], where: str) -> dict[str, Any]:
+    texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
+    message: dict[str, Any] = {"role": "assistant", "content": _text_parts(texts, where)}
+    if thoughts := "".join(block.thinking or "" for block in blocks if block.type == "thinking"):
+        message["reasoning"] = thoughts
+    calls = [block for block in blocks if block.type == "tool_use"]
+    for block in calls:
+        if not block.name:
+            raise bad_request(f"{where}: a tool_use has no name.", "messages")
+    if calls:
+        message["tool_calls"] = [
+            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
+            for block in calls
+        ]
+    return message

@@ -1,0 +1,425 @@
+"""``python -m lorikeet.chat.prompt_process``: reads large bodies for an API process.
+
+To decode, validate and tokenize megabytes takes seconds, and Python runs nothing else meanwhile: in the API process
+every stream would wait. Here only other large bodies do. What is sent back is small: the token ids of the prompts, and
+the other fields of the body.
+
+Its memory is limited. A body that takes more ends the process, and the API process starts another.
+"""
+
+import json
+import signal
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.chat.adapter_chat import AdapterChats
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.conversation import content_text
+from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
+from lorikeet.chat.prompt_embeds import read_prompt_embeds, token_count
+from lorikeet.chat.protocol import (
+    Body,
+    ChatCompletionRequest,
+    ChatMessage,
+    ChatOptions,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationBody,
+    TokenizeRequest,
+    check_prompt_embeds,
+    prompts_of,
+    refuse_lone_surrogates,
+    refuse_unsupported,
+    validated,
+)
+from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
+from lorikeet.chat.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, of_prompt, truncated
+from lorikeet.chat.structured_output import grammar_spec
+from lorikeet.chat.text_processor import TextProcessor
+from lorikeet.core.chat_template import ChatTemplate
+from lorikeet.core.request import PromptEmbeds
+from lorikeet.http.anthropic_errors import MESSAGES_PATH
+from lorikeet.http.body_structure import BodyStructure, check_structure
+from lorikeet.http.errors import ApiError, bad_request, invalid_json, model_not_found, unexpected_failure
+from lorikeet.http.helper_main import run_helper
+from lorikeet.http.middleware import AdmissionGate
+
+CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
+RESPONSES_PATH = "/v1/responses"
+PATHS: dict[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    CHAT_PATH: ChatCompletionRequest,
+    TOKENIZE_PATH: TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    RESPONSES_PATH: ResponsesRequest,
+    MESSAGES_PATH: MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+}
+"""Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
+GENERATING = ("/v1/completions", CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH)
+"""Those whose answers are generated."""
+MODEL = b"\xff"
+"""Begins a message that says what else the last body needs, a ``BodyNeeds``."""
+MAX_TOKENS = 2**20
+"""Of all prompts of a request together, or of one that is as long as the context."""
+MAX_TOKENIZED = 2**18
+"""Tokens that the two routes of the tokenizer take, or as many as the context has."""
+
+_MAX_DEPTH = 100
+_MAX_CONTAINERS = 2**16
+_LONGEST_NAME = 512
+_MAX_TEMPLATES = 64
+"""Compiled templates of adapters that are kept."""
+_TEMPLATE_CPU_S = 2.0
+"""CPU time for one prompt from an adapter's template."""
+_MEMORY_BYTES = 2**30
+"""Address space that a body may take."""
+_APART = {"prompt", "prompt_embeds", "messages", "system", "input", "tokens", "chat_template_kwargs", "user"}
+"""Fields that are sent back in another form, or have no effect."""
+
+
+class PromptSetup(msgspec.Struct, frozen=True):
+    """What a process begins with.
+
+    Attributes:
+        folder: of the model; empty: tokenizer and template are given here.
+        chat_template: file instead of the folder's.
+        tokenizer: ``tokenizer.json``'s content.
+        template: Jinja source; empty for none.
+        special_tokens: of the template.
+        tool_parser: name of the format of tool calls; empty for the template's.
+        limits: of the model.
+        max_queued: most sequences of a request.
+    """
+
+    limits: ModelLimits
+    max_queued: int
+    folder: str = ""
+    chat_template: str = ""
+    tokenizer: str = ""
+    template: str = ""
+    special_tokens: dict[str, str] = {}
+    tool_parser: str = ""
+
+
+class WhichModel(msgspec.Struct, frozen=True, tag=True):
+    """Asks what the model of a body has of its own. The next message is ``MODEL`` with a ``BodyNeeds``.
+
+    Attributes:
+        model, lora_path: fields of the body.
+        previous_response_id: field of a body that goes on from a stored response.
+    """
+
+    model: str | None
+    lora_path: str | None
+    previous_response_id: str | None = None
+
+
+class BodyNeeds(msgspec.Struct, frozen=True):
+    """What must be known to read a body.
+
+    Attributes:
+        chat: what its model has of its own.
+        previous: the conversation that it goes on with, as a JSON array of items; empty for none.
+    """
+
+    chat: AdapterChat
+    previous: bytes = b""
+
+
+class BodyRead(msgspec.Struct, frozen=True, tag=True):
+    """What a body says.
+
+    Attributes:
+        fields: a small body as JSON: the prompts left out, all else as it was.
+        prompts: token ids of each prompt, as 32-bit integers.
+        texts: texts that answers open with, for ``echo``.
+        answer: of a route of the tokenizer, the whole answer.
+        conversation: of a body of the responses API that is stored, as a JSON array of items.
+        embeds: of each prompt, whose tokens then mean nothing.
+    """
+
+    fields: bytes
+    prompts: tuple[bytes, ...] = ()
+    texts: tuple[str, ...] = ()
+    answer: bytes = b""
+    conversation: bytes = b""
+    embeds: tuple[PromptEmbeds, ...] = ()
+
+
+class BodyRefused(msgspec.Struct, frozen=True, tag=True):
+    """The arguments of an ``ApiError``."""
+
+    status: int
+    message: str
+    param: str | None
+    kind: str
+
+
+class PromptReader:
+    """Reads bodies one after the other, each in two steps, since its model may have a chat template of its own.
+
+    Args:
+        base: settings of the base model.
+        max_queued: most sequences of a request.
+    """
+
+    def __init__(self, base: ChatSettings, max_queued: int) -> None:
+        self._chats = AdapterChats(base)
+        self._template = lru_cache(_MAX_TEMPLATES)(_template)
+        self._body: Body | None = None
+        self._set_model(AdapterChat())
+        limits = base.limits
+        self._limits = limits
+        self._max_queued = max_queued
+        self._max_tokens = max(MAX_TOKENS, limits.max_model_len)
+        self._max_tokenized = max(MAX_TOKENIZED, limits.max_model_len)
+        # A message, which has a token at least, is an object and may have parts.
+        containers = min(4 * (limits.max_model_len + max_queued), _MAX_CONTAINERS)
+        keys = 2 * containers + MAX_BIASES
+        self._max = BodyStructure(_MAX_DEPTH, containers, keys, self._max_tokens + containers + keys)
+
+    def begin(self, path: str, content: bytes) -> WhichModel:
+        """Check a body, and return its model; :meth:`read` reads it.
+
+        Raises:
+            ApiError: it is not valid.
+        """
+        self._body = None
+        check_structure(content, self._max)
+        body = self._body = _body_of(PATHS[path], content)
+        refuse_unsupported(body)
+        previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
+        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous)
+
+    def read(self, needs: BodyNeeds) -> BodyRead:
+        """Return what a body says.
+
+        Args:
+            needs: what must be known beside it.
+
+        Raises:
+            ApiError: it asks for more than can be served.
+        """
+        body, self._body = self._body, None
+        self._set_model(needs.chat)
+        match body:
+            case CompletionRequest():
+                return self._completion(body)
+            case ChatCompletionRequest():
+                return self._chat(body)
+            case MessagesRequest():
+                fields = _fields(body, messages=[{"role": "user", "content": ""}])
+                return BodyRead(fields, (self._packed_prompt(body.chat()),))
+            case ResponsesRequest():
+                try:
+                    prompt = self._packed_prompt(body.chat(needs.previous))
+                except ApiError as error:
+                    raise in_these_words(error) from error
+                conversation = b"" if body.store is False else body.conversation(needs.previous)
+                return BodyRead(_fields(body, input=""), (prompt,), conversation=conversation)
+            case CountTokensRequest():
+                ids = self._tokenized_ids(body.tokenize_body())
+                fields = _fields(body, messages=[{"role": "user", "content": ""}])
+                return BodyRead(fields, answer=msgspec.json.encode({"input_tokens": len(ids)}))
+            case TokenizeRequest():
+                return self._tokenized(body)
+            case _:
+                assert isinstance(body, DetokenizeRequest)
+                return self._detokenized(body)
+
+    def _set_model(self, chat: AdapterChat) -> None:
+        settings = self._chats.settings(chat)
+        texts, self._is_own = settings.text_processor, bool(chat.chat_template)
+        if chat.chat_template:
+            inherited = {} if texts.template is None else texts.template.special_tokens
+            tokens = tuple(sorted((inherited | chat.special_tokens).items()))
+            texts = texts.with_template(self._template(chat.chat_template, tokens))
+        self._settings, self._text_processor = settings, texts
+
+    def _completion(self, body: CompletionRequest) -> BodyRead:
+        if body.prompt_embeds is not None:
+            return self._embedded(body)
+        prompts = prompts_of(body)
+        self._check(body, len(prompts))
+        token_ids, total = [], 0
+        for at, prompt in enumerate(prompts):
+            with of_prompt(f"prompt.{at}" if len(prompts) > 1 else ""):
+                ids = self._token_ids(body, prompt, "prompt", special=body.add_special_tokens is not False)
+            total += len(ids)
+            if total > self._max_tokens:
+                raise bad_request(f"The prompts have more than {self._max_tokens} tokens together.", "prompt")
+            token_ids.append(_packed(ids))
+        unpacked = (array("i", ids).tolist() for ids in token_ids)
+        texts = (
+            each if isinstance(each, str) and not body.truncates else self._text_processor.decode(ids)
+            for each, ids in zip(prompts, unpacked, strict=True)
+            if body.echo
+        )
+        return BodyRead(_fields(body, prompt=""), tuple(token_ids), tuple(texts))
+
+    def _embedded(self, body: CompletionRequest) -> BodyRead:
+        check_prompt_embeds(body)
+        field, limits = body.prompt_embeds or "", self._limits
+        self._check(body, len(field) if isinstance(field, list) else 1)
+        embeds = tuple(read_prompt_embeds(field, limits.hidden, limits.max_model_len))
+        prompts = tuple(_packed([0] * token_count(each, limits.hidden)) for each in embeds)
+        return BodyRead(_fields(body, prompt=""), prompts, embeds=embeds)
+
+    def _packed_prompt(self, body: ChatCompletionRequest) -> bytes:
+        self._check(body, 1)
+        prompt = self._chat_prompt(body, body.messages)
+        return _packed(self._token_ids(body, prompt, "messages", special=False))
+
+    def _chat(self, body: ChatCompletionRequest) -> BodyRead:
+        prompt = self._packed_prompt(body)
+        last = {"role": body.messages[-1].role, "content": content_text(body.messages[-1]) if body.echo else ""}
+        return BodyRead(_fields(body, messages=[last]), (prompt,))
+
+    def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
+        if not self._is_own:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        # The signal ends the process: a template can run for ever, and nothing else would interrupt it.
+        signal.setitimer(signal.ITIMER_PROF, _TEMPLATE_CPU_S)
+        try:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def _check(self, body: GenerationBody, prompts: int) -> None:
+        sequences = prompts * body.choices_per_prompt
+        AdmissionGate(self._max_queued).enter(sequences)
+        logit_bias_pairs(body, self._limits.vocabulary, sequences)
+        grammar_spec(body)  # else a large one would be sent back
+
+    def _token_ids(self, body: GenerationBody, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            limits = None if body.truncates else self._limits
+            prompt = self._text_processor.token_ids(prompt, add_special_tokens=special, limits=limits, param=param)
+        prompt = truncated(prompt, body, self._limits)
+        check_prompt(prompt, self._limits, param)
+        return prompt
+
+    def _tokenized(self, body: TokenizeRequest) -> BodyRead:
+        is_chat = body.messages is not None
+        if is_chat == (body.prompt is not None):
+            return BodyRead(_fields(body, prompt=None))  # the route refuses it
+        ids = self._tokenized_ids(body)
+        strings = [self._text_processor.tokenizer.id_to_token(each) for each in ids] if body.return_token_strs else None
+        answer = {
+            "count": len(ids),
+            "max_model_len": self._limits.max_model_len,
+            "tokens": ids,
+            "token_strs": strings,
+        }
+        placeholder: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if is_chat else {"prompt": ""}
+        return BodyRead(_fields(body, **placeholder), answer=msgspec.json.encode(answer))
+
+    def _tokenized_ids(self, body: TokenizeRequest) -> list[int]:
+        text, param = (
+            (self._chat_prompt(body, body.messages), "messages")
+            if body.messages is not None
+            else (body.prompt or "", "prompt")
+        )
+        fewest, most = self._text_processor.fewest_tokens(text, self._max_tokenized), self._max_tokenized
+        special = body.messages is None and body.add_special_tokens is not False
+        ids = self._text_processor.token_ids(text, add_special_tokens=special) if fewest <= most else []
+        if max(fewest, len(ids)) > most:
+            raise bad_request(f"{param}: more than {most} tokens, the most that are taken here.", param)
+        return ids
+
+    def _detokenized(self, body: DetokenizeRequest) -> BodyRead:
+        if len(body.tokens) > self._max_tokenized:
+            raise bad_request(f"There are more than {self._max_tokenized} tokens.", "tokens")
+        if (outside := max(body.tokens, default=0)) >= self._limits.vocabulary:
+            raise bad_request(f"Token id {outside} is out of vocabulary.", "tokens")
+        answer = msgspec.json.encode({"prompt": self._text_processor.decode(body.tokens)})
+        return BodyRead(_fields(body, tokens=[]), answer=answer)
+
+
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
+def _body_of(kind: type[Body], content: bytes) -> Body:
+    try:
+        value = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise invalid_json(error) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise bad_request("There was an error parsing the body.") from error
+    if not isinstance(value, dict):
+        raise bad_request("The body must be a JSON object.")
+    refuse_lone_surrogates(content, value)
+    body = validated(kind, value)
+    for name in (getattr(body, "model", None), getattr(body, "lora_path", None)):
+        if name is not None and len(name) > _LONGEST_NAME:
+            raise model_not_found(f"{name[:_LONGEST_NAME]}…")
+    return body
+
+
+def _fields(body: Body, **placeholders: Any) -> bytes:
+    """Return the body's own fields, without what is large or unknown."""
+    include: dict[str, Any] = dict.fromkeys(body.model_fields_set & set(type(body).model_fields) - _APART, True)
+    if getattr(body, "stream_options", None) is not None and "stream_options" in include:
+        include["stream_options"] = {"include_usage", "continuous_usage_stats"}
+    return msgspec.json.encode(body.model_dump(mode="json", exclude_unset=True, include=include) | placeholders)
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def main() -> None:
+    """Read bodies from standard input until it ends."""
+    run_helper(_prepare, _MEMORY_BYTES)
+
+
+def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
+    setup = msgspec.msgpack.decode(setup_message, type=PromptSetup)
+    base = ChatSettings(_texts(setup), setup.limits, tool_parser=setup.tool_parser)
+    reader, paths = PromptReader(base, setup.max_queued), tuple(PATHS)
+
+    def answer(message: bytes) -> bytes:
+        if message[:1] == MODEL:
+            needs = msgspec.msgpack.decode(message[1:], type=BodyNeeds)
+            return msgspec.msgpack.encode(_answer(lambda: reader.read(needs)))
+        return msgspec.msgpack.encode(_answer(lambda: reader.begin(paths[message[0]], message[1:])))
+
+    return answer
+
+
+def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
+    # Each error is dropped at once: kept beside its own frames it would keep the body until a collection.
+    try:
+        return read()
+    except ApiError as error:
+        return _refused(error)
+    except MemoryError:
+        return _refused(ApiError(413, "Reading the body takes too much memory."))
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return _refused(unexpected_failure())
+
+
+def _refused(error: ApiError) -> BodyRefused:
+    return BodyRefused(error.status, error.message, error.param, error.type)
+
+
+def _texts(setup: PromptSetup) -> TextProcessor:
+    if setup.folder:
+        return TextProcessor.read(Path(setup.folder), setup.chat_template)
+    template = ChatTemplate(setup.template, setup.special_tokens) if setup.template else None
+    return TextProcessor(Tokenizer.from_str(setup.tokenizer), template)
+
+
+if __name__ == "__main__":
+    main()

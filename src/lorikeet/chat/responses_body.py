@@ -1,0 +1,269 @@
+"""Bodies of OpenAI's responses API, and the chat that they stand for.
+
+The API: https://platform.openai.com/docs/api-reference/responses.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field, TypeAdapter
+
+from lorikeet.chat.protocol import Body, ChatCompletionRequest, Count, GenerationBody, validated
+from lorikeet.http.errors import ApiError, bad_request, not_supported
+
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "conversation": ((), "Conversations are not supported; use previous_response_id."),
+    "prompt": ((), "Stored prompts are not supported; send the input itself."),
+    "context_management": (([],), "Managing the context is not supported."),
+    "enable_response_messages": ((False,), "Messages of the chat are not returned; ask for input_items."),
+    "previous_input_messages": (([],), "The responses API takes input, and previous_response_id."),
+    "logprobs": ((False,), "Ask for log probabilities by include: message.output_text.logprobs."),
+    "echo": ((False,), "echo has no place in this answer; use /v1/chat/completions."),
+    "messages": (([],), "The responses API takes input; messages are for /v1/chat/completions."),
+}
+"""As ``protocol._FIELDS``: values that change nothing, and the error message for others."""
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = {
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+}
+"""All but the first are of what no answer here has, or what it has anyway."""
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+_OTHER_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "truncate_prompt_tokens": "truncation",
+}
+"""Names of a chat's fields in this API."""
+
+
+class InputPart(Body):
+    """A part of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Parts = Annotated[list[InputPart], Field(fail_fast=True)]
+
+
+class InputItem(Body):
+    """A message, a call, its result, or thoughts; one without a type is a message."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
+
+
+_ITEMS = TypeAdapter(list[InputItem])
+
+
+class FunctionTool(Body):
+    """A tool; only functions are supported."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """The form of the answer."""
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningConfig(Body):
+    """How much the model thinks."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(GenerationBody):
+    """Body of ``POST /v1/responses``. Fields of chat completions that this API lacks may be given, too."""
+
+    refused = _REFUSED
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+    max_tool_calls: int | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has log probabilities."""
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The input as items."""
+        return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def conversation(self, previous: bytes) -> bytes:
+        """Return the conversation up to the answer, as a JSON array of items.
+
+        Args:
+            previous: the conversation that it goes on with, its answer included; such an array.
+        """
+        own = [{"type": "message", **item.model_dump(exclude_unset=True)} for item in self.items]
+        return joined(previous, msgspec.json.encode(own))
+
+    def chat(self, previous: bytes) -> ChatCompletionRequest:
+        """Return the chat that the body stands for.
+
+        Args:
+            previous: as of :meth:`conversation`.
+
+        Raises:
+            ApiError: 400 or 501, a field is not valid or not supported.
+        """
+        if unknown := set(self.include or ()) - _INCLUDABLE:
+            raise bad_request(f"include: {min(unknown)[:100]!r} is not known.", "include")
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        earlier = _ITEMS.validate_json(previous) if previous else []
+        given = self.model_dump(exclude_unset=True, include=set(GenerationBody.model_fields) - {"stream_options"})
+        fields = given | {"messages": instructions + _messages([*earlier, *self.items]), **self._tool_fields()}
+        if self.max_output_tokens is not None:
+            fields["max_completion_tokens"] = self.max_output_tokens
+        if self.truncation == "auto":
+            fields["truncate_prompt_tokens"] = -1
+        if self.wants_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = _response_format(self.text.format)
+        fields["include_reasoning"] = self.include_reasoning
+        fields["chat_template_kwargs"] = self._template_fields()
+        return validated(ChatCompletionRequest, fields)
+
+    def _template_fields(self) -> dict[str, Any]:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        fields: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        if effort == "none":
+            fields["enable_thinking"] = False
+        return fields | (self.chat_template_kwargs or {})
+
+    def _tool_fields(self) -> dict[str, Any]:
+        tools, choice = self.tools or [], self.tool_choice
+        for at, tool in enumerate(tools):
+            if tool.type != "function":
+                raise not_supported(f"tools.{at}: tools of type {tool.type[:100]!r} are not supported.", "tools")
+        if isinstance(choice, dict):
+            kind = choice.get("type")
+            if kind == "allowed_tools":
+                allowed = [each.get("name") for each in choice.get("tools") or () if isinstance(each, dict)]
+                tools, choice = [tool for tool in tools if tool.name in allowed], choice.get("mode", "auto")
+            elif kind == "function":
+                choice = {"type": "function", "function": {"name": choice.get("name")}}
+            else:
+                raise not_supported(f"tool_choice: {str(kind)[:100]!r} is not supported.", "tool_choice")
+        fields: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
+        return fields | ({"tools": [_chat_tool(tool) for tool in tools]} if tools else {})
+
+
+def joined(*arrays: bytes) -> bytes:
+    """Return the JSON array of all entries of arrays that are written without outer spaces; empty bytes are none."""
+    return b"[" + b",".join(array[1:-1] for array in arrays if len(array) > 2) + b"]"
+
+
+def in_these_words(error: ApiError) -> ApiError:
+    """Return an error of the chat with the name that a field has in this API."""
+    param = _OTHER_NAMES.get(error.param or "")
+    if param is None:
+        return error
+    message = error.message.replace(str(error.param), param)
+    return ApiError(error.status, message, param=param, type=error.type, headers=error.headers)
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _response_format(form: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat's ``response_format``."""
+    if form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
+    return form
+
+
+def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
+    """Return items as messages of a chat: thoughts and calls belong to the assistant's message beside them.
+
+    Raises:
+        ApiError: 400 or 501, an item is not valid or not supported.
+    """
+    messages: list[dict[str, Any]] = []
+    for at, item in enumerate(items):
+        where = f"input.{at}"
+        match item.type or "message":
+            case "message" if item.role:
+                content = _content(item.content, where)
+                last = messages[-1] if messages else {}
+                if item.role == "assistant" and last.get("role") == "assistant" and "content" not in last:
+                    last["content"] = content
+                else:
+                    messages.append({"role": item.role, "content": content})
+            case "function_call" if item.name and item.call_id:
+                function = {"name": item.name, "arguments": item.arguments or "{}"}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _assistants_message(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output" if item.call_id:
+                output = _content(item.output, where)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            case "reasoning":
+                parts = [] if item.content is None or isinstance(item.content, str) else item.content
+                messages.append({"role": "assistant", "reasoning": "".join(part.text or "" for part in parts)})
+            case "message" | "function_call" | "function_call_output" as kind:
+                needed = {"message": "role", "function_call": "name and call_id"}.get(kind, "call_id")
+                raise bad_request(f"{where}: a {kind} needs {needed}.", "input")
+            case kind:
+                raise not_supported(f"{where}: items of type {kind[:100]!r} are not supported.", "input")
+    return messages
+
+
+def _assistants_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _content(content: str | list[InputPart] | None, where: str) -> str | list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.type not in _TEXTS:
+            raise bad_request(f"{where}: this model reads text only, no content of type {part.type[:100]!r}.", "input")
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            raise bad_request(f"{where}: a part of its content has no text.", "input")
+        texts.append({"type": "text", "text": text})
+    return texts

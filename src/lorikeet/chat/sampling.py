@@ -1,0 +1,273 @@
+"""Checks a body's sampling fields and returns the engine's sampling parameters."""
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from lorikeet.chat.protocol import ChatCompletionRequest, GenerationBody
+from lorikeet.core.request import SamplingParams
+from lorikeet.http.errors import ApiError, bad_request
+
+_SEED_BITS = 63
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+"""A token id as JSON writes a number, so that no token has two keys. Ten digits exceed every vocabulary."""
+
+_MAX_SHOWN, _MOST_SHOWN = 20, 10
+"""Characters of a key, and keys, in an error message."""
+
+MAX_BIASES = 2**16
+"""Most ``logit_bias`` entries over all sequences of a request, since each sequence is sent with its own."""
+
+_Number = TypeVar("_Number", int, float)
+
+_CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """Defaults of sampling fields: OpenAI's, overridden by the model's ``generation_config.json`` as in vLLM."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
+        """Return the defaults in ``config``; other keys are ignored.
+
+        Raises:
+            msgspec.ValidationError: a value has the wrong type.
+        """
+        return msgspec.convert({key: config[key] for key in _CONFIGURED if config.get(key) is not None}, cls)
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    """Limits and defaults of the model, for checks.
+
+    Attributes:
+        max_model_len: longest sequence in tokens, prompt and answer together.
+        vocabulary: size; token ids are below it.
+        eos_token_ids: tokens that end an answer.
+        defaults: of the sampling fields.
+        max_logprobs: most alternatives that a request may ask for with each token; -1 for no limit.
+        hidden: size of an embedding; 0 if the model takes none.
+    """
+
+    max_model_len: int
+    vocabulary: int
+    eos_token_ids: tuple[int, ...] = ()
+    defaults: SamplingDefaults = SamplingDefaults()
+    max_logprobs: int = 20
+    hidden: int = 0
+
+
+def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> None:
+    """Check a text that is not tokenized yet, by a lower bound on its tokens.
+
+    Raises:
+        ApiError: 400; it leaves no space for an answer.
+    """
+    if least_tokens >= limits.max_model_len:
+        raise _too_long(f"at least {least_tokens}", limits, param)
+
+
+@contextmanager
+def of_prompt(where: str) -> Iterator[None]:
+    """Let errors within the context begin with ``where``, which of several prompts they mean; empty for only one."""
+    try:
+        yield
+    except ApiError as error:
+        if not where:
+            raise
+        raise ApiError(error.status, f"{where}: {error.message}", param=error.param) from error
+
+
+def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
+    """Check that a prompt can be served at all.
+
+    Raises:
+        ApiError: 400; it is empty, leaves no space for an answer, or has an id outside the vocabulary.
+    """
+    if not token_ids:
+        raise bad_request("The prompt is empty; at least one token is needed.", param)
+    if len(token_ids) >= limits.max_model_len:
+        raise _too_long(str(len(token_ids)), limits, param)
+    if max(token_ids) >= limits.vocabulary:
+        raise bad_request(f"Token id {max(token_ids)} is out of vocabulary: ids are below {limits.vocabulary}.", param)
+
+
+def sampling_params(
+    body: GenerationBody,
+    limits: ModelLimits,
+    *,
+    prompt_tokens: int,
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    logit_bias: tuple[tuple[int, float], ...],
+    grammar: str = "",
+    prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> SamplingParams:
+    """Check the fields of ``body`` against each other and the model.
+
+    Args:
+        body: types and ranges of its fields are already checked.
+        limits: of the model.
+        prompt_tokens: length of the prompt.
+        default_max_tokens: limit if the body sets none, as far as the context has space; None for all of that space.
+        logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
+        logit_bias: from :func:`logit_bias_pairs`; the same object for all prompts of the body.
+        grammar: that the answers follow; empty for none. Such an answer always ends with an end token.
+
+        prompt_logprobs: the same for the prompt.
+        bad_words: that the answers may not have, as tokens.
+
+    Returns:
+        Parameters of the first choice; :func:`params_for_choice` returns those of the others.
+
+    Raises:
+        ApiError: 400 with the field named.
+    """
+    max_tokens, param = body.most_tokens
+    room = limits.max_model_len - prompt_tokens
+    if max_tokens is not None and max_tokens > room:
+        raise bad_request(
+            f"{_context(limits)} However, you requested {prompt_tokens + max_tokens} tokens ({prompt_tokens} in the "
+            f"input, {max_tokens} in the completion). Please reduce the length of the input or {param}.",
+            param,
+        )
+    # Without a token to generate, one is: the engine needs it to end, and it is not part of the answer.
+    most = min(room, default_max_tokens or room) if max_tokens is None else max(1, max_tokens)
+    if (body.min_tokens or 0) > most:
+        raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
+    stop_token_ids = set(body.stop_token_ids or ())
+    if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
+        raise bad_request(f"Token id {outside[0]} is out of vocabulary.", "stop_token_ids")
+    if grammar or not body.ignore_eos:  # a checkpoint may list EOS ids beyond its vocabulary, which are never generated
+        stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
+    logprob_token_ids = _known_ids(body.logprob_token_ids, limits, "logprob_token_ids")
+    if logprob_token_ids and (logprobs is None or max_tokens == 0):
+        raise bad_request("logprob_token_ids needs logprobs, and tokens to generate.", "logprob_token_ids")
+    field = "top_logprobs" if isinstance(body, ChatCompletionRequest) else "logprobs"
+    alternatives = 0 if logprob_token_ids else _alternatives(logprobs, limits, field)
+    defaults = limits.defaults
+    top_k = _given(body.top_k, defaults.top_k)
+    return SamplingParams(
+        max_tokens=most,
+        seed=secrets.randbits(_SEED_BITS) if body.seed is None else body.seed % 2**_SEED_BITS,
+        min_tokens=body.min_tokens or 0,
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=0 if top_k < 0 else top_k,
+        min_p=_given(body.min_p, defaults.min_p),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=logit_bias,
+        stop_token_ids=tuple(sorted(stop_token_ids)),
+        logprobs=alternatives,
+        logprob_token_ids=logprob_token_ids,
+        prompt_logprobs=_alternatives(prompt_logprobs, limits, "prompt_logprobs"),
+        allowed_token_ids=_known_ids(body.allowed_token_ids, limits, "allowed_token_ids"),
+        bad_words=bad_words,
+        grammar=grammar,
+    )
+
+
+def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> tuple[tuple[int, float], ...]:
+    """Return ``body.logit_bias`` as pairs of token id and bias.
+
+    Args:
+        body: types and ranges of its fields are already checked.
+        vocabulary: token ids are below it.
+        sequences: number of sequences of the request.
+
+    Raises:
+        ApiError: 400; a key is no token id, or there are too many.
+    """
+    biases = body.logit_bias or {}
+    for name, entries in (("logit_bias", biases), ("allowed_token_ids", body.allowed_token_ids or ())):
+        if len(entries) * sequences > MAX_BIASES:
+            raise bad_request(
+                f"{name}: {len(entries)} entries for each of {sequences} sequences; at most {MAX_BIASES} are allowed "
+                "for all of them together.",
+                name,
+            )
+    pairs = [(int(key) if _TOKEN_ID.fullmatch(key) else vocabulary, bias) for key, bias in biases.items()]
+    if wrong := [key for key, (token_id, _) in zip(biases, pairs, strict=True) if token_id >= vocabulary]:
+        names = [repr(key if len(key) <= _MAX_SHOWN else f"{key[:_MAX_SHOWN]}…") for key in wrong[:_MOST_SHOWN]]
+        shown = ", ".join(names) + (f" and {len(wrong) - _MOST_SHOWN} others" if len(wrong) > _MOST_SHOWN else "")
+        said = "is not a token id" if len(wrong) == 1 else "are no token ids"
+        raise bad_request(f"logit_bias: {shown} {said} below {vocabulary}.", "logit_bias")
+    return tuple(pairs)
+
+
+def truncated(token_ids: list[int], body: GenerationBody, limits: ModelLimits) -> list[int]:
+    """Return the part of a prompt that ``truncate_prompt_tokens`` keeps: its end, or its beginning."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return token_ids
+    if kept < 0:
+        kept = max(1, limits.max_model_len - max(1, body.most_tokens[0] or 1))
+    if len(token_ids) <= kept:
+        return token_ids
+    return token_ids[:kept] if body.truncation_side == "right" else token_ids[len(token_ids) - kept :]
+
+
+def _alternatives(wanted: int | None, limits: ModelLimits, param: str) -> int | None:
+    """Return how many alternatives to report, if any.
+
+    Raises:
+        ApiError: 400, more than the server allows; in vLLM's words.
+    """
+    if wanted is None:
+        return None
+    number = limits.vocabulary if wanted < 0 else wanted
+    if 0 <= limits.max_logprobs < number:
+        kind = "prompt" if param == "prompt_logprobs" else "sample"
+        raise bad_request(
+            f"Requested {kind} logprobs of {number}, which is greater than max allowed: {limits.max_logprobs}; the "
+            "server sets it by --max-logprobs.",
+            param,
+        )
+    return number
+
+
+def _known_ids(token_ids: list[int] | None, limits: ModelLimits, param: str) -> tuple[int, ...]:
+    """Return token ids, each once.
+
+    Raises:
+        ApiError: 400, one is outside the vocabulary.
+    """
+    if outside := [token_id for token_id in token_ids or () if token_id >= limits.vocabulary]:
+        raise bad_request(f"Token id {outside[0]} is out of vocabulary: ids are below {limits.vocabulary}.", param)
+    return tuple(dict.fromkeys(token_ids or ()))
+
+
+def params_for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """Return ``params`` with the seed of the given choice; choice 0 keeps its own."""
+    return msgspec.structs.replace(params, seed=(params.seed + choice * _SEED_STRIDE) % 2**_SEED_BITS)
+
+
+def _given(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value
+
+
+def _too_long(tokens: str, limits: ModelLimits, param: str) -> ApiError:
+    return bad_request(
+        f"{_context(limits)} However, your request has {tokens} input tokens. "
+        "Please reduce the length of the input messages.",
+        param,
+    )
+
+
+def _context(limits: ModelLimits) -> str:
+    """Return the first sentence of the error, in the words of OpenAI and vLLM, which clients search for."""
+    return f"This model's maximum context length is {limits.max_model_len} tokens."

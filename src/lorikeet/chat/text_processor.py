@@ -1,0 +1,616 @@
+"""Tokenizer and chat template of a model: messages and prompts to token ids, and token ids to text as they arrive.
+
+Text that is far too long is refused by a lower bound on its tokens, before it is tokenized. The bound is known for
+byte-level BPE and for BPE with byte fallback; for other tokenizers it is 0.
+"""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Container, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lorikeet.chat.conversation import plain_message, with_calls_as_text, with_instructions, with_system_prompt
+from lorikeet.chat.protocol import ChatMessage, TextPart, Tool, ToolCall
+from lorikeet.chat.sampling import ModelLimits, check_text_length
+from lorikeet.chat.tool_parsers import TOOL_FORMATS, format_of_template
+from lorikeet.chat.tool_parsers.base import ToolFormat
+from lorikeet.core.chat_template import ChatTemplate, TemplateError, special_tokens, template_in
+from lorikeet.http.errors import bad_request
+from lorikeet.http.threads import THREAD_LENGTH, off_the_loop
+from lorikeet.models.config import ModelConfigError, read_json_object
+
+
+def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
+    """Read the template of a model folder.
+
+    Args:
+        folder: with ``chat_template.jinja`` or ``tokenizer_config.json``.
+        override: file to use instead.
+
+    Returns:
+        None if the model has none (a base model).
+
+    Raises:
+        TemplateError: the file given is missing, or the template does not compile.
+        ModelConfigError: ``tokenizer_config.json`` cannot be read.
+    """
+    config_file = folder / "tokenizer_config.json"
+    config = read_json_object(config_file) if config_file.is_file() else {}
+    if override:
+        if not Path(override).is_file():
+            raise TemplateError(f"chat template {override}: no such file")
+        source = Path(override).read_text()
+    elif (folder / "chat_template.jinja").is_file():
+        source = (folder / "chat_template.jinja").read_text()
+    else:
+        source = template_in(config)
+    return ChatTemplate(source, special_tokens(config)) if source else None
+
+
+_MAX_COMPOSED = 4
+"""Most characters that NFC composes into one: the length of the longest canonical decomposition."""
+
+
+class TokenLowerBound:
+    """Computes a lower bound on the number of tokens of a text.
+
+    Args:
+        tokenizer: without truncation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        spec: dict[str, Any] = json.loads(tokenizer.to_str())
+        added = spec["added_tokens"]
+        composed = _max_composed(_steps(spec["normalizer"], "normalizers"))
+        dropped = _dropped(spec["model"], _steps(spec["pre_tokenizer"], "pretokenizers"))
+        # A token that strips the whitespace beside it may stand for any amount of it.
+        takes_space = any(token["lstrip"] or token["rstrip"] for token in added)
+        self._dropped = ""
+        self._max_characters = math.inf
+        """Most characters of a text in one token."""
+        if not takes_space and composed is not None and dropped is not None:
+            longest = max(map(len, (*spec["model"]["vocab"], *(token["content"] for token in added))))
+            self._dropped, self._max_characters = dropped, longest * composed
+
+    def lower_bound(self, text: str) -> int:
+        """Return the least number of tokens that ``text`` may have."""
+        characters = len(text) - sum(map(text.count, self._dropped))
+        return math.ceil(characters / self._max_characters)
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, in order."""
+    if part is None:
+        return []
+    return [step for each in part[key] for step in _steps(each, key)] if part["type"] == "Sequence" else [part]
+
+
+def _max_composed(normalizers: list[dict[str, Any]]) -> int | None:
+    """Return how many characters may become one; None if not known."""
+    most = 1
+    for step in normalizers:
+        match step:
+            case {"type": "NFC"}:
+                most *= _MAX_COMPOSED
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if len(new) >= len(old):
+                pass
+            case _:
+                return None
+    return most
+
+
+def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str | None:
+    """Return the characters that the tokens may leave out; None if not known."""
+    is_of_bytes = False
+    for step in pre_tokenizers:
+        match step:
+            case {"type": "ByteLevel"}:
+                is_of_bytes = True
+            case {"type": "Digits" | "Metaspace"}:
+                pass
+            case {"type": "Split", "behavior": behavior} if behavior != "Removed":
+                pass
+            case _:
+                return None
+    if model["type"] != "BPE":
+        return None
+    if not is_of_bytes:
+        has_bytes = model["byte_fallback"] and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+        return "" if has_bytes else None
+    # The last UTF-8 byte of every character is the last byte of one of these.
+    bytes_of = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    last_bytes = {chr(code): bytes_of(chr(code))[0][0][-1] for code in range(0xC0)}
+    lacking = [character for character, byte in last_bytes.items() if byte not in model["vocab"]]
+    return "".join(lacking) if all(map(str.isascii, lacking)) else None
+
+
+_CONTEXT_TOKENS = (6, 24)
+"""Prompt tokens used as context: the last 6 if they end with a whole character, else more, up to 24."""
+
+
+class IncrementalDetokenizer:
+    """Decodes one sequence token by token; a character split over tokens is returned once it is whole.
+
+    Args:
+        tokenizer: of the model.
+        context: the prompt; its last tokens decide whether the first word starts with a space.
+        skipped: tokens that are left out, such as end of text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), skipped: Container[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._shown = self._end_of(context)
+        self._pending: list[int] = []
+        self._stream = DecodeStream(list(self._shown), skip_special_tokens=False)
+
+    def push(self, token_id: int) -> str:
+        """Add one token; return the text that it completes, which may be empty."""
+        if token_id in self._skipped:  # else the stream would keep it and decode it with every later token
+            return ""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception as error:  # tokenizers knows no other class
+            if "Invalid prefix" not in str(error):
+                raise
+            # As in flush: with this byte the bytes before it, whose text was returned, make no characters any more.
+            text = self._decode(self._pending)
+            self._stream = DecodeStream(list(self._pending), skip_special_tokens=False)
+        if text is None:
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """Return the rest at the end: incomplete characters, as replacement characters."""
+        if not self._pending:
+            return ""
+        before = self._decode(self._shown)
+        text = self._decode(self._shown + self._pending)
+        # A byte that makes no character also changes the text of the bytes before it, which was returned already.
+        text = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
+        self._pending = []
+        return text
+
+    def _end_of(self, context: Sequence[int]) -> list[int]:
+        """Return the last tokens of a prompt for a stream to begin with; none if their text ends with U+FFFD.
+
+        The stream would take such text for half a character, and return all of it with the first token. Some byte
+        tokens make characters only together with those before them.
+        """
+        least, most = (min(tokens, len(context)) for tokens in _CONTEXT_TOKENS)
+        for tokens in range(least, most + 1):
+            end = [token_id for token_id in context[len(context) - tokens :] if token_id not in self._skipped]
+            if not self._decode(end).endswith("\ufffd"):
+                return end
+        return []
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class StopScanner:
+    """Finds stop strings in text that arrives in pieces, and holds back text that may become one.
+
+    Args:
+        stops: the stop strings, none of them empty.
+        include: whether a stop string that is found stays in the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(map(_StopString, stops))
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Add text.
+
+        Args:
+            text: new text.
+            may_stop: whether stop strings that end in it count.
+
+        Returns:
+            The text that is safe to send, and the stop string that ended it, if any. Of several in the same text the
+            one that starts first counts, of those the longest. After a match nothing more may be pushed.
+        """
+        held, text = len(self._held), self._held + text
+        if may_stop:
+            found = [(at, -len(each.text), each.text) for each in self._stops if (at := each.find(text, held)) >= 0]
+            if found:
+                at, _, stop = min(found)
+                self._held = ""
+                return text[: at + len(stop) if self._include else at], stop
+        for each in self._stops:
+            each.advance(text[held:])
+        keep = max((each.matched for each in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def release(self) -> str:
+        """Return the text held back, at the end."""
+        text, self._held = self._held, ""
+        return text
+
+
+class _StopString:
+    """A stop string, and the length of its prefix that the text so far ends with.
+
+    A character of text takes a few steps on average, however long both are: D. Knuth, J. Morris and V. Pratt, "Fast
+    Pattern Matching in Strings", SIAM Journal on Computing 6 (1977). The table is built only as far as needed.
+
+    Args:
+        text: not empty.
+
+    Attributes:
+        text: the stop string.
+        matched: length of its longest proper prefix that the text ends with.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._borders = [0]  # at i: length of the longest proper prefix of text[: i + 1] that is also its suffix
+
+    def find(self, text: str, ends_after: int) -> int:
+        """Return the first position in ``text`` at which it ends after ``ends_after`` characters; -1 if none."""
+        return text.find(self.text, max(0, ends_after - len(self.text) + 1))
+
+    def advance(self, letters: str) -> None:
+        """Add the next characters of the text."""
+        if not self.matched and self.text[0] not in letters:
+            return
+        for letter in letters:
+            self.matched = self._next_match(self.matched, letter)
+            if self.matched > len(self._borders):
+                self._borders.append(self._next_match(self._borders[-1], letter))
+            if self.matched == len(self.text):
+                self.matched = self._borders[-1]
+
+    def _next_match(self, matched: int, letter: str) -> int:
+        """Return the length of the prefix matched after ``letter``, if ``matched`` characters matched before it."""
+        while matched and self.text[matched] != letter:
+            matched = self._borders[matched - 1]
+        return matched + (self.text[matched] == letter)
+
+
+_PIECE = 2**16
+"""Characters of long text that are tokenized at once."""
+DEFAULT_TOOL_FORMAT = TOOL_FORMATS["hermes"]
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""A byte token in SentencePiece vocabularies."""
+
+
+class TokenText(NamedTuple):
+    r"""What a token adds to a text.
+
+    Attributes:
+        text: with the space that it begins with. What is no whole character is written as OpenAI does it,
+            ``bytes:\xe2\x80``.
+        utf8: the bytes that it stands for, also where they are part of a character.
+    """
+
+    text: str
+    utf8: tuple[int, ...]
+
+
+class PromptStyle(NamedTuple):
+    """How messages become a prompt.
+
+    Attributes:
+        add_generation_prompt: end with the opening of an answer.
+        continue_final_message: end with the text of the last message instead.
+        extra: further variables of the template.
+        tools: that the model may call.
+        system_prompt: for conversations without one.
+        tool_parser: name of the format of tool calls; empty for the template's.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    extra: Mapping[str, Any] = {}
+    tools: Sequence[Tool] = ()
+    system_prompt: str = ""
+    tool_parser: str = ""
+
+
+class TextProcessor:
+    """Tokenizer and chat template.
+
+    Args:
+        tokenizer: of the model.
+        template: None if the model has no chat template.
+
+    Attributes:
+        origin: the arguments of :meth:`read`, if it was read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.origin: tuple[Path, str] | None = None
+        self._bound = TokenLowerBound(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = added.keys()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._tokens: dict[int, TokenText] = {}
+
+    def with_template(self, template: ChatTemplate | None) -> "TextProcessor":
+        """Return one with the same tokenizer and another template."""
+        other = copy.copy(self)
+        other.template, other.origin = template, None
+        return other
+
+    @classmethod
+    def read(cls, folder: Path, chat_template: str = "") -> "TextProcessor":
+        """Read ``tokenizer.json`` and the chat template of a model folder.
+
+        Raises:
+            TemplateError: the template is missing or broken.
+            FileNotFoundError: the folder has no ``tokenizer.json``.
+            ModelConfigError: one of the files cannot be read.
+        """
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: the server needs a model folder with a tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers knows no other class
+            raise ModelConfigError(f"{file}: cannot be read: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        texts = cls(tokenizer, read_chat_template(folder, chat_template))
+        texts.origin = folder, chat_template
+        return texts
+
+    async def encode(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool = True,
+        limits: ModelLimits | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids of every prompt; prompts of token ids are returned as they are.
+
+        Args:
+            prompts: text or token ids.
+            add_special_tokens: add the tokens that begin or end a text of this model.
+            limits: of the model, for prompts of requests; None accepts text of any length.
+
+        Raises:
+            ApiError: 400 for text that exceeds the limits however it is tokenized.
+        """
+
+        def run() -> list[list[int]]:
+            return [
+                self.token_ids(prompt, add_special_tokens=add_special_tokens, limits=limits, param="prompt")
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
+            ]
+
+        return await off_the_loop(run, sum(len(prompt) for prompt in prompts if isinstance(prompt, str)))
+
+    def token_ids(
+        self, text: str, *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
+    ) -> list[int]:
+        """Return the token ids of one text; arguments and errors as of :meth:`encode`, errors name ``param``."""
+        if limits is not None:
+            check_text_length(self.fewest_tokens(text, limits.max_model_len), limits, param)
+        # The call for a single text holds the GIL until it is done, and would block every stream.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def pair_token_ids(
+        self, pair: tuple[str, str], *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
+    ) -> list[int]:
+        """Return the token ids of two texts that are read together, as the tokenizer joins them."""
+        if limits is not None:
+            check_text_length(sum(self.fewest_tokens(each, limits.max_model_len) for each in pair), limits, param)
+        (encoding,) = self.tokenizer.encode_batch_fast([pair], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of words that an answer may not have.
+
+        As in vLLM each counts as it is and, if that makes one other first token of as many, after a space.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            plain = self.token_ids(word.lstrip(), add_special_tokens=False)
+            spaced = self.token_ids(f" {word.lstrip()}", add_special_tokens=False)
+            found += [tuple(plain)] if plain else []
+            if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(tuple(spaced))
+        return tuple(found)
+
+    def fewest_tokens(self, text: str, most: int) -> int:
+        """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
+
+        Long text is tokenized in pieces first: tokens take some hundred bytes each until they are ids.
+        """
+        fewest, counted = self._bound.lower_bound(text), 0
+        if fewest <= most and len(text) > max(_PIECE, 4 * most):
+            for start in range(0, len(text), _PIECE):
+                (encoding,) = self.tokenizer.encode_batch_fast([text[start : start + _PIECE]], add_special_tokens=False)
+                counted += len(encoding)
+                if counted > 2 * most:  # to put the pieces together does not halve it
+                    return counted // 2
+        return fewest
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of ``token_ids``."""
+        (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(
+        self, context: Sequence[int], *, skip_special_tokens: bool = True, kept: Set[int] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """Return an incremental detokenizer for the answer to the prompt ``context``.
+
+        Args:
+            context: token ids.
+            skip_special_tokens: leave out tokens such as end of text.
+            kept: tokens that are never left out.
+        """
+        return IncrementalDetokenizer(self.tokenizer, context, self._special - kept if skip_special_tokens else ())
+
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of a special token, None for other text."""
+        token_id = self.tokenizer.token_to_id(text)
+        return token_id if token_id in self._special else None
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the id of a token that was added to the vocabulary, special or not; None for other text."""
+        token_id = self.tokenizer.token_to_id(text)
+        return token_id if token_id in self._added else None
+
+    def token(self, token_id: int) -> TokenText:
+        """Return what a token adds to a text; results are cached."""
+        known = self._tokens.get(token_id)
+        if known is None:
+            utf8 = self._utf8(token_id)
+            try:
+                text = utf8.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
+            known = self._tokens[token_id] = TokenText(text, tuple(utf8))
+        return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is one of those that ``skip_special_tokens`` leaves out."""
+        return token_id in self._special
+
+    def _utf8(self, token_id: int) -> bytes:
+        text = self.decode([token_id])
+        if token_id in self._special:
+            return text.encode()
+        entry = self.tokenizer.id_to_token(token_id) or ""
+        if "\ufffd" in text and (byte := _BYTE_TOKEN.fullmatch(entry)):
+            return bytes.fromhex(byte[1])
+        if "\ufffd" in text and all(letter in _BYTE_OF_LETTER for letter in entry):
+            return bytes(map(_BYTE_OF_LETTER.__getitem__, entry))
+        # Decoders of SentencePiece take the space away that a text begins with, and leave it further on.
+        twice = self.decode([token_id, token_id])
+        return (twice[len(text) :] if twice.startswith(text) else text).encode()
+
+    async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
+        """Return the text of every prompt; prompts of text are returned as they are."""
+
+        def run() -> list[str]:
+            return [prompt if isinstance(prompt, str) else self.decode(prompt) for prompt in prompts]
+
+        return await off_the_loop(run, sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)))
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return the vocabulary's entry for every token."""
+        return await off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], style: PromptStyle, *, limits: ModelLimits | None = None
+    ) -> list[int]:
+        """Return the token ids of a conversation.
+
+        Args:
+            messages: at least one.
+            style: how they become a prompt.
+            limits: as of :meth:`encode`.
+
+        Raises:
+            ApiError: 400 if the model has no template, the template refuses the messages, or they exceed the limits;
+                501 for content other than text.
+        """
+
+        def run() -> list[int]:
+            prompt = self.chat_prompt(messages, style)
+            return self.token_ids(prompt, add_special_tokens=False, limits=limits, param="messages")
+
+        return await off_the_loop(run, _length(messages, style))
+
+    def chat_prompt(self, messages: Sequence[ChatMessage], style: PromptStyle) -> str:
+        """Render a conversation; arguments and errors as of :meth:`encode_chat`."""
+        template = self.template
+        if template is None:
+            raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
+        plain = [plain_message(message, index) for index, message in enumerate(messages)]
+        plain = with_system_prompt(plain, style.system_prompt)
+        tool_format = self.tool_format(style.tool_parser)
+        tools = [tool.model_dump(exclude_unset=True) for tool in style.tools]
+        if not template.knows_calls:
+            plain = with_calls_as_text(plain, tool_format or DEFAULT_TOOL_FORMAT)
+        if tools and not template.knows_tools:
+            plain = with_instructions(plain, tools, tool_format or DEFAULT_TOOL_FORMAT)
+        extra = {**style.extra, "tools": tools} if tools else style.extra
+        try:
+            if style.continue_final_message:
+                return template.render_open(plain, extra=extra)
+            return template.render(plain, add_generation_prompt=style.add_generation_prompt, extra=extra)
+        except TemplateError as error:
+            raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
+
+    def tool_format(self, parser: str = "") -> ToolFormat | None:
+        """Return the format of tool calls: the named one, else the chat template's; None if that is not known.
+
+        A template that knows no tools is given them, and the default format, as a system prompt.
+        """
+        template = self.template
+        if template is None:
+            return tool_format_of("", False, parser)
+        return tool_format_of(template.source, template.knows_tools, parser)
+
+
+def tool_format_of(template: str, knows_tools: bool, parser: str) -> ToolFormat | None:
+    """Return the format of tool calls of a model; arguments and result as of :meth:`TextProcessor.tool_format`."""
+    if parser:
+        return TOOL_FORMATS[parser]
+    return format_of_template(template) if knows_tools else DEFAULT_TOOL_FORMAT
+
+
+def _letters_of_bytes() -> dict[str, int]:
+    """Return the byte of each letter in byte-level vocabularies, which follow GPT-2.
+
+    Printable letters of Latin-1 stand for themselves, letters from U+0100 on for the other bytes in order.
+    """
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _letters_of_bytes()
+
+
+def _length(messages: Sequence[ChatMessage], style: PromptStyle) -> int:
+    """Return the size of a template's input in characters and values; counting stops once it is large."""
+    length, left = 0, [style.extra, *style.tools, *messages]
+    while left and length < THREAD_LENGTH:
+        part: Any = left.pop()
+        match part:
+            case ChatMessage():
+                left += (part.role, part.content, part.tool_calls, part.model_extra)
+            case ToolCall():
+                left += (part.function.name, part.function.arguments)
+            case Tool():
+                left += (part.function.name, part.function.parameters, part.function.model_extra)
+            case TextPart():
+                left.append(part.text)
+            case dict():
+                left += (*part, *part.values())
+            case list():
+                left += part
+        length += len(part) if isinstance(part, str) else 1
+    return length
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the model's own sampling defaults; empty if it has none."""
+    file = folder / "generation_config.json"
+    return read_json_object(file) if file.is_file() else {}

@@ -1,0 +1,53 @@
+"""Calls of Hermes, Qwen 2.5, Qwen 3 and Granite 4: a JSON object between tags.
+
+<tool_call>
+{"name": "f", "arguments": {"x": 1}}
+</tool_call>
+"""
+
+from collections.abc import Sequence
+
+from lorikeet.chat.tool_parsers.base import (
+    Call,
+    CallGrammar,
+    Output,
+    Reads,
+    ToolFormat,
+    after_space,
+    call_as_json,
+    call_object,
+    content_until,
+    literal,
+    text_until,
+)
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+def _calls(output: Output) -> Reads[None]:
+    marker = yield from content_until(output, _BEGIN)
+    while marker:
+        output.suspect(_BEGIN)
+        calls = output.calls
+        if (yield from after_space()) == "{":
+            yield from call_object(output)
+        if output.calls > calls:
+            _, marker = yield from text_until(_BEGIN, _END)  # a model may forget to close a call
+        else:
+            output.give_back()
+            marker = _END
+        if marker == _END:
+            marker = yield from content_until(output, _BEGIN)
+
+
+def _write(calls: Sequence[Call]) -> str:
+    return "\n".join(f"{_BEGIN}\n{call_as_json(call)}\n{_END}" for call in calls)
+
+
+def _grammar(grammar: CallGrammar) -> str:
+    newline = literal("\n")
+    body = grammar.rule(f"{newline} {grammar.call_object()} {newline} {grammar.marker(_END)}")
+    return grammar.build_behind_text(_BEGIN, body, "\n")
+
+
+FORMAT = ToolFormat("hermes", (_BEGIN, _END), (_BEGIN,), lambda _: _calls, _write, _grammar)

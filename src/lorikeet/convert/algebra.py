@@ -1,0 +1,298 @@
+"""Adapters as material: several merged into one, many on a joint basis, and the difference of two.
+
+All of it works on the matrices; neither a base nor PEFT is needed.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.peft_config import LoraConfig
+from lorikeet.convert.folder import LoraFolder, LowRank, check_free, copy_chat_files, read_lora, write_lora
+
+T = TypeVar("T")
+Weighted = tuple[LowRank, float]
+"""The change of a module by an adapter, and the adapter's weight."""
+
+
+def _core(b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q, R and P of ``b @ a = Q R Pᵀ`` with orthonormal columns of Q and P; R is of the size of the rank."""
+    q, left = torch.linalg.qr(b)
+    p, right = torch.linalg.qr(a.T)
+    return q, left @ right.T, p
+
+
+# --- merge ------------------------------------------------------------------------------------------------------------
+
+
+class Merged(NamedTuple):
+    """A module of a merged adapter.
+
+    Attributes:
+        module: its full name.
+        rank: of the result.
+        error: the Frobenius norm of what the weighted sum of the changes has and the result has not, as a share of
+            that of the sum.
+    """
+
+    module: str
+    rank: int
+    error: float
+
+
+def merge(parts: Sequence[tuple[Path, float]], target: Path, method: str, rank: int = 0) -> list[Merged]:
+    """Write one LoRA for several, as PEFT's ``add_weighted_adapter``.
+
+    Args:
+        parts: folders and their weights.
+        target: must not exist.
+        method: a key of :data:`METHODS`.
+        rank: of ``svd``; 0 for the largest of the adapters'.
+
+    Raises:
+        AdapterError: an adapter cannot be read, or has more than matrices of linear layers; or the ranks differ, for
+            ``linear``.
+    """
+    check_free(target)
+    folders = [(read_lora(folder), weight) for folder, weight in parts]
+    for (folder, _), (place, _) in zip(folders, parts, strict=True):
+        if folder.others:
+            raise AdapterError(f"{place}: tensor {min(folder.others)} is beside A and B, and cannot be mixed")
+        if folder.kept_config.get("alora_invocation_tokens") != folders[0][0].kept_config.get(
+            "alora_invocation_tokens"
+        ):
+            raise AdapterError(f"{place}: its alora_invocation_tokens are not those of {parts[0][0]}")
+    names = dict.fromkeys(name for folder, _ in folders for name in folder.modules)
+    rank = rank or max(each.rank for folder, _ in folders for each in folder.modules.values())
+    modules, report = {}, []
+    for name in names:
+        found = [(folder.modules[name], weight) for folder, weight in folders if name in folder.modules]
+        try:
+            made = METHODS[method](found, rank)
+        except ValueError as error:
+            raise AdapterError(f"{name}: {error}") from error
+        modules[name] = made
+        report.append(Merged(name, made.rank, 0.0 if method == "cat" else _distance(_cat(found, 0), made)))
+    write_lora(target, modules, folders[0][0].kept_config)
+    copy_chat_files(parts[0][0], target)
+    return report
+
+
+def _cat(parts: Sequence[Weighted], rank: int) -> LowRank:
+    """The ranks add up, and nothing is lost."""
+    a = torch.cat([each.a for each, _ in parts])
+    b = torch.cat([each.b * (each.scaling * weight) for each, weight in parts], dim=1)
+    return LowRank(a, b)
+
+
+def _svd(parts: Sequence[Weighted], rank: int) -> LowRank:
+    """The nearest of a rank."""
+    whole = _cat(parts, 0)
+    q, core, p = _core(whole.b.double(), whole.a.double())
+    left, values, right = torch.linalg.svd(core, full_matrices=False)
+    roots = values[:rank].sqrt()
+    return LowRank((roots[:, None] * right[:rank] @ p.T).float(), (q @ left[:, :rank] * roots).float())
+
+
+def _linear(parts: Sequence[Weighted], rank: int) -> LowRank:
+    """A and B are added up each for itself: rough, but the rank stays."""
+    if len({each.rank for each, _ in parts}) > 1:
+        raise ValueError(f"linear needs equal ranks, not {', '.join(str(each.rank) for each, _ in parts)}: use svd")
+    factors = [weight * each.scaling for each, weight in parts]
+    roots = [math.sqrt(abs(factor)) for factor in factors]
+    a = sum(each.a * math.copysign(root, factor) for (each, _), root, factor in zip(parts, roots, factors, strict=True))
+    b = sum(each.b * root for (each, _), root in zip(parts, roots, strict=True))
+    assert isinstance(a, Tensor)
+    assert isinstance(b, Tensor)
+    return LowRank(a, b)
+
+
+METHODS: dict[str, Callable[[Sequence[Weighted], int], LowRank]] = {"cat": _cat, "svd": _svd, "linear": _linear}
+"""By PEFT's names of ``combination_type``."""
+
+
+# --- difference -------------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """How a module or another tensor differs between two adapters.
+
+    Attributes:
+        name: full name of the module, or name of the tensor.
+        ranks: in both, 0 where it is not; of a tensor, its number of elements.
+        relative: norm of the difference as a share of the norm in the first; None if only one has it.
+    """
+
+    name: str
+    ranks: tuple[int, int]
+    relative: float | None
+
+
+class Differences(NamedTuple):
+    """How two adapters differ.
+
+    Attributes:
+        config: keys whose values differ, with both values.
+        modules: all that one of them changes.
+        tensors: those beside A and B.
+    """
+
+    config: dict[str, tuple[Any, Any]]
+    modules: list[Difference]
+    tensors: list[Difference]
+
+
+_COMPARED = sorted({*LoraConfig.__struct_fields__, "base_model_name_or_path", "revision"} - {"target_modules"})
+"""Keys of a config that change answers; the effect of ``target_modules`` is in the modules."""
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(LoraConfig)}
+
+
+def diff(first: Path, second: Path) -> Differences:
+    """Compare two LoRA folders, module by module the products of B and A.
+
+    Raises:
+        AdapterError: one cannot be read.
+    """
+    one, two = read_lora(first), read_lora(second)
+    values = {key: (_value(one.config, key), _value(two.config, key)) for key in _COMPARED}
+    config = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
+    modules = [
+        Difference(name, (0 if a is None else a.rank, 0 if b is None else b.rank), _relative(a, b))
+        for name, a, b in _both(one.modules, two.modules)
+    ]
+    tensors = [
+        Difference(name, (0 if a is None else a.numel(), 0 if b is None else b.numel()), _relative_of_tensors(a, b))
+        for name, a, b in _both(one.others, two.others)
+    ]
+    return Differences(config, modules, tensors)
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key; None for what PEFT assumes without the key, and for what is empty."""
+    value = config.get(key)
+    return None if not value or value == _DEFAULTS.get(key) else value
+
+
+def _both(one: Mapping[str, T], two: Mapping[str, T]) -> list[tuple[str, T | None, T | None]]:
+    return [(name, one.get(name), two.get(name)) for name in dict.fromkeys((*one, *two))]
+
+
+def _relative(one: LowRank | None, two: LowRank | None) -> float | None:
+    if one is None or two is None or (one.a.shape[1], len(one.b)) != (two.a.shape[1], len(two.b)):
+        return None
+    return _distance(one, two)
+
+
+def _relative_of_tensors(one: Tensor | None, two: Tensor | None) -> float | None:
+    if one is None or two is None or one.shape != two.shape:
+        return None
+    return _share(float((one.double() - two.double()).norm()), float(one.double().norm()))
+
+
+def _distance(one: LowRank, two: LowRank) -> float:
+    """Return the norm of the difference of two changes, as a share of that of the first."""
+    if one.scaling == two.scaling and torch.equal(one.a, two.a) and torch.equal(one.b, two.b):
+        return 0.0
+    (b, a), (d, c) = one.factors(), two.factors()
+    _, whole, _ = _core(b, a)
+    _, rest, _ = _core(torch.cat([b, -d], dim=1), torch.cat([a, c]))
+    return _share(float(rest.norm()), float(whole.norm()))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.inf if part else 0.0
+
+
+# --- compress ---------------------------------------------------------------------------------------------------------
+
+
+class Compressed(NamedTuple):
+    """An adapter on the joint basis.
+
+    Attributes:
+        name: of its folder.
+        ranks: smallest and largest that its modules had.
+        rank: largest that they have now.
+        error: norm of what is lost of all its changes, as a share of their norm.
+        alone: the same if each module were cut to the rank by itself.
+    """
+
+    name: str
+    ranks: tuple[int, int]
+    rank: int
+    error: float
+    alone: float
+
+
+def compress(folders: Sequence[Path], target: Path, rank: int) -> list[Compressed]:
+    """Write adapters whose A is the same for all: of each module, the best joint basis of a rank.
+
+    The changes D_i of a module become B_i·V. The rows of V are the leading right singular vectors of all D_i, one below
+    the other, each divided by its norm, so that all count alike; and B_i = D_i·Vᵀ, which is then the best. It is the
+    one-sided form of the joint diagonalisation of https://arxiv.org/abs/2407.00066: a B of its own costs an
+    adapter the same file as a shared one would, and loses less.
+
+    Args:
+        folders: of adapters of one base, with different names.
+        target: a folder that must not exist; each adapter gets one of its name below it.
+        rank: largest of a basis; it is smaller where the changes of a module have fewer directions together.
+
+    Raises:
+        AdapterError: an adapter cannot be read, or has more than matrices of linear layers.
+    """
+    check_free(target)
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise AdapterError("two folders have the same name, and would be written to the same place")
+    read = dict(zip(names, map(read_lora, folders), strict=True))
+    for name, folder in read.items():
+        if folder.others:
+            raise AdapterError(f"{name}: tensor {min(folder.others)} is beside A and B, and has no joint basis")
+    bases = {
+        module: _joint_basis([each.modules[module] for each in read.values() if module in each.modules], rank)
+        for module in dict.fromkeys(module for each in read.values() for module in each.modules)
+    }
+    report = []
+    for (name, folder), source in zip(read.items(), folders, strict=True):
+        made, found = _on_bases(name, folder, bases)
+        write_lora(target / name, made, folder.kept_config)
+        copy_chat_files(source, target / name)
+        report.append(found)
+    return report
+
+
+def _joint_basis(changes: Sequence[LowRank], rank: int) -> Tensor:
+    """Return orthonormal rows, fp64 ``[at most rank, in_features]``."""
+    sides = {(each.a.shape[1], len(each.b)) for each in changes}
+    if len(sides) > 1:
+        raise AdapterError(f"the adapters are of different bases: a module has the sizes {sorted(sides)}")
+    rows = []
+    for each in changes:
+        b, a = each.factors()
+        part = torch.linalg.qr(b).R @ a  # of the same lengths and angles as the rows of B·A
+        norm = float(part.norm())
+        rows.append(part / norm if norm else part)
+    basis: Tensor = torch.linalg.svd(torch.cat(rows), full_matrices=False).Vh
+    return basis[:rank]
+
+
+def _on_bases(name: str, folder: LoraFolder, bases: Mapping[str, Tensor]) -> tuple[dict[str, LowRank], Compressed]:
+    made, total, kept, best = dict[str, LowRank](), 0.0, 0.0, 0.0
+    for module, each in folder.modules.items():
+        basis = bases[module]
+        b, a = each.factors()
+        new = b @ (a @ basis.T)
+        made[module] = LowRank(basis.float(), new.float())
+        squares = torch.linalg.svdvals(_core(b, a)[1]).square()
+        total += float(squares.sum())
+        best += float(squares[: len(basis)].sum())
+        kept += float(new.square().sum())
+    ranks = [each.rank for each in folder.modules.values()]
+    error, alone = (math.sqrt(max(0.0, 1 - part / total)) if total else 0.0 for part in (kept, best))
+    return made, Compressed(name, (min(ranks), max(ranks)), max(each.rank for each in made.values()), error, alone)

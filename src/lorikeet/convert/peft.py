@@ -1,0 +1,297 @@
+"""Converts adapters of other types to LoRA and merges adapters into a base, by PEFT itself."""
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
+
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.convert.folder import PREFIX, LowRank, check_free, copy_chat_files, write_lora
+from lorikeet.models.default import whole_folder
+
+_ROUNDING = 1e-6
+"""Singular values below this share of the largest are what is left of rounding."""
+_FIRST_SKETCH = 48
+"""Columns of the first random projection of a change; of each further one four times as many."""
+_SMALLER = (8, 16, 32, 64, 128, 256)
+"""Ranks at which errors are told."""
+_UNITS = 1024
+"""Unit vectors that a layer is asked for at once."""
+
+
+class Converted(NamedTuple):
+    """How a module was converted.
+
+    Attributes:
+        module: its full name.
+        rank: of the low-rank matrices.
+        error: the Frobenius norm of what is lost, as a share of that of the whole change of the weight.
+        at: what the error would be at smaller ranks.
+    """
+
+    module: str
+    rank: int
+    error: float
+    at: dict[int, float]
+
+
+def convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float) -> list[Converted]:
+    """Write a LoRA adapter that changes a base as another adapter of PEFT does, as nearly as its rank allows.
+
+    Args:
+        folder: of the adapter, of any type that makes other linear maps of linear layers.
+        target: a folder that does not exist.
+        base: of the base that the adapter was trained on.
+        rank: the largest rank of a module; 0 for as many as ``tolerance`` needs, while A and B are smaller than the
+            weight that they change.
+        tolerance: the largest ``Converted.error`` that is accepted.
+
+    Raises:
+        AdapterError: PEFT cannot load it, what it makes of a layer is not linear, or a module's error is larger.
+    """
+    check_free(target)
+    with quiet():
+        return _convert(folder, target, base, rank, tolerance)
+
+
+class _Map(NamedTuple):
+    """What a linear layer computes: ``x @ weight.T + bias``, fp64 ``[out, in]`` and ``[out]``."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@torch.inference_mode()
+def _convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float) -> list[Converted]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    model = load_base(base)
+    kinds = (nn.Linear, Conv1D)
+    # As it is now: loading an adapter may change weights.
+    before = {name: _stored(part) for name, part in model.named_modules() if isinstance(part, kinds)}
+    model = with_adapter(model, folder)
+    modules: dict[str, LowRank] = {}
+    biases: dict[str, Tensor] = {}
+    found: list[Converted] = []
+    for name, layer in model.base_model.model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and name not in before:
+            raise AdapterError(f"{folder}: {name} is not a linear layer, and cannot be converted")
+        if name not in before or isinstance(layer, ModulesToSaveWrapper):
+            continue
+        old = before[name]
+        try:
+            new = _computed(layer, old.weight.shape[1]) if isinstance(layer, BaseTunerLayer) else _stored(layer)
+            weight, bias = new.weight - old.weight.double(), new.bias - old.bias.double()
+            if not isinstance(layer, BaseTunerLayer) and not weight.any() and not bias.any():
+                continue
+            a, b, error, at = low_rank(weight, rank, tolerance)
+        except ValueError as wrong:
+            raise AdapterError(f"{folder}: {name}: {wrong}") from wrong
+        if error > tolerance:
+            raise AdapterError(
+                f"{folder}: {name}: at rank {len(a)} the error is {error:.3g} of the change, above the tolerance of "
+                f"{tolerance:g}: allow a larger --rank or --tolerance"
+            )
+        found.append(Converted(name, len(a), error, at))
+        modules[name] = LowRank(a, b)
+        if bias.norm() > _ROUNDING * (old.bias.norm() + new.bias.norm()):
+            biases[name] = bias.float()
+    if not found:
+        raise AdapterError(f"{folder}: it changes no linear layer")
+    given = json.loads((folder / CONFIG_FILE).read_text())
+    others = {key: value for key, value in load_file(folder / WEIGHTS_FILE).items() if _is_whole(key, given)}
+    if biases:
+        for name, each in modules.items():
+            others[f"{PREFIX}{name}.lora_B.bias"] = biases.get(name, torch.zeros(len(each.b)))
+    config = {
+        "lora_bias": bool(biases),
+        "modules_to_save": given.get("modules_to_save"),
+        "base_model_name_or_path": given.get("base_model_name_or_path"),
+        "fan_in_fan_out": any(isinstance(part, Conv1D) for part in model.modules()),
+        "task_type": given.get("task_type"),
+    }
+    write_lora(target, modules, config, others)
+    copy_chat_files(folder, target)
+    return found
+
+
+def _stored(part: Any) -> _Map:
+    """Return copies of a layer's weight and bias, in their own dtype."""
+    weight, bias = part.weight.detach(), part.bias
+    weight = weight.T if isinstance(part, Conv1D) else weight
+    kept = torch.zeros(len(weight), dtype=weight.dtype) if bias is None else bias.detach().clone()
+    return _Map(weight.clone(), kept)
+
+
+def _computed(layer: nn.Module, inputs: int) -> _Map:
+    """Return the map that a layer with an adapter computes, found by what it makes of unit vectors.
+
+    So it does not matter whether a type can be merged, and it is computed in fp64 where the type allows it, so that
+    the rank of a small change does not drown in the rounding of a large weight.
+
+    Raises:
+        ValueError: the layer is not linear.
+    """
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randn(4, inputs, generator=generator, dtype=torch.float64)
+    try:
+        layer.double()
+        layer(some)
+        dtype = torch.float64
+    except RuntimeError:  # some types have tensors that are no parameters
+        layer.float()
+        dtype = torch.float32
+    bias = layer(torch.zeros(1, inputs, dtype=dtype))[0]
+    units = torch.eye(inputs, dtype=dtype).tensor_split(-(-inputs // _UNITS))
+    weight = torch.cat([(layer(part) - bias).T for part in units], dim=1).double()
+    expected, found = some @ weight.T + bias.double(), layer(some.to(dtype)).double()
+    layer.float()
+    if float((found - expected).norm()) > 1e-3 * float(found.norm()):
+        raise ValueError("what the adapter makes of it is not linear, and cannot be converted")
+    return _Map(weight, bias.double())
+
+
+def low_rank(delta: Tensor, rank: int, tolerance: float) -> tuple[Tensor, Tensor, float, dict[int, float]]:
+    """Return the best low-rank matrices for a change of a weight, and their error.
+
+    Args:
+        delta: ``[out, in]``.
+        rank: the largest rank; 0 for as many as needed, while A and B are smaller than ``delta``.
+        tolerance: of the error, as a share of the norm of ``delta``.
+
+    Returns:
+        A ``[r, in]`` and B ``[out, r]`` of the smallest rank within the tolerance, else of ``rank``; the error; and the
+        errors at smaller ranks, by rank.
+
+    Raises:
+        ValueError: A and B would not be smaller.
+    """
+    delta = delta.double()
+    total = float(delta.norm())
+    if total == 0:
+        return torch.zeros(1, delta.shape[1]), torch.zeros(delta.shape[0], 1), 0.0, {}
+    left, values, right, rest = _leading(delta, total, rank, tolerance)
+    squares = values.square()
+    lost = (squares.sum() - squares.cumsum(0)).clamp(min=0).add(rest**2).sqrt() / total
+    real = int((values > _ROUNDING * values[0]).sum())
+    needed = min(int((lost > tolerance).sum()) + 1, real)
+    kept = min(needed, rank) if rank else needed
+    at = {size: float(lost[size - 1]) for size in _SMALLER if size < kept}
+    if not rank and kept > 1 and kept * sum(delta.shape) >= delta.numel():
+        errors = ", ".join(f"{error:.2g} at {size}" for size, error in at.items())
+        raise ValueError(
+            f"for an error of {tolerance:g} of the change it needs rank {kept}, where A and B are no smaller than the "
+            f"weight (errors at smaller ranks: {errors or 'none'}): allow more with --tolerance, name the rank "
+            "with --rank, or write a base of its own with `lorikeet adapters merge FOLDER OUT --base BASE`"
+        )
+    roots = values[:kept].sqrt()
+    a, b = roots[:, None] * right[:kept], left[:, :kept] * roots
+    error = 0.0 if kept == real and rest == 0 else float(lost[kept - 1])
+    return a.float().contiguous(), b.float().contiguous(), error, at
+
+
+def _leading(delta: Tensor, total: float, rank: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return singular vectors and values as ``torch.linalg.svd``, and the norm of what is left out.
+
+    As few as are enough, by a random projection and two power iterations (https://arxiv.org/abs/0909.4061, algorithm
+    4.4); all of them if that is not much less work.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = _FIRST_SKETCH
+    while 4 * size <= min(delta.shape):
+        basis = torch.linalg.qr(delta @ torch.randn(delta.shape[1], size, generator=generator, dtype=delta.dtype)).Q
+        for _ in range(2):
+            basis = torch.linalg.qr(delta @ torch.linalg.qr(delta.T @ basis).Q).Q
+        small = basis.T @ delta
+        rest = float((delta - basis @ small).norm())
+        if rest <= max(tolerance / 2, _ROUNDING) * total or 0 < 2 * rank <= size:
+            left, values, right = torch.linalg.svd(small, full_matrices=False)
+            return basis @ left, values, right, rest if rest > _ROUNDING * total else 0.0
+        size *= 4
+    return *torch.linalg.svd(delta, full_matrices=False), 0.0
+
+
+def _is_whole(key: str, config: dict[str, Any]) -> bool:
+    """Return whether a tensor is a whole weight of one of ``modules_to_save``."""
+    path = key.removeprefix(PREFIX).rpartition(".")[0]
+    return any(path.endswith(name) for name in config.get("modules_to_save") or [])
+
+
+def merge_into(folder: Path, target: Path, base: Path) -> None:
+    """Write a base with an adapter in its weights, in the base's dtype, with tokenizer and templates.
+
+    Args:
+        folder: of an adapter of any type that PEFT can merge.
+        target: a folder that does not exist.
+        base: of its base.
+
+    Raises:
+        AdapterError: PEFT cannot load or merge it.
+    """
+    check_free(target)
+    with quiet():
+        dtype = AutoConfig.from_pretrained(base, local_files_only=True).dtype or torch.float32
+        model = with_adapter(load_base(base), folder)
+        try:
+            merged = model.merge_and_unload(safe_merge=True)
+        except Exception as error:  # of many kinds
+            raise AdapterError(f"{folder}: PEFT cannot merge it: {error}") from error
+        with whole_folder(target) as place:
+            merged.to(dtype).save_pretrained(place)
+            for file in base.iterdir():
+                if file.is_file() and file.suffix in _TEXTS and not (place / file.name).exists():
+                    shutil.copy(file, place / file.name)
+            copy_chat_files(folder, place)
+
+
+_TEXTS = {".json", ".jinja", ".txt", ".model"}
+"""Of the files of a base beside its weights; what the new one has itself is not copied."""
+
+
+def load_base(base: Path) -> PreTrainedModel:
+    """Load a base model in fp32 for inference."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded
+
+
+def with_adapter(model: PreTrainedModel, folder: Path) -> Any:
+    """Return the model with an adapter, loaded by PEFT.
+
+    Raises:
+        AdapterError: PEFT cannot load it.
+    """
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(folder)).eval()
+    except Exception as error:  # of many kinds
+        raise AdapterError(f"{folder}: PEFT cannot load it: {error}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the progress bars and warnings of libraries off the terminal."""
+    transformers_logging.disable_progress_bar()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        transformers_logging.enable_progress_bar()

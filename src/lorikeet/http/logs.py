@@ -1,0 +1,75 @@
+"""The log of the API process, and the middleware that gives every request an id and a log line."""
+
+import logging
+import re
+import time
+import uuid
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.http.errors import unexpected_failure
+from lorikeet.http.trace_context import TraceHeaders, trace_headers
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.api")
+
+_CLIENT_CLOSED_REQUEST = 499
+REFUSED = "refused_with"
+"""Key of a request's state: the status that its connection was closed with."""
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_QUIET_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/ping", "/load"})
+
+
+class RequestIds:
+    """Echo or make ``X-Request-Id``, bind it to the logs, and log each request when it ends.
+
+    An unexpected exception becomes a 500 here, so that its answer and its log lines have the id, too. A client that
+    hangs up while it sends its request is logged as 499.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        trace_headers.set(TraceHeaders(headers.get("traceparent", ""), headers.get("tracestate", "")))
+        given = headers.get("x-request-id", "")
+        request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status, started_s = 0, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            except ClientDisconnect:
+                status = status or _CLIENT_CLOSED_REQUEST
+            except Exception as error:
+                log.error("unexpected error", path=scope["path"], exc_info=error)
+                if status:
+                    raise  # the answer has begun, so all that is left is to end the connection
+                await unexpected_failure().response()(scope, receive, send_with_id)
+            finally:
+                # What the connection was refused with counts: the route only saw it end.
+                status = scope["state"].get(REFUSED, status)
+                level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+                log.log(
+                    level,
+                    "request",
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    seconds=round(time.monotonic() - started_s, 4),
+                )

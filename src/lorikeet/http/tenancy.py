@@ -1,0 +1,115 @@
+"""What the server asks of its tenants: admission of a request, its place at the end, headers about limits."""
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+from lorikeet.core.events import RequestTimings
+from lorikeet.core.request import Request
+from lorikeet.http.errors import ApiError
+from lorikeet.tenants.keys import ApiKey
+from lorikeet.tenants.ledger import Admission, Ended, Grant, Ledger, LimitState, never_fits
+from lorikeet.tenants.store import StoreUnavailable
+
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+
+
+class RateReport:
+    """The headers of one answer about the limits of its key.
+
+    Attributes:
+        headers: by name; empty if nothing was counted.
+    """
+
+    def __init__(self) -> None:
+        self.headers: Mapping[str, str] = {}
+
+    def set(self, admission: Admission) -> None:
+        """Take what an admission says, in OpenAI's spelling."""
+        headers: dict[str, str] = {}
+        for of, state in (("requests", admission.requests), ("tokens", admission.tokens)):
+            if state is not None:
+                headers |= _headers(of, state)
+        self.headers = headers
+
+
+def _headers(of: str, state: LimitState) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{of}": str(state.limit),
+        f"x-ratelimit-remaining-{of}": str(state.remaining),
+        f"x-ratelimit-reset-{of}": duration(state.reset_s),
+    }
+
+
+def duration(seconds: float) -> str:
+    """Return a time as OpenAI's headers have it, such as ``6m0s``; rounded up to whole seconds."""
+    minutes, rest = divmod(max(0, math.ceil(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
+
+
+async def admit(
+    ledger: Ledger, key: ApiKey, requests: Sequence[Request], report: RateReport, *, is_batch: bool
+) -> Grant | None:
+    """Take the places of a request; None if its key has no limits.
+
+    Args:
+        ledger: counts.
+        key: of the sender.
+        requests: its sequences.
+        report: gets what is left.
+        is_batch: whether it is a line of a batch, which is not among the concurrent ones.
+
+    Raises:
+        ApiError: 429, with the time after which there may be places; 400, there never will be; 503, nobody knows.
+    """
+    if not key.settings.is_limited:
+        return None
+    tokens = sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+    if why := never_fits(key, len(requests), tokens, is_concurrent=not is_batch):
+        raise ApiError(400, f"The request can never be accepted for this key: {why}.")
+    answer = ledger.ask(key, len(requests), tokens, is_concurrent=not is_batch)
+    try:
+        admission = await asyncio.shield(asyncio.wrap_future(answer))
+    except asyncio.CancelledError:
+        answer.add_done_callback(lambda done: _give_back(ledger, done))
+        raise
+    except StoreUnavailable as error:
+        raise ApiError(
+            503, "The limits of this key cannot be checked now; try again later.", headers={"Retry-After": "5"}
+        ) from error
+    report.set(admission)
+    if admission.grant is None:
+        retry_s = max(1, math.ceil(admission.retry_after_s))
+        raise ApiError(
+            429, f"A limit of this key is reached: {admission.reason}.", headers={"Retry-After": str(retry_s)}
+        )
+    return admission.grant
+
+
+def _give_back(ledger: Ledger, answer: "Future[Admission]") -> None:
+    """Give back the places of a request whose client has hung up before it got them."""
+    if answer.exception() is None and (grant := answer.result().grant) is not None:
+        ledger.release(grant, 0)
+
+
+def record_usage(
+    ledger: Ledger, request: Request, timings: RequestTimings, completion_tokens: int, reason: str
+) -> None:
+    """Add a sequence that has ended to the usage of its tenant, with the values of the request log."""
+    ledger.ended(
+        Ended(
+            request.tenant,
+            "" if request.adapter is None else request.adapter.name,
+            timings.arrival_s + time.time() - time.monotonic(),
+            len(request.prompt_token_ids),
+            timings.cached_tokens,
+            completion_tokens,
+            is_aborted=reason == "abort",
+            has_failed=reason == "error",
+        )
+    )

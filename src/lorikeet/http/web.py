@@ -1,0 +1,100 @@
+"""The console at ``/ui`` and the page of the routes at ``/docs``: files of this package, built from ``ui/``.
+
+The pages load without a key, since browsers cannot send one with a link. What they show is fetched with the key that
+the user types into the console. Nothing comes from another server.
+"""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.http.errors import ApiError
+
+FILES = Path(__file__).with_name("web")
+"""What ``make ui`` built."""
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_OWN_FILES_ONLY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_NOTHING = "default-src 'none'; frame-ancestors 'none'"
+
+router = APIRouter(include_in_schema=False)
+
+
+class SecurityHeaders:
+    """Middleware that tells browsers to guess no types, to send no referrer, and to run nothing but what a page says.
+
+    Args:
+        app: the wrapped application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("X-Content-Type-Options", "nosniff")
+                headers.setdefault("Referrer-Policy", "no-referrer")
+                headers.setdefault("Content-Security-Policy", _NOTHING)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+
+@router.get("/ui")
+async def console(http: Request) -> Response:
+    """Return the console's page."""
+    return page_file(http, "ui.html")
+
+
+@router.get("/docs")
+async def docs(http: Request) -> Response:
+    """Return the page of the routes."""
+    return page_file(http, "docs.html")
+
+
+@router.get("/ui/{name}")
+@router.get("/docs/{name}")
+async def file(http: Request, name: str) -> Response:
+    """Return a file of these pages."""
+    return page_file(http, name)
+
+
+def page_file(http: Request, name: str) -> Response:
+    """Return a file that ``make ui`` built.
+
+    Raises:
+        ApiError: 404, there is none of that name.
+    """
+    found = _files().get(name)
+    if found is None:
+        raise ApiError(404, f"There is no file {name[:100]!r} here.")
+    content, tag = found
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}
+    if name.endswith(".html"):
+        headers["Content-Security-Policy"] = _OWN_FILES_ONLY
+    if tag in http.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=_TYPES[Path(name).suffix], headers=headers)
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """Return content and ETag of each file."""
+    contents = {path.name: path.read_bytes() for path in FILES.iterdir() if path.suffix in _TYPES}
+    return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()}

@@ -1,0 +1,382 @@
+"""What the latest requests waited for, adapter by adapter, in memory of a fixed size: for ``/v1/stats``.
+
+Counters since the start are in ``metrics.py``. Here are the requests of the last minutes one by one, so that
+percentiles and the parts of TTFT are those of now, and errors have their messages.
+"""
+
+import math
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from lorikeet.client.state import ReplicaView
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterEvent, AdapterLoaded, Mechanism, RequestTimings
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import EngineStats
+from lorikeet.core.request import Request
+from lorikeet.http.errors import hide_paths
+from lorikeet.observe.causes import cause_of
+
+RECENT_S = 300.0
+"""Requests that ended longer ago are left out of percentiles and means."""
+MOST_ADAPTERS = 2048
+"""Adapters of which single requests are kept; the ones used longest ago are forgotten first."""
+REQUESTS_PER_ADAPTER = 64
+ERRORS_PER_ADAPTER = 8
+_MOST_REQUESTS = 2048
+_MOST_GAPS = 4096
+_RATE_S = 10
+HISTORY_EVERY_S = 2.0
+MOST_HISTORY = 300
+"""Samples of the history: ten minutes."""
+
+PARTS = ("queue", "adapter", "kv", "prefill")
+"""Parts of TTFT, in the order in which they follow each other."""
+BASE = ""
+"""Key of the base model, as in the label of metrics."""
+
+
+class EndedRequest(NamedTuple):
+    """One request that has ended. Times are in seconds; ``ended_s`` is on the monotonic clock.
+
+    Attributes:
+        request_id: of its sequence.
+        tenant: of the request.
+        ended_s: when.
+        reason: its finish reason.
+        error: what went wrong; empty if nothing did.
+        prompt_tokens, completion_tokens: its lengths.
+        parts: of TTFT, as ``PARTS``; of a request without a first token what it waited so far.
+        ttft_s: arrival to first token; None if there was none.
+        itl_s: mean gap between its outputs; None of one output.
+        itl_max_s: the largest gap.
+        e2e_s: arrival to end.
+        hit: whether its adapter was on the device when it was admitted; None without adapter or admission.
+        cause: of its time in the queue.
+    """
+
+    request_id: RequestId
+    tenant: str
+    ended_s: float
+    reason: str
+    error: str
+    prompt_tokens: int
+    completion_tokens: int
+    parts: tuple[float, float, float, float]
+    ttft_s: float | None
+    itl_s: float | None
+    itl_max_s: float | None
+    e2e_s: float
+    hit: bool | None
+    cause: str
+
+
+class RecentError(NamedTuple):
+    """An error of one adapter: of a request, or of a load (``request_id`` is None). ``tenant`` is of the request."""
+
+    unix_s: float
+    request_id: RequestId | None
+    tenant: str
+    message: str
+
+
+class Rate:
+    """Counts per second over the last whole seconds.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started_s = clock()
+        self._seconds: deque[list[int]] = deque()
+
+    def add(self, count: int = 1) -> None:
+        """Count now."""
+        second = int(self._clock())
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._forget(second)
+            self._seconds.append([second, 0])
+        self._seconds[-1][1] += count
+
+    def per_s(self) -> float:
+        """Return the mean of the last ten seconds, or of all since the start if that is less."""
+        now_s = self._clock()
+        self._forget(int(now_s))
+        passed_s = min(float(_RATE_S), now_s - self._started_s)
+        return sum(count for _, count in self._seconds) / max(passed_s, 1.0)
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] <= second - _RATE_S:
+            self._seconds.popleft()
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float | int] | None:
+    """Return count, mean, median, P90, P99 and maximum as JSON, in seconds; None of no values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+
+    def at(share: float) -> float:
+        return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 6)
+
+    mean = round(sum(ordered) / len(ordered), 6)
+    return {"count": len(ordered), "mean": mean, "p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1.0)}
+
+
+def parts_of(timings: RequestTimings, now_s: float) -> tuple[float, float, float, float]:
+    """Return the parts of TTFT; of a request without a first token those until ``now_s``, in seconds."""
+    first_s = timings.first_token_s if timings.first_token_s is not None else now_s
+    if timings.admitted_s is None:
+        return max(0.0, first_s - timings.arrival_s), 0.0, 0.0, 0.0
+    queue_s, since_s = timings.admitted_s - timings.arrival_s, max(0.0, first_s - timings.admitted_s)
+    if timings.first_token_s is None and timings.waits_for_adapter and not timings.adapter_wait_s:
+        return queue_s, since_s, 0.0, 0.0  # it still waits
+    waits_s = timings.adapter_wait_s, timings.kv_wait_s
+    return queue_s, *waits_s, max(0.0, since_s - sum(waits_s))
+
+
+def _is_hit(request: Request, timings: RequestTimings) -> bool | None:
+    if request.adapter is None or timings.admitted_s is None:
+        return None
+    return not timings.waits_for_adapter and Mechanism.ASSIST not in timings.saved_s
+
+
+class OpenRequest:
+    """One request that has not ended.
+
+    Args:
+        request: as submitted; its tokens are not kept.
+        timings: filled while it runs.
+    """
+
+    def __init__(self, request: Request, timings: RequestTimings) -> None:
+        self.adapter = BASE if request.adapter is None else request.adapter.name
+        self.request_id, self.timings = request.request_id, timings
+        self._gaps = 0
+        self._gaps_s = self._largest_s = 0.0
+
+    def gap(self, seconds: float) -> None:
+        """Count the time between two outputs."""
+        self._gaps += 1
+        self._gaps_s += seconds
+        self._largest_s = max(self._largest_s, seconds)
+
+    def ended(self, request: Request, completion_tokens: int, reason: str, error: str, ended_s: float) -> EndedRequest:
+        """Return it as one that has ended."""
+        timings = self.timings
+        return EndedRequest(
+            request_id=self.request_id,
+            tenant=request.tenant,
+            ended_s=ended_s,
+            reason=reason,
+            error=error,
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=completion_tokens,
+            parts=parts_of(timings, ended_s),
+            ttft_s=None if timings.first_token_s is None else timings.first_token_s - timings.arrival_s,
+            itl_s=self._gaps_s / self._gaps if self._gaps else None,
+            itl_max_s=self._largest_s if self._gaps else None,
+            e2e_s=ended_s - timings.arrival_s,
+            hit=_is_hit(request, timings),
+            cause=cause_of(timings),
+        )
+
+
+class AdapterHistory:
+    """The latest requests and errors of one adapter, or of the base model.
+
+    Attributes:
+        open: requests that have not ended.
+        ended: the latest that have.
+        errors: the latest of requests and loads.
+        refused: requests answered with a 429 since the start.
+        hits, misses: requests whose adapter was, or was not, on the device when they were admitted, since the start.
+        queue_s: seconds in the queue by cause, since the start.
+        saved_s: seconds saved by mechanism, since the start.
+        finished: per second.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.open: dict[RequestId, OpenRequest] = {}
+        self.ended: deque[EndedRequest] = deque(maxlen=REQUESTS_PER_ADAPTER)
+        self.errors: deque[RecentError] = deque(maxlen=ERRORS_PER_ADAPTER)
+        self.refused = self.hits = self.misses = 0
+        self.queue_s: dict[str, float] = {}
+        self.saved_s: dict[str, float] = {}
+        self.finished = Rate(clock)
+
+    def recent(self, now_s: float) -> list[EndedRequest]:
+        """Return those that ended in the last ``RECENT_S``, the oldest first."""
+        return [each for each in self.ended if each.ended_s > now_s - RECENT_S]
+
+
+class LoadHistory(NamedTuple):
+    """Loads of one version to the device: how many, and the seconds of the latest; the error if that failed."""
+
+    loads: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+class LiveStats:
+    """The latest requests of all adapters, rates, and a history of the memory.
+
+    Args:
+        views: returns the replicas.
+        clock: monotonic, in seconds; replaced in tests.
+
+    Attributes:
+        loads: by version.
+        history: samples of load and memory, the oldest first.
+        prompt_tokens, completion_tokens, finished: per second.
+        unloaded: names of adapters that a request would load, as listed at ``unloaded_at_s``.
+    """
+
+    def __init__(
+        self, views: Callable[[], Mapping[ReplicaId, ReplicaView]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._views, self._clock = views, clock
+        self._unix_minus_clock_s = time.time() - clock()
+        self.started_s = clock()
+        self._adapters: OrderedDict[str, AdapterHistory] = OrderedDict()
+        self.loads: OrderedDict[AdapterDigest, LoadHistory] = OrderedDict()
+        self._ended: deque[EndedRequest] = deque(maxlen=_MOST_REQUESTS)
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_MOST_GAPS)
+        self.history: deque[dict[str, Any]] = deque(maxlen=MOST_HISTORY)
+        self._sampled_s = self.unloaded_at_s = -math.inf
+        self.unloaded: list[str] = []
+        self.prompt_tokens, self.completion_tokens, self.finished = (Rate(clock) for _ in range(3))
+
+    def begin(self, request: Request, timings: RequestTimings) -> OpenRequest:
+        """Follow a request that was submitted."""
+        opened = OpenRequest(request, timings)
+        self._of(opened.adapter).open[opened.request_id] = opened
+        return opened
+
+    def output(self, opened: OpenRequest, tokens: int, gap_s: float | None) -> None:
+        """Count an output of ``tokens`` tokens that came ``gap_s`` after the one before."""
+        self.completion_tokens.add(tokens)
+        if gap_s is not None:
+            opened.gap(gap_s)
+            self._gaps.append((self._clock(), gap_s))
+        self.sample()
+
+    def end(
+        self, opened: OpenRequest, request: Request, completion_tokens: int, reason: str, error: str, ended_s: float
+    ) -> None:
+        """Keep what a request was, now that it has ended; background requests count for no percentile."""
+        ended, adapter = opened.ended(request, completion_tokens, reason, error, ended_s), self._of(opened.adapter)
+        adapter.open.pop(opened.request_id, None)
+        adapter.finished.add()
+        self.finished.add()
+        self.prompt_tokens.add(ended.prompt_tokens)
+        if error:
+            adapter.errors.append(RecentError(self.unix_s(ended_s), ended.request_id, ended.tenant, error))
+        if ended.hit is not None:
+            adapter.hits += ended.hit
+            adapter.misses += not ended.hit
+        if opened.timings.admitted_s is not None:
+            adapter.queue_s[ended.cause] = adapter.queue_s.get(ended.cause, 0.0) + ended.parts[0]
+        for mechanism, saved_s in opened.timings.saved_s.items():
+            adapter.saved_s[mechanism] = adapter.saved_s.get(mechanism, 0.0) + saved_s
+        if not request.background:
+            adapter.ended.append(ended)
+            self._ended.append(ended)
+        self.sample()
+
+    def refused(self, adapter: AdapterRef | None, requests: int) -> None:
+        """Count requests that were answered with a 429."""
+        self._of(BASE if adapter is None else adapter.name).refused += requests
+
+    def on_adapter_event(self, event: AdapterEvent, names: Callable[[AdapterDigest], Iterable[str]]) -> None:
+        """Count a load, and keep its error under the names of the version."""
+        if not isinstance(event, AdapterLoaded):
+            return
+        before = self.loads.pop(event.digest, LoadHistory())
+        error = None if event.error is None else hide_paths(event.error)
+        self.loads[event.digest] = LoadHistory(before.loads + 1, event.seconds, error)
+        while len(self.loads) > MOST_ADAPTERS:
+            self.loads.popitem(last=False)
+        if error is not None:
+            for name in names(event.digest):
+                self._of(name).errors.append(RecentError(self.unix_s(self._clock()), None, "", error))
+
+    def forget(self, adapter: str) -> None:
+        """Drop what is kept of a removed adapter, unless requests still run."""
+        if (known := self._adapters.get(adapter)) is not None and not known.open:
+            del self._adapters[adapter]
+
+    def peek(self, adapter: str) -> AdapterHistory:
+        """Return what is kept of an adapter, read only."""
+        return self._adapters.get(adapter) or AdapterHistory(self._clock)
+
+    def now_s(self) -> float:
+        """Return the time on the clock of requests."""
+        return self._clock()
+
+    def unix_s(self, at_s: float) -> float:
+        """Return a time of that clock as Unix time."""
+        return round(at_s + self._unix_minus_clock_s, 3)
+
+    def recent(self) -> list[EndedRequest]:
+        """Return the requests of all adapters that ended in the last ``RECENT_S``."""
+        since_s = self._clock() - RECENT_S
+        return [each for each in self._ended if each.ended_s > since_s]
+
+    def recent_gaps_s(self) -> list[float]:
+        """Return the latest gaps between outputs."""
+        since_s = self._clock() - RECENT_S
+        return [gap_s for at_s, gap_s in self._gaps if at_s > since_s]
+
+    def engine_stats(self) -> list[EngineStats]:
+        """Return the newest gauges of all replicas that have any."""
+        return [view.stats for view in self._views().values() if view.stats is not None]
+
+    def sample(self) -> None:
+        """Add a sample to the history, unless the newest is young. While nothing is sampled, nothing happens."""
+        now_s = self._clock()
+        if now_s - self._sampled_s < HISTORY_EVERY_S:
+            return
+        self._sampled_s = now_s
+        stats = self.engine_stats()
+        self.history.append(
+            {
+                "unix_s": self.unix_s(now_s),
+                "generation_tokens_per_s": round(self.completion_tokens.per_s(), 2),
+                "requests_per_s": round(self.finished.per_s(), 3),
+                "running": sum(each.running for each in stats),
+                "waiting": sum(each.waiting for each in stats),
+                "memory": memory_by_tier(stats),
+            }
+        )
+
+    def _of(self, adapter: str) -> AdapterHistory:
+        known = self._adapters.get(adapter)
+        if known is None:
+            known = self._adapters[adapter] = AdapterHistory(self._clock)
+            self._make_room()
+        self._adapters.move_to_end(adapter)
+        return known
+
+    def _make_room(self) -> None:
+        """Forget the adapters used longest ago; one with unfinished requests stays."""
+        while len(self._adapters) > MOST_ADAPTERS:
+            idle = next((name for name, each in self._adapters.items() if not each.open), None)
+            if idle is None:
+                return
+            del self._adapters[idle]
+
+
+def memory_by_tier(stats: Iterable[EngineStats]) -> dict[str, dict[str, int]]:
+    """Return the bytes of each tier by what they hold, over all replicas."""
+    kinds = ("total", "free", "adapters", "kv_running", "kv_cached", "inflight")
+    tiers: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
+    for each in stats:
+        for tier, counts in tiers.items():
+            held = getattr(each.memory, tier)
+            counts.update({kind: getattr(held, kind) for kind in kinds})
+    return {tier: {kind: counts[kind] for kind in kinds} for tier, counts in tiers.items()}

@@ -1,0 +1,105 @@
+"""What was decided for the latest requests, and why, for ``GET /v1/requests/{id}``."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from lorikeet.core.events import RequestTimings
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request
+from lorikeet.observe.decisions import decision, waits
+
+MOST_RECORDS = 4096
+"""Requests that are remembered; each takes a few KiB. Those that ended first are forgotten first."""
+
+_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+"""How the ids of answers begin; the rest is that of their request."""
+
+
+class RequestRecord:
+    """One sequence: its times so far, and its end.
+
+    Args:
+        request: as submitted. Its tokens are not kept.
+        timings: filled while it runs.
+        clock_s: wall time minus monotonic time.
+    """
+
+    def __init__(self, request: Request, timings: RequestTimings, clock_s: float) -> None:
+        self.tenant = request.tenant
+        self._request_id = request.request_id
+        self._model = None if request.adapter is None else request.adapter.name
+        self._prompt_tokens = len(request.prompt_token_ids)
+        self._timings = timings
+        self._clock_s = clock_s
+        self._end: dict[str, Any] = {}
+
+    def finished(self, completion_tokens: int, reason: str, ended_s: float, error: str = "") -> None:
+        """Record its end, and what the client was told if it failed."""
+        self._end = {
+            "finish_reason": reason,
+            "output_tokens": completion_tokens,
+            "e2e_s": round(ended_s - self._timings.arrival_s, 6),
+            **({"error": error} if error else {}),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is known, as JSON."""
+        timings = self._timings
+        return {
+            "id": self._request_id,
+            "status": "finished" if self._end else "running",
+            "adapter": self._model,
+            "arrival_unix_s": round(timings.arrival_s + self._clock_s, 6),
+            "input_tokens": self._prompt_tokens,
+            **waits(timings),
+            **self._end,
+            "decisions": [decision(each, timings.arrival_s) for each in timings.decisions],
+        }
+
+
+class RequestRecords:
+    """The latest requests of all tenants. A tenant finds its own only.
+
+    Args:
+        most: number of sequences that are remembered.
+    """
+
+    def __init__(self, most: int = MOST_RECORDS) -> None:
+        self._most = most
+        self._records = OrderedDict[RequestId, RequestRecord]()
+        self._of_request: dict[str, list[RequestId]] = {}
+        self._clock_s = time.time() - time.monotonic()
+
+    def begin(self, request: Request, timings: RequestTimings) -> RequestRecord:
+        """Remember a sequence that was submitted."""
+        record = self._records[request.request_id] = RequestRecord(request, timings, self._clock_s)
+        self._of_request.setdefault(_client_id(request.request_id), []).append(request.request_id)
+        while len(self._records) > self._most:
+            self._forget(self._records.popitem(last=False)[0])
+        return record
+
+    def find(self, request_id: str, may_see: Callable[[str], bool]) -> list[RequestRecord]:
+        """Return the sequences of a request; empty if there is none.
+
+        Args:
+            request_id: that of the client's request, of its answer, or of one sequence.
+            may_see: whether who asks may see requests of a tenant.
+        """
+        for prefix in _ID_PREFIXES:
+            request_id = request_id.removeprefix(prefix)
+        one = RequestId(request_id)
+        ids = [one] if one in self._records else self._of_request.get(request_id, [])
+        return [record for record in map(self._records.__getitem__, ids) if may_see(record.tenant)]
+
+    def _forget(self, request_id: RequestId) -> None:
+        key = _client_id(request_id)
+        self._of_request[key].remove(request_id)
+        if not self._of_request[key]:
+            del self._of_request[key]
+
+
+def _client_id(request_id: RequestId) -> str:
+    """Return the id of the client's request: without the suffix that tells its sequences apart."""
+    return request_id.rsplit("-", 2)[0]

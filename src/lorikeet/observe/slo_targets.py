@@ -1,0 +1,105 @@
+"""The SLO targets of a server and its adapters, and which of them a request met."""
+
+from collections.abc import Mapping
+
+from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
+from lorikeet.core.events import RequestTimings
+from lorikeet.core.request import Slo, SloError, parse_slo
+from lorikeet.observe.metrics import RequestCounts
+
+
+class SloTargets:
+    """The SLO targets of requests.
+
+    Args:
+        common: the server's targets.
+        of_adapters: by name; a missing target is the server's, and 0 means none.
+    """
+
+    def __init__(self, common: Slo, of_adapters: Mapping[str, Slo]) -> None:
+        self._common = _without_zeros(common)
+        self._of_adapters = {name: _without_zeros(_with_defaults(slo, common)) for name, slo in of_adapters.items()}
+
+    def of(self, adapter: str | None) -> Slo | None:
+        """Return the targets of requests to an adapter, None for the base model; None if there are no targets."""
+        slo = self._common if adapter is None else self._of_adapters.get(adapter, self._common)
+        return None if slo == Slo() else slo
+
+
+def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> SloTargets:
+    """Return the targets in the settings.
+
+    Args:
+        settings: of the server.
+        cluster: has the number of replicas.
+
+    Raises:
+        ConfigError: an entry of ``adapter_slos`` cannot be read; or ``shed`` is set without a TTFT target, or with
+            several replicas.
+    """
+    of_adapters: dict[str, Slo] = {}
+    for entry in settings.adapter_slos:
+        name, _, limits = entry.partition("=")
+        try:
+            slo = parse_slo(limits)
+        except SloError as error:
+            raise ConfigError(f"adapter_slos: {entry!r}: {error}") from error
+        if not name or slo == Slo() or slo.e2e_s is not None:
+            raise ConfigError(f"adapter_slos: {entry!r} is not of the form name=ttft=0.5,tpot=0.1")
+        of_adapters[name] = _with_defaults(slo, of_adapters.get(name, Slo()))
+    if settings.shed and not any((settings.slo_ttft_s, *(slo.ttft_s for slo in of_adapters.values()))):
+        raise ConfigError("shed needs a target for the time to first token: slo_ttft_s, or one of adapter_slos")
+    if settings.shed and max(cluster.replicas, cluster.max_replicas) > 1:
+        raise ConfigError("shed works with one replica only: the queues of several cannot be told apart")
+    return SloTargets(Slo(settings.slo_ttft_s, settings.slo_tpot_s), of_adapters)
+
+
+def attainment(
+    slo: Slo | None, timings: RequestTimings, completion_tokens: int, reason: str, ended_s: float
+) -> RequestCounts:
+    """Return which targets a request met, and which it missed.
+
+    An aborted request counts for neither; a failed one has missed all of its targets. An answer of one token has no
+    time per output token.
+
+    Args:
+        slo: targets of the request.
+        timings: of the request.
+        completion_tokens: generated.
+        reason: the finish reason.
+        ended_s: when it ended, on the clock of ``timings``.
+    """
+    if slo is None or reason == "abort":
+        return RequestCounts()
+    first_s = timings.first_token_s
+    if reason == "error" or first_s is None:
+        return missed(slo)
+    counts = RequestCounts()
+    if slo.ttft_s is not None:
+        counts.ttft_met = first_s - timings.arrival_s <= slo.ttft_s
+        counts.ttft_missed = not counts.ttft_met
+    if slo.tpot_s is not None and completion_tokens > 1:
+        counts.tpot_met = (ended_s - first_s) / (completion_tokens - 1) <= slo.tpot_s
+        counts.tpot_missed = not counts.tpot_met
+    return counts
+
+
+def missed(slo: Slo | None, requests: int = 1) -> RequestCounts:
+    """Return the counts of ``requests`` requests that missed all of their targets."""
+    if slo is None:
+        return RequestCounts()
+    return RequestCounts(
+        ttft_missed=requests * (slo.ttft_s is not None), tpot_missed=requests * (slo.tpot_s is not None)
+    )
+
+
+def _with_defaults(slo: Slo, other: Slo) -> Slo:
+    """Return ``slo`` with the targets of ``other`` where it has none."""
+    return Slo(
+        other.ttft_s if slo.ttft_s is None else slo.ttft_s,
+        other.tpot_s if slo.tpot_s is None else slo.tpot_s,
+    )
+
+
+def _without_zeros(slo: Slo) -> Slo:
+    return Slo(slo.ttft_s or None, slo.tpot_s or None)

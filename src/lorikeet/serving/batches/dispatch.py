@@ -1,0 +1,86 @@
+"""Calls the server's own routes inside the process, for the lines of batches."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import structlog
+from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp, Message
+
+from lorikeet.http.errors import ApiError, install_handlers, unexpected_failure
+from lorikeet.http.logs import log
+from lorikeet.tenants.keys import Access
+from lorikeet.tenants.tenants import Tenants
+
+
+class Answer(NamedTuple):
+    """Status and body of an answer."""
+
+    status: int
+    body: bytes
+
+
+class Dispatcher:
+    """Answers requests of batches as the routes do, without the middleware of clients' connections.
+
+    Args:
+        service: state of the application.
+        routers: with the routes.
+        tenants: keys of the registry's database, whose limits hold for their batches; None for none.
+    """
+
+    def __init__(self, service: object, routers: Iterable[APIRouter], tenants: Tenants | None = None) -> None:
+        self._tenants = tenants
+        app = FastAPI(openapi_url=None)
+        app.state.service = service
+        for router in routers:
+            app.include_router(router)
+        install_handlers(app)
+        self._app: ASGIApp = app
+
+    async def post(self, path: str, body: bytes, tenant: str, request_id: str) -> Answer:
+        """Return the answer to a body in JSON. Cancelling it aborts the request in the engine."""
+        access = Access(actor=tenant) if self._tenants is None else self._tenants.access_of(tenant)
+        if access is None:
+            refusal = ApiError(401, "The key of this batch was revoked.").response()
+            return Answer(refusal.status_code, bytes(refusal.body))
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+            "client": None,
+            "server": None,
+            "state": {"request_id": request_id, "tenant": tenant, "access": access, "is_batch": True},
+        }
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        status, parts = 0, list[bytes]()
+
+        async def receive() -> Message:
+            if unread:
+                return unread.pop()
+            await asyncio.Event().wait()  # the client never disconnects
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message.get("body", b""))
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send)
+            except Exception as error:
+                log.error("unexpected error", path=path, exc_info=error)
+                failure = unexpected_failure().response()
+                return Answer(failure.status_code, bytes(failure.body))
+        return Answer(status, b"".join(parts))

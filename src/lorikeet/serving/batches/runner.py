@@ -1,0 +1,327 @@
+"""Answers the lines of batches, a few at a time, from all unfinished batches in turn."""
+
+import asyncio
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, BinaryIO
+
+import msgspec
+
+from lorikeet.core.json_lines import drop_partial_line
+from lorikeet.http.errors import bad_request, unexpected_failure
+from lorikeet.http.logs import log
+from lorikeet.http.threads import in_daemon_thread, off_the_loop
+from lorikeet.serving.batches.dispatch import Answer, Dispatcher
+from lorikeet.serving.batches.lines import (
+    RequestLine,
+    answer_line,
+    answered,
+    error_line,
+    numbered_lines,
+    read_request,
+)
+from lorikeet.serving.batches.storage import Batch, BatchStorage
+
+_LINES_READ, _BYTES_READ = 64, 2**20
+"""Lines that are read from a file at once, and bytes after which no more are."""
+_MAX_HELD_BYTES = 32 * 2**20
+"""Most bytes of the requests that are being answered; a larger one is answered alone."""
+_RETRIED = {429, 503}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_DISK_PAUSE_S = 10.0
+
+
+class _Asked(msgspec.Struct):
+    """Fields of a body that a batch has no use for."""
+
+    stream: bool | None = None
+    background: bool | None = None
+
+
+class BatchRun:
+    """One unfinished batch: its requests without an answer, and those in flight.
+
+    Args:
+        batch: not ended.
+        storage: has it.
+
+    Attributes:
+        batch: as given.
+        tasks: that answer its requests.
+        calls: of the routes that are under way.
+        is_expired: whether a request was given up because the batch's time had passed.
+    """
+
+    def __init__(self, batch: Batch, storage: BatchStorage) -> None:
+        self.batch = batch
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.calls: set[asyncio.Task[Answer]] = set()
+        self.is_expired = False
+        self._storage = storage
+        self._requests: Iterator[RequestLine] | None = None
+        self._ahead: deque[RequestLine] = deque()
+        self._source: BinaryIO | None = None
+        self._writing = asyncio.Lock()
+
+    async def next(self) -> RequestLine | None:
+        """Return the next request without an answer; None after the last.
+
+        Raises:
+            OSError, ValueError: a file cannot be read.
+        """
+        if not self._ahead:
+            self._ahead.extend(await in_daemon_thread(self._read))
+        return self._ahead.popleft() if self._ahead else None
+
+    def _read(self) -> list[RequestLine]:
+        if self._requests is None:
+            self._requests = self._open()
+        requests, size_bytes = list[RequestLine](), 0
+        for request in islice(self._requests, _LINES_READ):
+            requests.append(request)
+            size_bytes += len(request.body)
+            if size_bytes > _BYTES_READ:
+                break
+        return requests
+
+    def _open(self) -> Iterator[RequestLine]:
+        """Return the requests without an answer, once it is known which have one."""
+        batch, storage = self.batch, self._storage
+        done, counts = set[str](), list[int]()
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            path = storage.data_path(file_id)
+            drop_partial_line(path)
+            ids = answered(path)
+            done |= ids
+            counts.append(len(ids))
+        batch.completed, batch.failed = counts
+        self._source = storage.data_path(batch.input_file_id).open("rb")
+        lines = numbered_lines(self._source, storage.max_line_bytes)
+        requests = (read_request(content, number) for number, content in lines)
+        return (request for request in requests if request.custom_id not in done)
+
+    def close(self) -> None:
+        """Close its file."""
+        if self._source is not None:
+            self._source.close()
+
+    async def write(self, line: bytes, *, is_error: bool) -> None:
+        """Append an answer to its file; while the disk is full, try again and again."""
+        batch = self.batch
+        path = self._storage.data_path(batch.error_file_id if is_error else batch.output_file_id)
+
+        def append() -> None:
+            with path.open("ab", buffering=0) as file:
+                begin = file.seek(0, os.SEEK_END)
+                if file.write(line) != len(line):
+                    file.truncate(begin)
+                    raise OSError("no space is left")
+
+        async with self._writing:
+            while True:
+                try:
+                    await off_the_loop(append, len(line))
+                    break
+                except OSError as error:
+                    log.error("an answer of a batch cannot be written", batch=batch.id, error=str(error))
+                    await asyncio.sleep(_DISK_PAUSE_S)
+            batch.failed += is_error
+            batch.completed += not is_error
+
+
+class BatchRunner:
+    """Runs all unfinished batches.
+
+    Args:
+        storage: has the batches.
+        concurrency: returns how many requests are answered at once, at most.
+        dispatcher: makes what answers them, when it is first needed.
+        now: returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        storage: BatchStorage,
+        concurrency: Callable[[], int],
+        dispatcher: Callable[[], Dispatcher],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._storage, self._concurrency = storage, concurrency
+        self._make_dispatcher, self._now = dispatcher, now
+        self._dispatcher: Dispatcher | None = None
+        self._runs: dict[str, BatchRun] = {}
+        self._turns: deque[BatchRun] = deque()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self._held_bytes = 0
+        self._pump: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Go on with the unfinished batches of the storage, which must be open."""
+        for batch in self._storage.unfinished():
+            self.add(batch)
+
+    def add(self, batch: Batch) -> None:
+        """Begin with a batch."""
+        run = self._runs[batch.id] = BatchRun(batch, self._storage)
+        self._turns.append(run)
+        log.info("batch running", batch=batch.id, requests=batch.total)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._take_turns())
+
+    async def cancel(self, batch: Batch) -> None:
+        """Stop a batch: what is in flight is aborted, and every request without an answer gets an error.
+
+        Raises:
+            OSError: the new status cannot be stored.
+        """
+        await in_daemon_thread(partial(self._storage.note, batch, "cancelling"))
+        if batch.id in self._runs:
+            for call in tuple(self._runs[batch.id].calls):
+                call.cancel()
+        else:
+            self.add(batch)  # it could not go on before
+
+    async def close(self) -> None:
+        """Stop; what is in flight is computed again after the next start."""
+        tasks = [*self._answering, *self._endings, *([] if self._pump is None else [self._pump])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for run in self._runs.values():
+            run.close()
+
+    # --- internals -----------------------------------------------------------------------------------
+
+    async def _take_turns(self) -> None:
+        while self._turns:
+            run = self._turns.popleft()
+            try:
+                request = await run.next()
+            except (OSError, ValueError) as error:
+                log.error("a batch cannot go on before the next start", batch=run.batch.id, error=str(error))
+                self._forget(run)
+                continue
+            if request is None:
+                self._keep(self._endings, self._end(run))
+                continue
+            await self._wait_for_place(run, len(request.body))
+            self._turns.append(run)
+            task = self._keep(self._answering, self._answer(run, request))
+            run.tasks.add(task)
+            task.add_done_callback(run.tasks.discard)
+
+    @staticmethod
+    def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    async def _wait_for_place(self, run: BatchRun, size_bytes: int) -> None:
+        """Wait until one more request may be answered; those of a stopped batch need no place."""
+        while self._answering and self._why_stopped(run.batch) is None:
+            if len(self._answering) < self._concurrency() and self._held_bytes + size_bytes <= _MAX_HELD_BYTES:
+                return
+            await asyncio.wait(self._answering, return_when=asyncio.FIRST_COMPLETED)
+
+    def _why_stopped(self, batch: Batch) -> str | None:
+        if batch.status == "cancelling":
+            return "batch_cancelled"
+        return "batch_expired" if self._now() >= batch.expires_at else None
+
+    async def _answer(self, run: BatchRun, request: RequestLine) -> None:
+        """Get the answer of one request, and write it."""
+        batch, line_id, size_bytes = run.batch, f"batch_req_{secrets.token_hex(12)}", len(request.body)
+        self._held_bytes += size_bytes
+        try:
+            why = self._why_stopped(batch)
+            if why is None:
+                call = asyncio.create_task(self._ask(batch, request, line_id))
+                run.calls.add(call)
+                call.add_done_callback(run.calls.discard)
+                try:
+                    status, body = await call
+                except asyncio.CancelledError:
+                    call.cancel()
+                    if batch.status != "cancelling" or self._is_cancelled():
+                        raise  # the server stops
+                    why = "batch_cancelled"
+                except TimeoutError:
+                    why = "batch_expired"
+                except Exception as error:
+                    log.error("a request of a batch failed", batch=batch.id, line=line_id, exc_info=error)
+                    status, body = 500, bytes(unexpected_failure().response().body)
+            if why is None:
+                line = await off_the_loop(
+                    lambda: answer_line(line_id, request.custom_id, status, line_id, body), len(body)
+                )
+                await run.write(line, is_error=status >= 400)
+            else:
+                run.is_expired |= why == "batch_expired"
+                said = f"The batch {'was cancelled' if why == 'batch_cancelled' else 'expired'} before this request."
+                await run.write(error_line(line_id, request.custom_id, why, said), is_error=True)
+        finally:
+            self._held_bytes -= size_bytes
+
+    @staticmethod
+    def _is_cancelled() -> bool:
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+    async def _ask(self, batch: Batch, request: RequestLine, line_id: str) -> Answer:
+        """Return the answer of the route; an overloaded server or a lost engine is asked again.
+
+        Raises:
+            TimeoutError: the batch has expired.
+        """
+        if (refused := _refusal(request)) is not None:
+            return refused
+        if self._dispatcher is None:
+            self._dispatcher = self._make_dispatcher()
+        pause_s = _FIRST_PAUSE_S
+        async with asyncio.timeout(max(0.0, batch.expires_at - self._now())):
+            while True:
+                answer = await self._dispatcher.post(request.url, request.body, batch.tenant, line_id)
+                if answer.status not in _RETRIED:
+                    return answer
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _end(self, run: BatchRun) -> None:
+        """Publish what a batch has answered, once its last requests have ended."""
+        while run.tasks:
+            await asyncio.wait(run.tasks)
+        batch = run.batch
+        status = "cancelled" if batch.status == "cancelling" else "expired" if run.is_expired else "completed"
+        while True:
+            try:
+                await in_daemon_thread(partial(self._storage.finish, batch, status))
+                break
+            except OSError as error:
+                log.error("a batch cannot be ended", batch=batch.id, error=str(error))
+                await asyncio.sleep(_DISK_PAUSE_S)
+        self._forget(run)
+        log.info("batch ended", batch=batch.id, status=status, completed=batch.completed, failed=batch.failed)
+
+    def _forget(self, run: BatchRun) -> None:
+        run.close()
+        self._runs.pop(run.batch.id, None)
+
+
+def _refusal(request: RequestLine) -> Answer | None:
+    """Return the answer to a request that no batch can have."""
+    try:
+        asked = msgspec.json.decode(request.body, type=_Asked)
+    except msgspec.DecodeError:
+        return None  # the route says what is wrong
+    for name in ("stream", "background"):
+        if getattr(asked, name):
+            error = bad_request(f"{name}: not in a batch.", name)
+            return Answer(error.status, bytes(error.response().body))
+    return None

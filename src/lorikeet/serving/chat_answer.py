@@ -1,0 +1,133 @@
+"""Starts the answer to a conversation, and reads it as it arrives: what all chat APIs share."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from lorikeet.chat.chat_output import AnswerPart, AnswerReader, ToolUse, tool_use
+from lorikeet.chat.chat_settings import THOUGHTS_BUDGET, ChatSettings
+from lorikeet.chat.protocol import ChatCompletionRequest, GenerationBody
+from lorikeet.chat.sampling import truncated
+from lorikeet.chat.structured_output import grammar_spec
+from lorikeet.core.plan import Token
+from lorikeet.http.errors import bad_request, not_supported
+from lorikeet.serving.generation import Generation
+from lorikeet.serving.large_bodies import PreparedBody
+from lorikeet.serving.served_models import ResolvedModel
+from lorikeet.serving.service import GenerationSpec, Sender, Service
+
+
+class AnswerStep(NamedTuple):
+    """What one output of the engine added to an answer.
+
+    Attributes:
+        part: thoughts, content and calls.
+        tokens: new tokens.
+        finish_reason: ``stop``, ``length`` or ``abort`` in the last step, else None.
+        stop_reason: the stop string or the named stop token that ended the answer.
+    """
+
+    part: AnswerPart
+    tokens: tuple[Token, ...]
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """A running answer. Its generation must be closed in the end.
+
+    Attributes:
+        target: the model.
+        chat: settings of the model.
+        use: which functions it may call; None for none.
+        generation: running.
+        readers: what reads each choice, by its index; none if their texts are the content as they are.
+    """
+
+    target: ResolvedModel
+    chat: ChatSettings
+    use: ToolUse | None
+    generation: Generation
+    readers: list[AnswerReader]
+
+    async def steps(self) -> AsyncIterator[AnswerStep]:
+        """Yield what is added to the only choice, until it has finished.
+
+        Raises:
+            ApiError: as ``Generation.deltas``.
+        """
+        async for delta in self.generation.deltas():
+            part = AnswerPart(delta.text)
+            if self.readers:
+                part = self.readers[delta.index].push(delta.text)
+            if self.readers and delta.finish_reason is not None:
+                part = _joined(part, self.readers[delta.index].finish())
+            yield AnswerStep(part, delta.tokens, delta.finish_reason, delta.stop_reason)
+
+
+def _joined(first: AnswerPart, second: AnswerPart) -> AnswerPart:
+    return AnswerPart(first.content + second.content, first.reasoning + second.reasoning, [*first.calls, *second.calls])
+
+
+async def start_chat(
+    service: Service, body: ChatCompletionRequest, sender: Sender, prepared: PreparedBody | None
+) -> ChatAnswer:
+    """Accept a conversation and start to answer it.
+
+    Args:
+        service: running.
+        body: the conversation; without its messages if it was read in another process.
+        sender: of the request.
+        prepared: what was read in another process.
+
+    Raises:
+        ApiError: it cannot be accepted, or a field is not valid.
+    """
+    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path, access=sender.access)
+    chat, use = await service.chat_of(target), tool_use(body)
+    chat.check_tools(use)
+
+    async def encode() -> list[list[int]]:
+        if prepared:
+            return prepared.prompts
+        return [truncated(await service.encode_chat(body, chat), body, chat.limits)]
+
+    budget = body.thinking_token_budget
+    if budget is not None and (reason := chat.why_unbounded()):
+        raise bad_request(f"{THOUGHTS_BUDGET}: {reason}", THOUGHTS_BUDGET)
+    spec = GenerationSpec(
+        prompts=1,
+        encode=encode,
+        prompt_param="messages",
+        default_max_tokens=None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        arrival_s=prepared.arrival_s if prepared else None,
+        kept_tokens=chat.kept_tokens(use),
+        grammar=chat.grammar(use, grammar_spec(body), has_budget=budget is not None),
+        thoughts=partial(chat.thoughts, most_tokens=budget),
+    )
+    generation = await service.start(body, target, spec, sender)
+    readers = [
+        chat.reader(use, choice.handle.request.prompt_token_ids, include_reasoning=body.include_reasoning is not False)
+        for choice in generation.choices
+    ]
+    return ChatAnswer(target, chat, use, generation, [reader for reader in readers if reader is not None])
+
+
+def check_one_answer(body: GenerationBody) -> None:
+    """Check that a body asks for nothing that an API with one answer of blocks cannot tell.
+
+    Raises:
+        ApiError: 501.
+    """
+    asked = {
+        "n": (body.n or 1) > 1,
+        "prompt_logprobs": body.prompt_logprobs is not None,
+        "return_token_ids": bool(body.return_token_ids),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise not_supported(f"{name} has no place in this answer; use /v1/chat/completions.", name)

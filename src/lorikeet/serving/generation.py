@@ -1,0 +1,276 @@
+"""Runs one HTTP request: submits its sequences to the engine and turns the tokens into text."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from lorikeet.chat.text_processor import StopScanner, TextProcessor
+from lorikeet.client.client import Engines, RequestHandle, RequestOutput
+from lorikeet.client.supervisor import EngineError
+from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.plan import Token
+from lorikeet.core.request import Request
+from lorikeet.http.errors import ApiError, engine_unavailable, hide_paths, unexpected_failure
+from lorikeet.http.logs import log
+from lorikeet.observe.observer import RequestObserver, RequestWatch
+
+_READ_S = 10.0
+"""Seconds after the time-out in which a client may read its answer. Then the request is closed."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How tokens become text.
+
+    Attributes:
+        stops: stop strings.
+        include_stop: whether the stop string or stop token stays in the text.
+        skip_special_tokens: leave out tokens such as end of text.
+        named_stop_tokens: stop tokens that the request names, as opposed to the model's own.
+        is_empty: whether the answer has no tokens, whatever is generated.
+        kept_tokens: special tokens that are never left out.
+    """
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    named_stop_tokens: frozenset[int] = frozenset()
+    is_empty: bool = False
+    kept_tokens: frozenset[int] = frozenset()
+
+
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
+    """What one output of the engine added to one choice.
+
+    Attributes:
+        index: of the choice.
+        text: new text; empty while characters or stop strings are incomplete.
+        tokens: new tokens.
+        finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
+        stop_reason: the stop string or the named stop token that ended the choice.
+        completion_tokens: generated so far.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    completion_tokens: int
+
+
+class ActiveChoice:
+    """One running choice: the engine's handle and its text so far."""
+
+    def __init__(
+        self,
+        index: int,
+        handle: RequestHandle,
+        watch: RequestWatch,
+        text_processor: TextProcessor,
+        options: TextOptions,
+    ) -> None:
+        self.index = index
+        self.handle = handle
+        self.watch = watch
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._options = options
+        self._sampling = handle.request.sampling
+        self._stop_tokens = frozenset(self._sampling.stop_token_ids)
+        prompt = handle.request.prompt_token_ids
+        self._stream = text_processor.stream(
+            prompt, skip_special_tokens=options.skip_special_tokens, kept=options.kept_tokens
+        )
+        self._scanner = StopScanner(options.stops, include=options.include_stop) if options.stops else None
+
+    def add_output(self, output: RequestOutput) -> OutputDelta:
+        """Turn one output of the engine into a delta; a stop string ends the choice and aborts the request.
+
+        Raises:
+            ApiError: the engine reports that the request failed.
+        """
+        if self._options.is_empty:
+            output = output._replace(tokens=())
+        text = ""
+        taken = 0
+        for token in output.tokens:
+            if self.finish_reason is not None:
+                break
+            taken += 1
+            self.completion_tokens += 1
+            text += self._read(token.token_id)
+        if output.finished is not None and self.finish_reason is None:
+            text += self._end(output.finished)
+        return OutputDelta(
+            self.index,
+            text,
+            output.tokens[:taken],
+            self.finish_reason,
+            self.stop_reason,
+            self.completion_tokens,
+        )
+
+    def _read(self, token_id: int) -> str:
+        may_stop = self.completion_tokens > self._sampling.min_tokens
+        if may_stop and token_id in self._stop_tokens and not self._options.include_stop:
+            return ""
+        return self._scan(self._stream.push(token_id), may_stop=may_stop)
+
+    def _scan(self, text: str, *, may_stop: bool = True) -> str:
+        if self._scanner is None:
+            return text
+        shown, stop = self._scanner.push(text, may_stop=may_stop)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP.value, stop
+            self.handle.abort(is_complete=True)
+        return shown
+
+    def _end(self, finished: Finished) -> str:
+        if finished.reason is FinishReason.ERROR:
+            status = 400 if finished.impossible else 500
+            cause = hide_paths(finished.error or "no reason given")
+            # It would fail again: it is not the engine's end, after which requests go on by themselves.
+            never = {"x-should-retry": "false"}
+            raise ApiError(status, f"The engine could not serve this request: {cause}", headers=never)
+        text = self._scan(self._stream.flush())
+        if self.finish_reason is None:
+            text += "" if self._scanner is None else self._scanner.release()
+            self.finish_reason = finished.reason.value
+            if self._options.is_empty and finished.reason is FinishReason.STOP:
+                self.finish_reason = FinishReason.LENGTH.value
+            elif finished.stop_token_id in self._options.named_stop_tokens:
+                self.stop_reason = finished.stop_token_id
+        return text
+
+
+class Generation:
+    """All choices of one HTTP request, from submission to the last delta.
+
+    The caller must call :meth:`close` in the end, which aborts unfinished choices.
+
+    Args:
+        client: runs the requests.
+        requests: one for each choice.
+        text_processor: of the model.
+        options: how tokens become text.
+        observer: records outputs and ends.
+        on_close: called once, when the generation is closed.
+        timeout_s: the choices end with an error after this time; 0 for never.
+
+    Attributes:
+        choices: of the request, running or finished.
+        closed: set when it is closed.
+        read_until_s: on the event loop's clock, when a client must have read its answer; None for no limit.
+    """
+
+    def __init__(
+        self,
+        client: Engines,
+        requests: Sequence[Request],
+        text_processor: TextProcessor,
+        options: TextOptions,
+        observer: RequestObserver,
+        timeout_s: float,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._observer = observer
+        self._on_close = on_close
+        self._deltas: asyncio.Queue[OutputDelta | ApiError] = asyncio.Queue()
+        self._write: Callable[[OutputDelta], bool] | None = None
+        self._has_caught_up = False
+        """Whether the reader of :meth:`deltas` has dealt with all that it took."""
+        self.choices = [
+            ActiveChoice(index, handle, observer.watch(handle), text_processor, options)
+            for index, handle in enumerate(map(client.submit, requests))
+        ]
+        loop = asyncio.get_running_loop()
+        too_late = ApiError(504, f"The request did not finish within {timeout_s:g} s.")
+        self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
+        self.read_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
+        self._end_reason, self._end_error = FinishReason.ABORT, ""
+        self.closed = asyncio.Event()
+        for choice in self.choices:
+            choice.handle.listen(partial(self._receive, choice))
+
+    async def deltas(self) -> AsyncIterator[OutputDelta]:
+        """Yield the deltas of all choices as they arrive, until every choice has finished.
+
+        Raises:
+            ApiError: 500 if a choice failed, 503 if the engine is gone, 504 after the time-out.
+        """
+        unfinished = len(self.choices)
+        while unfinished:
+            self._has_caught_up = True
+            delta = await self._deltas.get()
+            self._has_caught_up = False
+            if isinstance(delta, ApiError):
+                raise delta
+            unfinished -= delta.finish_reason is not None
+            yield delta
+
+    def pass_on(self, write: Callable[[OutputDelta], bool]) -> None:
+        """Pass deltas to a function as they arrive, instead of to the reader of :meth:`deltas`, which costs much more.
+
+        The reader still gets the last delta of each choice, what ``write`` returns False for, and what comes before the
+        reader has dealt with all that it has. So both together get everything once, in order.
+        """
+        self._write = write
+
+    def close(self) -> None:
+        """Abort unfinished choices; a second call does nothing."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.handle.abort()
+                choice.watch.finished(choice.completion_tokens, self._end_reason.value, self._end_error)
+        self._on_close()
+
+    def abort(self) -> None:
+        """End unfinished choices with what they have; their finish reason is ``abort``."""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.handle.abort()
+
+    def stop(self, error: ApiError) -> None:
+        """End the request with ``error``, which the reader gets next; it counts as failed, not as aborted."""
+        self._end_reason, self._end_error = FinishReason.ERROR, error.message
+        self._deltas.put_nowait(error)
+
+    def _receive(self, choice: ActiveChoice, output: RequestOutput | EngineError) -> None:
+        """Queue what an output of the engine adds to a choice; nothing after its end."""
+        if choice.finish_reason is not None or self.closed.is_set():
+            return
+        try:
+            if isinstance(output, EngineError):
+                raise output
+            delta = choice.add_output(output)
+            choice.watch.output(len(delta.tokens), delta.text)
+            if delta.finish_reason is not None:
+                self._deltas.put_nowait(delta)
+                choice.watch.finished(choice.completion_tokens, delta.finish_reason)
+            elif not (self._write and self._has_caught_up and self._deltas.empty() and self._write(delta)):
+                self._deltas.put_nowait(delta)
+        except ApiError as error:
+            self._fail(choice, error)
+        except EngineError as error:
+            self._fail(choice, engine_unavailable(error))
+        except Exception as error:
+            log.error("a choice failed", engine_request=choice.handle.request.request_id, exc_info=error)
+            self._fail(choice, unexpected_failure())
+
+    def _fail(self, choice: ActiveChoice, error: ApiError) -> None:
+        # Of the other choices, which no client has aborted.
+        self._end_reason, self._end_error = FinishReason.ERROR, error.message
+        choice.finish_reason = FinishReason.ERROR.value
+        choice.handle.abort()  # if the failure was in this process, the engine may still compute it
+        choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value, error.message)
+        self._deltas.put_nowait(error)

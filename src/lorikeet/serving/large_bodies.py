@@ -1,0 +1,242 @@
+"""Reads large bodies in processes of their own.
+
+Bodies up to ``SMALL_BODY_BYTES`` take the ordinary way and pass none of this.
+"""
+
+import os
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.prompt_process import (
+    GENERATING,
+    MODEL,
+    PATHS,
+    BodyNeeds,
+    BodyRead,
+    BodyRefused,
+    PromptSetup,
+    WhichModel,
+)
+from lorikeet.core.request import PromptEmbeds
+from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate, check_content_type
+from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.helper_processes import HelperProcesses
+from lorikeet.http.logs import log
+from lorikeet.serving.served_models import ResolvedModel
+from lorikeet.tenants.keys import Access
+
+_READ_S = 60.0
+_CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
+
+_PREPARED = "prepared_body"
+_FROM_PROCESS: msgspec.msgpack.Decoder[WhichModel | BodyRead | BodyRefused] = msgspec.msgpack.Decoder(
+    WhichModel | BodyRead | BodyRefused
+)
+
+Resolve = Callable[[WhichModel], Awaitable[BodyNeeds]]
+"""Returns what must be known to read a body, given some of its fields."""
+
+
+class PromptProcesses:
+    """Processes that read large bodies, and conversations with adapters that have a chat template of their own.
+
+    Args:
+        chat: settings of the base model.
+        max_queued: most sequences of a request.
+    """
+
+    def __init__(self, chat: ChatSettings, max_queued: int) -> None:
+        self._chat, self._max_queued = chat, max_queued
+        most = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS))
+        self._processes = HelperProcesses("lorikeet.chat.prompt_process", self._setup, most)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids."""
+        return self._processes.pids
+
+    async def read(self, path: str, body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
+        """Return what a body says.
+
+        Args:
+            path: its route.
+            body: as it came.
+            resolve: returns what must be known beside it.
+            is_large: whether the body itself may be why it takes too much; else an adapter's chat template is.
+
+        Raises:
+            ApiError: it is not valid, or takes too much memory or time; or what ``resolve`` raises.
+        """
+
+        async def name_model(answer: bytes) -> bytes | None:
+            which = _FROM_PROCESS.decode(answer)
+            if not isinstance(which, WhichModel):
+                return None
+            return MODEL + msgspec.msgpack.encode(await resolve(which))
+
+        route = bytes([tuple(PATHS).index(path)])
+        try:
+            answer = _FROM_PROCESS.decode(await self._processes.ask(route, body, timeout_s=_READ_S, go_on=name_model))
+        except (EOFError, OSError, TimeoutError) as error:
+            log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
+            if not is_large:
+                raise bad_request("The chat template of this adapter takes too much memory or time.") from error
+            raise ApiError(413, "Reading the body takes too much memory or time.") from error
+        if isinstance(answer, BodyRefused):
+            raise ApiError(answer.status, answer.message, param=answer.param, type=answer.kind)
+        assert isinstance(answer, BodyRead)
+        return answer
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._processes.close()
+
+    def _setup(self) -> bytes:
+        chat, texts, template = self._chat, self._chat.text_processor, self._chat.text_processor.template
+        if texts.origin is not None:
+            folder, file = texts.origin
+            setup = PromptSetup(chat.limits, self._max_queued, str(folder), file, tool_parser=chat.tool_parser)
+        else:
+            setup = PromptSetup(
+                chat.limits,
+                self._max_queued,
+                tool_parser=chat.tool_parser,
+                tokenizer=texts.tokenizer.to_str(),
+                template="" if template is None else template.source,
+                special_tokens={} if template is None else template.special_tokens,
+            )
+        return msgspec.msgpack.encode(setup)
+
+
+class PreparedBody(NamedTuple):
+    """What was read of a large body apart from its small fields.
+
+    Attributes:
+        prompts: token ids.
+        texts: texts that answers open with, for ``echo``.
+        answer: of a route of the tokenizer, the whole answer.
+        arrival_s: monotonic time at which it had been received.
+        target: the model that it was read for.
+        conversation: of the responses API, as a JSON array of items; empty if it is not stored.
+        embeds: of the prompts, instead of their tokens.
+    """
+
+    prompts: list[list[int]]
+    texts: tuple[str, ...]
+    answer: bytes
+    arrival_s: float
+    target: ResolvedModel
+    conversation: bytes = b""
+    embeds: tuple[PromptEmbeds, ...] = ()
+
+
+def prepared_body(request: Request) -> PreparedBody | None:
+    """Return what was read of a large body in another process; None for a small one."""
+    prepared: PreparedBody | None = request.scope["state"].get(_PREPARED)
+    return prepared
+
+
+class _SmallRequest(Request):
+    """The request with a small body in the place of the large one."""
+
+    def __init__(self, request: Request, body: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self._small = body
+
+    async def body(self) -> bytes:
+        """Return the small body."""
+        return self._small
+
+
+class _NotLoaded(Exception):
+    """The model of a body must be loaded first."""
+
+    def __init__(self, model: str | None, lora_path: str | None) -> None:
+        super().__init__(model, lora_path)
+        self.model, self.lora_path = model, lora_path
+
+
+class PromptRoute(APIRoute):
+    """A route whose large bodies are read in another process. The route asks :func:`prepared_body`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        handle = super().get_route_handler()
+
+        async def handle_any(request: Request, holding: ExitStack) -> Response:
+            announced = request.headers.get("content-length", "")
+            if announced.isdigit() and int(announced) <= SMALL_BODY_BYTES:
+                return await handle(request)
+            service = request.app.state.service
+            check_content_type(request)
+            gate: BodyGate = service.body_gate
+            async with gate.hold(int(announced) if announced.isdigit() else gate.max_body_bytes):
+                # Not by request.body(), which would keep it until the answer has been sent.
+                body = b"".join([chunk async for chunk in request.stream()])
+                if len(body) > SMALL_BODY_BYTES:
+                    is_batch = request.scope["state"].get("is_batch", False)
+                    service.gate_of(is_batch=is_batch).enter(1).release()  # else nothing need be read
+                    if self.path in GENERATING:
+                        await service.unpaused.wait()
+                    state = request.scope["state"]
+                    prepared, body = await prepare(service, self.path, body, state["tenant"], state["access"], holding)
+                    request.scope["state"][_PREPARED] = prepared
+            return await handle(_SmallRequest(request, body))
+
+        async def handle_held(request: Request) -> Response:
+            with ExitStack() as holding:
+                return await handle_any(request, holding)
+
+        return handle_held
+
+
+async def prepare(
+    service: Any, path: str, body: bytes, tenant: str, access: Access, holding: ExitStack
+) -> tuple[PreparedBody, bytes]:
+    """Read a body in another process; return what was read, and its small fields.
+
+    Args:
+        service: running.
+        path: route of the body.
+        body: as it came.
+        tenant: that sent it.
+        access: what it may do.
+        holding: gets what keeps the model's version as long as the body is used.
+
+    Raises:
+        ApiError: as ``PromptProcesses.read`` and ``Service.resolve``.
+    """
+    arrival_s = time.monotonic()
+    targets: list[ResolvedModel] = []
+
+    async def resolve(which: WhichModel) -> BodyNeeds:
+        if service.loader.is_enabled and service.models.missing(which.model, which.lora_path):
+            raise _NotLoaded(which.model, which.lora_path)
+        target: ResolvedModel = await service.resolve(which.model, which.lora_path, access=access, generates=False)
+        targets.append(target)
+        holding.enter_context(service.versions.hold(target.adapter))
+        return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))
+
+    try:
+        read = await service.prompt_processes.read(path, body, resolve)
+    except _NotLoaded as missing:  # a load may take minutes, so it holds no process
+        await service.resolve(missing.model, missing.lora_path, access=access, generates=False)
+        read = await service.prompt_processes.read(path, body, resolve)
+    prepared = PreparedBody(
+        unpacked(read), read.texts, read.answer, arrival_s, targets[-1], read.conversation, read.embeds
+    )
+    return prepared, read.fields
+
+
+def unpacked(read: BodyRead) -> list[list[int]]:
+    """Return the token ids of the prompts of a body."""
+    return [array("i", prompt).tolist() for prompt in read.prompts]

@@ -1,0 +1,643 @@
+"""The parts of a running server, the admission of a request, and how routes get at both.
+
+``Service.start`` admits a request: it tokenizes the prompts, checks the body, sheds if it must, and submits.
+"""
+
+import asyncio
+import hashlib
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, NamedTuple
+
+import msgspec
+import structlog
+from anyio import CapacityLimiter
+from fastapi import Depends
+from fastapi import Request as HttpRequest
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.adapters.mixture import Part
+from lorikeet.adapters.task import AdapterTask
+from lorikeet.chat.adapter_chat import AdapterChats
+from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.grammar_process import GrammarSpec, Thoughts
+from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
+from lorikeet.chat.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
+from lorikeet.chat.protocol import (
+    Body,
+    ChatFields,
+    CompletionRequest,
+    GenerationBody,
+    may_hold_surrogates,
+    refuse_lone_surrogates,
+)
+from lorikeet.chat.sampling import (
+    ModelLimits,
+    check_prompt,
+    logit_bias_pairs,
+    of_prompt,
+    params_for_choice,
+    sampling_params,
+)
+from lorikeet.chat.structured_output import GrammarChecks
+from lorikeet.chat.text_processor import TextProcessor
+from lorikeet.client.client import Engines
+from lorikeet.client.supervisor import EngineError
+from lorikeet.config import AdapterSettings, ServerSettings
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.request import Pooling, PromptEmbeds, Request, Slo
+from lorikeet.http.body_gate import BodyGate, check_content_type
+from lorikeet.http.connections import ConnectionStats
+from lorikeet.http.errors import ApiError, bad_request, engine_unavailable
+from lorikeet.http.middleware import AdmissionGate, Ticket
+from lorikeet.http.sessions import Sessions
+from lorikeet.http.tenancy import RateReport, admit
+from lorikeet.http.threads import in_daemon_thread
+from lorikeet.observe.length_prediction import AnswerLengthPredictor
+from lorikeet.observe.observer import RequestObserver
+from lorikeet.observe.slo_targets import SloTargets
+from lorikeet.observe.stats_stream import StatsStreams
+from lorikeet.serving.adapter_loader import AdapterLoader
+from lorikeet.serving.batches.batches import Batches
+from lorikeet.serving.generation import Generation, TextOptions
+from lorikeet.serving.large_bodies import PromptProcesses, unpacked
+from lorikeet.serving.load_places import LoadPlaces
+from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
+from lorikeet.serving.stored_responses import StoredResponses
+from lorikeet.serving.versions import HeldVersions
+from lorikeet.tenants.keys import Access
+from lorikeet.tenants.ledger import Grant
+from lorikeet.tenants.tenants import Tenants
+
+_INDEX = re.compile("[0-9]{1,10}")
+_SHOWN_CHARS = 200
+_ATTEMPTS = 3
+"""To find a mixture before another request's takes its place."""
+
+_WARM_TOLD_S, _LOOK_S = 2.0, 0.02
+"""Most seconds to wait for gauges that show a warmed adapter, and between two looks."""
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """The part of a body in which the two completion routes differ.
+
+    Attributes:
+        prompts: number of prompts.
+        encode: returns their token ids.
+        prompt_param: field that holds them, for errors.
+        default_max_tokens: limit on an answer if the body sets none, as far as the context has space; None for all of
+            that space.
+        logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
+        prompt_logprobs: the same for the prompt.
+        arrival_s: monotonic time at which the body had been received; None for now.
+        kept_tokens: special tokens that stay in the text of an answer.
+        grammar: that the answers follow; None for none.
+        embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
+        thoughts: returns what may come before such an answer to a prompt.
+        pooling: that a vector of each prompt is wanted instead of an answer.
+    """
+
+    prompts: int
+    encode: Callable[[], Awaitable[list[list[int]]]]
+    prompt_param: str
+    default_max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+    arrival_s: float | None = None
+    kept_tokens: frozenset[int] = frozenset()
+    grammar: GrammarSpec | None = None
+    embeds: Sequence[PromptEmbeds] = ()
+    thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
+    pooling: Pooling | None = None
+
+
+class Sender(NamedTuple):
+    """The origin of a request.
+
+    Attributes:
+        request_id: the client's ``X-Request-Id``, or a generated one.
+        tenant: that the request counts for; empty if it is not known.
+        is_batch: whether it is a line of a batch: no client waits for it.
+        access: what it may do.
+        report: gets what is left of its limits.
+        is_admin: whether it has an admin key, with which requests of all tenants are shown.
+    """
+
+    request_id: str
+    tenant: str
+    is_batch: bool
+    access: Access
+    report: RateReport
+    is_admin: bool = False
+
+    def may_see(self, tenant: str) -> bool:
+        """Return whether requests of a tenant are shown to it."""
+        return self.is_admin or tenant == self.tenant
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass
+class Service:
+    """The parts of a running server, shared by all routes."""
+
+    settings: ServerSettings
+    adapter_settings: AdapterSettings
+    client: Engines
+    catalog: AdapterCatalog
+    chats: AdapterChats
+    models: ServedModels
+    targets: SloTargets
+    gate: AdmissionGate
+    batch_gate: AdmissionGate
+    lengths: AnswerLengthPredictor
+    body_gate: BodyGate
+    prompt_processes: PromptProcesses
+    grammars: GrammarChecks
+    observer: RequestObserver
+    versions: HeldVersions
+    loader: AdapterLoader
+    mixtures: Mixtures
+    responses: StoredResponses
+    batches: Batches
+    base_task: AdapterTask = field(default_factory=AdapterTask)
+    """How the base model makes vectors."""
+    tenants: Tenants | None = None
+    """Keys of the registry's database; None if it has none to tell."""
+    ranks: int = 1
+    """Tensor-parallel ranks of a replica."""
+    unpaused: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while generation is paused."""
+    connections: ConnectionStats = field(default_factory=ConnectionStats)
+    used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
+    """Versions that requests used, so that metrics can name those whose name was removed."""
+    generations: set[Generation] = field(default_factory=set)
+    """Running requests."""
+    sessions: Sessions = field(default_factory=Sessions)
+    """Of SageMaker's clients."""
+    cache_epoch: str = ""
+    """Changes when the prefix cache is reset, and tells KV from before and after apart."""
+    background: set[asyncio.Task[int]] = field(default_factory=set)
+    """Tasks that drop adapters; kept here so that they are not garbage-collected."""
+    loads: LoadPlaces = field(default_factory=LoadPlaces)
+    """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
+    removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
+    stats_streams: StatsStreams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats_streams = StatsStreams(lambda: self.gate.draining)
+
+    @property
+    def text_processor(self) -> TextProcessor:
+        """Tokenizer and chat template of the base model."""
+        return self.chats.base.text_processor
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Limits and defaults of the base model."""
+        return self.chats.base.limits
+
+    async def resolve(
+        self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
+    ) -> ResolvedModel:
+        """Return the model that a request names; an adapter that is not registered is loaded, if there is a source.
+
+        Args:
+            model, lora_path: the names.
+            access: of the sender.
+            generates: whether the request must wait while generation is paused. It then gets the version that its
+                adapter has after that.
+
+        Raises:
+            ApiError: as ``ServedModels.resolve`` and ``AdapterLoader.load``.
+        """
+        if generates:
+            await self.unpaused.wait()
+        mixture = self.models.mixture(model)
+        if mixture is not None:
+            if lora_path:
+                raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
+            prefix, parts = mixture
+            named = [(await self._named(part, access), weight) for part, weight in parts]
+            text = model or "" if named == parts else prefix + spelling(named)
+            return await self._mixed(text, [part for part in named if part[1]], access)
+        if self.loader.is_enabled:
+            for name in self.models.missing(model, lora_path):
+                if not access.may_use(name):  # it is not looked for
+                    if name in await self.unloaded_names(access):
+                        check_use(access, (name,), name)
+                    break
+                await self.loader.load(name)
+        while True:
+            target = self.models.resolve(model, lora_path, access)
+            if target.adapter is None or self.versions.hold_for_now(target.adapter):
+                break  # else another thread has just replaced it
+        if target.adapter is not None:
+            self.loader.use(target.name)
+        return target
+
+    async def unloaded_names(self, access: Access) -> list[str]:
+        """Return the names that would be loaded from the folder that is served, and that may be seen."""
+        if not self.loader.is_enabled:
+            return []
+        names = await in_daemon_thread(self.loader.names)
+        return [name for name in names if access.may_see(name) and not self.models.is_base(name)]
+
+    async def adapter_names(self, access: Access) -> list[str]:
+        """Return the names of the adapters that a sender may see, in the order of ``GET /v1/adapters``."""
+        names = {*filter(access.may_see, self.catalog.names()), *await self.unloaded_names(access)}
+        return sorted(names)
+
+    async def _named(self, part: str, access: Access) -> str:
+        """Return the adapter's name for llama.cpp's index of one, and any other text as it is.
+
+        Mixtures, which come and go, are not counted. An adapter whose name is a number goes first.
+
+        Raises:
+            ApiError: 404, there is no such index.
+        """
+        if not _INDEX.fullmatch(part):
+            return part
+        names = [name for name in await self.adapter_names(access) if not name.startswith(PREFIX)]
+        if part in names:
+            return part
+        if int(part) >= len(names):
+            raise ApiError(404, f"There is no adapter {part}: /v1/adapters lists {len(names)}, from 0.", param="lora")
+        return names[int(part)]
+
+    async def _mixed(self, text: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:
+        """Return a mixture, which is made if it is not there.
+
+        Its conversations are those of its adapters if they are the same for all of them, else the base model's.
+        """
+        if not mixture:
+            return self.models.resolve(self.models.base, None, access)
+        targets = [await self.resolve(name, access=access, generates=False) for name, _ in mixture]
+        parts = []
+        for (name, weight), target in zip(mixture, targets, strict=True):
+            is_mixture = target.name.startswith(PREFIX)
+            if target.adapter is None or is_mixture or target.chat.task.invocation_token_ids:
+                raise bad_request(f"{name!r} is no adapter that can be mixed.", "model")
+            parts.append((target.adapter, weight))
+        chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
+        for _ in range(_ATTEMPTS):
+            with ExitStack() as held:
+                for adapter, _ in parts:
+                    held.enter_context(self.versions.hold(adapter))
+                name = await self._made(text, parts)
+            record = self.models.record(name)
+            if record is None:  # somebody has removed it
+                self.mixtures.lost(name)
+            elif self.versions.hold_for_now(record.ref):
+                named = msgspec.structs.replace(record.ref, name=AdapterName(text))
+                return ResolvedModel(text, named, msgspec.structs.replace(chat, task=AdapterTask()))
+        raise ApiError(409, f"The mixture `{text}` has just changed; send the request again.")
+
+    async def _made(self, text: str, parts: Sequence[Part]) -> str:
+        """Return the name under which a mixture is registered. Errors call it as the client wrote it."""
+        try:
+            return await self.mixtures.get(parts)
+        except ApiError as error:
+            own, shown = name_of(parts), text[:_SHOWN_CHARS]
+            said = error.message.replace(f"adapter {own!r}", f"mixture {shown!r}").replace(own, shown)
+            raise ApiError(error.status, said, param="model", type=error.type) from error
+
+    async def warm(self, target: ResolvedModel, sender: Sender) -> None:
+        """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.
+
+        Returns when that replica has told that it is there, or after two seconds.
+
+        Raises:
+            ApiError: the engine cannot serve it.
+        """
+        body = CompletionRequest(model=target.name, prompt=[0], max_tokens=1)
+
+        async def encode() -> list[list[int]]:
+            return [[0]]
+
+        generation = await self.start(body, target, GenerationSpec(1, encode, "prompt", 1, None), sender)
+        try:
+            async for _ in generation.deltas():
+                pass
+        finally:
+            generation.close()
+        until_s = time.monotonic() + _WARM_TOLD_S
+        while not self._is_told_warm(target) and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_S)
+
+    def _is_told_warm(self, target: ResolvedModel) -> bool:
+        """Whether the gauges, which come now and then, show an adapter on a device; True if there are none."""
+        stats = [view.stats for view in self.client.views.values() if view.stats is not None]
+        wanted = None if target.adapter is None or not stats else target.adapter.digest
+        return wanted is None or any(wanted in each.resident_adapters for each in stats)
+
+    async def chat_of(self, target: ResolvedModel) -> ChatSettings:
+        """Return the chat settings of a model."""
+        if not target.chat.added_tokens:
+            return self.chats.settings(target.chat)
+        # To make a tokenizer takes up to a second; it is kept.
+        return await in_daemon_thread(partial(self.chats.settings, target.chat))
+
+    async def encode_chat(self, body: ChatFields, chat: ChatSettings) -> list[int]:
+        """Return the token ids of a conversation; raises as ``TextProcessor.encode_chat``.
+
+        An adapter's own template is rendered in another process.
+        """
+        if chat.own is None:
+            limits = None if isinstance(body, GenerationBody) and body.truncates else chat.limits
+            return await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=limits)
+        (prompt,) = unpacked(await self.read_in_process(CHAT_PATH, body, chat.own))
+        return prompt
+
+    async def read_in_process(self, path: str, body: Body, own: AdapterChat) -> BodyRead:
+        """Read a body of an adapter that has a chat template or tokens of its own."""
+
+        async def resolve(which: WhichModel) -> BodyNeeds:
+            return BodyNeeds(own)
+
+        content = body.model_dump_json(exclude_unset=True).encode()
+        return await self.prompt_processes.read(path, content, resolve, is_large=False)
+
+    async def start(
+        self, body: GenerationBody, target: ResolvedModel, spec: GenerationSpec, sender: Sender
+    ) -> Generation:
+        """Accept a request and submit its sequences, ``n`` for each prompt, to the engine.
+
+        Raises:
+            ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
+        """
+        arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
+        sequences = spec.prompts * body.choices_per_prompt
+        structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
+        background = sender.is_batch or body.service_tier == "flex"
+        has_target = not background and spec.pooling is None  # targets are of tokens
+        slo = None if not has_target else self.targets.of(None if target.adapter is None else target.adapter.name)
+        try:
+            ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
+        except ApiError as error:
+            if error.status == 429:
+                self.observer.refused(target.adapter, slo, sender.tenant, sequences, shed=False)
+            raise
+        adapter = target.adapter
+        grant: Grant | None = None
+        try:
+            with self.versions.hold(adapter):
+                prompts = await spec.encode()
+                grammar = ""
+                if spec.grammar is not None:
+                    answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
+                    grammar = await self.grammars.check(answer, sequences)
+                predicted: list[int | None] = [None] * len(prompts)
+                if spec.pooling is None:
+                    predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
+                chat = await self.chat_of(target)
+                requests = self._requests(
+                    body,
+                    adapter,
+                    chat,
+                    target.chat.task,
+                    spec,
+                    prompts,
+                    predicted,
+                    slo,
+                    sender,
+                    arrival_s,
+                    grammar,
+                    background=background,
+                )
+                self._shed(requests)
+                grant = await self._admit(requests, target, slo, sender)
+                if adapter is not None:
+                    self.used_adapters[adapter.digest] = adapter
+                    self.catalog.acquire(adapter.digest)
+                try:
+                    generation = Generation(
+                        self.client,
+                        requests,
+                        chat.text_processor,
+                        self._text_options(body, chat.limits, spec),
+                        self.observer,
+                        0.0 if sender.is_batch else self.settings.request_timeout_s,
+                        on_close=lambda: self._ended(generation, ticket, adapter, grant),
+                    )
+                except BaseException:
+                    if adapter is not None:
+                        self.catalog.release(adapter.digest)
+                    raise
+        except BaseException as error:
+            ticket.release()
+            if grant is not None and self.tenants is not None:
+                self.tenants.ledger.release(grant, 0)
+            if isinstance(error, EngineError):
+                raise engine_unavailable(error) from error
+            raise
+        self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
+        self.generations.add(generation)
+        return generation
+
+    def gate_of(self, *, is_batch: bool) -> AdmissionGate:
+        """Return the gate that a request enters; lines of batches take no place of others."""
+        return self.batch_gate if is_batch else self.gate
+
+    def adapters_by_digest(self, digests: Set[AdapterDigest]) -> dict[AdapterDigest, list[AdapterRef]]:
+        """Return these versions under all their names; a version without a name under the last one it was used by."""
+        used = {digest: [self.used_adapters[digest]] for digest in digests & self.used_adapters.keys()}
+        named: dict[AdapterDigest, list[AdapterRef]] = {}
+        for record in self.catalog.list():
+            if record.digest in digests:
+                named.setdefault(record.digest, []).append(record.ref)
+        return used | named
+
+    def stop_all(self) -> None:
+        """End all running requests with an error that their clients see."""
+        for generation in self.generations:
+            generation.stop(ApiError(503, "The server was stopped before the request had finished."))
+
+    async def _admit(
+        self, requests: list[Request], target: ResolvedModel, slo: Slo | None, sender: Sender
+    ) -> Grant | None:
+        """Take the places of a tenant's request; raises as ``tenancy.admit``."""
+        if self.tenants is None or sender.access.key is None:
+            return None
+        try:
+            return await admit(
+                self.tenants.ledger, sender.access.key, requests, sender.report, is_batch=sender.is_batch
+            )
+        except ApiError as error:
+            if error.status == 429:
+                self.observer.refused(target.adapter, slo, sender.tenant, len(requests), shed=False)
+            raise
+
+    def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None, grant: Grant | None) -> None:
+        self.generations.discard(generation)
+        ticket.release()
+        if grant is not None and self.tenants is not None:
+            choices = generation.choices
+            used = sum(len(each.handle.request.prompt_token_ids) + each.completion_tokens for each in choices)
+            self.tenants.ledger.release(grant, used)
+        if adapter is not None:
+            self.catalog.release(adapter.digest)
+
+    def _requests(
+        self,
+        body: GenerationBody,
+        adapter: AdapterRef | None,
+        chat: ChatSettings,
+        task: AdapterTask,
+        spec: GenerationSpec,
+        prompts: list[list[int]],
+        predicted: list[int | None],
+        slo: Slo | None,
+        sender: Sender,
+        arrival_s: float,
+        grammar: str,
+        *,
+        background: bool,
+    ) -> list[Request]:
+        requests: list[Request] = []
+        limits = chat.limits
+        cache_salt = self._cache_salt(body, sender)
+        logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * body.choices_per_prompt)
+        bad_words = chat.text_processor.bad_words(body.bad_words or ())
+        for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
+            embeds = spec.embeds[at] if spec.embeds else None
+            start = task.start(token_ids) if embeds is None or not task.invocation_token_ids else None
+            with of_prompt(f"{spec.prompt_param}.{at}" if len(prompts) > 1 else ""):
+                check_prompt(token_ids, limits, spec.prompt_param)
+            params = sampling_params(
+                body,
+                limits,
+                prompt_tokens=len(token_ids),
+                default_max_tokens=spec.default_max_tokens,
+                logprobs=spec.logprobs,
+                logit_bias=logit_bias,
+                grammar=grammar,
+                prompt_logprobs=spec.prompt_logprobs,
+                bad_words=bad_words,
+            )
+            for choice in range(body.choices_per_prompt):
+                requests.append(
+                    Request(
+                        # The client's id may be in use, so a suffix makes it unique.
+                        request_id=RequestId(f"{sender.request_id}-{secrets.token_hex(4)}-{len(requests)}"),
+                        prompt_token_ids=token_ids,
+                        sampling=params_for_choice(params, choice),
+                        arrival_s=arrival_s,
+                        adapter=None if start is None else adapter,
+                        adapter_start=start or 0,
+                        priority=sender.access.priority(body.priority or 0),
+                        tenant=sender.tenant,
+                        tenant_weight=sender.access.weight,
+                        cache_salt=cache_salt if embeds is None else f"{cache_salt}\0{_digest(embeds)}",
+                        slo=slo,
+                        predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
+                        background=background,
+                        prompt_embeds=embeds,
+                        pooling=spec.pooling,
+                    )
+                )
+        return requests
+
+    def _cache_salt(self, body: GenerationBody, sender: Sender) -> str:
+        """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says.
+
+        Keys of a group count as one tenant.
+        """
+        has_keys = bool(self.settings.api_keys) or self.tenants is not None
+        is_shared = self.settings.shared_prefix_cache or not has_keys
+        key = sender.access.key
+        # No tenant's name begins with a control character.
+        owner = f"\1{key.settings.cache_group}" if key is not None and key.settings.cache_group else sender.tenant
+        tenant, salt = "" if is_shared else owner, body.cache_salt or ""
+        plain = f"{tenant}\0{salt}" if tenant or salt else ""
+        return f"{self.cache_epoch}\0{plain}" if self.cache_epoch else plain
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request reuse KV that is there now. Its blocks are evicted as room is needed."""
+        self.cache_epoch = secrets.token_hex(8)  # random, so that no tenant or salt makes the same text
+
+    def _shed(self, requests: list[Request]) -> None:
+        """Refuse requests whose first token is predicted to miss its target, so that they do not delay others.
+
+        Raises:
+            ApiError: 429, with the time after which the queue may be short enough.
+        """
+        request, forecast = requests[0], self.observer.forecast
+        if forecast is None or request.slo is None or request.slo.ttft_s is None:
+            return
+        target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request, len(requests) - 1)
+        if predicted_s > target_s:
+            self.observer.refused(request.adapter, request.slo, request.tenant, len(requests), shed=True)
+            raise ApiError(
+                429,
+                f"Too many requests are waiting: the first token is predicted after {predicted_s:.3g} s, and the TTFT "
+                f"target is {target_s:g} s; try again later.",
+                headers={"Retry-After": str(math.ceil(predicted_s - target_s))},
+            )
+
+    def _text_options(self, body: GenerationBody, limits: ModelLimits, spec: GenerationSpec) -> TextOptions:
+        named = frozenset(body.stop_token_ids or ())
+        return TextOptions(
+            stops=body.stops,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            named_stop_tokens=named if body.ignore_eos else named - set(limits.eos_token_ids),
+            kept_tokens=spec.kept_tokens,
+            is_empty=body.most_tokens[0] == 0,
+        )
+
+
+def _digest(embeds: PromptEmbeds) -> str:
+    """Return what tells embeddings apart."""
+    return hashlib.sha256(embeds.dtype.encode() + embeds.data).hexdigest()
+
+
+async def _service(request: HttpRequest) -> Service:
+    # If it were not async, FastAPI would run it in a thread for every request.
+    service: Service = request.app.state.service
+    return service
+
+
+async def _is_json(request: HttpRequest) -> None:
+    """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode."""
+    check_content_type(request)
+    body = await request.body()
+    if may_hold_surrogates(body):
+        refuse_lone_surrogates(body, await request.json())
+
+
+def access_of(request: HttpRequest) -> Access:
+    """Return what the sender of a request may do, as the middleware has found."""
+    access: Access = request.scope["state"]["access"]
+    return access
+
+
+async def _sender(request: HttpRequest) -> Sender:
+    state = request.scope["state"]
+    return Sender(
+        state["request_id"],
+        state["tenant"],
+        state.get("is_batch", False),
+        access_of(request),
+        state.get("rate_report", RateReport()),
+        state.get("is_admin", False),
+    )
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+SenderDep = Annotated[Sender, Depends(_sender)]
+JsonBody = Depends(_is_json)

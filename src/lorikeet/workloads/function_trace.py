@@ -1,0 +1,198 @@
+"""Popularity and arrivals of cloud functions, which several papers use in place of adapters.
+
+Azure's trace of 2019 (https://github.com/Azure/AzurePublicDataset, AzureFunctionsDataset2019.md, CC-BY 4.0) counts the
+calls of each function per minute: ``read_function_trace``. Without the file, ``popularity`` gives shares that follow
+the figures printed by Shahrad and others ("Serverless in the Wild", USENIX ATC 2020, section 3.3): calls per day span 8
+orders of magnitude, 45 % of applications are called once an hour or less, 81 % once a minute or less, and the 18.6 %
+that are called more often have 99.6 % of all calls.
+"""
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from lorikeet.workloads.workload import OptionError, WorkloadError
+
+FUNCTIONS = 40_000
+"""Functions to take the most popular ones from: TOPPINGS (section 7.4) mentions about as many."""
+
+_HOURLY, _MINUTELY = 0.45, 0.81
+"""Shares of applications called at most once an hour, and at most once a minute."""
+
+_ID_COLUMNS = ("HashOwner", "HashApp", "HashFunction", "Trigger")
+MINUTE_S = 60.0
+
+
+def log_normal_of_rates() -> tuple[float, float]:
+    """Return (μ, σ) of the log-normal distribution of calls per minute that has both printed shares.
+
+    They are −3.58 and 4.08. For the other printed figures it gives: applications above one call a minute have 99.93 %
+    of all calls (printed: 99.6 %), and the middle 97.6 % of them span 8 orders of magnitude.
+    """
+    normal = NormalDist()
+    sigma = math.log(60) / (normal.inv_cdf(_MINUTELY) - normal.inv_cdf(_HOURLY))
+    return -normal.inv_cdf(_MINUTELY) * sigma, sigma
+
+
+def popularity(count: int, functions: int = FUNCTIONS, chunk: int | None = None) -> np.ndarray:
+    """Return the share of all requests that each of ``count`` adapters has, most popular function first.
+
+    Functions have the rates at the middles of ``functions`` equally likely parts of the log-normal distribution.
+
+    Args:
+        count: of adapters.
+        functions: of the trace.
+        chunk: None maps the ``count`` most popular functions to one adapter each (ELORA, section III-B). A number maps
+            all functions in turn, ``chunk`` at a time: the f-th to adapter ⌊f / chunk⌋ mod ``count`` (dLoRA, section
+            7.1, which calls it skewness).
+
+    Raises:
+        OptionError: fewer functions than adapters, or a chunk that is not positive.
+    """
+    if functions < count:
+        raise OptionError(f"{functions} functions are fewer than {count} adapters")
+    _, sigma = log_normal_of_rates()
+    normal = NormalDist()
+    taken = count if chunk is None else functions
+    ranks = (normal.inv_cdf(1 - (f + 0.5) / functions) for f in range(taken))
+    weights = np.exp(sigma * np.fromiter(ranks, np.float64, taken))
+    shares = map_functions(weights[:, None], count, chunk)[:, 0]
+    return shares / shares.sum()
+
+
+def map_functions(calls: np.ndarray, count: int, chunk: int | None = None) -> np.ndarray:
+    """Return the calls of ``count`` adapters, shape (count, minutes), from those of functions.
+
+    Args:
+        calls: shape (functions, minutes); sorted by their sum first, most calls first, ties in their order.
+        count: of adapters.
+        chunk: see ``popularity``.
+
+    Raises:
+        OptionError: fewer functions than adapters, or a chunk that is not positive.
+    """
+    if chunk is not None and chunk < 1:
+        raise OptionError(f"a chunk of {chunk} functions is not positive")
+    if len(calls) < count:
+        raise OptionError(f"{len(calls)} functions are fewer than {count} adapters")
+    order = np.argsort(-calls.sum(axis=1), kind="stable")
+    if chunk is None:
+        return calls[order[:count]]
+    mapped = np.zeros((count, calls.shape[1]), calls.dtype)
+    np.add.at(mapped, np.arange(len(calls)) // chunk % count, calls[order])
+    return mapped
+
+
+def read_function_trace(path: Path, minutes: slice = slice(None)) -> np.ndarray:
+    """Read one day of Azure's trace of 2019 (``invocations_per_function_md.anon.d01.csv``).
+
+    Args:
+        path: the file: four columns that name a function, then its calls in each minute, columns ``1`` to ``1440``.
+        minutes: those to keep, counted from 0.
+
+    Returns:
+        Calls, shape (functions, minutes), int64; only functions that are called in these minutes.
+
+    Raises:
+        WorkloadError: the file does not have that form.
+    """
+    rows = []
+    with path.open(newline="") as file:
+        lines = csv.reader(file)
+        header = next(lines, [])
+        if tuple(header[:4]) != _ID_COLUMNS or not header[4:]:
+            raise WorkloadError(f"{path}, line 1: expected the columns {', '.join(_ID_COLUMNS)}, 1, 2, …")
+        for number, line in enumerate(lines, start=2):
+            try:
+                calls = np.array(line[4:], np.int64)
+            except ValueError as error:
+                raise WorkloadError(f"{path}, line {number}: {error}") from error
+            if len(line) != len(header) or (len(calls) and calls.min() < 0):
+                raise WorkloadError(f"{path}, line {number}: expected {len(header) - 4} counts")
+            kept = calls[minutes]
+            if kept.any():
+                rows.append(kept)
+    if not rows:
+        raise WorkloadError(f"{path} has no calls in the chosen minutes")
+    return np.stack(rows)
+
+
+class Call(NamedTuple):
+    """One call: its time, and the index of its adapter."""
+
+    at_s: float
+    adapter: int
+
+
+def calls_of_minutes(calls: np.ndarray, generator: np.random.Generator) -> list[Call]:
+    """Return single calls in order of time, at random times within the minutes of the trace.
+
+    Args:
+        calls: per adapter and minute.
+        generator: each adapter draws from a spawned one.
+    """
+    found = []
+    for adapter, (counts, own) in enumerate(zip(calls, generator.spawn(len(calls)), strict=True)):
+        minutes = np.repeat(np.arange(len(counts)), counts)
+        times_s = (minutes + own.random(len(minutes))) * MINUTE_S
+        found += [Call(at_s, adapter) for at_s in np.sort(times_s).tolist()]
+    return sorted(found)
+
+
+def unit_calls(
+    shares: Sequence[float],
+    variation: float,
+    generator: np.random.Generator,
+    *,
+    count: int | None = None,
+    until: float = math.inf,
+) -> list[Call]:
+    """Return the calls of adapters that are called independently, in sum one per unit of time, in order.
+
+    The gaps of an adapter are gamma distributed. Each adapter starts at a random moment and not with a call, because
+    otherwise all would burst together at the start: the gap at a random moment has shape k + 1, of which a uniform part
+    has passed.
+
+    Args:
+        shares: of all calls, for each adapter; positive, of sum 1.
+        variation: of the gaps, see ``arrivals.arrival_times``.
+        generator: each adapter draws from a spawned one.
+        count: of calls, the first ones; None for all before ``until``.
+        until: end of the time; ignored with a ``count``.
+
+    Raises:
+        OptionError: a variation is not positive.
+    """
+    if not variation > 0:
+        raise OptionError(f"a variation of {variation} is not positive")
+    shape = variation**-2
+    streams = [_Stream(share, shape, own) for share, own in zip(shares, generator.spawn(len(shares)), strict=True)]
+    if count is not None:
+        until = 1.1 * count + 10
+        # Bursts may leave too few calls: extend the streams.
+        while sum(len(stream.until(until)) for stream in streams) < count:
+            until *= 2
+    times = [stream.until(until) for stream in streams]
+    found = (Call(at, adapter) for adapter, own in enumerate(times) for at in own.tolist())
+    return sorted(found)[:count]
+
+
+class _Stream:
+    """Calls of one adapter, drawn as far as needed."""
+
+    def __init__(self, share: float, shape: float, generator: np.random.Generator) -> None:
+        self._share, self._shape, self._generator = share, shape, generator
+        self.times = np.array([generator.random() * generator.gamma(shape + 1, 1 / (shape * share))])
+
+    def until(self, end: float) -> np.ndarray:
+        """Return all calls before ``end``; draw more if needed."""
+        while self.times[-1] < end:
+            wanted = int((end - self.times[-1]) * self._share) + 10
+            gaps = self._generator.gamma(self._shape, 1 / (self._shape * self._share), wanted)
+            self.times = np.concatenate([self.times, self.times[-1] + np.cumsum(gaps)])
+        return self.times[self.times < end]
