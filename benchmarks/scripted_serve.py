@@ -22,7 +22,7 @@ from lorikeet.config import Settings
 from lorikeet.core.messages import BaseInfo, EngineReady, Progress
 from lorikeet.core.request import Request
 from lorikeet.models.config import read_model_config
-from tests.api.fakes import FakeEngine
+from tests.support.fakes import FakeEngine
 
 
 class ScriptedEngine(FakeEngine):

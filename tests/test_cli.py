@@ -36,8 +36,8 @@ from lorikeet.presets import PRESETS, resolve_preset
 from lorikeet.terminal import show_ready
 from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.adapters.builders import shard, write_adapter
-from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.models.checkpoints import make_checkpoint
+from tests.support.api_server import TEMPLATE, TOKENIZER
 
 runner = CliRunner(env={"COLUMNS": "200"})
 NO_FLAGS: dict[str, Any] = {parameter.name: None for parameter in serve_flags.parameters()}

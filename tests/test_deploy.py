@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from lorikeet.core.messages import AssistCounters
-from tests.api.conftest import Running, sources, start  # noqa: F401 - fixtures
-from tests.api.conftest import server as a_server
-from tests.api.test_metrics import STATS, page
+from tests.observe.test_metrics import STATS, page
+from tests.support.api_server import Running, sources, start  # noqa: F401 - fixtures
+from tests.support.api_server import server as a_server
 from tests.test_docs import ROOT, headings, script
 
 DEPLOY = ROOT / "deploy"

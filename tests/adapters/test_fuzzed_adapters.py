@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
 from lorikeet.adapters.store import AdapterStore
 from lorikeet.config import AdapterSettings
-from tests.api.fakes import GEOMETRY, HIDDEN, LAYERS, write_adapter
+from tests.support.fakes import GEOMETRY, HIDDEN, LAYERS, write_adapter
 from tests.support.fuzzing import Fuzzing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]

@@ -17,10 +17,10 @@ from lorikeet.adapters.catalog import RegisteredAdapter
 from lorikeet.config import AdapterDirMode
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.serving.load_places import LOADS_AT_ONCE
-from tests.api.conftest import Running, Start
-from tests.api.fakes import write_adapter
 from tests.api.test_chat import CHAT, body
-from tests.api.test_operations import until
+from tests.http.test_middleware import until
+from tests.support.api_server import Running, Start
+from tests.support.fakes import write_adapter
 
 pytestmark = pytest.mark.slow
 

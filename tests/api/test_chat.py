@@ -10,7 +10,7 @@ import pytest
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.http import errors
 from lorikeet.http.errors import ApiError
-from tests.api.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
+from tests.support.api_server import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
 pytestmark = pytest.mark.slow
 

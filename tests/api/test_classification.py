@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from tests.api.conftest import TOKENIZER, Running, Start
-from tests.api.fakes import scripted_vector, write_classifier
+from tests.support.api_server import TOKENIZER, Running, Start
+from tests.support.fakes import scripted_vector, write_classifier
 
 LABELS = {"0": "negative", "1": "neutral", "2": "positive"}
 

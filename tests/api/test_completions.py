@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from lorikeet.chat.text_processor import TextProcessor
-from tests.api.conftest import TOKENIZER, Running, count_calls_off_the_loop
 from tests.api.test_chat import events
+from tests.support.api_server import TOKENIZER, Running, count_calls_off_the_loop
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from tests.api.conftest import TOKENIZER, Running, Start
-from tests.api.fakes import HIDDEN, scripted_vector, write_adapter
+from tests.support.api_server import TOKENIZER, Running, Start
+from tests.support.fakes import HIDDEN, scripted_vector, write_adapter
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ import pytest
 
 from lorikeet.api.fields import BOTH, CHAT, COMPLETIONS, FIELDS
 from lorikeet.chat.protocol import _FIELDS, Body, ChatCompletionRequest, CompletionRequest
-from tests.api.conftest import Running
 from tests.api.test_chat import MESSAGES
-from tests.api.test_prompt_embeds import saved, tensor
+from tests.chat.test_prompt_embeds import saved, tensor
+from tests.support.api_server import Running
 
 BODIES: dict[str, type[Body]] = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
 EXAMPLES: dict[str, Any] = {

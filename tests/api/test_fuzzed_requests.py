@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from tests.api.conftest import Start
+from tests.support.api_server import Start
 from tests.support.fuzzing import Fuzzing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]

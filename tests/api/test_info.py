@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lorikeet import __version__
-from tests.api.conftest import TOKENIZER, Running
+from tests.support.api_server import TOKENIZER, Running
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.api.conftest import TOKENIZER
 from tests.api.test_serve import make_model, serving
+from tests.support.api_server import TOKENIZER
 from tests.support.live import write_adapter
 
 pytestmark = pytest.mark.slow

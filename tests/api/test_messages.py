@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
-from tests.api.conftest import Running, Start
 from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
+from tests.support.api_server import Running, Start
 
 pytestmark = pytest.mark.slow
 

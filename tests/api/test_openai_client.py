@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.api.conftest import Running
+from tests.support.api_server import Running
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from lorikeet.chat.responses_body import joined
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError
 from lorikeet.serving.stored_responses import StoredResponse, StoredResponses
-from tests.api.conftest import Running, Start
 from tests.api.test_messages import events
-from tests.api.test_operations import bearer
 from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
+from tests.http.test_middleware import bearer
+from tests.support.api_server import Running, Start
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

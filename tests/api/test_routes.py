@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.api.info import UNSUPPORTED
 from lorikeet.api.route_list import ROUTES
-from tests.api.conftest import Running
+from tests.support.api_server import Running
 
 CALLS = [(each.state, *call) for each in ROUTES for call in each.calls()]
 NOT_DESCRIBED = {"/docs", "/ui", "/openapi.json"}

@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from tests.api.conftest import TEMPLATE, TOKENIZER
-from tests.api.fakes import write_adapter
 from tests.api.test_chat import CHAT, text_of
 from tests.models.checkpoints import make_checkpoint
+from tests.support.api_server import TEMPLATE, TOKENIZER
+from tests.support.fakes import write_adapter
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, MESSAGES, events
+from tests.support.api_server import END, TOKENIZER, Running, Start
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from lorikeet.chat.sampling import ModelLimits
 from lorikeet.chat.structured_output import GrammarChecks
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
-from tests.api.conftest import END, TEMPLATE, TOKENIZER, Running, Start
-from tests.api.fakes import byte_level_tokenizer
 from tests.api.test_chat import CHAT, MESSAGES, body, events
+from tests.support.api_server import END, TEMPLATE, TOKENIZER, Running, Start
+from tests.support.fakes import byte_level_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-from tests.api.conftest import TOKENIZER
 from tests.api.test_serve import Server, serving
 from tests.models.library_bases import make_base
 from tests.models.test_experts import EXPERTS
 from tests.models.test_library_bases import make_peft_adapter
 from tests.support import sampling
+from tests.support.api_server import TOKENIZER
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 from lorikeet.cli.app import app
-from tests.api.conftest import TOKENIZER
 from tests.api.test_serve import serving
 from tests.bench.fake_server import FakeServer, running
 from tests.models.checkpoints import make_checkpoint
+from tests.support.api_server import TOKENIZER
 from tests.support.live import write_adapter
 
 SMALL = ("--prompt-tokens", "4-8", "--output-tokens", "3")

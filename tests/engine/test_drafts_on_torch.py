@@ -19,8 +19,8 @@ from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
 from lorikeet.scheduling.drafts import Drafter
 from lorikeet.scheduling.state import Sequence
-from tests.api.conftest import END
 from tests.engine.test_structured_answers import CLOSING, VOCABULARY, cases_of, model, owners  # noqa: F401
+from tests.support.api_server import END
 from tests.support.live import live_settings
 
 ANSWER_TOKENS = 60

@@ -26,7 +26,7 @@ from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
-from tests.api.conftest import END, TOKENIZER
+from tests.support.api_server import END, TOKENIZER
 from tests.support.live import engine_process, live_settings, make_adapter, make_model
 from tests.support.outputs import outputs_of
 from tests.support.schemas import published_schemas, random_regex, random_schema

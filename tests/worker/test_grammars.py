@@ -18,7 +18,7 @@ from lorikeet.kernels.base import choose
 from lorikeet.worker.batch import SequenceState
 from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks, device_addends
 from lorikeet.worker.sampler import Sampler
-from tests.api.conftest import END, TOKENIZER
+from tests.support.api_server import END, TOKENIZER
 
 CPU = torch.device("cpu")
 VOCABULARY = TOKENIZER.get_vocab_size() + 7  # wider than the tokenizer, as in checkpoints with padding

@@ -1,0 +1,221 @@
+"""Chat templates, parsers, tokens and defaults of an adapter's own, over HTTP."""
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lorikeet.adapters.chat import AddedToken
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.chat.adapter_chat import with_tokens
+from lorikeet.chat.text_processor import TextProcessor
+from tests.api.test_chat import CHAT, MESSAGES, body
+from tests.api.test_tools import LONG, TOOLS
+from tests.support.api_server import TEMPLATE, TOKENIZER, Running, Start
+from tests.support.fakes import write_adapter
+
+OWN_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if tools %}<|tool_call|>{{ tools | length }}{% endif %}{{ eos_token }}"
+)
+
+
+def make(server: Running, name: str, files: dict[str, Any], seed: int = 1) -> Path:
+    """Write an adapter with further files; those that are no text are written as JSON."""
+    folder = write_adapter(server.sources / name, seed=seed)
+    for file, content in files.items():
+        (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+async def add(server: Running, name: str, files: dict[str, Any], seed: int = 1, **fields: Any) -> Any:
+    make(server, name, files, seed)
+    return await server.http.post("/v1/adapters", json={"name": name, "source": name, "replace": True, **fields})
+
+
+def prompts(server: Running) -> list[str]:
+    return [TOKENIZER.decode(each.prompt_token_ids, skip_special_tokens=False) for each in server.engine.submitted]
+
+
+@pytest.mark.slow
+async def test_an_adapter_with_its_own_chat_is_served_beside_one_without(start: Start) -> None:
+    settings = 'system_prompt = "Be odd."\nreasoning_parser = "qwen3"\n[generation]\ntop_k = 7\n'
+    files = {
+        "chat_template.jinja": OWN_TEMPLATE,
+        "tokenizer_config.json": {"eos_token": {"content": "<|end|>"}, "chat_template": "not this one"},
+        "generation_config.json": {"temperature": 0.25, "top_k": 3, "eos_token_id": [0]},
+        "lorikeet.toml": settings,
+    }
+    calls = 'hm</think><|tool_call|>[{"name": "now", "arguments": {}}]'
+    async with start(answer=f"<think>{calls}", max_model_len=LONG) as server:
+        server.service.catalog.register("formal", str(server.sources / "formal"))
+        assert (await add(server, "own", files)).status_code == 201
+        odd, plain = await asyncio.gather(
+            *(server.http.post(CHAT, json=body(model=name, tools=TOOLS)) for name in ("own", "formal"))
+        )
+        message = odd.json()["choices"][0]["message"]
+        assert message["reasoning"] == "hm"
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+        assert plain.json()["choices"][0]["message"] == {"role": "assistant", "content": f"<think>{calls}"}
+
+        by_name = {request.adapter.name: request for request in server.engine.submitted if request.adapter}
+        own, other = by_name["own"], by_name["formal"]
+        text = TOKENIZER.decode(own.prompt_token_ids, skip_special_tokens=False)
+        assert text == "[system]Be odd.[user]hello<|tool_call|>2<|end|>"
+        assert (own.sampling.temperature, own.sampling.top_k) == (0.25, 7)
+        assert 0 in own.sampling.stop_token_ids
+        assert (other.sampling.temperature, other.sampling.top_k) == (1.0, 0)
+        assert 0 not in other.sampling.stop_token_ids
+
+        counted = await server.http.post("/tokenize", json={"model": "own", "messages": MESSAGES, "tools": TOOLS})
+        assert counted.json()["tokens"] == own.prompt_token_ids
+        spaced = json.dumps(body(model="own", tools=TOOLS)).encode() + b" " * 70_000
+        await server.http.post(CHAT, content=spaced, headers={"Content-Type": "application/json"})
+        assert server.engine.submitted[-1].prompt_token_ids == own.prompt_token_ids
+
+        card = (await server.http.get("/v1/models/own")).json()
+        assert card["chat"] == {
+            "chat_template": "its own",
+            "generation_config": {"temperature": 0.25, "top_k": 7},
+            "eos_token_ids": [0],
+            "system_prompt": "Be odd.",
+            "reasoning_parser": "qwen3",
+        }
+        assert "chat" not in (await server.http.get("/v1/models/formal")).json()
+
+
+@pytest.mark.slow
+async def test_the_route_that_adds_an_adapter_counts_more_than_its_files(start: Start) -> None:
+    async with start() as server:
+        fields = {
+            "chat_template": "{{ messages[-1].content }}!",
+            "system_prompt": "ignored by the template",
+            "generation_config": {"temperature": 0.5},
+            "tool_call_parser": "mistral",
+        }
+        files = {"lorikeet.toml": 'system_prompt = "no"\ntool_call_parser = "hermes"', "chat_template.jinja": "no"}
+        assert (await add(server, "own", files, **fields)).status_code == 201
+        await server.http.post(CHAT, json=body(model="own"))
+        assert prompts(server) == ["hello!"]
+        assert server.engine.submitted[0].sampling.temperature == 0.5
+        card = (await server.http.get("/v1/adapters/own")).json()
+        assert card["chat"]["tool_call_parser"] == "mistral"
+        assert card["chat"]["system_prompt"] == "ignored by the template"
+
+
+@pytest.mark.slow
+async def test_a_new_template_replaces_the_old_one_leaves_the_weights_and_is_there_after_a_restart(
+    start: Start,
+) -> None:
+    async with start() as server:
+        first = (await add(server, "own", {"chat_template.jinja": "one"})).json()
+        second = (await add(server, "own", {"chat_template.jinja": "two"})).json()
+        twin = (await add(server, "twin", {"tokenizer_config.json": {"chat_template": TEMPLATE}})).json()
+        assert first["digest"] == second["digest"] == twin["digest"]
+        assert "chat" not in twin, "its template is the base's"
+        assert server.engine.dropped == []
+    async with start() as server:
+        for name in ("own", "twin"):
+            await server.http.post(CHAT, json=body(model=name))
+        assert prompts(server)[0] == "two"
+        assert prompts(server)[1].startswith("<|im_start|>")
+        await server.http.delete("/v1/adapters/own")
+        assert (await add(server, "own", {"chat_template.jinja": ""})).status_code == 201
+        assert "chat" not in (await server.http.get("/v1/models/own")).json()
+
+
+@pytest.mark.slow
+async def test_files_that_are_not_valid_are_refused_by_name(start: Start) -> None:
+    of_tokens = {"added_tokens_decoder": {"x": {"content": "y"}}}
+    too_high = {"added_tokens_decoder": {"9999": {"content": "<mine>"}}}
+    async with start() as server:
+        for at, (file, content, words) in enumerate(
+            [
+                ("chat_template.jinja", "{% for %}", "chat template does not compile"),
+                ("tokenizer_config.json", {"chat_template": 5}, "chat_template"),
+                ("tokenizer_config.json", "[1]", "tokenizer_config.json"),
+                ("tokenizer_config.json", of_tokens, "added tokens"),
+                ("tokenizer_config.json", too_high, "'<mine>' as token 9999"),
+                ("generation_config.json", {"temperature": -1}, "generation_config.json"),
+                ("generation_config.json", {"eos_token_id": "end"}, "eos_token_id"),
+                ("lorikeet.toml", "sytem_prompt = 'x'", "sytem_prompt"),
+                ("lorikeet.toml", "[generation]\ntemperature = nan", "lorikeet.toml"),
+                ("lorikeet.toml", "tool_call_parser = 'martian'", "'martian' is none of"),
+            ]
+        ):
+            reply = await add(server, f"own{at}", {file: content})
+            assert reply.status_code == 400, (file, content)
+            assert words in reply.json()["error"]["message"]
+
+
+@pytest.mark.slow
+async def test_a_hostile_template_harms_only_requests_of_its_adapter(start: Start) -> None:
+    async with start() as server:
+        await add(server, "own", {"chat_template.jinja": "fine"})
+        for name, template, status, words in (
+            ("secret", "{{ ''.__class__.__mro__ }}", 400, "refuses these messages"),
+            ("large", "{{ 'x' * 10**11 }}", 413, "too much memory"),
+            ("slow", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", 400, "or time"),
+        ):
+            await add(server, name, {"chat_template.jinja": template})
+            asked = (server.http.post(CHAT, json=body(model=model)) for model in (name, "own", "base"))
+            bad, own, base = await asyncio.gather(*asked)
+            assert (bad.status_code, own.status_code, base.status_code) == (status, 200, 200)
+            assert words in bad.json()["error"]["message"]
+
+
+def added(*tokens: tuple[int, str]) -> dict[str, Any]:
+    return {"added_tokens_decoder": {str(at): {"content": text, "special": True} for at, text in tokens}}
+
+
+@pytest.mark.slow
+async def test_adapters_with_different_added_tokens_are_served(start: Start) -> None:
+    async with start() as server:
+        last = TOKENIZER.get_vocab_size()
+        server.service.chats.base = _with_vocabulary(server, last + 2)
+        one, two = added((last, "<one>")), added((last, "<two>"), (last + 1, "<three>"))
+        pad = {**added((last + 99, "<pad>")), "pad_token": "<pad>"}
+        for name, files in (("one", one), ("two", two), ("pad", pad)):
+            assert (await add(server, name, {"tokenizer_config.json": files})).status_code == 201
+        said = [{"role": "user", "content": "<one><two><three>"}]
+        counts = []
+        for name in ("one", "two", "pad"):
+            reply = await server.http.post("/tokenize", json={"model": name, "messages": said})
+            tokens = reply.json()["tokens"]
+            counts.append([token for token in tokens if token >= last])
+            text = await server.http.post("/detokenize", json={"model": name, "tokens": tokens})
+            assert "<one><two><three>" in text.json()["prompt"]
+        assert counts == [[last], [last, last + 1], []]
+        server.engine.script = lambda request: [last, *TOKENIZER.encode("hello").ids]
+        answers = [
+            (
+                await server.http.post(
+                    "/v1/completions", json={"model": name, "prompt": "x", "skip_special_tokens": False}
+                )
+            )
+            for name in ("one", "two")
+        ]
+        assert [each.json()["choices"][0]["text"] for each in answers] == ["<one>hello", "<two>hello"]
+
+
+def _with_vocabulary(server: Running, size: int) -> Any:
+
+    base = server.service.chats.base
+    return dataclasses.replace(base, limits=msgspec.structs.replace(base.limits, vocabulary=size))
+
+
+def test_a_reserved_token_may_get_another_name() -> None:
+    reserved = TOKENIZER.token_to_id("<|im_start|>")
+    assert reserved is not None
+    made = TextProcessor(with_tokens(TOKENIZER, (AddedToken(reserved, "<mine>", special=True),)), None)
+    assert made.token_ids("<mine>", add_special_tokens=False) == [reserved]
+    assert made.token_ids("<|im_start|>", add_special_tokens=False) != [reserved]
+
+
+def test_a_token_that_would_get_another_id_is_refused() -> None:
+    with pytest.raises(AdapterError, match="as token 400"):
+        with_tokens(TOKENIZER, (AddedToken(400, "<mine>"),))
