@@ -1,7 +1,7 @@
-"""Environments of other programs, since their requirements exclude each other and Lorikeet's. All are below ``.venvs``.
+"""Makes the environments of other programs below ``.venvs``: their requirements exclude each other and Lorikeet's.
 
-``python -m benchmarks.environments vllm`` makes that of the peer ``vllm``, where ``lorikeet bench offline --peer vllm``
-finds it, and prints its Python; ``python -m benchmarks.environments llama-cpp-python`` that of llama.cpp.
+``python -m benchmarks.environments vllm`` makes the one where ``benchmarks.offline --peer vllm`` looks for vLLM, and
+prints its Python. ``python -m benchmarks.environments llama-cpp-python`` makes the one of llama.cpp.
 """
 
 import argparse

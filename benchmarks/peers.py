@@ -1,8 +1,8 @@
 """How many tokens per second Lorikeet and its peers generate, side by side: ``python -m benchmarks.peers``.
 
 All sides get the same requests at once and run in turns, in one dtype, on the same cores. The machine's limit is
-measured in the same minutes. ``lorikeet bench offline`` runs one such comparison with any numbers; this program runs
-those that docs/performance.md shows.
+measured in the same minutes. ``benchmarks.offline`` runs one such comparison with any numbers; this program runs the
+comparisons that docs/performance.md shows.
 
 Peers: ``peft`` (transformers with PEFT, from the extra ``peers``), ``vllm`` and ``vllm-base`` (vLLM's CPU build with
 and without adapters, from ``python -m benchmarks.environments vllm``), ``llama.cpp`` (``llama-batched-bench`` on the
@@ -40,7 +40,7 @@ from benchmarks.harness import (
     with_interval,
 )
 from benchmarks.kernels import OUTPUT_TOKENS, PROMPT_TOKENS, QUANTISED, timed_replica, tokens_per_s
-from benchmarks.offline import OfflineOptions, run_offline
+from benchmarks.offline_bench import OfflineOptions, run_offline
 from benchmarks.steps import Stopwatch
 from benchmarks.vllm_backend import DEFAULT_PYTHON
 from lorikeet.adapters.store import reference

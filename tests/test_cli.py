@@ -442,22 +442,6 @@ def test_common_vllm_flags_are_ignored_with_a_note(arguments: str, said: str | N
     assert said is None or said in notes[0]
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "reason"),
-    [
-        ("--model", "/no/such/folder", "no such folder"),
-        ("--preset", "x", "unknown preset"),
-        ("--dtype", "int4", "int4"),
-    ],
-)
-def test_a_bench_of_what_does_not_exist_ends_with_one_line(flag: str, value: str, reason: str) -> None:
-    result = runner.invoke(app, ["bench", "offline", flag, value])
-    assert isinstance(result.exception, SystemExit)
-    assert result.exit_code != 0
-    assert reason in result.output
-    assert "Traceback" not in result.output
-
-
 def test_generating_without_a_tokenizer_ends_with_one_line(tmp_path: Path) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""``lorikeet bench``: benchmarks. The commands ``limits`` and ``shape`` are here, the others in ``bench_*.py``."""
+"""Defines ``lorikeet bench``: ``limits`` and ``shape`` are here, ``serve`` is in ``bench_serve.py``."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,8 +6,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lorikeet.cli.bench_memory import bench_memory
-from lorikeet.cli.bench_offline import bench_offline
 from lorikeet.cli.bench_serve import bench_serve
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
@@ -87,7 +85,5 @@ def bench_shape(
 app = typer.Typer(help="Run benchmarks.", no_args_is_help=True)
 
 app.command("serve")(bench_serve)
-app.command("offline")(bench_offline)
-app.command("memory")(bench_memory)
 app.command("limits")(bench_limits)
 app.command("shape")(bench_shape)

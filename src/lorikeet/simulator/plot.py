@@ -1,12 +1,10 @@
 """Plots distributions of a run, and the costs of a plan, as SVG."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
 import numpy as np
-
-from lorikeet.bench.plots import svg_document
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 260, 180, 50, 40, 60
 """Pixels: a panel, the space left of it and above, and between panels."""
@@ -16,6 +14,15 @@ _COLOUR, _LIMIT_COLOUR, _OTHER_COLOUR = "#2a9d5c", "#c0392b", "#8a94a6"
 _FRAME_COLOUR = "#8a94a6"
 _LIMIT_LINE = f'stroke="{_LIMIT_COLOUR}" stroke-dasharray="4 3"'
 _TICKS = (1, 2, 5)
+
+
+def svg_document(width: float, height: float, shapes: Iterable[str], font_size: int = 12) -> str:
+    """Return an SVG file with ``shapes`` on white; sizes in pixels."""
+    body = "\n".join(shapes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        f'font-size="{font_size}">\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
+    )
 
 
 class Panel(NamedTuple):

@@ -1,22 +1,13 @@
 """SVG charts of the offline benchmark and of memory use over time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
 
 from benchmarks.memory_watch import PoolSample
-
-
-def svg_document(width: float, height: float, shapes: Iterable[str], font_size: int = 12) -> str:
-    """Return an SVG file with ``shapes`` on white; sizes in pixels."""
-    body = "\n".join(shapes)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        f'font-size="{font_size}">\n<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n'
-    )
-
+from lorikeet.simulator.plot import svg_document
 
 _BAR, _GAP, _LABEL, _LENGTH, _TOP = 22, 10, 90, 420, 34
 """Pixels: height of a bar and the space below it, width of the names, length of the longest bar, space above."""
@@ -29,7 +20,7 @@ def offline_bars(report: dict[str, Any]) -> str:
     """Return output tokens per second of every backend as horizontal bars, the machine's limit as a dashed line.
 
     Args:
-        report: of :func:`benchmarks.offline.run_offline`.
+        report: of :func:`benchmarks.offline_bench.run_offline`.
     """
     backends = {"lorikeet": report, **report["peers"]}
     limit = report["limit_output_tok_s"]

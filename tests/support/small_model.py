@@ -1,3 +1,5 @@
+"""A model that builds in milliseconds, and engines that take little memory."""
+
 from pathlib import Path
 
 import pytest

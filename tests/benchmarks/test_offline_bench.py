@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.offline import OfflineOptions, PairResult, _settings, offline_report, run_offline
 from benchmarks.offline_backends import OfflineResult
-from lorikeet.bench.plots import offline_bars
+from benchmarks.offline_bench import OfflineOptions, PairResult, _settings, offline_report, run_offline
+from benchmarks.plots import offline_bars
 from lorikeet.bench.statistics import median_interval
 from lorikeet.models.config import read_model_config
 from lorikeet.profiling.machine_limits import MEASURED_ROWS, Ceilings, MachineLimits

@@ -1,29 +1,39 @@
-"""``lorikeet bench memory``: compares presets' memory management on one workload, on engines in this process."""
+"""Compares presets' memory management on one workload, on engines in this process.
+
+``python -m benchmarks.memory --help`` lists the options.
+"""
 
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.memory_bench import MemorySetting, live_rig, modelled_rig, preset_figures, run_preset
+from benchmarks.memory_work import MemoryWork, WorkingSet, WorkOptions, least_memory_bytes, make_work, working_set
+from benchmarks.plots import pool_areas
 from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, output, parse_size, write_json
 from lorikeet.config import ModelSettings
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.machine import usable_cores
 from lorikeet.core.sizes import format_size
+from lorikeet.costs.catalog import load_profile
+from lorikeet.models.model_folder import prepare_model
 from lorikeet.presets import resolve_preset
-
-if TYPE_CHECKING:
-    from benchmarks.memory_bench import MemorySetting
-    from benchmarks.memory_work import MemoryWork, WorkingSet
+from lorikeet.terminal import ProgressDisplay
+from lorikeet.workloads.synthetic import parse_modules, parse_ranks
 
 _PRESETS = "elora,elora:s-lora,vllm-static,vllm-static:discard"
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-def bench_memory(
+
+@app.command()
+def memory_command(
     workload: Annotated[
         str,
         typer.Argument(
@@ -79,15 +89,6 @@ def bench_memory(
     Requests arrive in this process, so no client competes for the cores. A turn of a conversation waits for the answers
     before it, and its prompt contains them as they were generated.
     """
-    from benchmarks.memory_bench import MemorySetting, live_rig, modelled_rig, preset_figures, run_preset
-    from benchmarks.memory_work import WorkOptions, least_memory_bytes, make_work, working_set
-    from lorikeet.bench.plots import pool_areas
-    from lorikeet.core.executor import ExecutorError
-    from lorikeet.costs.catalog import load_profile
-    from lorikeet.models.model_folder import prepare_model
-    from lorikeet.terminal import ProgressDisplay
-    from lorikeet.workloads.synthetic import parse_modules, parse_ranks
-
     check_json_file(json_file)
     if executor not in ("torch", "modelled"):
         fail(f"--executor {executor!r} is neither torch nor modelled", code=2)
@@ -202,7 +203,7 @@ def split_presets(text: str) -> list[str]:
     return names
 
 
-def _title(work: "MemoryWork", setting: "MemorySetting", filled: "WorkingSet", profile: str) -> str:
+def _title(work: MemoryWork, setting: MemorySetting, filled: WorkingSet, profile: str) -> str:
     link = f"{setting.link_bytes_per_s / 1e9:g} GB/s" if setting.link_bytes_per_s else "as fast as it is"
     by = f"modelled by {profile}" if profile else "live"
     return (
@@ -274,3 +275,7 @@ _TABLES: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     },
 }
 """By title of the table: its columns, each with a function that returns the cell."""
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks.memory")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.memory import app, split_presets
 from benchmarks.memory_bench import MemorySetting, PresetRun, modelled_rig, preset_figures, run_preset
 from benchmarks.memory_watch import TtftParts
 from benchmarks.memory_work import (
@@ -17,16 +18,14 @@ from benchmarks.memory_work import (
     make_work,
     working_set,
 )
-from lorikeet.bench.plots import pool_areas
-from lorikeet.cli.app import app
-from lorikeet.cli.bench_memory import split_presets
+from benchmarks.plots import pool_areas
 from lorikeet.core.events import RequestTimings
 from lorikeet.costs.profile import write_profile
 from lorikeet.workloads.synthetic import adapters_by_name
 from lorikeet.workloads.workload import OptionError, WorkloadRequest, write_workload
 from tests.support.profiles import GEOMETRY, round_profile
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "workloads" / "data"
 BLOCK_BYTES = GEOMETRY.block_bytes(16)
 runner = CliRunner(env={"COLUMNS": "250"})
 
@@ -189,7 +188,7 @@ def profile(tmp_path: Path) -> str:
 
 
 def invoke(*arguments: str) -> Any:
-    return runner.invoke(app, ["bench", "memory", *arguments])
+    return runner.invoke(app, list(arguments))
 
 
 SMALL = "conversations --adapters 4 --requests 20 --ranks 1,2 --modules q --executor modelled".split()

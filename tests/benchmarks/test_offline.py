@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.offline import OfflineOptions, PairResult, offline_report
+from benchmarks.offline import app
 from benchmarks.offline_backends import OfflineResult
+from benchmarks.offline_bench import OfflineOptions, PairResult, offline_report
 from lorikeet import SPIN_COUNT
-from lorikeet.cli.app import app
-from lorikeet.models.config import read_model_config
-from lorikeet.profiling.machine_limits import Ceilings, LimitMeter, MachineLimits
+from lorikeet.profiling.machine_limits import Ceilings, MachineLimits
 
 runner = CliRunner(env={"COLUMNS": "200", "GOMP_SPINCOUNT": "300000"})
 
@@ -22,12 +21,12 @@ def test_beside_peft_the_process_starts_again_with_libgomps_own_spin_count(monke
         pass
 
     def start_again(program: str, arguments: list[str]) -> None:
-        assert (program, arguments) == (sys.executable, [sys.executable, *sys.argv])
+        assert (program, arguments[:3]) == (sys.executable, [sys.executable, "-m", "benchmarks.offline"])
         raise StartedAgainError(os.environ["GOMP_SPINCOUNT"])
 
     monkeypatch.setattr(os, "execv", start_again)
     ours = CliRunner(env={"GOMP_SPINCOUNT": SPIN_COUNT})
-    result = ours.invoke(app, ["bench", "offline", "--peer", "vllm,peft"])
+    result = ours.invoke(app, ["--peer", "vllm,peft"])
     assert isinstance(result.exception, StartedAgainError)
     assert str(result.exception) == "300000"
 
@@ -55,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[OfflineOptions]:
 def test_the_table_has_a_line_for_each_side_and_the_limit(
     asked: list[OfflineOptions], model_folder: Path, tmp_path: Path
 ) -> None:
-    arguments = f"bench offline --model {model_folder} --adapters 0 --peer peft,vllm --plot {tmp_path}/p.svg".split()
+    arguments = f"--model {model_folder} --adapters 0 --peer peft,vllm --plot {tmp_path}/p.svg".split()
     arguments += ["--vllm-python", sys.executable]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -77,8 +76,6 @@ def test_peers_can_be_named_one_by_one_and_the_result_be_json(asked: list[Offlin
     result = runner.invoke(
         app,
         [
-            "bench",
-            "offline",
             "--model",
             str(model_folder),
             *f"--peer vllm --peer peft --json - --vllm-python {sys.executable}".split(),
@@ -89,28 +86,21 @@ def test_peers_can_be_named_one_by_one_and_the_result_be_json(asked: list[Offlin
 
 
 def test_an_unknown_peer_ends_the_command_before_anything_runs(asked: list[OfflineOptions]) -> None:
-    assert runner.invoke(app, ["bench", "offline", "--peer", "tgi"]).exit_code == 2
+    assert runner.invoke(app, ["--peer", "tgi"]).exit_code == 2
     assert not asked
 
 
-def test_the_limits_of_a_model_are_printed_for_people_and_programs(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LimitMeter, "__init__", lambda self, dtype: None)
-    monkeypatch.setattr(LimitMeter, "measure", lambda self: LIMITS)
-    arguments = ["bench", "limits", "--model", str(model_folder), "--dtype", "float32", "--threads", "1"]
-    report = json.loads(runner.invoke(app, [*arguments, "--json", "-"]).stdout)
-    layers, head = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48), 128 * 32
-    assert report["decode_tok_s"]["1"] == pytest.approx(10e9 / (4 * (layers + head)))
-    assert report["prefill_tok_s"] == pytest.approx(100e9 / (2 * layers))
-    assert "memory read: 10.0 GB/s" in runner.invoke(app, arguments).stdout
-
-
-def test_published_shape_makes_a_dummy_model_and_overwrites_no_other_model(tmp_path: Path) -> None:
-    folder = tmp_path / "shape"
-    assert runner.invoke(app, ["bench", "shape", "qwen3-8b", str(folder)]).output.strip() == str(folder)
-    assert read_model_config(folder).architecture == "Qwen3ForCausalLM"
-    again = runner.invoke(app, ["bench", "shape", "llama-2-7b", str(folder)])
-    assert (again.exit_code, "there is a model already" in again.output) == (2, True)
-    unknown = runner.invoke(app, ["bench", "shape", "gpt", str(tmp_path)])
-    assert (unknown.exit_code, "llama-3-8b" in unknown.output) == (2, True)
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--model", "/no/such/folder", "no such folder"),
+        ("--preset", "x", "unknown preset"),
+        ("--dtype", "int4", "int4"),
+    ],
+)
+def test_unknown_model_preset_or_dtype_ends_with_one_line(flag: str, value: str, reason: str) -> None:
+    result = runner.invoke(app, [flag, value])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code != 0
+    assert reason in result.output
+    assert "Traceback" not in result.output
