@@ -18,7 +18,7 @@ from benchmarks.harness import THREADS, default_model, in_turns, print_setup, pr
 from benchmarks.offline_backends import OfflineBackend, OfflineBatch, OfflineResult
 from benchmarks.peft_backend import PeftBackend
 from lorikeet.config import EngineSettings, ModelSettings, Settings
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.devices import torch_dtype
 
 TOKEN_IDS = (300, 10_000)
 """Ordinary token ids of the default model."""

@@ -44,7 +44,9 @@ from lorikeet.core.executor import Executor
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.core.request import Request
 from lorikeet.engine.build import Replica, build_replica
-from lorikeet.kernels.base import Batch, LoraBatch, SamplingTensors
+from lorikeet.kernels.interface import Batch
+from lorikeet.kernels.lora import LoraBatch
+from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.profiling.machine_limits import model_cost
 from lorikeet.profiling.model_shapes import write_model_shape

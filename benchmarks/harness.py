@@ -35,7 +35,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica, build_replica
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Kernels
+from lorikeet.kernels.interface import Kernels
 from lorikeet.kernels.native import supported_instruction_sets
 from lorikeet.models.default import default_cache_dir, prepare_default_model
 

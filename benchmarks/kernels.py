@@ -70,16 +70,8 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.kernels import huge_pages
-from lorikeet.kernels.base import (
-    Kernels,
-    LoraBatch,
-    LoraDelta,
-    LoraSegment,
-    LoraTarget,
-    LoraTargets,
-    LoraWeights,
-    Weight,
-)
+from lorikeet.kernels.interface import Kernels, Weight
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.quantized import GROUP, QuantizedWeight, quantize, quantized_weight
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.memory.adapter_blocks import AdapterLayout

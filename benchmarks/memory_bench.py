@@ -22,7 +22,7 @@ from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.loop import Engine
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.devices import torch_dtype
 from lorikeet.models.config import read_model_config
 from lorikeet.workloads.predictors import Predictor
 from lorikeet.workloads.synthetic import adapters_by_name

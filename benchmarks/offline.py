@@ -19,7 +19,7 @@ from lorikeet import SPIN_COUNT
 from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, note, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.core.machine import usable_cores
-from lorikeet.kernels.base import SLOW_HALVES, torch_dtype
+from lorikeet.kernels.devices import SLOW_HALVES, torch_dtype
 from lorikeet.models.config import ModelConfigError
 from lorikeet.models.loading import WeightError
 from lorikeet.models.model_folder import prepare_model

@@ -36,7 +36,7 @@ from benchmarks.vllm_backend import DEFAULT_PYTHON, LARGEST_RANK
 from lorikeet.bench.statistics import median_interval
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.extras import install_command
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.devices import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.profiling.machine_limits import (
     MEASURED_ROWS,

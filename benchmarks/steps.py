@@ -20,7 +20,8 @@ from lorikeet.core.executor import Executor
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.engine.build import Replica, build_replica
-from lorikeet.kernels.base import Kernels, Layers, LayersShape, LayerWeights, SamplingTensors
+from lorikeet.kernels.interface import Kernels, Layers, LayersShape, LayerWeights
+from lorikeet.kernels.sampling import SamplingTensors
 
 # --- by kernel ---------------------------------------------------------------------------------------
 

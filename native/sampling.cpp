@@ -1,5 +1,5 @@
 // The token of each row: the largest of logits / temperature + Gumbel noise among those that min-p, top-k and top-p
-// keep; kernels/base.py is the reference in torch.
+// keep; kernels/sampling.py is the reference in torch.
 //
 // Nothing is sorted: a filter's lowest value is found by gathering ever fewer values around it. And noise is drawn
 // only for blocks of tokens that could still win, of which only those few get logarithms whose random bits say so.

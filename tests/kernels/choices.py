@@ -5,7 +5,7 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from lorikeet.kernels.base import SamplingTensors, choose
+from lorikeet.kernels.sampling import SamplingTensors, choose
 
 VOCAB = 24
 ROUNDING = 2e-6

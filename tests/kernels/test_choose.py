@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.kernels.base import CANDIDATES, gumbel_noise, lowest_kept
+from lorikeet.kernels.sampling import CANDIDATES, gumbel_noise, lowest_kept
 from tests.kernels.choices import VOCAB, filters, kept_slowly
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from lorikeet.kernels import reference
-from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.reference import add_lora, add_lora_einsum
 
 TARGETS = (LoraTarget("q", 1, 10), LoraTarget("k", 12, 5))

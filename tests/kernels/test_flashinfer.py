@@ -16,8 +16,8 @@ from hypothesis import given
 from torch import Tensor
 
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Batch, HostMetadata
-from lorikeet.kernels.gpu.kernels import TritonKernels
+from lorikeet.kernels.interface import Batch, HostMetadata
+from lorikeet.kernels.triton.kernels import TritonKernels
 from tests.kernels import test_native_attention as attention
 from tests.kernels.test_triton import FEW, shapes
 
@@ -91,12 +91,12 @@ def kernels() -> Iterator[TritonKernels]:
     library.BatchPrefillWithPagedKVCacheWrapper = Wrapper  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", library)
-        patch.delitem(sys.modules, "lorikeet.kernels.gpu.flashinfer_attention", raising=False)
-        from lorikeet.kernels.gpu import flashinfer_attention
+        patch.delitem(sys.modules, "lorikeet.kernels.triton.flashinfer_attention", raising=False)
+        from lorikeet.kernels.triton import flashinfer_attention
 
         patch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 16)
         yield flashinfer_attention.FlashInferKernels(CPU)
-    sys.modules.pop("lorikeet.kernels.gpu.flashinfer_attention")
+    sys.modules.pop("lorikeet.kernels.triton.flashinfer_attention")
 
 
 class Paged(attention.Case):
@@ -147,7 +147,7 @@ def test_auto_takes_it_where_it_is_installed_and_says_what_is_wrong_with_it(
 ) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setenv("CC", "cc")
-    for module in ("flashinfer", "lorikeet.kernels.gpu.flashinfer_attention"):
+    for module in ("flashinfer", "lorikeet.kernels.triton.flashinfer_attention"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     assert choose_kernels("auto", torch.bfloat16, gpu).name == "triton"
     (tmp_path / "flashinfer.py").write_text("raise ImportError('it is broken')\n")

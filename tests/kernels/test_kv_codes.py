@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lorikeet.kernels.base import Batch, RotaryPairs, Rotation, kv_view
+from lorikeet.kernels.interface import Batch, RotaryPairs, Rotation, kv_view
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from lorikeet.kernels.reference import ReferenceKernels, kv_codes, kv_from_codes
 from tests.kernels.test_native_attention import DTYPES, Case, Shape

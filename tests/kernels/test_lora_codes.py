@@ -12,7 +12,7 @@ from torch import Tensor
 from lorikeet.adapters.numbers import to_codes
 from lorikeet.core.geometry import ModelGeometry, ModuleShape
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.memory.adapter_blocks import AdapterLayout

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.kernels.base import SamplingTensors, choose, gumbel_noise
 from lorikeet.kernels.native import load_library, native_choose, supported_instruction_sets
+from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
 from tests.kernels.choices import check_chosen
 from tests.support.step_counts import examples
 

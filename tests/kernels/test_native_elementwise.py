@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, RotaryPairs, Rotation, kv_view
+from lorikeet.kernels.interface import Batch, HeadNorms, RotaryPairs, Rotation, kv_view
 from lorikeet.kernels.native import load_library, supported_instruction_sets
 from lorikeet.kernels.reference import ReferenceKernels, split_heads
 from tests.kernels.exactness import check_error

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from tests.kernels.exactness import check_error
 

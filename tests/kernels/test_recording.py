@@ -3,19 +3,8 @@
 import torch
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import (
-    Batch,
-    LoraBatch,
-    LoraDelta,
-    LoraPieces,
-    LoraSegment,
-    LoraTarget,
-    LoraTargets,
-    LoraWeights,
-    RotaryPairs,
-    Rotation,
-    kv_view,
-)
+from lorikeet.kernels.interface import Batch, RotaryPairs, Rotation, kv_view
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraPieces, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.support.recording_kernels import RecordingKernels
 

@@ -9,20 +9,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lorikeet.kernels import reference
-from lorikeet.kernels.base import (
-    Batch,
-    HeadNorms,
-    LoraBatch,
-    LoraDelta,
-    LoraPieces,
-    LoraSegment,
-    LoraTarget,
-    LoraTargets,
-    LoraWeights,
-    RotaryPairs,
-    Rotation,
-    kv_view,
-)
+from lorikeet.kernels.interface import Batch, HeadNorms, RotaryPairs, Rotation, kv_view
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraPieces, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.reference import ReferenceKernels, add_lora, rms_norm, rotated
 
 KERNELS = ReferenceKernels()

@@ -16,28 +16,18 @@ from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import (
-    Batch,
-    HostMetadata,
-    LoraBatch,
-    LoraDelta,
-    LoraSegment,
-    LoraTarget,
-    LoraTargets,
-    LoraWeights,
-    SamplingTensors,
-    choose,
-    gumbel_noise,
-)
-from lorikeet.kernels.gpu import attend
-from lorikeet.kernels.gpu import attention as gpu_attention
-from lorikeet.kernels.gpu import draw as gpu_draw
-from lorikeet.kernels.gpu import kernels as gpu_kernels
-from lorikeet.kernels.gpu import lora as gpu_lora
-from lorikeet.kernels.gpu.kernels import _parts
-from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.interface import Batch, HostMetadata
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
+from lorikeet.kernels.triton import attention as triton_attention
+from lorikeet.kernels.triton import attention_launch
+from lorikeet.kernels.triton import kernels as triton_backend
+from lorikeet.kernels.triton import lora as triton_lora
+from lorikeet.kernels.triton import sampling as triton_sampling
+from lorikeet.kernels.triton.kernels import _parts
+from lorikeet.kernels.triton.launch import INTERPRETED
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
 from tests.kernels import test_quantized as quantized
@@ -223,7 +213,7 @@ def mixed(draw: st.DrawFn) -> attention.Shape:
 @given(mixed(), dtypes, st.sampled_from([1, 264]))
 def test_attention_of_decodes_beside_prefills(shape: attention.Shape, dtype: torch.dtype, programs: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "PROGRAMS", programs)
+        patch.setattr(attention_launch, "PROGRAMS", programs)
         check_attention("mixed attention", shape, dtype)
 
 
@@ -253,9 +243,9 @@ class AttentionLaunches(NamedTuple):
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> AttentionLaunches:
-    made = AttentionLaunches(Launches(gpu_attention.attention), Launches(gpu_attention.join_splits))
-    monkeypatch.setattr(gpu_attention, "attention", made.attention)
-    monkeypatch.setattr(gpu_attention, "join_splits", made.joins)
+    made = AttentionLaunches(Launches(triton_attention.attention), Launches(triton_attention.join_splits))
+    monkeypatch.setattr(triton_attention, "attention", made.attention)
+    monkeypatch.setattr(triton_attention, "join_splits", made.joins)
     return made
 
 
@@ -295,9 +285,9 @@ def test_decode_beside_prefills_is_split_and_launches_no_empty_programs(
 def test_a_long_context_among_short_ones_is_split_in_a_graph(
     usual: int, window: int, dtype: torch.dtype, launches: AttentionLaunches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attend, "PROGRAMS", usual * 4 * 2)
+    monkeypatch.setattr(attention_launch, "PROGRAMS", usual * 4 * 2)
     for name, less in (("LONG_TOKENS", 256), ("_LONG_SPLIT", 128), ("_LEAST_SPLIT", 64)):
-        monkeypatch.setattr(attend, name, less)
+        monkeypatch.setattr(attention_launch, name, less)
     shape = attention.Shape([(1, 1000), (1, 1), (1, 64), (1, 200)], kv_heads=2, group=3, head_dim=80, window=window)
     check_attention("attention of a graph", shape, dtype, of_a_graph=True)
     assert set(launches.attention.grids) == {(4, 2, 3 if window else 8)}
@@ -309,7 +299,7 @@ def test_a_long_context_among_short_ones_is_split_in_a_graph(
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @pytest.mark.parametrize("programs", [1, 264])
 def test_rows_that_only_fill_a_graph_are_0(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend, "PROGRAMS", programs)
+    monkeypatch.setattr(attention_launch, "PROGRAMS", programs)
     case = Paged(attention.Shape([(1, 40), (1, 7)]), torch.float32)
     right = case.by_torch(torch.float32)
     case.contexts[1] = 0
@@ -319,7 +309,7 @@ def test_rows_that_only_fill_a_graph_are_0(programs: int, monkeypatch: pytest.Mo
 
 
 def test_decodes_are_split_as_their_number_and_their_contexts_ask_for() -> None:
-    assert [attend.splits_of(programs, 4096) for programs in (1, 8, 32, 160, 1024, 4096)] == [
+    assert [attention_launch.splits_of(programs, 4096) for programs in (1, 8, 32, 160, 1024, 4096)] == [
         (16, 16),
         (16, 16),
         (8, 8),
@@ -327,14 +317,14 @@ def test_decodes_are_split_as_their_number_and_their_contexts_ask_for() -> None:
         (1, 1),
         (1, 1),
     ], "of a short context as many as keep the device busy"
-    assert [attend.splits_of(256, longest) for longest in (8192, 8193, 32768, 1 << 17, 1 << 20)] == [
+    assert [attention_launch.splits_of(256, longest) for longest in (8192, 8193, 32768, 1 << 17, 1 << 20)] == [
         (1, 1),
         (1, 3),
         (1, 8),
         (1, 16),
         (1, 16),
     ], "of a long one more, however many sequences there are"
-    assert [attend.splits_of(programs, 1 << 17) for programs in (64, 512, 1024, 1 << 15)] == [
+    assert [attention_launch.splits_of(programs, 1 << 17) for programs in (64, 512, 1024, 1 << 15)] == [
         (4, 16),
         (1, 8),
         (1, 4),
@@ -392,8 +382,8 @@ def test_lora(dtype: torch.dtype, data: st.DataObject) -> None:
 @pytest.mark.parametrize("inputs", [1024, 1100])
 def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = "shrink_row" if rows == 1 else "shrink"
-    shrinks = Launches(getattr(gpu_lora, kernel))
-    monkeypatch.setattr(gpu_lora, kernel, shrinks)
+    shrinks = Launches(getattr(triton_lora, kernel))
+    monkeypatch.setattr(triton_lora, kernel, shrinks)
     targets = (LoraTarget("q", 0, 140), LoraTarget("v", 150, 64))
     adapters = [lora.weights(inputs, targets, {"q": pieces, "v": [3]}, dtype, 7) for pieces in ([5, 30], [64, 8])]
     weight, x = random(214, inputs, dtype=dtype, seed=1) / 30, random(2 * rows, inputs, dtype=dtype, seed=2)
@@ -413,8 +403,8 @@ def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, m
 def test_lora_of_a_prompt_beside_decodes_launches_no_empty_programs(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expands = Launches(gpu_lora.expand)
-    monkeypatch.setattr(gpu_lora, "expand", expands)
+    expands = Launches(triton_lora.expand)
+    monkeypatch.setattr(triton_lora, "expand", expands)
     targets = (LoraTarget("q", 0, 140),)
     adapters = [lora.weights(96, targets, {"q": [rank]}, dtype, rank) for rank in (5, 30, 64)]
     weight, x = random(140, 96, dtype=dtype, seed=1) / 30, random(265, 96, dtype=dtype, seed=2)
@@ -452,7 +442,7 @@ def test_inputs_are_split_by_whole_tiles() -> None:
 
 
 LOGITS = (*DTYPES, torch.float16)
-TILE = gpu_kernels._DRAWN
+TILE = triton_backend._DRAWN
 BORDERS = [0, 1, TILE - 1, TILE, 2 * TILE - 1, 2 * TILE, 3 * TILE + 6]
 VOCAB = BORDERS[-1] + 1
 """Four tiles, the last of which is nearly empty."""
@@ -461,7 +451,7 @@ VOCAB = BORDERS[-1] + 1
 @pytest.fixture(params=[1, 2, 264])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So many programs a row at most: vocabularies are whole, halved, or have one for each tile."""
-    monkeypatch.setattr(gpu_kernels, "_parts", lambda wanted, *sizes: _parts(request.param, *sizes))
+    monkeypatch.setattr(triton_backend, "_parts", lambda wanted, *sizes: _parts(request.param, *sizes))
     return int(request.param)
 
 
@@ -470,10 +460,10 @@ def assert_as_reference(logits: Tensor, asked: SamplingTensors) -> None:
 
 
 def test_vocabularies_of_few_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = {name: Launches(getattr(gpu_draw, name)) for name in ("largest", "draw")}
+    kernels = {name: Launches(getattr(triton_sampling, name)) for name in ("largest", "draw")}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(gpu_draw, name, kernel)
-    monkeypatch.setattr(gpu_kernels, "PROGRAMS", 8)
+        monkeypatch.setattr(triton_sampling, name, kernel)
+    monkeypatch.setattr(triton_backend, "PROGRAMS", 8)
     for rows in (0, 1, 3, 4, 9):
         assert TRITON.choose(torch.zeros(rows, VOCAB), parameters(rows, 0.0)).tolist() == [0] * rows
     for kernel in kernels.values():

@@ -41,10 +41,12 @@ from lorikeet.core.geometry import PRODUCTS
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import LoraWeights, SamplingTensors, kv_view
-from lorikeet.kernels.gpu.kernels import TritonKernels
-from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.interface import kv_view
+from lorikeet.kernels.lora import LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
+from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.triton.kernels import TritonKernels
+from lorikeet.kernels.triton.launch import INTERPRETED
 from lorikeet.models.config import read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import WeightLayout
@@ -61,7 +63,7 @@ from tests.support.sampling import sample
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "src/lorikeet/kernels/gpu").glob("*.py"))
+SOURCES = sorted((ROOT / "src/lorikeet/kernels/triton").glob("*.py"))
 
 SHARED_KIB = {89: 99, 90: 227}
 """Shared memory that a program may have, by target (CUDA C++ Programming Guide, "Technical Specifications per Compute

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, LoraBatch, kv_view
+from lorikeet.kernels.interface import Batch, kv_view
+from lorikeet.kernels.lora import LoraBatch
 from lorikeet.models.config import ModelConfig
 
 BLOCK_TOKENS = 4

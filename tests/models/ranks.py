@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
-from lorikeet.kernels.base import LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder

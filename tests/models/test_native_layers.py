@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Kernels, LayersShape, LayerWeights, LoraBatch, LoraSegment, LoraWeights
-from lorikeet.kernels.extras import ExtraMatrix, ExtraWeights
+from lorikeet.kernels.extra_weights import ExtraMatrix, ExtraWeights
+from lorikeet.kernels.interface import Kernels, LayersShape, LayerWeights
+from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from lorikeet.models.config import LLAMA_NORMS, ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder

@@ -13,7 +13,7 @@ from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Sett
 from lorikeet.core.geometry import KvShape, ReplaceableWeights
 from lorikeet.core.request import Request, RequestId, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.kernels.base import RotaryPairs
+from lorikeet.kernels.interface import RotaryPairs
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import ModelConfigError, read_model_config, wants_own_decoder
 from lorikeet.models.default import NAME

@@ -16,7 +16,9 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, LoraBatch, SamplingTensors
+from lorikeet.kernels.interface import Batch
+from lorikeet.kernels.lora import LoraBatch
+from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.models.decoder import Decoder
 from lorikeet.worker.batch import BatchRow
 from lorikeet.worker.decode_graphs import DecodeGraphs

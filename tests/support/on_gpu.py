@@ -7,19 +7,12 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
-from lorikeet.kernels.base import (
-    Batch,
-    HeadNorms,
-    LoraBatch,
-    LoraDelta,
-    LoraWeights,
-    Rotation,
-    SamplingTensors,
-    Weight,
-)
-from lorikeet.kernels.gpu.kernels import TritonKernels
-from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.interface import Batch, HeadNorms, Rotation, Weight
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
+from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.triton.kernels import TritonKernels
+from lorikeet.kernels.triton.launch import INTERPRETED
 
 GPU = torch.device("cuda")
 

@@ -6,20 +6,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import (
-    Batch,
-    HeadNorms,
-    Kernels,
-    LayersShape,
-    LayerWeights,
-    LoraBatch,
-    LoraDelta,
-    LoraTargets,
-    Rotation,
-    SamplingTensors,
-    Weight,
-)
+from lorikeet.kernels.interface import Batch, HeadNorms, Kernels, LayersShape, LayerWeights, Rotation, Weight
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
+from lorikeet.kernels.sampling import SamplingTensors
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""

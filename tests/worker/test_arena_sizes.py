@@ -13,8 +13,8 @@ from lorikeet.config import AdapterSettings, ConfigError, EngineSettings, Settin
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch
-from lorikeet.kernels.gpu import attend
+from lorikeet.kernels.interface import Batch
+from lorikeet.kernels.triton import attention_launch
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.worker import decode_graphs, memory_profiling
@@ -126,7 +126,7 @@ def test_steps_of_all_kinds_are_run_once_the_largest_has_been_measured(
 def test_decodes_of_long_contexts_are_run_whatever_the_longest_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest_tokens: int
 ) -> None:
-    for module in (attend, decode_graphs, memory_profiling):
+    for module in (attention_launch, decode_graphs, memory_profiling):
         monkeypatch.setattr(module, "LONG_TOKENS", 16)
     make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     model = load_rank(fp32_settings(kernels="triton"), tmp_path, SingleRankGroup())

@@ -14,7 +14,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.costs.prefill_pipeline import cut, load_order
-from lorikeet.kernels.base import LoraWeights
+from lorikeet.kernels.lora import LoraWeights
 from lorikeet.memory.packing import AdapterPacking, block_runs, layer_blocks, pack
 from lorikeet.worker.transfer import state as arrivals
 from lorikeet.worker.transfer.copies import GROUP_BYTES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import LoraWeights
+from lorikeet.kernels.lora import LoraWeights
 from lorikeet.worker.batch import BatchRow, GrowingInts, SequenceState, adapter_rows, build_batch
 
 BLOCK_TOKENS = 4

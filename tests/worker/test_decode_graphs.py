@@ -13,10 +13,10 @@ import torch
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStep, StepPlan, Token
-from lorikeet.kernels.base import LoraBatch, split_segments
-from lorikeet.kernels.gpu import attend
-from lorikeet.kernels.gpu.kernels import TritonKernels
+from lorikeet.kernels.lora import LoraBatch, split_segments
 from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.kernels.triton import attention_launch
+from lorikeet.kernels.triton.kernels import TritonKernels
 from lorikeet.worker import decode_graphs, torch_executor
 from lorikeet.worker.decode_graphs import DecodeGraphs, padded_rows
 from lorikeet.worker.torch_executor import EagerRunner, GraphRunner
@@ -112,8 +112,8 @@ def test_long_contexts_have_a_graph_of_their_own_and_the_same_tokens(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_graphs, "LONG_TOKENS", 16)
-    monkeypatch.setattr(attend, "LONG_TOKENS", 16)
-    monkeypatch.setattr(attend, "_LONG_SPLIT", 8)
+    monkeypatch.setattr(attention_launch, "LONG_TOKENS", 16)
+    monkeypatch.setattr(attention_launch, "_LONG_SPLIT", 8)
 
     def told(driver: Driver) -> list[int]:
         driver.add("a", random_tokens(12, seed=1))

@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from lorikeet.chat.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts, notation
 from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import choose
+from lorikeet.kernels.sampling import choose
 from lorikeet.worker.batch import SequenceState
 from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks, device_addends
 from lorikeet.worker.sampler import Sampler

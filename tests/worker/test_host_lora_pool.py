@@ -16,7 +16,7 @@ from torch import Tensor
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import LORA_MODULES, PRODUCTS, ModelGeometry
 from lorikeet.core.ids import BlockId
-from lorikeet.kernels.base import LoraPieces
+from lorikeet.kernels.lora import LoraPieces
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack

@@ -14,7 +14,8 @@ from lorikeet.core.geometry import LORA_MODULES, PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import StepPlan
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment, LoraWeights, Weight
+from lorikeet.kernels.interface import Kernels, Weight
+from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.native import PanelWeight
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder

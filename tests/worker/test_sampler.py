@@ -18,7 +18,7 @@ from lorikeet.core.messages import StepOutputs
 from lorikeet.core.plan import PromptToken, SequenceStart, Token
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.kernels.base import choose, gumbel_noise
+from lorikeet.kernels.sampling import choose, gumbel_noise
 from lorikeet.models.config import read_model_config
 from lorikeet.worker.batch import SequenceState
 from lorikeet.worker.sampler import _NONE_ALLOWED, NOT_FINITE, Sampler, bias_of, edit_logits

@@ -22,7 +22,7 @@ def bench_limits(
     """Measure memory bandwidth and matrix multiplication, and print the speed limits that they set for a model."""
     import torch
 
-    from lorikeet.kernels.base import torch_dtype
+    from lorikeet.kernels.devices import torch_dtype
     from lorikeet.models.config import ModelConfigError, read_model_config
     from lorikeet.models.model_folder import prepare_model
     from lorikeet.profiling.machine_limits import LimitMeter, decode_limit_tok_s, model_cost, prefill_limit_tok_s

@@ -10,7 +10,7 @@ import torch
 
 from lorikeet.config import KERNELS
 from lorikeet.core.extras import install_command
-from lorikeet.kernels.base import Kernels
+from lorikeet.kernels.interface import Kernels
 from lorikeet.kernels.native import DTYPES, NativeKernels, NativeUnavailableError, best_library
 from lorikeet.kernels.reference import ReferenceKernels
 
@@ -51,7 +51,7 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
 def _flashinfer_kernels(device: torch.device) -> Kernels:
     _triton_kernels(device)  # raises if Triton cannot be used
     try:
-        from lorikeet.kernels.gpu.flashinfer_attention import FlashInferKernels
+        from lorikeet.kernels.triton.flashinfer_attention import FlashInferKernels
     except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(
             f"FlashInfer is installed but cannot be used: {error}; --kernels triton does not need it"
@@ -67,7 +67,7 @@ def _triton_kernels(device: torch.device) -> Kernels:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise TritonUnavailableError(f"the Triton kernels run on a GPU or in the interpreter, not on {device.type}")
     try:
-        from lorikeet.kernels.gpu.kernels import TritonKernels  # Triton is an extra, and takes a second to import
+        from lorikeet.kernels.triton.kernels import TritonKernels  # Triton is an extra, and takes a second to import
     except ImportError as error:
         raise TritonUnavailableError(f"the Triton kernels need Triton: {install_command('gpu')} ({error})") from error
     if device.type == "cuda" and (missing := _missing_for_launchers()):

@@ -1,150 +1,20 @@
-"""The extras of adapters on the device, as views of pool blocks, and how a step applies them.
+"""Applies the extras of adapters to a step, and computes those that depend on the base.
 
-Extras are what an adapter has beside LoRA's A and B, such as DoRA's magnitudes (``core.adapter.AdapterExtra``). Rows of
-the batch are adjusted segment by segment after the product of the base, so a step without such adapters runs as if
-there were none. ``docs/decisions/adapter-extras.md`` says what the kinds mean.
+Rows of the batch are adjusted segment by segment after the product of the base, so a step without such adapters runs
+as if there were none. ``docs/decisions/adapter-extras.md`` describes the kinds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lorikeet.core.adapter import EMBEDDING, HEAD
-from lorikeet.core.geometry import ModelGeometry
-
-if TYPE_CHECKING:
-    from lorikeet.kernels.base import LoraBatch, LoraTargets, LoraWeights
-
-_NORMS = ("layers.{}.input_layernorm.weight", "layers.{}.post_attention_layernorm.weight")
-"""The norms of a layer of the own decoder on the residual stream, in the order of ``native/adjusts.h``."""
+from lorikeet.kernels.lora import LoraBatch, LoraTargets, LoraWeights
 
 
-class ExtraMatrix(NamedTuple):
-    """A matrix in pool blocks.
-
-    Attributes:
-        pieces: runs of its rows, ``[rows, columns]`` each, in order.
-        tokens: of rows of the vocabulary, which tokens they are.
-    """
-
-    pieces: tuple[Tensor, ...]
-    tokens: tuple[int, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return sum(len(piece) for piece in self.pieces)
-
-    @property
-    def vector(self) -> Tensor:
-        """All elements, in order; of a matrix in one piece as a view."""
-        return self.pieces[0].flatten() if len(self.pieces) == 1 else torch.cat([p.flatten() for p in self.pieces])
-
-    def rows_of(self, numbers: Tensor) -> Tensor:
-        """Return rows by number, ``[len(numbers), columns]``."""
-        found = self.pieces[0].new_empty(len(numbers), self.pieces[0].shape[1])
-        first = 0
-        for piece in self.pieces:
-            here = ((numbers >= first) & (numbers < first + len(piece))).nonzero()[:, 0]
-            found[here] = piece[numbers[here] - first]
-            first += len(piece)
-        return found
-
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x [n, columns]`` times the transpose, ``[n, rows]``, in the dtype of ``x``."""
-        return torch.cat([x @ piece.to(x.dtype).T for piece in self.pieces], dim=1)
-
-    def fill(self, values: Tensor) -> None:
-        """Overwrite all elements, in order."""
-        for piece, part in zip(self.pieces, values.flatten().split([p.numel() for p in self.pieces]), strict=True):
-            piece.copy_(part.view_as(piece))
-
-
-class ExtraWeights:
-    """The extras of one adapter.
-
-    Args:
-        matrices: by kind, layer and module.
-        geometry: of the model.
-
-    Attributes:
-        is_prepared: whether what is computed on the device has been.
-        kinds: those of linear modules and vectors.
-        vocabulary: embedding or head, if it has extras of them.
-        fits_one_call: whether the native kernels can apply them in the one call that computes all layers. That knows
-            factors and summands of outputs and norms of the residual stream, but no whole weights, factors of inputs
-            or norms of heads.
-    """
-
-    def __init__(self, matrices: Mapping[tuple[str, int, str], ExtraMatrix], geometry: ModelGeometry) -> None:
-        self._matrices = matrices
-        self._sizes = geometry.layers, geometry.module_slots
-        self._modules = {module: number for number, module in enumerate(geometry.modules)}
-        self.is_prepared = False
-        self._affine: dict[tuple[int, str], tuple[Tensor | None, Tensor | None]] = {}
-        places = dict.fromkeys((layer, module) for _, layer, module in matrices)
-        for layer, module in places:
-            scale, shift = (self.vector(kind, layer, module) for kind in ("scale", "shift"))
-            if module not in (EMBEDDING, HEAD) and (scale is not None or shift is not None):
-                self._affine[layer, module] = scale, shift
-        head_norms = {f"layers.{{}}.self_attn.{side}_norm.weight" for side in "qk"}
-        self.fits_one_call = not any(
-            module not in (EMBEDDING, HEAD) and (kind in ("weight", "input") or module in head_norms)
-            for kind, _, module in matrices
-        )
-        self._tables: tuple[Tensor, Tensor | None] | None = None
-        self.kinds = frozenset(kind for kind, _, module in matrices if module not in (EMBEDDING, HEAD))
-        self.vocabulary = frozenset(module for _, _, module in matrices if module in (EMBEDDING, HEAD))
-
-    def get(self, kind: str, layer: int, module: str) -> ExtraMatrix | None:
-        """Return a matrix; None if there is none."""
-        return self._matrices.get((kind, layer, module))
-
-    def vector(self, kind: str, layer: int, module: str) -> Tensor | None:
-        """Return a vector; None if there is none."""
-        found = self._matrices.get((kind, layer, module))
-        return None if found is None else found.vector
-
-    def affine(self, layer: int, module: str) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factors of a module's output, and what is added to it."""
-        return self._affine.get((layer, module), (None, None))
-
-    def drop_shift(self, layer: int, module: str) -> None:
-        """Note that nothing is added to a module's output."""
-        scale, _ = self._affine[layer, module]
-        self._affine[layer, module] = scale, None
-
-    def tables(self) -> tuple[int, int]:
-        """Return the addresses of tables of addresses, as ``native/adjusts.h`` has them; valid while this lives.
-
-        One is of the factors and summands, by layer and module; the other of the norms, by layer, 0 if there are none.
-        """
-        assert self.is_prepared
-        if self._tables is None:
-            self._tables = self._make_tables()
-        affines, norms = self._tables
-        return affines.data_ptr(), 0 if norms is None else norms.data_ptr()
-
-    def _make_tables(self) -> tuple[Tensor, Tensor | None]:
-        layers, slots = self._sizes
-        affines = torch.zeros(layers * slots, 2, dtype=torch.int64)
-        for (layer, module), pair in self._affine.items():
-            affines[layer * slots + self._modules[module]] = torch.tensor(
-                [0 if each is None else each.data_ptr() for each in pair]
-            )
-        if "vector" not in self.kinds:
-            return affines, None
-        norms = torch.zeros(layers, len(_NORMS), dtype=torch.int64)
-        for layer in range(layers):
-            for number, path in enumerate(_NORMS):
-                own = self.vector("vector", layer, path)
-                norms[layer, number] = 0 if own is None else own.data_ptr()
-        return affines, norms
-
-
-def scaled_inputs(x: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTargets") -> Tensor:
+def scaled_inputs(x: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> Tensor:
     """Return the input of a product, with the factors that adapters have for it; ``x`` is not changed."""
     out = x
     for segment in lora.adjusted("input"):
@@ -158,7 +28,7 @@ def scaled_inputs(x: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTarget
 
 
 def replace_products(
-    out: Tensor, x: Tensor, bias: Tensor | None, lora: "LoraBatch", layer: int, targets: "LoraTargets"
+    out: Tensor, x: Tensor, bias: Tensor | None, lora: LoraBatch, layer: int, targets: LoraTargets
 ) -> None:
     """Overwrite the output of modules of which adapters have whole weights.
 
@@ -183,7 +53,7 @@ def replace_products(
             out[rows, column : column + outputs] = found if own is None else found + own
 
 
-def scale_and_shift(out: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTargets") -> None:
+def scale_and_shift(out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
     """Multiply outputs by the factors of adapters, and add their summands, as ``Kernels.scale_and_shift``."""
     for segment in lora.adjusted("scale", "shift"):
         rows = slice(segment.start, segment.stop)
@@ -196,7 +66,7 @@ def scale_and_shift(out: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTa
             part.copy_(wide if shift is None else wide + shift[:outputs].float())
 
 
-def embed(x: Tensor, token_ids: Tensor, lora: "LoraBatch") -> None:
+def embed(x: Tensor, token_ids: Tensor, lora: LoraBatch) -> None:
     """Replace the embeddings ``x [T, hidden]`` of tokens where adapters have their own, in place."""
     for segment in lora.adjusted_vocabulary(EMBEDDING):
         rows, extras = slice(segment.start, segment.stop), segment.extras
@@ -214,7 +84,7 @@ def embed(x: Tensor, token_ids: Tensor, lora: "LoraBatch") -> None:
             x[rows] += found if scale is None else found * scale
 
 
-def adjust_logits(logits: Tensor, hidden: Tensor, lora: "LoraBatch", *, is_tied: bool) -> Tensor:
+def adjust_logits(logits: Tensor, hidden: Tensor, lora: LoraBatch, *, is_tied: bool) -> Tensor:
     """Return logits with the output layers of adapters that have their own.
 
     Args:
@@ -272,9 +142,9 @@ class ProductShare(NamedTuple):
 
 
 def prepare_product(
-    weights: "LoraWeights",
+    weights: LoraWeights,
     layer: int,
-    targets: "LoraTargets",
+    targets: LoraTargets,
     bias: Tensor | None,
     product: Callable[[Tensor], Tensor],
     norms: Callable[[], Tensor],
@@ -360,7 +230,7 @@ def dora_norms(
 
 
 def prepare_vocabulary(
-    weights: "LoraWeights", embedding: Tensor, logits: Callable[[Tensor], Tensor], norms: Callable[[], Tensor]
+    weights: LoraWeights, embedding: Tensor, logits: Callable[[Tensor], Tensor], norms: Callable[[], Tensor]
 ) -> None:
     """Compute DoRA's factors of embedding and output layer, into the blocks of an adapter.
 

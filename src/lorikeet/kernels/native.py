@@ -14,23 +14,21 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import (
+from lorikeet.kernels.huge_pages import Slabs
+from lorikeet.kernels.interface import (
     Batch,
     HeadNorms,
     Layers,
     LayersShape,
     LayerWeights,
-    LoraBatch,
-    LoraDelta,
-    LoraTargets,
     Rotation,
-    SamplingTensors,
     Weight,
     kv_head_dim,
 )
-from lorikeet.kernels.huge_pages import Slabs
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
+from lorikeet.kernels.sampling import SamplingTensors
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
 """Best first."""
@@ -248,7 +246,7 @@ def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: SamplingTens
 
 
 class NativeLayers:
-    """All layers of a decoder in one native call; implements ``kernels.base.Layers``.
+    """All layers of a decoder in one native call; implements ``kernels.interface.Layers``.
 
     Args:
         library: from :func:`load_library`.
@@ -276,7 +274,7 @@ class NativeLayers:
         self._widths = hidden, qkv, mixed, hidden, 2 * inner, inner
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute all layers of a step; arguments and results as of ``kernels.base.Layers``."""
+        """Compute all layers of a step; arguments and results as of ``kernels.interface.Layers``."""
         rows, samples = len(x), len(batch.sample_rows)
         normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
         assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
@@ -368,7 +366,7 @@ _NO_LORA = (0, 0, 0)
 
 
 class NativeKernels:
-    """The native backend. ``kernels.base.Kernels`` documents what each method computes.
+    """The native backend. ``kernels.interface.Kernels`` documents what each method computes.
 
     Args:
         instruction_set: of the library; part of the name.

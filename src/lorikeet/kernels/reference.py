@@ -15,24 +15,12 @@ from torch import Tensor
 
 from lorikeet.core.geometry import KV_SCALE_BYTES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import (
-    SLOW_HALVES,
-    Batch,
-    HeadNorms,
-    LayersShape,
-    LayerWeights,
-    LoraBatch,
-    LoraDelta,
-    LoraSegment,
-    LoraTargets,
-    Rotation,
-    SamplingTensors,
-    Weight,
-    choose,
-    kv_head_dim,
-)
+from lorikeet.kernels.devices import SLOW_HALVES
 from lorikeet.kernels.extras import row_norms, scale_and_shift
+from lorikeet.kernels.interface import Batch, HeadNorms, LayersShape, LayerWeights, Rotation, Weight, kv_head_dim
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
+from lorikeet.kernels.sampling import SamplingTensors, choose
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
@@ -71,7 +59,7 @@ GROUP_RANKS = 512
 
 
 class ReferenceKernels:
-    """The reference backend. ``kernels.base.Kernels`` documents what each method computes.
+    """The reference backend. ``kernels.interface.Kernels`` documents what each method computes.
 
     Args:
         instead_of_faster: why the fast backend cannot be used, empty if it was not requested; part of the name.

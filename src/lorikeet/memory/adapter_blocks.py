@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lorikeet.core.adapter import AdapterExtra, AdapterRef, Shape
 from lorikeet.core.geometry import SCALE_BYTES, SCORE, ModelGeometry
-from lorikeet.kernels.base import LoraPieces, LoraWeights
-from lorikeet.kernels.extras import ExtraMatrix, ExtraWeights
+from lorikeet.kernels.extra_weights import ExtraMatrix, ExtraWeights
+from lorikeet.kernels.lora import LoraPieces, LoraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
 _MAX_LAYOUTS = 128

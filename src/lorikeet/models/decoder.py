@@ -8,22 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import (
-    Assist,
-    Batch,
-    HeadNorms,
-    Kernels,
-    LayersShape,
-    LayerWeights,
-    LoraBatch,
-    LoraDelta,
-    LoraWeights,
-    RotaryPairs,
-    Rotation,
-    Weight,
-    fits_one_call,
-    kv_view,
-)
 from lorikeet.kernels.extras import (
     ProductShare,
     adjust_logits,
@@ -33,6 +17,20 @@ from lorikeet.kernels.extras import (
     replace_products,
     scaled_inputs,
 )
+from lorikeet.kernels.interface import (
+    Assist,
+    Batch,
+    HeadNorms,
+    Kernels,
+    LayersShape,
+    LayerWeights,
+    RotaryPairs,
+    Rotation,
+    Weight,
+    fits_one_call,
+    kv_view,
+)
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraWeights
 from lorikeet.models.config import LLAMA_NORMS, ROW_PARALLEL, ModelConfig, RopeScaling
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.weights import DecoderWeights, lora_targets
@@ -252,7 +250,7 @@ class Decoder:
 
         Args:
             batch: tokens, positions and block tables of the step.
-            kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed in
+            kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.interface.kv_view``), changed in
                 place.
 
         Returns:
@@ -316,7 +314,7 @@ class Decoder:
         return out
 
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute all layers kernel by kernel; arguments and result are those of ``kernels.base.Layers``.
+        """Compute all layers kernel by kernel; arguments and result are those of ``kernels.interface.Layers``.
 
         Returns:
             The residual stream and the output of the last MLP, which is not added to it yet; both ``[rows, hidden]``.

@@ -17,7 +17,7 @@ from torch import Tensor
 from lorikeet.core.geometry import PREFIXES, PRODUCTS, UNUSED_PARTS
 from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.core.sizes import format_size
-from lorikeet.kernels.base import LayerWeights, Weight
+from lorikeet.kernels.interface import LayerWeights, Weight
 from lorikeet.kernels.quantized import GROUP, QuantizedWeight, QuantizedWeightError, quantize, stacked
 from lorikeet.models.config import ROW_PARALLEL, ModelConfig, read_json_section
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lorikeet.core.geometry import KvShape
-from lorikeet.kernels.base import Batch, Kernels, RotaryPairs, Rotation
+from lorikeet.kernels.interface import Batch, Kernels, RotaryPairs, Rotation
 from lorikeet.kernels.reference import attend_plainly, rotated
 
 STEP, PROBE = "lorikeet", "lorikeet_probe"

@@ -19,8 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
 from lorikeet.core.messages import LOADING_WEIGHTS
-from lorikeet.kernels.base import Batch, HostMetadata, Kernels, LoraBatch, LoraWeights, to_device
+from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.extras import prepare_vocabulary
+from lorikeet.kernels.interface import Batch, HostMetadata, Kernels
+from lorikeet.kernels.lora import LoraBatch, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
 from lorikeet.models.gguf import GGUF_FILE, read_gguf, transformers_names

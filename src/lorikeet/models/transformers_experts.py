@@ -17,7 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from lorikeet.core.geometry import ExpertsPath, split_layer
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment
+from lorikeet.kernels.interface import Kernels
+from lorikeet.kernels.lora import LoraBatch, LoraSegment
 from lorikeet.kernels.quantized import QuantizedWeight, quantize
 from lorikeet.models.transformers_modules import AdaptedLinear, LoraModules, StepLora
 

@@ -23,8 +23,9 @@ from lorikeet.core.geometry import (
     ReplaceableWeights,
     split_layer,
 )
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights, Weight
 from lorikeet.kernels.extras import adjust_logits, embed, prepare_product, replace_products, scaled_inputs
+from lorikeet.kernels.interface import Kernels, Weight
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight, quantize, stacked
 
 _EXPERT = re.compile(r"expert.*\.\d+(\.|$)")

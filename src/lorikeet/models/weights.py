@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
-from lorikeet.kernels.base import Kernels, LayerWeights, LoraTarget, LoraTargets, Weight
+from lorikeet.kernels.interface import Kernels, LayerWeights, Weight
+from lorikeet.kernels.lora import LoraTarget, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 
 

@@ -18,7 +18,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.costs.fit import fit_lora, fit_step
 from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s
 from lorikeet.costs.profile import Constant, CostProfile
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.devices import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.profiling.driver import ExecutorDriver
 from lorikeet.profiling.host_lora import host_lora, measure_host_lora

@@ -11,7 +11,9 @@ from torch import Tensor
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
-from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device, torch_dtype
+from lorikeet.kernels.devices import to_device, torch_dtype
+from lorikeet.kernels.interface import Batch, HostMetadata
+from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 
 Ints = npt.NDArray[np.int64]
 

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, SamplingTensors, Segment, split_segments
+from lorikeet.kernels.interface import LONG_TOKENS, Batch
+from lorikeet.kernels.lora import LoraBatch, Segment, split_segments
+from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.worker.batch import BatchRow
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import DeviceBackend, Graph, StreamEvent

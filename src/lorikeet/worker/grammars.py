@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import to_device
+from lorikeet.kernels.devices import to_device
 from lorikeet.worker.batch import GrowingInts
 
 MAX_LEXER_STATES = 20_000

@@ -17,7 +17,9 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.machine import free_memory_bytes
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors
+from lorikeet.kernels.interface import LONG_TOKENS
+from lorikeet.kernels.lora import LoraWeights
+from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.memory.least import check_blocks, least_blocks

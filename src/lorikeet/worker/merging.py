@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.kernels.base import Kernels, LoraTargets, LoraWeights, Weight
+from lorikeet.kernels.interface import Kernels, Weight
+from lorikeet.kernels.lora import LoraTargets, LoraWeights
 from lorikeet.models.weights import DecoderWeights, lora_targets
 from lorikeet.presets import MergeBy
 

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import Pooled
 from lorikeet.core.request import PoolingKind
-from lorikeet.kernels.base import LoraWeights
+from lorikeet.kernels.lora import LoraWeights
 from lorikeet.worker.batch import SequenceState
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.plan import PromptLogprobs, PromptToken
-from lorikeet.kernels.base import to_device
+from lorikeet.kernels.devices import to_device
 from lorikeet.worker.batch import SequenceState
 
 _SLICE_ROWS = 64

@@ -12,7 +12,8 @@ from torch import Tensor
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Pooled, PromptLogprobs, SequenceStep, StepPlan
-from lorikeet.kernels.base import LoraBatch, LoraWeights, to_device
+from lorikeet.kernels.devices import to_device
+from lorikeet.kernels.lora import LoraBatch, LoraWeights
 from lorikeet.worker.batch import BatchRow, SequenceState, build_batch, check_rows, lora_batch
 from lorikeet.worker.host_lora.assisted_step import HostLoraSide
 from lorikeet.worker.pooling import PooledRows, pool

@@ -16,7 +16,9 @@ from lorikeet.core.messages import BaseInfo
 from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Batch, Kernels, LoraBatch, LoraWeights, torch_dtype
+from lorikeet.kernels.devices import torch_dtype
+from lorikeet.kernels.interface import Batch, Kernels
+from lorikeet.kernels.lora import LoraBatch, LoraWeights
 from lorikeet.kernels.quantized import GROUP
 from lorikeet.memory.least import kept_geometry
 from lorikeet.models.config import (

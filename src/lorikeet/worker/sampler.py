@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import SamplingTensors, to_device
+from lorikeet.kernels.devices import to_device
+from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.worker.batch import GrowingInts, Ints
 from lorikeet.worker.grammars import GrammarMasks, Masks
 

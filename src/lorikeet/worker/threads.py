@@ -16,7 +16,7 @@ import torch
 
 from lorikeet.core.machine import usable_cores
 from lorikeet.core.plan import KernelForm, StepPlan
-from lorikeet.kernels.base import Kernels
+from lorikeet.kernels.interface import Kernels
 
 _LOG = logging.getLogger(__name__)
 

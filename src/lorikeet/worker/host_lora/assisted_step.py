@@ -15,7 +15,7 @@ from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.messages import AssistCounters
 from lorikeet.costs.assist_costs import AssistCosts
-from lorikeet.kernels.base import LoraBatch, LoraSegment
+from lorikeet.kernels.lora import LoraBatch, LoraSegment
 from lorikeet.presets import HostLayers
 from lorikeet.worker.host_lora.pool import TIMEOUT_S, HostPool, HostRows, RowAssignment, y_of
 from lorikeet.worker.host_lora.ring import POLLS, Backoff, Ring, short_sleep
@@ -74,7 +74,7 @@ class _Rows:
 
 
 class AssistedStep:
-    """Host LoRA of one step; implements ``kernels.base.Assist``. Made by :meth:`HostLoraSide.assisting`.
+    """Host LoRA of one step; implements ``kernels.interface.Assist``. Made by :meth:`HostLoraSide.assisting`.
 
     The choice between host and device is made once for each layer, since an adapter arrives by layers. Then every
     product that an adapter in flight changes is handed over for itself.

@@ -14,7 +14,7 @@ from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.machine import usable_cores
 from lorikeet.costs.assist_costs import WORKER_TOKENS, slice_rows
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.devices import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.worker.helper_process import Helper, HelperProcess, start_helper_process
 from lorikeet.worker.host_lora.ring import POLLS, Backoff, Ring, RingShape, RingSlice

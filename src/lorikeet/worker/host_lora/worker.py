@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.ids import BlockId
-from lorikeet.kernels.base import LoraPieces, LoraTargets, torch_dtype
+from lorikeet.kernels.devices import torch_dtype
+from lorikeet.kernels.lora import LoraPieces, LoraTargets
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 from lorikeet.models.weights import lora_targets

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.kernels.base import torch_dtype
+from lorikeet.kernels.devices import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.worker.host_lora.ring import SLEEP_S, Ring, RingShape
 from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker

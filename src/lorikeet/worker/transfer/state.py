@@ -11,7 +11,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.plan import Tier, Transfer
-from lorikeet.kernels.base import LoraWeights
+from lorikeet.kernels.lora import LoraWeights
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import blocks_needed
 from lorikeet.worker.transfer.device import StreamEvent

@@ -9,26 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import (
-    MAX_SEGMENT_ROWS,
-    Batch,
-    HeadNorms,
-    LayersShape,
-    LayerWeights,
-    LoraBatch,
-    LoraDelta,
-    LoraTargets,
-    Rotation,
-    SamplingTensors,
-    Weight,
-)
 from lorikeet.kernels.extras import row_norms, scale_and_shift
-from lorikeet.kernels.gpu import draw, elementwise, lora
-from lorikeet.kernels.gpu.attend import attend
-from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
-from lorikeet.kernels.gpu.quantized import quantized_linear
+from lorikeet.kernels.interface import Batch, HeadNorms, LayersShape, LayerWeights, Rotation, Weight
+from lorikeet.kernels.lora import MAX_SEGMENT_ROWS, LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum, norm_heads, split_heads
+from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.triton import elementwise, lora, sampling
+from lorikeet.kernels.triton.attention_launch import paged_attention
+from lorikeet.kernels.triton.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
+from lorikeet.kernels.triton.quantized import quantized_linear
 
 _MOST_PARTS = 8
 
@@ -77,7 +67,7 @@ _FILTERED, _FILTER_WARPS = 8192, 16
 class TritonKernels:
     """The Triton backend; products with weights that are not quantised run in torch.
 
-    ``kernels.base.Kernels`` documents the methods.
+    ``kernels.interface.Kernels`` documents the methods.
     No method waits for the device, except LoRA by einsum.
 
     Attributes:
@@ -165,7 +155,7 @@ class TritonKernels:
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
         """Decodes and prefills in separate launches, if the host has the metadata."""
-        return attend(qkv, kv, batch, scale, window, softcap)
+        return paged_attention(qkv, kv, batch, scale, window, softcap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up``."""
@@ -187,21 +177,21 @@ class TritonKernels:
         rows, vocab = logits.shape
         temperature, top_k, top_p, min_p, seed, position = parameters
         stride, place = logits.stride(0), logits.device
-        parts, width = _parts(PROGRAMS // max(rows, 1), vocab, _DRAWN, draw.MOST_PARTS)
+        parts, width = _parts(PROGRAMS // max(rows, 1), vocab, _DRAWN, sampling.MOST_PARTS)
         values = torch.empty(2, rows, parts, dtype=torch.float32, device=place)
         tokens = torch.empty(2, rows, parts, dtype=torch.int32, device=place)
         lowest = torch.empty(rows, dtype=torch.float32, device=place)
         out = torch.empty(rows, dtype=torch.int64, device=place)
-        draw.largest[(rows, parts)](logits, values, tokens, vocab, width, stride, _DRAWN, **launch(_DRAW_WARPS))
-        draw.filter_rows[(rows,)](
+        sampling.largest[(rows, parts)](logits, values, tokens, vocab, width, stride, _DRAWN, **launch(_DRAW_WARPS))
+        sampling.filter_rows[(rows,)](
             logits, temperature, top_k, top_p, min_p, values, lowest, vocab, parts, stride, _FILTERED,
             **launch(_FILTER_WARPS),
         )  # fmt: skip
-        draw.draw[(rows, parts)](
+        sampling.draw[(rows, parts)](
             logits, temperature, lowest, seed, position, values, tokens, vocab, width, stride, _DRAWN,
             **launch(_DRAW_WARPS),
         )  # fmt: skip
-        draw.join[(rows,)](temperature, values, tokens, out, parts, **launch(1))
+        sampling.join[(rows,)](temperature, values, tokens, out, parts, **launch(1))
         return out
 
 

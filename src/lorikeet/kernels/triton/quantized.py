@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorikeet.kernels.gpu.launch import INTERPRETED, launch, tiles_of, wait_for_previous
 from lorikeet.kernels.quantized import QuantizedWeight
+from lorikeet.kernels.triton.launch import INTERPRETED, launch, tiles_of, wait_for_previous
 
 MOST_ROWS = 64
 """For more rows the weight is unpacked once: tiles of rows would each unpack it."""

@@ -12,8 +12,8 @@ as 1, 2, 3", SC 2011) as numpy counts it, a function of seed, position and token
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.base import GREEDY_BELOW
-from lorikeet.kernels.gpu.launch import wait_for_previous
+from lorikeet.kernels.sampling import GREEDY_BELOW
+from lorikeet.kernels.triton.launch import wait_for_previous
 
 MOST_PARTS = 256
 

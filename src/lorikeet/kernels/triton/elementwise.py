@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.launch import wait_for_previous
+from lorikeet.kernels.triton.launch import wait_for_previous
 
 
 @triton.jit

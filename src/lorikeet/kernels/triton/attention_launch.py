@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import LONG_TOKENS, Batch, BatchPart
-from lorikeet.kernels.gpu import attention
-from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
+from lorikeet.kernels.interface import LONG_TOKENS, Batch, BatchPart
+from lorikeet.kernels.triton import attention
+from lorikeet.kernels.triton.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 
 
 class _Tile(NamedTuple):
@@ -51,16 +51,18 @@ def splits_of(programs: int, longest: int) -> Splits:
     return Splits(usual, max(usual, min(tiles_of(longest, _LONG_SPLIT), most, _MOST_SPLITS)))
 
 
-def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0) -> Tensor:
-    """Compute attention as of ``Kernels.attention``: one launch per part of the batch, two if its tokens are split."""
+def paged_attention(
+    qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+) -> Tensor:
+    """Compute attention as ``Kernels.attention``: one launch per part of the batch, two if its tokens are split."""
     _, kv_heads, head_dim = kv.shape[2:]
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * head_dim)
     for part in batch.parts:
-        _attend(out, qkv, kv, batch, part, scale, window or 0, softcap)
+        _attend_part(out, qkv, kv, batch, part, scale, window or 0, softcap)
     return out
 
 
-def _attend(
+def _attend_part(
     out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: BatchPart, scale: float, window: int, softcap: float
 ) -> None:
     block_size, kv_heads, head_dim = kv.shape[2:]

@@ -15,7 +15,7 @@ Arguments that depend on the shape of a step are not specialised, so that they c
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.launch import wait_for_previous
+from lorikeet.kernels.triton.launch import wait_for_previous
 
 
 @triton.jit

@@ -18,7 +18,7 @@ them becomes a multiple of 16.
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.launch import wait_for_previous
+from lorikeet.kernels.triton.launch import wait_for_previous
 
 
 @triton.jit

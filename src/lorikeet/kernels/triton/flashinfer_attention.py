@@ -10,8 +10,8 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HostMetadata
-from lorikeet.kernels.gpu.kernels import TritonKernels
+from lorikeet.kernels.interface import Batch, HostMetadata
+from lorikeet.kernels.triton.kernels import TritonKernels
 
 WORKSPACE_BYTES = 384 * 2**20
 """Workspace for results of splits. With less, FlashInfer refuses large prefills on large devices."""
@@ -25,7 +25,7 @@ class _Planned(NamedTuple):
 
 
 class FlashInferKernels(TritonKernels):
-    """Triton kernels with FlashInfer's attention. Implements ``kernels.base.Kernels``.
+    """Triton kernels with FlashInfer's attention. Implements ``kernels.interface.Kernels``.
 
     Args:
         device: a GPU.

@@ -1,0 +1,404 @@
+"""The interface of a kernel backend, and the values that it takes.
+
+Every backend computes the same functions. The reference backend in plain torch is what the others are checked against.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import KV_SCALE_BYTES
+from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.devices import to_device
+from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
+from lorikeet.kernels.quantized import QuantizedWeight
+from lorikeet.kernels.sampling import SamplingTensors
+
+LONG_TOKENS = 8192
+"""Longer contexts are split among more programs. Graphs for longer contexts are captured separately."""
+
+
+class BatchPart(NamedTuple):
+    """Some sequences of a batch, for which attention is launched together.
+
+    Attributes:
+        numbers: int64 on the device, indices of the sequences in the batch; None: all of them.
+        sequences: number of sequences.
+        most_rows: most rows of a sequence.
+        longest: longest context; None if only the device knows.
+    """
+
+    numbers: Tensor | None
+    sequences: int
+    most_rows: int
+    longest: int | None
+
+
+def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> tuple[BatchPart, ...]:
+    """Split a batch into decodes (one row) and prefills (more rows).
+
+    Args:
+        row_starts: as of ``Batch``, on the host.
+        contexts: as of ``Batch``, on the host.
+        device: gets the indices, by a copy that is not waited for.
+    """
+    rows = row_starts.diff()
+    ones = int((rows == 1).sum())
+    if not len(rows):
+        return ()
+    if ones in (0, len(rows)):
+        return (BatchPart(None, len(rows), int(rows.amax()), int(contexts.amax())),)
+    order = (rows != 1).argsort(stable=True)
+    numbers, ordered = to_device(order, device), contexts[order]
+    return (
+        BatchPart(numbers[:ones], ones, 1, int(ordered[:ones].amax())),
+        BatchPart(numbers[ones:], len(rows) - ones, int(rows.amax()), int(ordered[ones:].amax())),
+    )
+
+
+class Assist(Protocol):
+    """Host LoRA for adapters of which not all layers are on the device."""
+
+    def begin(self, product: str, layer: int, x: Tensor, lora: LoraBatch | None) -> LoraBatch | None:
+        """Start host LoRA for some adapters; return those for the device, None if there are none.
+
+        Args:
+            product: a key of ``core.geometry.PRODUCTS``; they are called in that order.
+            layer: of the model; called for each layer in order.
+            x: ``[rows, in]``, the input of the product.
+            lora: all adapters of these rows: ``lora`` or ``sample_lora`` of the batch.
+        """
+        ...
+
+    def finish(self, out: Tensor) -> None:
+        """Add the host's delta to the product of the last :meth:`begin`, ``[rows, out]``, in place."""
+        ...
+
+
+class HostMetadata(NamedTuple):
+    """Copies on the host of fields of ``Batch``, so that they need not be read from the device."""
+
+    row_starts: Tensor
+    contexts: Tensor
+    block_tables: Tensor
+    sample_rows: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's metadata, built once per step.
+
+    Attributes:
+        token_ids: int64 ``[T]``.
+        positions: int64 ``[T]``.
+        slot_blocks: int64 ``[T]``, block that receives the row's KV; -1 for padding rows of graphs, which store none.
+        slot_offsets: int64 ``[T]``, token index inside that block.
+        row_starts: int64 ``[n + 1]``; sequence i computes rows ``row_starts[i]`` to ``row_starts[i + 1]``.
+        contexts: int64 ``[n]``, tokens in a sequence's KV including the step's; its last row is at ``contexts[i] - 1``.
+        block_tables: int64 ``[n, N]``, padded with block 0.
+        sample_rows: int64 ``[S]``, rows that need logits, each once; in row order if these are all rows.
+        lora: the adapters, None if no row has one.
+        assist: host LoRA, if adapters of ``lora`` are in flight. None if all are loaded.
+        embeds: rows, int64 ``[E]``, and the embeddings that they have instead of their tokens', ``[E, hidden]``; None
+            if no row has.
+        host: copies on the host; None in a graph.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_blocks: Tensor
+    slot_offsets: Tensor
+    row_starts: Tensor
+    contexts: Tensor
+    block_tables: Tensor
+    sample_rows: Tensor
+    lora: LoraBatch | None = None
+    assist: Assist | None = None
+    embeds: tuple[Tensor, Tensor] | None = None
+    host: HostMetadata | None = None
+
+    @cached_property
+    def parts(self) -> tuple[BatchPart, ...]:
+        """Its decodes and its prefills; in a graph one part with all sequences, as the host has no metadata."""
+        if self.host is None:
+            return (BatchPart(None, len(self.contexts), len(self.token_ids) - len(self.contexts) + 1, None),)
+        return split_batch(self.host.row_starts, self.host.contexts, self.contexts.device)
+
+    @cached_property
+    def sample_lora(self) -> LoraBatch | None:
+        """The adapters of the sample rows only."""
+        if self.lora is None or len(self.sample_rows) == len(self.token_ids):
+            return self.lora
+        rows = self.sample_rows if self.host is None else self.host.sample_rows
+        return self.lora.select_rows(rows.tolist())
+
+    @property
+    def head_lora(self) -> LoraBatch | None:
+        """The adapters of the sample rows, if any of them has more than A and B."""
+        lora = self.sample_lora
+        return lora if lora is not None and lora.has_extras else None
+
+
+class PackedWeight(Protocol):
+    """A linear weight in a backend's own layout, or quantised."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[out, in]``."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        ...
+
+
+Weight = Tensor | PackedWeight
+"""A linear weight as returned by ``Kernels.pack``."""
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of queries and keys.
+
+    Attributes:
+        q, k: weights, ``[head_dim]`` each, of heads by themselves (Qwen3), or ``[heads * head_dim]`` and
+            ``[kv_heads * head_dim]``, of all heads of a token together (OLMo 2).
+        eps: is added to the mean square.
+        offset: is added to the weights, in fp32.
+        is_whole: whether all heads of a token are normalised together.
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    offset: float = 0.0
+    is_whole: bool = False
+
+
+class RotaryPairs(NamedTuple):
+    """Which elements of a head a rotary embedding rotates.
+
+    Attributes:
+        dims: number of elements that are rotated, the first ones; the others stay as they are.
+        are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), and not i with ``dims / 2 + i``.
+    """
+
+    dims: int
+    are_neighbours: bool = False
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of a step's rows on a layer.
+
+    Attributes:
+        cos, sin: ``[T, head_dim]``: of each pair, then, from ``head_dim / 2`` on, of each pair again.
+        pairs: which elements of a head are rotated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: RotaryPairs
+
+
+class Kernels(Protocol):
+    """A kernel backend. Arguments are not changed unless the docstring says so."""
+
+    name: str
+    threads: int
+    """Number of threads of each call. The owner may change it between calls."""
+    fits_graphs: bool
+    """Whether calls can be captured in a CUDA graph: no call waits for the device, except LoRA by einsum."""
+    reads_codes: bool
+    """Whether adapters may be kept as codes (``LoraWeights.bits``), and keys and values (:func:`kv_view`)."""
+
+    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context in which each thread is pinned to one of ``cores``, which are as many as threads."""
+        ...
+
+    def pack(self, weight: "Tensor | QuantizedWeight", dtype: torch.dtype | None = None) -> Weight:
+        """Return ``weight [out, in]`` in the layout of :meth:`linear`; the weight itself if the layout is plain.
+
+        ``dtype`` is that of the products with a quantised weight, which is needed for such only. The product is that
+        of the weight dequantised to this dtype.
+        """
+        ...
+
+    def repack(self, weight: Tensor, packed: Weight) -> None:
+        """Overwrite ``packed``, which is not quantised, with ``weight``, of the same shape and dtype, in place."""
+        ...
+
+    def layers_in_one_call(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":
+        """Return a function that computes all layers in one call, with the same bits as single kernels, or None."""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
+        """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
+
+        With a ``delta``, ``x[rows] @ Aᵀ @ Bᵀ`` is added in columns ``[column, column + outputs)`` for each segment and
+        target. Segments whose adapter does not change (layer, module) are skipped. Ranks may differ.
+        """
+        ...
+
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """Multiply outputs of a product by the factors of adapters, and add their summands, in place.
+
+        ``out [T, out]`` is that of :meth:`linear`, with the delta. Sums are fp32, and rounded once.
+        """
+        ...
+
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        """Return the output layer ``x [S, hidden] @ weight [vocab, hidden]ᵀ``, ``[S, vocab]``.
+
+        It is fp32 where that costs no more than the weights' dtype. bfloat16 has steps of 0.125 between 16 and 32,
+        where the best logits of many models lie, so it makes ties among tokens that differ.
+        """
+        ...
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """Return the norm of each row of ``weight [out, in]``, fp32 ``[out]``."""
+        ...
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Add ``delta`` to ``x`` in place, if there is one; return the RMS norm of the sum times ``weight + offset``.
+
+        Both are ``[T, hidden]``; the norm, and ``weight + offset``, are computed in fp32.
+        """
+        ...
+
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
+        """Rotate the queries in ``qkv`` in place; write rotated keys, and values, into ``kv`` at the batch's slots.
+
+        Args:
+            qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are undefined afterwards.
+            rotation: how queries and keys are rotated.
+            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed; or of codes,
+                see :func:`kv_view`.
+            batch: the step.
+            norms: RMS norms of queries and keys before the rotation, or None.
+        """
+        ...
+
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
+        """Causal attention of the queries in ``qkv`` over the paged ``kv``, with grouped heads.
+
+        ``window`` limits a token to the ``window`` latest positions, its own included. With a ``softcap`` the scaled
+        scores are ``softcap * tanh(score / softcap)``.
+        Returns ``[T, heads * head_dim]``.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` for ``gate_up [T, 2 * n]``; returns ``[T, n]``."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """``gelu(gate) * up`` likewise, with the approximation of GELU by tanh."""
+        ...
+
+    def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
+        """Sample one token per row of ``logits [S, vocab]``, as ``kernels.sampling.choose``."""
+        ...
+
+
+def kv_head_dim(kv: Tensor) -> int:
+    """Return the elements of a head of a layer's keys and values, as viewed by :func:`kv_view`."""
+    return kv.shape[-1] - (KV_SCALE_BYTES if kv.dtype == torch.int8 else 0)
+
+
+def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, *, bits: int = 0) -> Tensor:
+    """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy.
+
+    With 8 ``bits`` it is a view of int8 ``[…, head_dim + 2]``: the codes of a head, and their scale in bfloat16.
+    """
+    blocks = arena.shape[0]
+    if bits:
+        arena, head_dim = arena.view(torch.int8), head_dim + KV_SCALE_BYTES
+    return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of one decoder layer; ``None`` where the model has no such tensor.
+
+    Linear weights are ``[out, in]``, as loaded or packed by ``Kernels.pack``.
+
+    Attributes:
+        input_norm, post_norm: ``[hidden]``, before attention and before the MLP.
+        attention_norm, mlp_norm: ``[hidden]``, of what attention and MLP add to the residual stream.
+        qkv, qkv_bias: queries, keys and values, stacked.
+        q_norm, k_norm: as of ``HeadNorms``.
+        o, o_bias: split by input over ranks. Only rank 0 has the bias, since partial products are summed.
+        gate_up, gate_up_bias: gate and up, stacked.
+        down, down_bias: split like ``o``.
+    """
+
+    input_norm: Tensor | None
+    post_norm: Tensor | None
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+
+
+class LayersShape(NamedTuple):
+    """Parameters of layers beside their weights.
+
+    Attributes:
+        heads, kv_heads, head_dim: of attention.
+        eps: of all norms.
+        scale: of attention scores.
+        windows: sliding window of each layer; None for full attention.
+        targets: LoRA targets of the four fused products: qkv, o, gate_up, down.
+        rotations: by layer, the index of its rotary embedding in cos and sin.
+        pairs: as of :class:`Rotation`.
+        norm_offset: is added to the weights of norms.
+        has_whole_norms: whether all heads of a token are normalised together.
+        softcap: of attention scores; 0: none.
+        has_gelu: whether the MLP is gated by GELU, and not by SiLU.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    windows: tuple[int | None, ...]
+    targets: tuple[LoraTargets, ...]
+    rotations: tuple[int, ...]
+    pairs: RotaryPairs
+    norm_offset: float = 0.0
+    has_whole_norms: bool = False
+    softcap: float = 0.0
+    has_gelu: bool = False
+
+
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch], tuple[Tensor, Tensor]]
+"""Computes all layers of a batch for which :func:`fits_one_call` holds.
+
+Arguments are x ``[T, hidden]``, changed; cos and sin ``[rotations, T, head_dim]``; the arena as viewed by
+:func:`kv_view`, changed; and the batch. It returns, for the sample rows, x before the last layer's MLP is added, and
+the MLP's output, both ``[S, hidden]``.
+"""
+
+
+def fits_one_call(batch: Batch) -> bool:
+    """Whether a batch needs nothing between kernels: neither host LoRA, nor einsums, nor whole weights of adapters."""
+    lora = batch.lora
+    if batch.assist is not None or (lora is not None and lora.form is KernelForm.EINSUM):
+        return False
+    return lora is None or not lora.has_extras or all(found.extras.fits_one_call for found in lora.adjusted_layers)

@@ -1,0 +1,311 @@
+"""LoRA adapters of a batch: their weights in pool blocks, their rows, and the tables of addresses that kernels read."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.devices import to_device
+from lorikeet.kernels.extra_weights import ExtraWeights
+
+Segment = tuple[int, int, int, int]
+"""First row, row after the last, address of the adapter's piece table, address of its piece index."""
+
+
+MAX_SEGMENT_ROWS = 64
+"""Longest segment in a table on a device. A launch has as many programs per segment as the longest one needs."""
+
+
+def split_segments(segments: Sequence[Segment], most: int) -> list[Segment]:
+    """Split segments of more than ``most`` rows."""
+    return [
+        (start, min(stop, start + most), table, index)
+        for first, stop, table, index in segments
+        for start in range(first, stop, most)
+    ]
+
+
+LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
+"""(layer, module) → pieces (A rows ``[r, in]``, Bᵀ rows ``[r, out]``), views into pool blocks; scaling is in B."""
+
+
+class LoraWeights:
+    """The weights of one adapter, as views into pool blocks and as a table of addresses.
+
+    Args:
+        pieces: the views.
+        layers: layers of the model.
+
+    Attributes:
+        rank: the largest rank of any module on any layer.
+        modules: modules that the adapter changes.
+        extras: what the adapter has beside A and B; None: nothing.
+        table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
+            then module as in the geometry; here as in ``LORA_MODULES``.
+        index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); slots as of ``LoraTargets``.
+        score: rows of the score head, ``[labels, hidden]`` together; empty if the adapter has none.
+        bits: 8 if A and Bᵀ are codes, with the scales of a piece before its A (``memory.packing.write_pieces``); 0 if
+            they are of the dtype. ``pieces`` are of the dtype in any case.
+    """
+
+    score: tuple[Tensor, ...] = ()
+    bits = 0
+
+    def __init__(self, pieces: LoraPieces, layers: int) -> None:
+        rows: list[tuple[int, int, int]] = []
+        index, rank = [0], 0
+        for layer in range(layers):
+            for module in LORA_MODULES:
+                found = pieces.get((layer, module), ())
+                rows.extend((a.data_ptr(), bt.data_ptr(), len(a)) for a, bt in found)
+                index.append(len(rows))
+                rank = max(rank, sum(len(a) for a, _ in found))
+        self.rank = rank
+        self.extras: ExtraWeights | None = None
+        self.modules = frozenset(module for _, module in pieces)
+        self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+        self.index = torch.tensor(index, dtype=torch.int64)
+        self._make_pieces: Callable[[], LoraPieces] = lambda: pieces
+        self._on_device: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def from_table(
+        cls,
+        rank: int,
+        modules: frozenset[str],
+        table: Tensor,
+        index: Tensor,
+        make_pieces: Callable[[], LoraPieces],
+        *,
+        bits: int = 0,
+    ) -> "LoraWeights":
+        """Make it from addresses. Views of hundreds of pieces take milliseconds; native kernels do not need them."""
+        made = cls.__new__(cls)
+        made.rank, made.modules, made.table, made.index = rank, modules, table, index
+        made._make_pieces, made._on_device, made.extras, made.bits = make_pieces, None, None, bits
+        return made
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Whether all addresses are multiples of 16 bytes."""
+        return not bool((self.table[:, :2] & 15).any())
+
+    @cached_property
+    def pieces(self) -> LoraPieces:
+        """The weights as views, made on first use."""
+        return self._make_pieces()
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return table and index on a device; copied once."""
+        if device.type == "cpu":
+            return self.table, self.index
+        if self._on_device is None:
+            self._on_device = to_device(self.table, device), to_device(self.index, device)
+        return self._on_device
+
+
+class LoraSegment(NamedTuple):
+    """Rows ``start`` to ``stop`` (half-open) of the batch, which use one adapter."""
+
+    start: int
+    stop: int
+    weights: LoraWeights
+
+
+class Adjusted(NamedTuple):
+    """Rows ``start`` to ``stop`` of the batch, whose adapter has extras."""
+
+    start: int
+    stop: int
+    extras: ExtraWeights
+
+
+class LoraTarget(NamedTuple):
+    """A module whose output begins at ``column`` of a fused product and has ``outputs`` columns."""
+
+    module: str
+    column: int
+    outputs: int
+
+
+class LoraTargets:
+    """The modules of one fused product, which read the same input.
+
+    Args:
+        targets: each module's columns.
+        modules: all modules of a layer, in packing order.
+        slots: as of ``ModelGeometry.module_slots``.
+
+    Attributes:
+        each: the targets.
+        modules: names of their modules.
+        numbers: int64 ``[1 + 3 * targets]``: their number, then each one's index in a layer, column, outputs.
+        slots: entries of one layer in the index of ``LoraWeights``.
+        are_aligned: whether all columns and outputs are multiples of 16.
+    """
+
+    def __init__(
+        self, *targets: LoraTarget, modules: Sequence[str] = LORA_MODULES, slots: int = len(LORA_MODULES)
+    ) -> None:
+        self.each = targets
+        self.modules = frozenset(target.module for target in targets)
+        self.slots = slots
+        rows = ((modules.index(module), column, outputs) for module, column, outputs in targets)
+        self.numbers = torch.tensor([len(targets), *chain.from_iterable(rows)], dtype=torch.int64)
+        self.are_aligned = not any(target.column % 16 or target.outputs % 16 for target in targets)
+        self._on_device: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return :attr:`numbers` on a device; copied once."""
+        if self._on_device is None:
+            self._on_device = to_device(self.numbers, device)
+        return self._on_device
+
+
+class LoraBatch:
+    """The adapters of one step.
+
+    Attributes:
+        segments: disjoint, in row order.
+        form: how mixed ranks are computed.
+        modules: modules that any of the adapters changes on any layer.
+        largest_rank: of all adapters; a ``padded`` batch pads to it.
+        segment_rows: rows of the longest segment.
+    """
+
+    def __init__(self, segments: Sequence[LoraSegment], form: KernelForm = KernelForm.UNPADDED) -> None:
+        self.segments = tuple(segments)
+        self.form = form
+        self.modules = frozenset[str]().union(*(segment.weights.modules for segment in segments))
+        self.segment_rows = max((segment.stop - segment.start for segment in segments), default=0)
+        self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
+        self._on_device: Tensor | None = None
+        self._adjusted: dict[tuple[str, ...], list[Adjusted]] = {}
+
+    @cached_property
+    def has_extras(self) -> bool:
+        """Whether any of the adapters has more than A and B."""
+        return any(segment.weights.extras is not None for segment in self.segments)
+
+    def adjusted(self, *kinds: str) -> list[Adjusted]:
+        """Return the segments whose adapters have any of these kinds for linear modules or vectors."""
+        if kinds not in self._adjusted:
+            self._adjusted[kinds] = [
+                Adjusted(start, stop, weights.extras)
+                for start, stop, weights in self.segments
+                if weights.extras is not None and not weights.extras.kinds.isdisjoint(kinds)
+            ]
+        return self._adjusted[kinds]
+
+    @property
+    def adjusted_layers(self) -> list[Adjusted]:
+        """The segments whose adapters have extras inside layers."""
+        return self.adjusted("scale", "shift", "vector", "weight", "input")
+
+    def adjusted_vocabulary(self, *modules: str) -> list[Adjusted]:
+        """Return the segments whose adapters have extras of any of these: embedding, head."""
+        return [
+            Adjusted(start, stop, weights.extras)
+            for start, stop, weights in self.segments
+            if weights.extras is not None and not weights.extras.vocabulary.isdisjoint(modules)
+        ]
+
+    @cached_property
+    def adjusts(self) -> Tensor | None:
+        """What adapters change beside A and B in linear modules and norms, as ``native/adjusts.h`` has it; or None."""
+        rows = [(*found[:2], *found.extras.tables()) for found in self.adjusted("scale", "shift", "vector")]
+        if not rows:
+            return None
+        segments = torch.tensor(rows, dtype=torch.int64)
+        self._adjusted_rows = segments  # kept, since its address is in the other
+        return torch.tensor([segments.data_ptr(), len(rows)], dtype=torch.int64)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Int64 ``[segments, 4]`` on the host: start, stop, address of the piece table, address of the piece index."""
+        rows = [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in self.segments]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Int64 ``[4]``: address of :attr:`table`, number of segments, the rank to pad to, 0 for none, and the bits.
+
+        All adapters of a batch are kept in the same form.
+        """
+        padded_rank = self.largest_rank if self.form is KernelForm.PADDED else 0
+        bits = self.segments[0].weights.bits if self.segments else 0
+        return torch.tensor([self.table.data_ptr(), len(self.segments), padded_rank, bits], dtype=torch.int64)
+
+    @classmethod
+    def from_table(
+        cls,
+        table: Tensor,
+        form: KernelForm,
+        modules: frozenset[str],
+        largest_rank: int,
+        segment_rows: int,
+        *,
+        is_aligned: bool,
+    ) -> "LoraBatch":
+        """Make a batch for a graph, whose kernels read only the table; its content may change between replays.
+
+        Args:
+            table: as returned by :meth:`on`; unused segments have no rows.
+            form: how mixed ranks are computed; not ``EINSUM``.
+            modules: modules that any adapter in the table may change.
+            largest_rank: largest rank of any adapter in the table; with ``PADDED`` the rank to which all are padded.
+            segment_rows: most rows of a segment in the table.
+            is_aligned: whether all weights start at multiples of 16 bytes.
+        """
+        made = cls((), form)
+        made.segment_rows, made.is_aligned = segment_rows, is_aligned
+        made.modules, made._on_device, made.largest_rank = modules, table, largest_rank
+        return made
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Whether all weights start at multiples of 16 bytes."""
+        return all(segment.weights.is_aligned for segment in self.segments)
+
+    def changes(self, targets: LoraTargets) -> bool:
+        """Return whether any of the adapters changes any of these modules on any layer."""
+        return not self.modules.isdisjoint(targets.modules)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return :attr:`table` on a device, with addresses on that device and long segments split; copied once."""
+        if self._on_device is None:
+            rows = split_segments(self.rows_on(device), MAX_SEGMENT_ROWS)
+            self._on_device = to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 4), device)
+        return self._on_device
+
+    def rows_on(self, device: torch.device) -> list[Segment]:
+        """Return the rows of :attr:`table` with addresses on a device."""
+        found = [(segment, *segment.weights.on(device)) for segment in self.segments]
+        return [(s.start, s.stop, table.data_ptr(), index.data_ptr()) for s, table, index in found]
+
+    def select_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
+        """Return the adapters of a batch that consists of ``rows`` of this one; None if none of the rows has one."""
+        segments: list[LoraSegment] = []
+        for row, old_row in enumerate(rows):
+            index = bisect_right(self.segments, old_row, key=lambda segment: segment.start) - 1
+            if index < 0 or old_row >= (own := self.segments[index]).stop:
+                continue
+            if segments and segments[-1].weights is own.weights and segments[-1].stop == row:
+                segments[-1] = segments[-1]._replace(stop=row + 1)
+            else:
+                segments.append(LoraSegment(row, row + 1, own.weights))
+        return LoraBatch(segments, self.form) if segments else None
+
+
+class LoraDelta(NamedTuple):
+    """The LoRA delta of a batch for the modules of one fused product on one layer."""
+
+    lora: LoraBatch
+    layer: int
+    targets: LoraTargets
