@@ -20,7 +20,7 @@ from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fai
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.core.machine import usable_cores
 from lorikeet.kernels.devices import SLOW_HALVES, torch_dtype
-from lorikeet.models.config import ModelConfigError
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.loading import WeightError
 from lorikeet.models.model_folder import prepare_model
 from lorikeet.presets import resolve_preset

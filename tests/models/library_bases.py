@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from lorikeet.models.config import ARCHITECTURES
+from lorikeet.models.architectures import ARCHITECTURES
 from lorikeet.models.transformers_older import OLDER
 
 VOCABULARY = 96

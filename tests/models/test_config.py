@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from lorikeet.core.geometry import ModuleShape
-from lorikeet.models.config import ModelConfigError, RopeScaling, read_model_config
+from lorikeet.models.config import read_model_config
+from lorikeet.models.json_section import ModelConfigError
+from lorikeet.models.rope import RopeScaling
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

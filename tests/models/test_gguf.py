@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import ReferenceKernels
-from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
+from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.default import find_gguf, prepare_default_model
 from lorikeet.models.gguf import GGUF_FILE, gguf_config, read_gguf, transformers_names
 from lorikeet.models.gguf_folder import prepare_gguf
 from lorikeet.models.gguf_weights import decode_gguf
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.loading import WeightError, load_weights
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.weights import DecoderWeights

@@ -29,7 +29,8 @@ from lorikeet.core.request import Request, RequestId, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.memory.packing import pack
-from lorikeet.models.config import ARCHITECTURES, read_model_config
+from lorikeet.models.architectures import ARCHITECTURES
+from lorikeet.models.config import read_model_config
 from lorikeet.models.transformers_attention import UnsupportedAttention
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 from tests.models.library_bases import VOCABULARY, NotTried, decoders, make_base, random_ids, row

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.config import read_model_config
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.loading import WeightError, load_weights
 from lorikeet.models.weights import DecoderWeights
 from tests.models.checkpoints import make_checkpoint

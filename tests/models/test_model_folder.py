@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.models import default
-from lorikeet.models.config import ModelConfigError
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.model_folder import prepare_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import write_model

@@ -14,7 +14,8 @@ from lorikeet.kernels.extra_weights import ExtraMatrix, ExtraWeights
 from lorikeet.kernels.interface import Kernels, LayersShape, LayerWeights
 from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
-from lorikeet.models.config import LLAMA_NORMS, ModelConfig, read_model_config
+from lorikeet.models.architectures import LLAMA_NORMS
+from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import SingleRankGroup

@@ -20,7 +20,8 @@ from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
 from lorikeet.kernels.reference import ReferenceKernels
-from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.config import read_model_config
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model, read_transformers_config
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import make_base

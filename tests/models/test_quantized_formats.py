@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lorikeet.config import ConfigError
 from lorikeet.kernels.quantized import QuantizedWeight, quantize
-from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.config import read_model_config
 from lorikeet.models.default import prepare_default_model
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.loading import WeightError, load_weights
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.transformers_decoder import load_model

@@ -15,8 +15,9 @@ from lorikeet.core.request import Request, RequestId, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.kernels.interface import RotaryPairs
 from lorikeet.kernels.reference import ReferenceKernels
-from lorikeet.models.config import ModelConfigError, read_model_config, wants_own_decoder
+from lorikeet.models.config import read_model_config, wants_own_decoder
 from lorikeet.models.default import NAME
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.transformers_attention import Mask, UnsupportedAttention, window_of
 from lorikeet.models.transformers_decoder import TransformersDecoder, _check_batch, load_model

@@ -22,7 +22,8 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier
-from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.config import read_model_config
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.parallel import DistributedRankGroup
 from lorikeet.worker import tensor_parallel
 from lorikeet.worker.tensor_parallel import RankFailed, RankProcesses

@@ -44,14 +44,9 @@ from lorikeet.http.threads import in_daemon_thread
 from lorikeet.http.tls import Certificate, open_certificate
 from lorikeet.memory.least import check_blocks, kept_geometry
 from lorikeet.memory.packing import pack
-from lorikeet.models.config import (
-    ARCHITECTURES,
-    ModelConfig,
-    ModelConfigError,
-    max_model_len,
-    read_model_config,
-    wants_own_decoder,
-)
+from lorikeet.models.architectures import ARCHITECTURES
+from lorikeet.models.config import ModelConfig, max_model_len, read_model_config, wants_own_decoder
+from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.model_folder import ModelFolder, prepare_model
 from lorikeet.observe.length_prediction import open_length_predictor
 from lorikeet.observe.request_log import RequestLog

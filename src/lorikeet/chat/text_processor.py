@@ -24,7 +24,7 @@ from lorikeet.chat.tool_parsers.base import ToolFormat
 from lorikeet.core.chat_template import ChatTemplate, TemplateError, special_tokens, template_in
 from lorikeet.http.errors import bad_request
 from lorikeet.http.threads import THREAD_LENGTH, off_the_loop
-from lorikeet.models.config import ModelConfigError, read_json_object
+from lorikeet.models.json_section import ModelConfigError, read_json_object
 
 
 def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:

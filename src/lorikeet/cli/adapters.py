@@ -310,7 +310,8 @@ def _rank_range(found: Sequence[Any]) -> str:
 
 def _sizes(base: Path) -> tuple[ModelGeometry | None, str]:
     """Return what an adapter must fit, and the dtype of a base; None if only loading the base tells its modules."""
-    from lorikeet.models.config import ModelConfigError, read_model_config
+    from lorikeet.models.config import read_model_config
+    from lorikeet.models.json_section import ModelConfigError
 
     try:
         config = read_model_config(base)

@@ -23,7 +23,8 @@ def bench_limits(
     import torch
 
     from lorikeet.kernels.devices import torch_dtype
-    from lorikeet.models.config import ModelConfigError, read_model_config
+    from lorikeet.models.config import read_model_config
+    from lorikeet.models.json_section import ModelConfigError
     from lorikeet.models.model_folder import prepare_model
     from lorikeet.profiling.machine_limits import LimitMeter, decode_limit_tok_s, model_cost, prefill_limit_tok_s
     from lorikeet.terminal import ProgressDisplay

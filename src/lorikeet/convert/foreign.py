@@ -21,9 +21,10 @@ from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, read_json
 from lorikeet.adapters.tensors import read_entries
 from lorikeet.convert.folder import PREFIX, LowRank, write_lora
 from lorikeet.kernels.quantized import QuantizedWeight
-from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.config import read_model_config
 from lorikeet.models.gguf import GgufFile, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
+from lorikeet.models.json_section import ModelConfigError
 
 MLX_FILE = "adapters.safetensors"
 

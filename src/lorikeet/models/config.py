@@ -4,140 +4,18 @@ Every value is checked when it is read, and an error names the file and the key.
 process can use it.
 """
 
-import json
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape, ReplaceableWeights
+from lorikeet.kernels.activation import Activation
+from lorikeet.models.architectures import ARCHITECTURES, LLAMA_NORMS, Features
+from lorikeet.models.json_section import JsonSection, ModelConfigError, UnsupportedFeature, read_json_section
 from lorikeet.models.quantization_config import read_quantization
-
-
-class ModelConfigError(ValueError):
-    """A checkpoint cannot be served; the message names the file, the key and the reason."""
-
-
-class UnsupportedFeature(ModelConfigError):
-    """A checkpoint needs what the own decoder does not compute."""
-
-
-class JsonSection:
-    """A JSON object whose values are checked when they are read. A null value counts as missing."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self._values = values
-        self._where = where
-
-    def error(self, key: str, problem: str) -> ModelConfigError:
-        """Return an error about ``key``, for the caller to raise."""
-        return ModelConfigError(f"{self._where}: {key}: {problem}")
-
-    def unsupported(self, key: str, problem: str) -> "UnsupportedFeature":
-        """Return an error about a feature that the own decoder lacks, for the caller to raise."""
-        return UnsupportedFeature(str(self.error(key, problem)))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the raw value; null is returned as None, not as missing."""
-        return self._values.get(key, default)
-
-    def replaced(self, values: Mapping[str, Any]) -> "JsonSection":
-        """Return the same section with other values of some keys."""
-        return JsonSection({**self._values, **values}, self._where)
-
-    def with_defaults(self, values: Mapping[str, Any]) -> "JsonSection":
-        """Return the same section with values of keys that it does not have; null counts as had."""
-        return JsonSection({**values, **self._values}, self._where)
-
-    def section(self, key: str) -> "JsonSection | None":
-        """Return the object under ``key``, None if missing.
-
-        Raises:
-            ModelConfigError: it is not an object.
-        """
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(key, f"must be an object, not {value!r}")
-        return JsonSection(value, f"{self._where}: {key}")
-
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer of at least ``least``; a float without fraction is accepted.
-
-        Raises:
-            ModelConfigError: another value, or missing without a default.
-        """
-        number = self.number(key, default)
-        if number < least or number != int(number):
-            raise self.error(key, f"must be an integer of at least {least}, not {number!r}")
-        return int(number)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number.
-
-        Raises:
-            ModelConfigError: another value, or missing without a default.
-        """
-        value = self._values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.error(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"must be a number, not {value!r}")
-        return value
-
-    def string(self, key: str, default: str) -> str:
-        """Return a string.
-
-        Raises:
-            ModelConfigError: another value.
-        """
-        value = self._values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, str):
-            raise self.error(key, f"must be a string, not {value!r}")
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false.
-
-        Raises:
-            ModelConfigError: another value.
-        """
-        value = self._values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, not {value!r}")
-        return value
-
-
-def read_json_section(path: Path) -> JsonSection:
-    """Read a JSON object.
-
-    Raises:
-        ModelConfigError: the file is missing or is not a JSON object.
-    """
-    return JsonSection(read_json_object(path), str(path))
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object as plain values.
-
-    Raises:
-        ModelConfigError: the file is missing or is not a JSON object.
-    """
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not isinstance(values, dict):
-        raise ModelConfigError(f"{path}: must hold a JSON object")
-    return values
+from lorikeet.models.rope import RopeScaling, read_rope
 
 
 def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
@@ -159,294 +37,8 @@ def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
     return ()
 
 
-SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
-
-
-class RopeScaling(msgspec.Struct, frozen=True):
-    """Base and scaling of the rotary embedding.
-
-    Attributes:
-        theta: base of the wavelengths.
-        kind: one of ``SCALINGS``.
-        factor: factor by which the context is extended.
-        original_tokens: context before scaling (llama3, yarn, longrope).
-        low_freq_factor, high_freq_factor: band in which llama3 blends scaled and unscaled frequencies.
-        beta_fast, beta_slow: rotations over the original context between which yarn blends.
-        truncate: whether yarn rounds that band outwards to whole dimensions.
-        attention_factor: factor of cos and sin (yarn, longrope).
-        divisors: of each frequency (longrope).
-        long_divisors: those for sequences that are longer than ``original_tokens``.
-    """
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_tokens: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    divisors: tuple[float, ...] = ()
-    long_divisors: tuple[float, ...] = ()
-
-
-def read_rope(settings: JsonSection) -> tuple[RopeScaling, int]:
-    """Return the rotary embedding and the context in tokens of a ``config.json``.
-
-    Reads ``rope_theta`` with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
-
-    Raises:
-        ModelConfigError: the kind of scaling is not supported, a value is missing, or the two forms contradict each
-            other.
-    """
-    sections = {name: settings.section(name) for name in ("rope_parameters", "rope_scaling")}
-    thetas = (section.get("rope_theta") for section in sections.values() if section is not None)
-    theta = next((each for each in thetas if each is not None), settings.number("rope_theta", 10_000.0))
-    found = [_read_section(settings, name, section, theta) for name, section in sections.items() if section is not None]
-    if len(found) > 1 and found[0] != found[1]:
-        raise settings.error("rope_scaling", "differs from rope_parameters; remove one of them")
-    return found[0] if found else (RopeScaling(theta), _context(settings))
-
-
-def _context(settings: JsonSection) -> int:
-    return settings.integer("max_position_embeddings", 2048)
-
-
-def _read_section(settings: JsonSection, name: str, section: JsonSection, base: float) -> tuple[RopeScaling, int]:
-    """Return embedding and context of one section, for :func:`read_rope`; ``base`` is theta if the section has none."""
-    context = _context(settings)
-    if any(isinstance(value, dict) for value in settings.get(name).values()):
-        raise settings.unsupported(name, "different embeddings for different layers are not supported")
-    theta = section.number("rope_theta", base)
-    kind = section.string("rope_type", section.string("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name
-    if kind not in SCALINGS:
-        raise settings.unsupported(name, f"{kind!r} is not supported, only {', '.join(SCALINGS)}")
-    if kind == "default":
-        return RopeScaling(theta), context
-    if kind == "longrope":
-        return _long_rope(settings, section, theta, context), context
-    factor = section.number("factor")
-    if kind == "linear":
-        return RopeScaling(theta, kind, factor), context
-    beside = settings.integer("original_max_position_embeddings", context)
-    original = section.integer("original_max_position_embeddings", beside)
-    if settings.get("original_max_position_embeddings") is not None and beside != original:
-        raise settings.error("original_max_position_embeddings", f"is {beside} here and {original} in {name}")
-    if kind == "llama3":
-        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
-        return RopeScaling(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high), context
-    scaling = RopeScaling(
-        theta,
-        kind,
-        factor,
-        original,
-        beta_fast=section.number("beta_fast", 32.0),
-        beta_slow=section.number("beta_slow", 1.0),
-        truncate=section.flag("truncate", default=True),
-        attention_factor=_yarn_attention_factor(section, factor),
-    )
-    # Some checkpoints with yarn keep the original context in max_position_embeddings.
-    return scaling, max(context, round(original * factor))
-
-
-def _long_rope(settings: JsonSection, section: JsonSection, theta: float, context: int) -> RopeScaling:
-    """Return LongRoPE's scaling (https://arxiv.org/abs/2402.13753) for short sequences, as in Phi-3's configs."""
-    key = "original_max_position_embeddings"
-    original = settings.integer(key, section.integer(key, context))
-    factor = section.number("factor", context / original)
-    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    divisors = []
-    for key in ("short_factor", "long_factor"):
-        values = section.get(key)
-        if not isinstance(values, list) or not all(isinstance(each, int | float) and each > 0 for each in values):
-            raise section.error(key, f"must be a list of numbers above 0, not {values!r}")
-        divisors.append(tuple(float(each) for each in values))
-    return RopeScaling(
-        theta,
-        "longrope",
-        factor,
-        original,
-        attention_factor=section.number("attention_factor", attention),
-        divisors=divisors[0],
-        long_divisors=divisors[1],
-    )
-
-
-def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
-    """Return the factor of cos and sin: as configured, or the paper's 0.1 ln(factor) + 1."""
-    if section.get("attention_factor") is not None:
-        return section.number("attention_factor")
-
-    def temperature(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    mscale, mscale_all = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
-    return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
-
-
-LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
-"""Names of the norms of a layer: before attention, of its output, before the MLP, of its output; "" where none is."""
-_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-
-
-class Features(NamedTuple):
-    """How an architecture differs from Llama: the options of the own decoder.
-
-    Attributes:
-        qkv_bias: whether q, k and v have a bias; None: as ``attention_bias`` says.
-        o_bias: whether o has one, if ``attention_bias`` says so.
-        mlp_bias: whether ``mlp_bias`` counts.
-        qk_norm: whether queries and keys are RMS-normalised before rotation: ``none``, ``heads``, each for itself, or
-            ``whole``, all heads of a token together.
-        window: which layers have a sliding window: ``none``, ``all``, ``upper`` (as Qwen's keys say), or ``typed``, as
-            ``layer_types`` says.
-        full_every: if ``layer_types`` is missing, each so many layers one without a window.
-        multipliers: whether embeddings, residuals, attention scores and logits are scaled by keys of the config.
-        no_rope: whether some layers have no rotary embedding.
-        two_ropes: whether layers with a window have a rotary embedding of their own.
-        partial_rope: whether a part of each head may be rotated.
-        rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
-        norms: of a layer, as ``LLAMA_NORMS``.
-        norm_offset: is added to the weights of norms.
-        activation: key of the activation function.
-        is_gemma: whether embeddings are scaled by the root of their size, attention scores by
-            ``query_pre_attn_scalar``, and soft caps count.
-        fused: the fused products that checkpoints store whole, with the names of their modules there.
-        inside: the section of the config that has the decoder's keys, for models with other parts.
-        defaults: of keys, where they are not Llama's.
-    """
-
-    qkv_bias: bool | None = False
-    o_bias: bool = True
-    mlp_bias: bool = False
-    qk_norm: str = "none"
-    window: str = "none"
-    full_every: int = 0
-    multipliers: bool = False
-    no_rope: bool = False
-    two_ropes: bool = False
-    partial_rope: bool = False
-    rotates_neighbours: bool = False
-    norms: tuple[str, str, str, str] = LLAMA_NORMS
-    norm_offset: float = 0.0
-    activation: str = "hidden_act"
-    is_gemma: bool = False
-    fused: Mapping[str, str] = MappingProxyType({})
-    inside: str = ""
-    defaults: Mapping[str, Any] = MappingProxyType({})
-
-
-_FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
-_GELU = "gelu_pytorch_tanh"
-_GEMMA: dict[str, Any] = {
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "max_position_embeddings": 8192,
-}
-_GEMMA_2: dict[str, Any] = _GEMMA | {"hidden_activation": _GELU, "num_attention_heads": 8, "num_key_value_heads": 4}
-_GEMMA_2 |= {"sliding_window": 4096, "query_pre_attn_scalar": 256}
-_GEMMA_3: dict[str, Any] = _GEMMA_2 | {"max_position_embeddings": 131_072, "vocab_size": 262_208, "rope_theta": 1e6}
-_GLM: dict[str, Any] = {
-    "partial_rotary_factor": 0.5,
-    "head_dim": 128,
-    "attention_bias": True,
-    "rms_norm_eps": 1.5625e-07,
-}
-_GLM |= {"num_key_value_heads": 2, "max_position_embeddings": 131_072, "eos_token_id": [151329, 151336, 151338]}
-_PHI: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 32000, "max_position_embeddings": 4096}
-_PHI |= {"original_max_position_embeddings": 4096}
-_OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
-
-_GEMMA_3_FEATURES = Features(
-    qkv_bias=None,
-    qk_norm="heads",
-    window="typed",
-    full_every=6,
-    two_ropes=True,
-    norms=_AROUND,
-    norm_offset=1.0,
-    activation="hidden_activation",
-    is_gemma=True,
-    defaults=_GEMMA_3,
-)
-
-ARCHITECTURES: dict[str, Features] = {
-    "LlamaForCausalLM": Features(qkv_bias=None, mlp_bias=True),
-    "MistralForCausalLM": Features(window="all", defaults={"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Features(qkv_bias=True, window="upper"),
-    "Qwen3ForCausalLM": Features(qkv_bias=None, qk_norm="heads", window="upper", defaults={"head_dim": 128}),
-    "GraniteForCausalLM": Features(qkv_bias=None, mlp_bias=True, multipliers=True),
-    "SmolLM3ForCausalLM": Features(qkv_bias=None, mlp_bias=True, window="upper", no_rope=True),
-    "Phi3ForCausalLM": Features(
-        window="all",
-        partial_rope=True,
-        fused=_FUSED,
-        defaults=_PHI,
-    ),
-    "GemmaForCausalLM": Features(
-        qkv_bias=None, norm_offset=1.0, is_gemma=True, defaults=_GEMMA | {"hidden_act": _GELU}
-    ),
-    "Gemma2ForCausalLM": Features(
-        qkv_bias=None,
-        window="typed",
-        full_every=2,
-        norms=_AROUND,
-        norm_offset=1.0,
-        activation="hidden_activation",
-        is_gemma=True,
-        defaults=_GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    ),
-    "Gemma3ForCausalLM": _GEMMA_3_FEATURES,
-    "Gemma3ForConditionalGeneration": _GEMMA_3_FEATURES._replace(inside="text_config"),
-    "Olmo2ForCausalLM": Features(qkv_bias=None, qk_norm="whole", norms=_AFTER, defaults=_OLMO),
-    "Olmo3ForCausalLM": Features(
-        qkv_bias=None,
-        qk_norm="whole",
-        window="typed",
-        full_every=4,
-        two_ropes=True,
-        norms=_AFTER,
-        defaults=_OLMO | {"sliding_window": 4096, "rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0},
-    ),
-    "GlmForCausalLM": Features(
-        qkv_bias=None,
-        o_bias=False,
-        partial_rope=True,
-        rotates_neighbours=True,
-        fused={"gate_up": _FUSED["gate_up"]},
-        defaults=_GLM,
-    ),
-    "Glm4ForCausalLM": Features(
-        qkv_bias=None,
-        o_bias=False,
-        partial_rope=True,
-        rotates_neighbours=True,
-        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-        fused={"gate_up": _FUSED["gate_up"]},
-        defaults=_GLM,
-    ),
-}
-"""The architectures of the own decoder. Llama 2 and 3 and SmolLM2 all use the first."""
-
 ROW_PARALLEL = frozenset({"o", "down"})
 """Modules split by input under tensor parallelism (their outputs are partial sums); the others split by output."""
-
-__all__ = [
-    "ARCHITECTURES",
-    "ROW_PARALLEL",
-    "BaseConfig",
-    "ModelConfig",
-    "ModelConfigError",
-    "ModuleShard",
-    "TransformersConfig",
-    "read_model_config",
-    "wants_own_decoder",
-]
 
 
 class ModuleShard(NamedTuple):
@@ -481,7 +73,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
         norms: names of the norms of a layer, as ``LLAMA_NORMS``.
         norm_offset: is added to the weights of norms.
-        activation: ``silu`` or ``gelu_pytorch_tanh``.
+        activation: the function that gates the MLP.
         attention_softcap, logits_softcap: scores and logits are ``cap * tanh(value / cap)``; 0: as they are.
         fused: the fused products that the checkpoint stores whole, with the names of their modules there.
         has_other_parts: whether the checkpoint holds other parts beside the decoder, such as a vision tower.
@@ -517,7 +109,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     rotates_neighbours: bool = False
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     norm_offset: float = 0.0
-    activation: str = "silu"
+    activation: Activation = Activation.SILU
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     fused: dict[str, str] = {}
@@ -802,13 +394,14 @@ def _decoder_section(whole: JsonSection, features: Features) -> JsonSection:
     return settings.with_defaults(features.defaults)
 
 
-def _activation(settings: JsonSection, features: Features) -> str:
-    found = settings.string(features.activation, "silu")
+def _activation(settings: JsonSection, features: Features) -> Activation:
+    found = settings.string(features.activation, Activation.SILU)
     if features.is_gemma and found == "gelu":
-        found = _GELU  # what the first checkpoints of Gemma mean by it
-    if found not in ("silu", _GELU):
-        raise settings.unsupported(features.activation, f"{found!r} is not supported, only 'silu' and {_GELU!r}")
-    return found
+        return Activation.GELU_TANH  # the first checkpoints of Gemma mean it by "gelu"
+    if found not in tuple(Activation):
+        supported = " and ".join(repr(each.value) for each in Activation)
+        raise settings.unsupported(features.activation, f"{found!r} is not supported, only {supported}")
+    return Activation(found)
 
 
 def _gemma_scales(settings: JsonSection, head_dim: int, hidden_size: int) -> dict[str, float]:

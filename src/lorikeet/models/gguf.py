@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lorikeet.models.config import JsonSection, ModelConfigError
+from lorikeet.models.json_section import JsonSection, ModelConfigError
 
 GGUF_FILE = "model.gguf"
 """The file, or a link to it, in a prepared folder."""

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lorikeet.core.extras import install_command
-from lorikeet.models.config import ModelConfigError
 from lorikeet.models.default import split_digits, whole_folder
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, gguf_config, read_gguf
+from lorikeet.models.json_section import ModelConfigError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

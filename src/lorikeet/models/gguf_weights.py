@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lorikeet.core.extras import install_command
 from lorikeet.kernels.quantized import QuantizedWeight, quantized_weight
-from lorikeet.models.config import ModelConfigError
 from lorikeet.models.gguf import GgufFile, GgufTensor, interleaved_heads, norms_are_one_more
+from lorikeet.models.json_section import ModelConfigError
 
 
 def decode_gguf(file: GgufFile, name: str) -> QuantizedWeight | Tensor:

@@ -19,9 +19,10 @@ from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.core.sizes import format_size
 from lorikeet.kernels.interface import LayerWeights, Weight
 from lorikeet.kernels.quantized import GROUP, QuantizedWeight, QuantizedWeightError, quantize, stacked
-from lorikeet.models.config import ROW_PARALLEL, ModelConfig, read_json_section
+from lorikeet.models.config import ROW_PARALLEL, ModelConfig
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
+from lorikeet.models.json_section import read_json_section
 from lorikeet.models.quantization_config import ALIASES, GGUF, ON_LOAD, QUANTIZATIONS, read_quantization
 from lorikeet.models.quantized_formats import Decoded, StoredWeight, stored_weights
 from lorikeet.models.weights import DecoderWeights

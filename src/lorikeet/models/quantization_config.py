@@ -1,9 +1,8 @@
 """Reads how a checkpoint is quantised from its ``config.json``. Does not import torch."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from lorikeet.models.config import JsonSection
+from lorikeet.models.json_section import JsonSection
 
 AWQ, GPTQ, COMPRESSED, BITSANDBYTES, FP8, GGUF = "awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "gguf"
 METHODS = (AWQ, GPTQ, COMPRESSED, BITSANDBYTES, FP8)
@@ -37,7 +36,7 @@ class QuantizationConfig(NamedTuple):
     block: tuple[int, int] | None = None
 
 
-def read_quantization(settings: "JsonSection") -> QuantizationConfig | None:
+def read_quantization(settings: JsonSection) -> QuantizationConfig | None:
     """Return how the checkpoint with this ``config.json`` is quantised, None if it is not.
 
     Raises:
@@ -54,7 +53,7 @@ def read_quantization(settings: "JsonSection") -> QuantizationConfig | None:
     return _READERS[method](section)
 
 
-def _awq(section: "JsonSection") -> QuantizationConfig:
+def _awq(section: JsonSection) -> QuantizationConfig:
     bits = section.integer("bits", section.integer("w_bit", 4))
     if bits != 4:
         raise section.error("bits", f"only 4 is supported for awq, not {bits}")
@@ -65,7 +64,7 @@ def _awq(section: "JsonSection") -> QuantizationConfig:
     return QuantizationConfig(AWQ, bits, _group(section, section.get("q_group_size", 128)))
 
 
-def _gptq(section: "JsonSection") -> QuantizationConfig:
+def _gptq(section: JsonSection) -> QuantizationConfig:
     bits = section.integer("bits")
     if bits not in (2, 4, 8):
         raise section.error("bits", f"only 2, 4 and 8 are supported for gptq, not {bits}")
@@ -77,7 +76,7 @@ def _gptq(section: "JsonSection") -> QuantizationConfig:
     return QuantizationConfig(GPTQ, bits, _group(section, 128), zeros_are_one_less=form == "gptq")
 
 
-def _group(section: "JsonSection", default: Any) -> int:
+def _group(section: JsonSection, default: Any) -> int:
     group = section.get("group_size", default)
     if not isinstance(group, int) or isinstance(group, bool) or (group != -1 and (group < 2 or group % 2)):
         raise section.error("group_size", f"must be even, or -1, not {group!r}")
@@ -87,7 +86,7 @@ def _group(section: "JsonSection", default: Any) -> int:
 _COMPRESSED_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "dense")
 
 
-def _compressed(section: "JsonSection") -> QuantizationConfig:
+def _compressed(section: JsonSection) -> QuantizationConfig:
     form = section.string("format", "dense")
     if form not in _COMPRESSED_FORMATS:
         raise section.error("format", f"{form!r} is not supported, only {', '.join(_COMPRESSED_FORMATS)}")
@@ -100,7 +99,7 @@ def _compressed(section: "JsonSection") -> QuantizationConfig:
     return QuantizationConfig(COMPRESSED, widths.pop() if widths else 0)
 
 
-def _bits(section: "JsonSection", name: str, group: Any) -> int:
+def _bits(section: JsonSection, name: str, group: Any) -> int:
     weights = (group.get("weights") if isinstance(group, dict) else None) or {}
     bits = weights.get("num_bits", 8)
     if bits not in (4, 8) or (bits == 4 and weights.get("type", "int") != "int"):
@@ -109,13 +108,13 @@ def _bits(section: "JsonSection", name: str, group: Any) -> int:
     return int(bits)
 
 
-def _bitsandbytes(section: "JsonSection") -> QuantizationConfig:
+def _bitsandbytes(section: JsonSection) -> QuantizationConfig:
     if section.flag("load_in_8bit") and section.flag("llm_int8_has_fp16_weight"):
         raise section.error("llm_int8_has_fp16_weight", "is not supported")
     return QuantizationConfig(BITSANDBYTES)
 
 
-def _fp8(section: "JsonSection") -> QuantizationConfig:
+def _fp8(section: JsonSection) -> QuantizationConfig:
     block = section.get("weight_block_size")
     if block is None:
         return QuantizationConfig(FP8)

@@ -24,9 +24,10 @@ from lorikeet.kernels.extras import prepare_vocabulary
 from lorikeet.kernels.interface import Batch, HostMetadata, Kernels
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
-from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
+from lorikeet.models.config import TransformersConfig, read_eos_token_ids
 from lorikeet.models.gguf import GGUF_FILE, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
+from lorikeet.models.json_section import ModelConfigError, read_json_section
 from lorikeet.models.loading import Progress, WeightError
 from lorikeet.models.quantization_config import read_quantization
 from lorikeet.models.transformers_attention import (

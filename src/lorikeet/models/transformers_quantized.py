@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lorikeet.kernels.quantized import QuantizedWeight, QuantizedWeightError
-from lorikeet.models.config import read_json_section
+from lorikeet.models.json_section import read_json_section
 from lorikeet.models.loading import WeightError, locate_tensors
 from lorikeet.models.quantization_config import read_quantization
 from lorikeet.models.quantized_formats import StoredWeight, stored_weights

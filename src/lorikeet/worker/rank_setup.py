@@ -24,15 +24,14 @@ from lorikeet.memory.least import kept_geometry
 from lorikeet.models.config import (
     BaseConfig,
     ModelConfig,
-    ModelConfigError,
     TransformersConfig,
     max_model_len,
-    read_json_section,
     read_model_config,
     wants_own_decoder,
 )
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.gguf import GGUF_FILE
+from lorikeet.models.json_section import ModelConfigError, read_json_section
 from lorikeet.models.loading import bits_on_load, load_weights
 from lorikeet.models.parallel import RankGroup
 from lorikeet.models.quantization_config import GGUF, read_quantization

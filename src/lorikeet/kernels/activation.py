@@ -1,0 +1,11 @@
+"""The activation functions of gated MLPs. Does not import torch."""
+
+from enum import StrEnum
+
+
+class Activation(StrEnum):
+    """The function that gates an MLP; the values are those of a ``config.json``."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+    """GELU, approximated by tanh."""

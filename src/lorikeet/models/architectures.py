@@ -1,0 +1,175 @@
+"""The architectures of the own decoder: each is a row that states how it differs from Llama.
+
+A new architecture is a row of ``ARCHITECTURES``, and a checkpoint in ``VARIANTS`` of ``tests/models/checkpoints.py``,
+with which every test of the decoder then runs. Does not import torch.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lorikeet.kernels.activation import Activation
+
+LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+"""Names of a layer's norms: before attention, of its output, before the MLP, of its output; "" where there is none."""
+_NORMS_AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_NORMS_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_GLM_4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+class Features(NamedTuple):
+    """How an architecture differs from Llama: the options of the own decoder.
+
+    Attributes:
+        qkv_bias: whether q, k and v have a bias; None if ``attention_bias`` decides.
+        o_bias: whether ``attention_bias`` also gives o a bias.
+        mlp_bias: whether the key ``mlp_bias`` is read.
+        qk_norm: whether queries and keys are RMS-normalised before rotation: ``none``, ``heads``, each for itself, or
+            ``whole``, all heads of a token together.
+        window: which layers have a sliding window: ``none``, ``all``, ``upper`` (see Qwen's keys), or ``typed`` (see
+            ``layer_types``).
+        full_every: every how many layers one has no window, if ``layer_types`` is missing.
+        multipliers: whether embeddings, residuals, attention scores and logits are scaled by keys of the config.
+        no_rope: whether some layers have no rotary embedding.
+        two_ropes: whether layers with a window have a rotary embedding of their own.
+        partial_rope: whether a part of each head may be rotated.
+        rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
+        norms: names of a layer's norms, in the order of ``LLAMA_NORMS``.
+        norm_offset: summand of the weights of norms.
+        activation: key of the activation function.
+        is_gemma: whether embeddings are scaled by the root of their size, attention scores by
+            ``query_pre_attn_scalar``, and scores and logits have soft caps.
+        fused: the fused products that checkpoints store whole, with the names of their modules there.
+        inside: section of the config that has the decoder's keys, for models with other parts.
+        defaults: values of missing keys, where they are not Llama's.
+    """
+
+    qkv_bias: bool | None = False
+    o_bias: bool = True
+    mlp_bias: bool = False
+    qk_norm: str = "none"
+    window: str = "none"
+    full_every: int = 0
+    multipliers: bool = False
+    no_rope: bool = False
+    two_ropes: bool = False
+    partial_rope: bool = False
+    rotates_neighbours: bool = False
+    norms: tuple[str, str, str, str] = LLAMA_NORMS
+    norm_offset: float = 0.0
+    activation: str = "hidden_act"
+    is_gemma: bool = False
+    fused: Mapping[str, str] = MappingProxyType({})
+    inside: str = ""
+    defaults: Mapping[str, Any] = MappingProxyType({})
+
+
+_FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "max_position_embeddings": 8192,
+}
+_GEMMA_2: dict[str, Any] = {
+    **_GEMMA,
+    "hidden_activation": Activation.GELU_TANH,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+_GEMMA_3: dict[str, Any] = {
+    **_GEMMA_2,
+    "max_position_embeddings": 131_072,
+    "vocab_size": 262_208,
+    "rope_theta": 1e6,
+}
+_GLM: dict[str, Any] = {
+    "partial_rotary_factor": 0.5,
+    "head_dim": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1.5625e-07,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": [151329, 151336, 151338],
+}
+_PHI: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 32000,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+}
+_OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+
+_GEMMA_3_FEATURES = Features(
+    qkv_bias=None,
+    qk_norm="heads",
+    window="typed",
+    full_every=6,
+    two_ropes=True,
+    norms=_NORMS_AROUND,
+    norm_offset=1.0,
+    activation="hidden_activation",
+    is_gemma=True,
+    defaults=_GEMMA_3,
+)
+
+
+ARCHITECTURES: dict[str, Features] = {
+    "LlamaForCausalLM": Features(qkv_bias=None, mlp_bias=True),
+    "MistralForCausalLM": Features(window="all", defaults={"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Features(qkv_bias=True, window="upper"),
+    "Qwen3ForCausalLM": Features(qkv_bias=None, qk_norm="heads", window="upper", defaults={"head_dim": 128}),
+    "GraniteForCausalLM": Features(qkv_bias=None, mlp_bias=True, multipliers=True),
+    "SmolLM3ForCausalLM": Features(qkv_bias=None, mlp_bias=True, window="upper", no_rope=True),
+    "Phi3ForCausalLM": Features(window="all", partial_rope=True, fused=_FUSED, defaults=_PHI),
+    "GemmaForCausalLM": Features(
+        qkv_bias=None, norm_offset=1.0, is_gemma=True, defaults=_GEMMA | {"hidden_act": Activation.GELU_TANH}
+    ),
+    "Gemma2ForCausalLM": Features(
+        qkv_bias=None,
+        window="typed",
+        full_every=2,
+        norms=_NORMS_AROUND,
+        norm_offset=1.0,
+        activation="hidden_activation",
+        is_gemma=True,
+        defaults=_GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": _GEMMA_3_FEATURES,
+    "Gemma3ForConditionalGeneration": _GEMMA_3_FEATURES._replace(inside="text_config"),
+    "Olmo2ForCausalLM": Features(qkv_bias=None, qk_norm="whole", norms=_NORMS_AFTER, defaults=_OLMO),
+    "Olmo3ForCausalLM": Features(
+        qkv_bias=None,
+        qk_norm="whole",
+        window="typed",
+        full_every=4,
+        two_ropes=True,
+        norms=_NORMS_AFTER,
+        defaults=_OLMO | {"sliding_window": 4096, "rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0},
+    ),
+    "GlmForCausalLM": Features(
+        qkv_bias=None,
+        o_bias=False,
+        partial_rope=True,
+        rotates_neighbours=True,
+        fused={"gate_up": _FUSED["gate_up"]},
+        defaults=_GLM,
+    ),
+    "Glm4ForCausalLM": Features(
+        qkv_bias=None,
+        o_bias=False,
+        partial_rope=True,
+        rotates_neighbours=True,
+        norms=_GLM_4_NORMS,
+        fused={"gate_up": _FUSED["gate_up"]},
+        defaults=_GLM,
+    ),
+}
+"""The architectures by their class of transformers. Llama 2 and 3 and SmolLM2 all use the first."""
