@@ -5,6 +5,12 @@ imported. During a second chat ``sys.setprofile`` observes every Python call in 
 on all threads. The files are those of the package whose functions were called.
 
 Work that needs no request (gauges, health checks) is counted, too; it is a few files.
+
+The way in is followed call by call in the asyncio task of the request in the API process, from the route's handler
+(``chat_completions``) to the submission to the engine (``submit`` of ``client/client.py``). A call into another file
+than the last call begins a stay. Returning to a caller begins none; another call in the caller's file does. A stay in a
+file that was left before is a return to it. The same walk is counted for the calls that get the request's body. Leases
+are uses of an adapter version: ``AdapterCatalog.acquire`` and ``release`` during the whole chat.
 """
 
 import argparse
@@ -12,7 +18,10 @@ import json
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -29,14 +38,40 @@ import time
 
 FOLDER = os.environ["REQUEST_PATH_FOLDER"]
 PACKAGE = os.sep + "lorikeet" + os.sep
+HANDLER, LAST = "chat_completions", ("client/client.py", "submit")
 calls = {}
+way, of_body = [], []
 is_on = False
+body = task = None
 
 
 def note(frame, event, argument):
     if is_on and event == "call":
         code = frame.f_code
         calls[code] = calls.get(code, 0) + 1
+        if PACKAGE in code.co_filename:
+            follow(frame, code)
+
+
+def follow(frame, code):
+    """Note a call on the way from the handler to the submission, and whether it gets the body."""
+    global body, task
+    asyncio = sys.modules["asyncio"]
+    if code.co_name == HANDLER and not way:
+        body = frame.f_locals["body"]
+        task = asyncio.current_task()
+    try:
+        if task is None or asyncio.current_task() is not task:
+            return
+    except RuntimeError:  # a thread without an event loop
+        return
+    step = (code.co_filename, code.co_qualname)
+    way.append(step)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if any(frame.f_locals.get(name) is body for name in names):
+        of_body.append(step)
+    if code.co_name == LAST[1] and code.co_filename.endswith(LAST[0]):
+        task = None
 
 
 def watch():
@@ -52,7 +87,7 @@ def watch():
     ours = [each for each in found if PACKAGE in each[0]]
     name = os.path.join(FOLDER, f"{os.getpid()}.json")
     with open(name + ".part", "w") as file:
-        json.dump({"command": sys.orig_argv, "calls": ours}, file)
+        json.dump({"command": sys.orig_argv, "calls": ours, "way": way, "of_body": of_body}, file)
     os.rename(name + ".part", name)
 
 
@@ -62,6 +97,23 @@ sys.setprofile(note)
 '''
 SETTLE_S = 0.5
 """From the last token to the end of counting, so that the cleanup of the request counts."""
+
+Function = tuple[str, str]
+"""File inside the package, and qualified name."""
+
+
+class RequestPath(NamedTuple):
+    """What one chat called.
+
+    Attributes:
+        processes: number of calls of each function, by process.
+        way: functions in the order of their calls, from the handler to the submission.
+        of_body: those that got the body.
+    """
+
+    processes: dict[str, Counter[Function]]
+    way: list[Function]
+    of_body: list[Function]
 
 
 def main() -> None:
@@ -73,12 +125,13 @@ def main() -> None:
     options = parser.parse_args()
     print_setup()
     with tempfile.TemporaryDirectory(prefix="lorikeet-path-") as scratch:
-        processes = observe(Path(scratch), options.adapter, options.tokens)
-    show(processes, with_files=not options.no_files)
+        path = observe(Path(scratch), options.adapter, options.tokens)
+    show(path.processes, with_files=not options.no_files)
+    show_way(path, with_files=not options.no_files)
 
 
-def observe(scratch: Path, adapter: str, tokens: int) -> dict[str, Counter[tuple[str, str]]]:
-    """Return by process how often each function, by file and name, was called during a chat."""
+def observe(scratch: Path, adapter: str, tokens: int) -> RequestPath:
+    """Return what a chat with an adapter called, which the server has answered a chat before."""
     (scratch / "sitecustomize.py").write_text(HOOK)
     environment = {"PYTHONPATH": f"{scratch}:{Path(__file__).parents[1] / 'src'}", "REQUEST_PATH_FOLDER": str(scratch)}
     flags = [str(default_model()), *sample_flags(), "--store-dir", str(scratch / "store")]
@@ -95,18 +148,20 @@ def observe(scratch: Path, adapter: str, tokens: int) -> dict[str, Counter[tuple
             time.sleep(SETTLE_S)
         (scratch / "end").touch()
         time.sleep(SETTLE_S)
-    processes: dict[str, Counter[tuple[str, str]]] = {}
+    path = RequestPath({}, [], [])
     for file in scratch.glob("*.json"):
         found = json.loads(file.read_text())
         if found["calls"]:
-            counted = processes.setdefault(_process(found["command"]), Counter())
-            counted.update({(_inside(path), function): count for path, function, count in found["calls"]})
-    return processes
+            counted = path.processes.setdefault(_process(found["command"]), Counter())
+            counted.update({(_inside(name), function): count for name, function, count in found["calls"]})
+        path.way.extend((_inside(name), function) for name, function in found["way"])
+        path.of_body.extend((_inside(name), function) for name, function in found["of_body"])
+    return path
 
 
-def show(processes: dict[str, Counter[tuple[str, str]]], *, with_files: bool) -> None:
+def show(processes: dict[str, Counter[Function]], *, with_files: bool) -> None:
     """Print counts by process and by package, and the files."""
-    union: Counter[tuple[str, str]] = Counter()
+    union: Counter[Function] = Counter()
     for counted in processes.values():
         union.update(counted)
     sides = {**dict(sorted(processes.items())), "all together": union}
@@ -124,7 +179,30 @@ def show(processes: dict[str, Counter[tuple[str, str]]], *, with_files: bool) ->
         print_table("Files", ["file", "process"], rows)
 
 
-def _files(counted: Counter[tuple[str, str]]) -> set[str]:
+def show_way(path: RequestPath, *, with_files: bool) -> None:
+    """Print the returns on the way in and the leases, and each file's stays with its functions."""
+    rows = []
+    for name, followed in (("all calls", path.way), ("calls that get the body", path.of_body)):
+        stays = stays_of(followed)
+        files = {file for file, _ in stays}
+        rows.append([name, len(followed), len(files), len(stays), len(stays) - len(files)])
+    title = "The way in, from the handler to the submission"
+    print_table(title, ["of", "calls", "files", "stays", "returns to a file"], rows)
+    calls = path.processes["API"]
+    leases = [calls["adapters/catalog.py", f"AdapterCatalog.{name}"] for name in ("acquire", "release")]
+    print_table("Leases of the adapter's version", ["acquired", "released"], [leases])
+    if with_files:
+        print("\nStays, each with the functions that were called")
+        for file, functions in stays_of(path.way):
+            print(f"  {file}: {' '.join(functions)}")
+
+
+def stays_of(calls: Iterable[Function]) -> list[tuple[str, list[str]]]:
+    """Return the stays in files, in order: the file, and the functions that were called there."""
+    return [(file, [name for _, name in stay]) for file, stay in groupby(calls, lambda call: call[0])]
+
+
+def _files(counted: Counter[Function]) -> set[str]:
     return {file for file, _ in counted}
 
 
