@@ -556,10 +556,10 @@ def admission() -> None:
             queue._class_stats.ended(sizes, chance.expovariate(0.2), now)
     now = REFRESH_S
     policy = queue.admit(now)
-    request = next(policy)
+    request = next(policy).request
     while len(engine.admitted) < RUNNING:
         engine.admitted.append(RunningRequest(request, 1, len(request.prompt_token_ids)))
-        request = policy.send(None)
+        request = policy.send(None).request
     rows = [
         ["decision of a step", *median_p95(_timed(200, lambda _: list(_decide(queue, now))), US)],
         ["review of running requests", *median_p95(_timed(200, lambda _: queue.review(now)), US)],
@@ -570,11 +570,11 @@ def admission() -> None:
 
 def _decide(queue: ChameleonQueue, now: float) -> Iterator[Request]:
     policy = queue.admit(now)
-    request = next(policy, None)
-    while request is not None:
-        yield request
+    candidate = next(policy, None)
+    while candidate is not None:
+        yield candidate.request
         try:
-            request = policy.send(WaitReason.ADAPTER_BLOCKS)
+            candidate = policy.send(WaitReason.ADAPTER_BLOCKS)
         except StopIteration:
             return
 

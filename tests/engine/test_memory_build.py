@@ -6,8 +6,10 @@ from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.executor import EngineSizes
 from lorikeet.core.plan import PACKING_ORDER
-from lorikeet.engine.build import assemble, build_memory
+from lorikeet.engine.build import assemble
 from lorikeet.presets import resolve_preset
+from lorikeet.scheduling.assist_planner import AssistPlanner
+from lorikeet.scheduling.engine_load import EngineLoad
 from tests.scheduling.test_assist_costs import COSTS, LLAMA_2_7B, _adapter
 from tests.support.scripted_executor import ScriptedExecutor
 
@@ -19,9 +21,10 @@ def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> N
     _, preset = resolve_preset("lorikeet:assist")
     assert COSTS.pays(_adapter(RANK), 512)
     assert not COSTS.pays(_adapter(RANK), LONG)
-    assist = build_memory(preset, SIZES, 512)._assist
-    assert assist(_adapter(RANK), LONG) == assist(_adapter(RANK), 512) != PACKING_ORDER
-    assert build_memory(preset, SIZES, LONG)._assist(_adapter(RANK), LONG) == PACKING_ORDER
+    planner = AssistPlanner(COSTS, SIZES, 512, preset.cold_start, EngineLoad())
+    assert planner.load_order(_adapter(RANK), LONG) == planner.load_order(_adapter(RANK), 512) != PACKING_ORDER
+    planner = AssistPlanner(COSTS, SIZES, LONG, preset.cold_start, EngineLoad())
+    assert planner.load_order(_adapter(RANK), LONG) == PACKING_ORDER
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ def view(*, load_s: float, prefill_s: float, queued: int = 0, delayed_s: float =
     made = MemoryView(DependencyTree(), device_blocks=100, queued=queued)
     made.load_kv_s = lambda blocks: load_s * blocks
     made.prefill_s = lambda blocks: prefill_s * blocks
-    made.delayed_by_a_second = lambda besides: max(0.0, delayed_s - besides)
+    made.delay_per_lost_second = lambda excluded: max(0.0, delayed_s - excluded)
     return made
 
 

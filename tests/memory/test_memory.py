@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
 
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, FinishReason, KvArrived, Preempted
@@ -11,8 +12,9 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.memory import AdapterSize, Memory
-from lorikeet.memory.policies import PREFETCH
-from lorikeet.memory.policies.base import PrefetchPolicy
+from lorikeet.memory.policies import EVICTION, PREFETCH
+from lorikeet.memory.policies.base import MemoryView, PrefetchPolicy
+from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.transfers import RouteTotals
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
@@ -806,3 +808,35 @@ def test_transfers_that_failed_say_nothing_of_the_time_that_blocks_take() -> Non
     totals.note(4, TransferDone(0, None, 0.2))
     totals.note(1000, TransferDone(1, "no such folder", 0.001))
     assert totals == RouteTotals(transfers=2, blocks=4, failed=1, busy_s=0.2)
+
+
+# --- policies ---------------------------------------------------------------------------------------
+
+
+def test_policy_may_keep_functions_of_its_view_in_its_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Keeping(Lru):
+        def __init__(self, view: MemoryView) -> None:
+            super().__init__(view)
+            self.load_s, self.load_kv_s, self.prefill_s = view.load_s, view.load_kv_s, view.prefill_s
+            self.kv_reuse, self.resident_adapters = view.kv_reuse, view.resident_adapters
+            self.delay_per_lost_second = view.delay_per_lost_second
+
+    policies: list[Keeping] = []
+
+    def create(view: MemoryView) -> Keeping:
+        policies.append(Keeping(view))
+        return policies[-1]
+
+    monkeypatch.setitem(EVICTION, "keeping", create)  # type: ignore[arg-type]
+    bench = Bench(blocks=12, host_blocks=30, preset=Preset(eviction="keeping"))
+    for round_number in range(3):
+        for name, first in (("a", 0), ("b", 100), ("c", 200)):
+            ask(bench, f"{name}{round_number}", words(first, 3), name)
+    (policy,) = policies
+    nodes = np.asarray(bench.memory.tree.adapters_on_host())
+    assert policy.resident_adapters() == len(bench.memory.resident()) > 0
+    assert (policy.load_s(nodes) > 0).all()
+    assert policy.load_kv_s(1) > 0
+    assert policy.prefill_s(1) > 0
+    assert policy.delay_per_lost_second(0) == 0, "no request is there"
+    assert (policy.kv_reuse(nodes) < 1).all()

@@ -62,15 +62,16 @@ def admitted(queue: AdmissionQueue, outcomes: Mapping[str, WaitReason] | None = 
     """Let a queue name whom it wants until it is done, or ``most`` are in; return who was admitted."""
     found: list[str] = []
     policy = queue.admit(0.0)
-    named = next(policy, None)
-    while named is not None and len(found) < most:
+    candidate = next(policy, None)
+    while candidate is not None and len(found) < most:
+        named = candidate.request
         outcome = (outcomes or {}).get(named.request_id)
         if outcome is None:
             found.append(named.request_id)
             if isinstance(queue.view, View):
                 queue.view.answers[named.request_id] = named, len(named.output_token_ids)
         try:
-            named = policy.send(outcome)
+            candidate = policy.send(outcome)
         except StopIteration:
             break
     policy.close()

@@ -126,8 +126,8 @@ def test_assistance_pays_for_a_short_prompt_and_not_for_a_long_one() -> None:
 
 
 def test_assistance_does_not_pay_where_it_delays_many_others() -> None:
-    assert COSTS.pays(_adapter(64), 16, others=0)
-    assert not COSTS.pays(_adapter(64), 16, others=1000)
+    assert COSTS.pays(_adapter(64), 16, delay_per_lost_second=0)
+    assert not COSTS.pays(_adapter(64), 16, delay_per_lost_second=1000)
 
 
 def test_assistance_does_not_pay_where_the_load_takes_no_time() -> None:

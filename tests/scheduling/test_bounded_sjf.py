@@ -38,13 +38,14 @@ class Timed(View):
 def admitted_at(queue: AdmissionQueue, now: float, outcomes: dict[str, WaitReason] | None = None) -> list[str]:
     """Return which requests a queue admits at a time, in order."""
     found, policy = [], queue.admit(now)
-    named = next(policy, None)
-    while named is not None:
+    candidate = next(policy, None)
+    while candidate is not None:
+        named = candidate.request
         outcome = (outcomes or {}).get(named.request_id)
         if outcome is None:
             found.append(str(named.request_id))
         try:
-            named = policy.send(outcome)
+            candidate = policy.send(outcome)
         except StopIteration:
             break
     return found

@@ -96,15 +96,15 @@ def admit(queue: AdmissionQueue, world: World, now: float = 0.0, slots: int = 10
     admitted: list[str] = []
     policy = queue.admit(now)
     try:
-        request = next(policy)
+        candidate = next(policy)
         while True:
             if len(world.running_now) >= slots:
                 policy.close()
                 return admitted
-            outcome = world.try_admit(request)
+            outcome = world.try_admit(candidate.request)
             if outcome is None:
-                admitted.append(request.request_id)
-            request = policy.send(outcome)
+                admitted.append(candidate.request.request_id)
+            candidate = policy.send(outcome)
     except StopIteration:
         return admitted
 
@@ -365,7 +365,7 @@ def test_request_joining_a_running_large_adapter_comes_first() -> None:
     ):
         queue.add(request, 4.0)
     policy = queue.admit(4.0)
-    assert next(policy).request_id == "joins", "100 tokens of adapter are less than a quarter of 525"
+    assert next(policy).request.request_id == "joins", "100 tokens of adapter are less than a quarter of 525"
     policy.close()
     assert admit(queue, world, 4.0) == ["joins"]
     assert (queue.stats().joined, queue.stats().bypassed) == (1, 0)
@@ -378,7 +378,7 @@ def test_joining_request_pays_from_its_class_quota() -> None:
         queue.add(ask(name, prompt, 3, 1.0, big), 1.0)
     queue.add(ask("head", 95, 3, 0.5), 1.0)
     policy = queue.admit(1.0)
-    assert next(policy).request_id == "joins0", "8 of the 10 tokens that are left"
+    assert next(policy).request.request_id == "joins0", "8 of the 10 tokens that are left"
     queue.remove(next(each for each in queue.waiting() if each.request_id == "joins0"), 1.0)
     policy.close()
     first, _ = world.running_now[RequestId("first")]

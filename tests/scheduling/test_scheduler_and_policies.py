@@ -11,7 +11,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.presets import PreemptedKv, Preset
-from lorikeet.scheduling.admission import Admission, AdmissionView
+from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionView
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
@@ -30,7 +30,7 @@ class Telling(Fifo):
 
     def admit(self, now: float) -> Admission:
         for one in tuple(self._waiting):
-            outcome = yield one
+            outcome = yield AdmissionCandidate(one)
             self.outcomes.append((one.request_id, outcome))
             if outcome is None:
                 self._waiting.remove(one)

@@ -11,13 +11,15 @@ from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.messages import ExportedKv
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.costs.assist_costs import AssistCosts
+from lorikeet.costs.assist_costs import AssistCosts, AssistRecord
 from lorikeet.engine.build import memory_rules
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
 from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.presets import ColdStart, Preset
+from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.batching import BATCHING
+from lorikeet.scheduling.engine_load import EngineLoad
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 from lorikeet.scheduling.state import SchedulerLimits
@@ -46,6 +48,18 @@ def request(
     return Request(RequestId(name), prompt, params, arrival_s, adapter)
 
 
+class ScriptedAssist(AssistPlanner):
+    """Assists every prefill whose adapter has more than one block."""
+
+    def __init__(self, costs: AssistCosts) -> None:
+        self.costs = costs
+        self.record = AssistRecord()
+
+    def load_order(self, ref: AdapterRef, tokens: int) -> LoadOrder:
+        """Load the first block of the adapter last."""
+        return LoadOrder(((1, ref.max_rank), (0, 1))) if ref.max_rank > 1 else PACKING_ORDER
+
+
 @dataclass
 class Bench:
     """An engine and all that it said."""
@@ -65,6 +79,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
+        load = EngineLoad()
         self.memory = Memory(
             self.blocks,
             self.host_blocks,
@@ -74,11 +89,12 @@ class Bench:
             eviction=self.preset.eviction,
             prefetch=self.preset.prefetch,
             rules=memory_rules(self.preset),
-            assist=self.order,
+            forecast=load,
         )
+        assist = None if self.assist is None else ScriptedAssist(self.assist)
         batching = BATCHING[self.preset.batching_mode]
         self.scheduler = Scheduler(
-            self.memory, ADMISSION[self.preset.admission], self.limits, self.preset, batching, self.assist
+            self.memory, load, ADMISSION[self.preset.admission], self.limits, self.preset, batching, assist
         )
         self.executor = ScriptedExecutor(
             self.clock,
@@ -102,10 +118,6 @@ class Bench:
         self.events: list[RequestEvent] = []
         self.adapter_events: list[AdapterEvent] = []
         self.exported_kv: dict[RequestId, ExportedKv] = {}
-
-    def order(self, ref: AdapterRef, tokens: int) -> LoadOrder:
-        """In which order an adapter arrives whose prefill is assisted: its first block last."""
-        return LoadOrder(((1, ref.max_rank), (0, 1))) if self.assist is not None and ref.max_rank > 1 else PACKING_ORDER
 
     def step(self) -> None:
         """One turn, with the accounts checked after it."""

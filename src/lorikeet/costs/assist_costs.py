@@ -219,25 +219,33 @@ class AssistCosts(msgspec.Struct, frozen=True):
         """Return the time of the same prefill if it starts after the transfer, transfer included."""
         return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
 
-    def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0, others: float = 0.0, step_s: float = 0.0) -> bool:
-        """Whether assistance is possible, and saves the request more time than it costs all others.
+    def pays(
+        self,
+        ref: AdapterRef,
+        tokens: int,
+        ratio: float = 1.0,
+        *,
+        delay_per_lost_second: float = 0.0,
+        step_s: float = 0.0,
+    ) -> bool:
+        """Return whether assistance is possible, and saves the request more time than it costs all others.
 
         While a request waits for its adapter, others run as usual. A step with an assisted prefill takes as long as
         that prefill, for all sequences in it, and is one more.
 
         Args:
             ref: the adapter.
-            tokens: of the prefill.
-            ratio: how much further assisted prefills are off their prediction than those that waited
+            tokens: tokens of the prefill.
+            ratio: how much further assisted prefills are off their prediction than prefills that waited
                 (:class:`AssistRecord`).
-            others: by how many seconds requests are delayed if the engine loses one.
-            step_s: what one more step costs beside its tokens: an assisted prefill may have one of its own.
+            delay_per_lost_second: seconds by which all other requests together are delayed if the engine loses one.
+            step_s: seconds of one more step beside its tokens, since an assisted prefill may have a step of its own.
         """
         if not self.can_assist(ref):
             return False
         first_token_s = ratio * self.assisted(ref, tokens).first_token_s
         longer_s = step_s + max(0.0, first_token_s - self.cached_s(ref, tokens))
-        return first_token_s + others * longer_s < self.waiting_s(ref, tokens)
+        return first_token_s + delay_per_lost_second * longer_s < self.waiting_s(ref, tokens)
 
     @property
     def _rank_bytes(self) -> int:
@@ -265,15 +273,10 @@ class AssistRecord:
 
     Both are off by what else the engine does, so their ratio corrects the decision between them. While it is against
     assistance there are no assisted prefills; then it slowly returns to 1, so that another is tried now and then.
-
-    Attributes:
-        others, step_s: by how many seconds requests are delayed if the engine loses one, and what one more step costs
-            beside its tokens; set before each admission.
     """
 
     def __init__(self) -> None:
         self._assisted = self._waited = 1.0
-        self.others = self.step_s = 0.0
 
     @property
     def ratio(self) -> float:

@@ -12,16 +12,15 @@ from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.adapter import AdapterRef, Shape
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
-from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, StepResult
-from lorikeet.costs.assist_costs import AssistRecord
+from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.iterations import iteration_costs
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
-from lorikeet.memory.memory import AdapterSize, Assist, Memory
-from lorikeet.memory.packing import block_runs, pack
+from lorikeet.memory.memory import AdapterSize, Memory
+from lorikeet.memory.packing import pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
+from lorikeet.memory.policies.base import StepForecast
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import NodeKind
 from lorikeet.presets import (
@@ -33,7 +32,9 @@ from lorikeet.presets import (
     describe_preset,
     resolve_preset,
 )
+from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.batching import BATCHING
+from lorikeet.scheduling.engine_load import EngineLoad
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 from lorikeet.scheduling.state import SchedulerLimits
@@ -41,21 +42,17 @@ from lorikeet.worker.grammars import GrammarCompiler
 from lorikeet.worker.modelled import build_paced_executor, transfer_model
 from lorikeet.worker.torch_executor import build_torch_executor
 
-_Ranks = tuple[tuple[str, tuple[int, ...]], ...]
 _CACHE_SIZE = 1024
 """Bound of caches by adapter ranks, since every version may have different ranks on every layer."""
 
 
-def build_memory(
-    preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, record: AssistRecord | None = None
-) -> Memory:
+def build_memory(preset: Preset, sizes: EngineSizes, forecast: StepForecast | None = None) -> Memory:
     """Build the memory of a replica.
 
     Args:
         preset: has the memory's policies and options.
-        sizes: of the executor.
-        max_num_batched_tokens: token limit of a step.
-        record: of cold prefills, which the scheduler keeps; None for an empty one.
+        sizes: sizes of the executor.
+        forecast: predicts steps for the policies; None predicts nothing.
 
     Raises:
         ConfigError: the preset names a policy that does not exist.
@@ -69,7 +66,7 @@ def build_memory(
         preset.eviction,
         preset.prefetch,
         memory_rules(preset),
-        _assist(preset, sizes, max_num_batched_tokens, record or AssistRecord()),
+        forecast,
     )
 
 
@@ -108,37 +105,6 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
         return AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
 
     return lambda ref: size(ref.shape)
-
-
-def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, record: AssistRecord) -> Assist:
-    """Return a function that plans the load order of an adapter for an assisted prefill of so many tokens.
-
-    It plans for the first chunk of the prompt only: an adapter arrives within one or two chunks, and the sooner the
-    first chunk ends, the sooner the whole prefill ends.
-    """
-    costs = sizes.assist
-    if costs is None or preset.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
-        return lambda ref, tokens: PACKING_ORDER
-    geometry = sizes.local_geometry
-    block_elements = geometry.block_elements(sizes.block_size)
-    is_auto = preset.cold_start is ColdStart.AUTO
-
-    @lru_cache(_CACHE_SIZE)
-    def planned(ranks: _Ranks, tokens: int) -> LoadOrder:
-        ref = AdapterRef(AdapterName(""), AdapterDigest(""), "", dict(ranks), 0)
-        groups = costs.layer_groups(ref, tokens)
-        runs = block_runs(pack(ref.ranks, geometry, block_elements), groups)
-        return LoadOrder(runs, groups[-1] if costs.is_static else (0, 0))
-
-    def order(ref: AdapterRef, tokens: int) -> LoadOrder:
-        tokens = min(tokens, max_num_batched_tokens)
-        if not (
-            costs.pays(ref, tokens, record.ratio, record.others, record.step_s) if is_auto else costs.can_assist(ref)
-        ):
-            return PACKING_ORDER
-        return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # groups depend on no more
-
-    return order
 
 
 T = TypeVar("T")
@@ -207,8 +173,8 @@ def assemble(
     merges = preset.batching_mode in MERGING_MODES
     if merges and not sizes.can_merge:
         preset = msgspec.structs.replace(preset, batching_mode="unmerged")
-    record = AssistRecord()
-    memory = build_memory(preset, sizes, settings.engine.max_num_batched_tokens, record)
+    load = EngineLoad()
+    memory = build_memory(preset, sizes, load)
     sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
     if reason := memory.why_impossible(None, sizes.max_model_len):
         raise ConfigError(f"preset {name}: the longest sequence does not fit: {reason}; lower max_model_len")
@@ -237,7 +203,10 @@ def assemble(
             f"preset {name}: with a static memory split, evicting an adapter would first have to evict its KV from the "
             "other part, which nothing does: set dependency_tree=false or kv_after_finish=dropped"
         )
-    scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist, sizes.iterations, record)
+    assist = None
+    if sizes.assist is not None:
+        assist = AssistPlanner(sizes.assist, sizes, limits.max_num_batched_tokens, preset.cold_start, load)
+    scheduler = Scheduler(memory, load, admission, limits, preset, batching, assist, sizes.iterations)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, preset.cold_start, on_ran, recorder)
     block_mib = sizes.block_bytes * settings.engine.memory_ranks / 2**20

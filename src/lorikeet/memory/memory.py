@@ -20,14 +20,14 @@ from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.kv_migration import KvMigration
 from lorikeet.memory.policies import EVICTION, PREFETCH
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, StepForecast
 from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.transfers import BlockCounts, HostCounts, InflightTransfer
-from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores, block_keys
+from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer, block_keys
 from lorikeet.presets import HostKv
 
 
@@ -107,13 +107,6 @@ class KnownAdapters:
         """Return the blocks that an adapter off the device needs there; padded slots may have grown meanwhile."""
         self._tree.size[node] = self.device_blocks(self._tree.adapters[node].ref)
         return self._tree.missing_blocks(node)
-
-    def predicted_load_s(self, nodes: Nodes) -> Scores:
-        """Return the expected seconds to load each adapter to the device, by past transfers."""
-        host_s, source_s = (self._tiers.copy_s(source, Tier.DEVICE, 1) for source in (Tier.HOST, Tier.SOURCE))
-        blocks = self._tree.size[nodes] - self._tree.kept[nodes]
-        seconds: Scores = np.where(self._tree.on_host[nodes], host_s, source_s) * blocks
-        return seconds
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
         """Free a version that no request needs, and its KV, on both tiers; append an ``AdapterEvicted`` event.
@@ -214,9 +207,19 @@ _PLAIN = MemoryRules()
 _GHOSTS_PER_BLOCK = 2
 """Keys of evicted KV that are remembered for each block of both tiers."""
 
-Assist = Callable[[AdapterRef, int], LoadOrder]
-"""Returns the order in which the blocks of an adapter are copied from the host when host cores assist a prefill of this
-many tokens; ``PACKING_ORDER`` for a prefill that is not assisted."""
+ChooseLoadOrder = Callable[[AdapterRef, int], LoadOrder]
+"""Returns the order in which the blocks of an adapter are copied from the host for a prefill of this many tokens.
+``PACKING_ORDER`` means that host cores do not assist the prefill."""
+
+
+class _NoForecast:
+    """Predicts nothing: for a memory without a scheduler."""
+
+    def prefill_s(self, tokens: float) -> float:
+        return 0.0
+
+    def delay_per_lost_second(self, excluded: int = 0) -> float:
+        return 0.0
 
 
 class Memory:
@@ -228,8 +231,8 @@ class Memory:
         block_bytes: bytes of a block, for reports.
         adapter_size: returns the blocks that an adapter takes when packed.
         eviction, prefetch: names of policies (``policies.EVICTION``, ``policies.PREFETCH``).
-        rules: of the preset.
-        assist: decides which prefills host cores assist; none by default.
+        rules: memory options of the preset.
+        forecast: predicts steps for the policies; by default nothing is predicted.
     """
 
     def __init__(
@@ -242,20 +245,28 @@ class Memory:
         eviction: str = "lru",
         prefetch: str = "none",
         rules: MemoryRules = _PLAIN,
-        assist: Assist = lambda ref, tokens: PACKING_ORDER,
+        forecast: StepForecast | None = None,
     ) -> None:
-        self._assist = assist
+        forecast = forecast or _NoForecast()
         self.block_size = block_size
         self.block_bytes = block_bytes
         self._rules = rules
         self.tree = DependencyTree()
         self.tiers = Tiers(self.tree, BlockPool(device_blocks), BlockPool(host_blocks), dependent=rules.dependent)
-        self._view = MemoryView(self.tree, device_blocks)
-        self._view.resident_adapters = lambda: self.tiers.resident_adapters
+        self._reuse = KvReuse(_GHOSTS_PER_BLOCK * (device_blocks + host_blocks))
+        self._view = MemoryView(
+            self.tree,
+            device_blocks,
+            resident_adapters=lambda: self.tiers.resident_adapters,
+            load_s=self.tiers.adapter_loads_s,
+            load_kv_s=self.tiers.queued_kv_load_s,
+            prefill_s=lambda blocks: forecast.prefill_s(blocks * block_size),
+            delay_per_lost_second=forecast.delay_per_lost_second,
+            kv_reuse=self._reuse.shares,
+        )
         self._eviction = EVICTION[eviction](self._view)
         self._prefetch = PREFETCH[prefetch](self._view, self._eviction)
         self.counters = MemoryCounters(self.tiers, rules)
-        self._reuse = KvReuse(_GHOSTS_PER_BLOCK * (device_blocks + host_blocks))
         self.evictor = Evictor(
             self.tiers, self._eviction, self._prefetch, rules, self.counters, self._reuse, block_bytes
         )
@@ -264,9 +275,6 @@ class Memory:
         )
         self.adapters = KnownAdapters(self.tiers, self.evictor, rules, adapter_size, block_bytes)
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
-        self._view.load_s = self.adapters.predicted_load_s
-        self._view.load_kv_s = self._predicted_load_kv_s
-        self._view.kv_reuse = self._reuse.shares
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
@@ -459,6 +467,7 @@ class Memory:
         *,
         salt: str = "",
         start: int = 0,
+        load_order: ChooseLoadOrder = lambda ref, tokens: PACKING_ORDER,
     ) -> SequenceLease | WaitReason:
         """Lease the blocks of a sequence, reuse cached KV, and begin the transfers that it waits for.
 
@@ -469,8 +478,9 @@ class Memory:
             keys: keys of the whole blocks of its tokens.
             tokens: number of tokens that the blocks must hold.
             now: the time.
-            salt: of its keys.
+            salt: salt of its keys.
             start: position of the first token on which the adapter acts.
+            load_order: chooses the load order of an adapter that is on the host but not on the device.
 
         Returns:
             The lease, or why there is none; then nothing is leased or pinned.
@@ -507,7 +517,7 @@ class Memory:
         if load:
             to_prefill = tokens - len(path) * self.block_size
             may_assist = ref is not None and tree.on_host[adapter] and not start
-            order = self._assist(ref, to_prefill) if ref is not None and may_assist else PACKING_ORDER
+            order = load_order(ref, to_prefill) if ref is not None and may_assist else PACKING_ORDER
             self.swapper.load(adapter, now, demand=True, order=order)
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
@@ -599,26 +609,7 @@ class Memory:
         """Pass the policies the duration of the last step, in seconds."""
         self._view.iteration_s = step_s
 
-    def predict(self, prefill_s: Callable[[int], float], delayed_by_a_second: Callable[[int], float]) -> None:
-        """Set what policies ask about steps.
-
-        Args:
-            prefill_s: predicts by how many seconds so many prompt tokens lengthen a step.
-            delayed_by_a_second: see ``MemoryView``.
-        """
-        self._view.prefill_s = lambda blocks: prefill_s(blocks * self.block_size)
-        self._view.delayed_by_a_second = delayed_by_a_second
-
     # --- internals -----------------------------------------------------------------------------------
-
-    def _predicted_load_kv_s(self, blocks: int) -> float:
-        """Return the seconds until so many blocks of KV are copied to the device, behind what is being copied there."""
-        before = sum(
-            len(inflight.transfer.device_blocks) or len(inflight.nodes)
-            for inflight in self.tiers.transfers.values()
-            if inflight.transfer.target is Tier.DEVICE and inflight.demand
-        )
-        return self.tiers.copy_s(Tier.HOST, Tier.DEVICE, before + blocks)
 
     def _return_lease(self, lease: SequenceLease, now: float) -> None:
         if lease not in self._leases:

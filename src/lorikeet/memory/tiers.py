@@ -21,7 +21,7 @@ from lorikeet.memory.transfers import (
     RouteTotals,
     TransferResult,
 )
-from lorikeet.memory.tree import NO_BLOCK, NO_NODE, DependencyTree, NodeKind, NodeTransfer
+from lorikeet.memory.tree import NO_BLOCK, NO_NODE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 
 
 class Tiers:
@@ -134,6 +134,23 @@ class Tiers:
         """Return the expected seconds of a transfer of this many blocks, by past transfers; 0 before the first."""
         totals = self.totals.get((source, target))
         return totals.busy_s / totals.blocks * blocks if totals and totals.blocks else 0.0
+
+    def adapter_loads_s(self, nodes: Nodes) -> Scores:
+        """Return the expected seconds to load each adapter to the device, by past transfers."""
+        host_s = self.copy_s(Tier.HOST, Tier.DEVICE, 1)
+        source_s = self.copy_s(Tier.SOURCE, Tier.DEVICE, 1)
+        blocks = self.tree.size[nodes] - self.tree.kept[nodes]
+        seconds: Scores = np.where(self.tree.on_host[nodes], host_s, source_s) * blocks
+        return seconds
+
+    def queued_kv_load_s(self, blocks: int) -> float:
+        """Return the expected seconds to copy so many blocks of KV to the device, after the copies in flight."""
+        before = sum(
+            len(inflight.transfer.device_blocks) or len(inflight.nodes)
+            for inflight in self.transfers.values()
+            if inflight.transfer.target is Tier.DEVICE and inflight.demand
+        )
+        return self.copy_s(Tier.HOST, Tier.DEVICE, before + blocks)
 
     # --- transfers -----------------------------------------------------------------------------------
 

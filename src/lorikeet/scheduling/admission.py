@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -19,7 +19,20 @@ from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.scheduling.state import StepTimeEstimator
 
-Admission = Generator[Request, WaitReason | None, None]
+
+class AdmissionCandidate(NamedTuple):
+    """A request to try next.
+
+    Attributes:
+        request: the request.
+        saved_s: seconds that its admission now saves over all requests, against first come, first served.
+    """
+
+    request: Request
+    saved_s: float = 0.0
+
+
+Admission = Generator[AdmissionCandidate, WaitReason | None, None]
 """Yields requests to try, one by one. The outcome is sent back: None if it was admitted, else why it must wait."""
 
 
@@ -92,9 +105,6 @@ class AdmissionQueue(ABC):
     """Time at which it may decide otherwise without any event. A plan ends then at the latest."""
     restarts_squashed = False
     """Whether requests that :meth:`review` returns lose their output and are executed again from the start."""
-
-    saved_s = 0.0
-    """Seconds that the last admission saved all requests, against first come, first served; the scheduler resets it."""
 
     def __init__(self, view: AdmissionView) -> None:
         self.view = view
@@ -195,7 +205,7 @@ class OrderedQueue(AdmissionQueue):
     def admit(self, now: float) -> Admission:
         """Yield requests by rank."""
         for request in tuple(self._waiting):
-            match (yield request):
+            match (yield AdmissionCandidate(request)):
                 case None:
                     self._waiting.remove(request)
                 case WaitReason.KV_BLOCKS | WaitReason.ADAPTER_BLOCKS:

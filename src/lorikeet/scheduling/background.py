@@ -8,7 +8,14 @@ from typing import Any, Protocol
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest, tokens_needed
+from lorikeet.scheduling.admission import (
+    Admission,
+    AdmissionCandidate,
+    AdmissionQueue,
+    AdmissionView,
+    RunningRequest,
+    tokens_needed,
+)
 
 
 class BackgroundView(AdmissionView, Protocol):
@@ -71,7 +78,7 @@ class BackgroundLast(AdmissionQueue):
         if len(self.foreground):
             return
         for request in tuple(self._background):
-            if (yield request) is None:
+            if (yield AdmissionCandidate(request)) is None:
                 self._background.remove(request)
             else:
                 return

@@ -359,7 +359,7 @@ class BatchSelector:
 
     # --- prefills apart ------------------------------------------------------------------------------
 
-    def leave_decodes_out(self, builder: PlanBuilder, delayed_by_a_second: Callable[[], float]) -> None:
+    def leave_decodes_out(self, builder: PlanBuilder, delay_per_lost_second: Callable[[], float]) -> None:
         """Leave the decodes out of a step if that pays (``PrefillApart.PAYS``); never twice in a row.
 
         Those that get their first token in the step gain the time of its decodes, and what prompts take longer beside
@@ -367,7 +367,7 @@ class BatchSelector:
 
         Args:
             builder: the sequences of the step.
-            delayed_by_a_second: returns by how many seconds all requests are delayed if the engine loses one.
+            delay_per_lost_second: returns by how many seconds all requests are delayed if the engine loses one.
         """
         was_apart, self._last_step_was_apart = self._last_step_was_apart, False
         prefills = builder.prefills()
@@ -386,7 +386,7 @@ class BatchSelector:
         if later_s > _MOST_LONGER * together_s:
             return
         gain_s = len(ending) * (together_s - alone_s)
-        if gain_s > 0 and (later_s <= 0 or gain_s > later_s * delayed_by_a_second()):
+        if gain_s > 0 and (later_s <= 0 or gain_s > later_s * delay_per_lost_second()):
             builder.tokens = prefills  # the decodes are not tried again in this step
             self._last_step_was_apart = True
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from lorikeet.core.events import Decided, Mechanism
 from lorikeet.core.plan import StepPlan, StepResult, Tier
-from lorikeet.costs.assist_costs import AssistCosts, AssistRecord
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 from lorikeet.presets import ColdStart
+from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.state import Sequence, StepTimeEstimator
 from lorikeet.scheduling.step_costs import StepCostMeter
 
@@ -26,8 +26,7 @@ class SavingsEstimator:
         memory: knows what is where, and how long transfers take.
         step_times: estimates how long steps take.
         meter: the same with adapters, for merged steps.
-        assist: costs of assisted prefills; None if there are none.
-        record: of cold prefills; kept here.
+        assist: planner of assisted prefills, which learns how long cold prefills took; None without assistance.
     """
 
     def __init__(
@@ -35,14 +34,12 @@ class SavingsEstimator:
         memory: Memory,
         step_times: StepTimeEstimator,
         meter: StepCostMeter,
-        assist: AssistCosts | None,
-        record: AssistRecord,
+        assist: AssistPlanner | None,
     ) -> None:
         self._memory = memory
         self._step_times = step_times
         self._meter = meter
         self._assist = assist
-        self._record = record
 
     def admitted(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
         """Yield what the cache and prefetches saved a request that is admitted."""
@@ -85,14 +82,16 @@ class SavingsEstimator:
 
     def cold_ended(self, sequence: Sequence, now: float) -> Iterator[Decided]:
         """Record how long a cold request took to its first token, and yield what host cores saved it."""
-        ref, assist = sequence.request.adapter, self._assist
-        is_assisted, sequence.cold_start = sequence.cold_start is ColdStart.ASSIST, None
-        if assist is None or ref is None or not assist.can_assist(ref):
+        ref = sequence.request.adapter
+        is_assisted = sequence.cold_start is ColdStart.ASSIST
+        sequence.cold_start = None
+        if self._assist is None or ref is None or not self._assist.costs.can_assist(ref):
             return
-        took_s, tokens = now - sequence.admitted_s, sequence.cold_tokens
-        waiting_s = assist.waiting_s(ref, tokens)
-        predicted_s = assist.assisted(ref, tokens).first_token_s if is_assisted else waiting_s
-        self._record.note(predicted_s, took_s, is_assisted=is_assisted)
+        costs, tokens = self._assist.costs, sequence.cold_tokens
+        took_s = now - sequence.admitted_s
+        waiting_s = costs.waiting_s(ref, tokens)
+        predicted_s = costs.assisted(ref, tokens).first_token_s if is_assisted else waiting_s
+        self._assist.record.note(predicted_s, took_s, is_assisted=is_assisted)
         if is_assisted:
             why = f"its prefill began before its adapter was there: {took_s:.3f} s, else {waiting_s:.3f} s"
             yield Decided(sequence.request_id, now, Mechanism.ASSIST, waiting_s - took_s, why)

@@ -10,7 +10,6 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from contextlib import suppress
 from functools import partial
 
 from lorikeet.core.adapter import AdapterRef
@@ -26,23 +25,22 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
-from lorikeet.core.replica_costs import ANSWER_SHARE
+from lorikeet.core.plan import PACKING_ORDER, StepPlan, StepResult, Tier, TransferDone
 from lorikeet.core.request import Request
-from lorikeet.costs.assist_costs import AssistCosts, AssistRecord
 from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
 from lorikeet.memory.memory import ComputedTokens, Memory
 from lorikeet.memory.tree import NodeKind, NodeTransfer
 from lorikeet.presets import ColdStart, PreemptedKv, PrefillApart, Preset
 from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue, RunningRequest
+from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.drafts import Drafter, Drafts
+from lorikeet.scheduling.engine_load import EngineLoad
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
 from lorikeet.scheduling.savings import SavingsEstimator
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
-from lorikeet.scheduling.step_costs import Utilization
 
 MAX_UNINTERRUPTED_STEPS = 32
 """Most identical decode steps in one plan if no request can arrive meanwhile, or an arrival ends the plan."""
@@ -53,13 +51,13 @@ class Scheduler:
 
     Args:
         memory: leases blocks and starts transfers.
+        load: the sequences and their step times, which this scheduler keeps up to date.
         admission: creates the queue of waiting requests.
         limits: bounds of a plan.
         preset: options of the system.
         batching: creates the batching mode.
-        assist: costs of prefills that host cores assist; None if they cannot.
+        assist: plans the prefills that host cores assist; None if they cannot.
         iterations: profiled times of iterations; None without a profile.
-        record: of cold prefills, by which the memory decides whether to assist; None for an empty one.
 
     Attributes:
         queue: the waiting requests.
@@ -73,28 +71,27 @@ class Scheduler:
     def __init__(
         self,
         memory: Memory,
+        load: EngineLoad,
         admission: AdmissionPolicy,
         limits: SchedulerLimits,
         preset: Preset,
         batching: BatchingPolicy = Unmerged,
-        assist: AssistCosts | None = None,
+        assist: AssistPlanner | None = None,
         iterations: IterationCosts | None = None,
-        record: AssistRecord | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
         self._preset = preset
-        self._sequences: dict[RequestId, Sequence] = {}
-        self._running: list[Sequence] = []
-        self._step_times, self._utilization = StepTimeEstimator(), Utilization()
-        memory.predict(self._step_times.prefill_s, self._delayed_by_a_second)
+        self._load = load
+        self._sequences, self._running, self._step_times = load.sequences, load.running, load.step_times
+        self._load_order = (lambda ref, tokens: PACKING_ORDER) if assist is None else assist.load_order
+        costs = None if assist is None else assist.costs
         self.selector = BatchSelector(
-            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist, iterations
+            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, costs, iterations
         )
         self._view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
         self.queue: AdmissionQueue = admission(self._view)
-        self._assist_record = record or AssistRecord()
-        self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist, self._assist_record)
+        self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist)
         self.drafter = Drafter(limits.max_draft_tokens)
         self._drops: list[RequestId] = []
         self._steps = 0
@@ -216,7 +213,7 @@ class Scheduler:
             self._preempt_for_waiting(builder, now)
         builder.run_decodes_without_prefill()
         if self._preset.prefill_apart is PrefillApart.PAYS and not builder.preempted:
-            self.selector.leave_decodes_out(builder, self._delayed_by_a_second)
+            self.selector.leave_decodes_out(builder, self._load.delay_per_lost_second)
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
         self.held_until_s = math.inf
@@ -242,17 +239,6 @@ class Scheduler:
         self._steps += not plan.is_empty
         return plan
 
-    def _delayed_by_a_second(self, besides: int = 0) -> float:
-        """Return by how many seconds all requests together are delayed if the engine loses one (see ``Utilization``).
-
-        Those that have their first token count as ``ANSWER_SHARE``. ``besides`` of those that wait do not count: what
-        they lose themselves is in the comparison already.
-        """
-        answers = sum([sequence.is_decoding for sequence in self._running])
-        waiting = len(self._sequences) - answers - besides
-        fixed_s = self._step_times.step_s(0, 0)
-        return (waiting + ANSWER_SHARE * answers) * self._utilization.delay_of_a_second(fixed_s)
-
     def _holds(self, builder: PlanBuilder, now: float) -> bool:
         """Whether the step waits for the transfers that requests wait for (see ``Preset.step_hold``).
 
@@ -263,7 +249,7 @@ class Scheduler:
             return False
         awaiting = sum(not sequence.can_run for sequence in self._running)
         hold_s, until_s = self._memory.awaited_s(), self._last_end_s + step_s / 2
-        pays = hold_s * self._delayed_by_a_second() <= (step_s - hold_s) * awaiting
+        pays = hold_s * self._load.delay_per_lost_second() <= (step_s - hold_s) * awaiting
         if not pays or now + hold_s >= until_s:
             return False
         self.held_until_s = until_s
@@ -351,18 +337,18 @@ class Scheduler:
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
         """Try the requests that the admission policy names, until it names none or the step is full."""
         policy = self.queue.admit(now)
-        request = next(policy, None)
-        while request is not None and builder.budget_tokens and self.selector.can_admit_more(self._running):
-            sequence, following = self._sequences[request.request_id], None
+        candidate = next(policy, None)
+        while candidate is not None and builder.budget_tokens and self.selector.can_admit_more(self._running):
+            sequence = self._sequences[candidate.request.request_id]
             refused = self._try_admit(sequence, builder, now)
-            with suppress(StopIteration):
-                following = policy.send(refused)
             if refused is None:
-                self._outputs.events += self._savings.order(sequence, self.queue.saved_s, now)
-                self.queue.saved_s = 0.0
+                self._outputs.events += self._savings.order(sequence, candidate.saved_s, now)
             else:
                 sequence.refused = refused
-            request = following
+            try:
+                candidate = policy.send(refused)
+            except StopIteration:
+                break
         policy.close()
 
     def _preempt_for_waiting(self, builder: PlanBuilder, now: float) -> None:
@@ -383,15 +369,13 @@ class Scheduler:
         self.selector.note_tried()
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
-        if self._preset.cold_start is ColdStart.AUTO:
-            self._assist_record.others = self._delayed_by_a_second(besides=1)
-            self._assist_record.step_s = self._step_times.step_s(0, 0)
         admit = partial(
             self._memory.try_admit,
             request.adapter,
             sequence.keys,
             salt=request.kv_salt,
             start=request.adapter_start,
+            load_order=self._load_order,
         )
         lease = admit(len(sequence.token_ids), now)
         while lease in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS) and not self._memory.blocks_are_being_freed:
@@ -467,7 +451,7 @@ class Scheduler:
             self._last_end_s = now
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
-            self._utilization.note(now, result.steps_run, result.duration_s)
+            self._load.note_busy(now, result.steps_run, result.duration_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1 and step.known_tokens > 1]
             drafted = sum([len(step.draft) for step in plan.sequences]) if self._limits.max_draft_tokens else 0
             self._decode_steps = 0 if prefill else self._decode_steps + result.steps_run

@@ -7,7 +7,7 @@ notified of events; they change nothing in the memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,27 @@ LOWEST = float(np.finfo(np.float64).min)
 _Number = TypeVar("_Number", bound=np.generic)
 
 
+class StepForecast(Protocol):
+    """Predicts steps and delays for the memory's policies."""
+
+    def prefill_s(self, tokens: float) -> float:
+        """Return the expected seconds by which so many prompt tokens lengthen a step; 0 where not known."""
+        ...
+
+    def delay_per_lost_second(self, excluded: int = 0) -> float:
+        """Return by how many seconds all requests together are delayed if the engine loses a second.
+
+        Args:
+            excluded: number of waiting requests that do not count.
+        """
+        ...
+
+
 @dataclass
 class MemoryView:
     """State that policies may read. The memory keeps it up to date.
+
+    All its functions are there before a policy is created, so a policy may keep them.
 
     Attributes:
         tree: all nodes.
@@ -36,9 +54,9 @@ class MemoryView:
         load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
         prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
             where not known.
-        delayed_by_a_second: returns by how many seconds all requests together are delayed if the engine loses one,
-            without so many of those that wait for their first token.
-        kv_reuse: returns the share of each adapter's KV that is expected to be asked for again, given their nodes.
+        delay_per_lost_second: returns the seconds by which all requests together are delayed if the engine loses one;
+            see :class:`StepForecast`.
+        kv_reuse: returns the share of each adapter's KV that is expected to be reused, given their nodes.
     """
 
     tree: DependencyTree
@@ -50,7 +68,7 @@ class MemoryView:
     iteration_s: float = 0.0
     load_kv_s: Callable[[int], float] = lambda blocks: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
-    delayed_by_a_second: Callable[[int], float] = lambda besides: 0.0
+    delay_per_lost_second: Callable[[int], float] = lambda excluded: 0.0
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
 
     def loading_kv_pays(self, blocks: int, needed: int = 0, *, is_waiting: bool = False) -> bool:
@@ -69,7 +87,7 @@ class MemoryView:
             return True
         kept_share = max(blocks, needed) / self.device_blocks
         load_s = self.load_kv_s(blocks) * (1 + max(0, self.queued - is_waiting) * kept_share)
-        return load_s <= prefill_s * (1 + self.delayed_by_a_second(int(is_waiting)))
+        return load_s <= prefill_s * (1 + self.delay_per_lost_second(int(is_waiting)))
 
 
 class EvictionPolicy:

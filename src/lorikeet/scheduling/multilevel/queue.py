@@ -18,7 +18,14 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest, tokens_needed
+from lorikeet.scheduling.admission import (
+    Admission,
+    AdmissionCandidate,
+    AdmissionQueue,
+    AdmissionView,
+    RunningRequest,
+    tokens_needed,
+)
 from lorikeet.scheduling.multilevel.class_stats import ClassStats
 from lorikeet.scheduling.multilevel.options import MultilevelOptions, QueueFigures
 from lorikeet.scheduling.multilevel.quotas import QuotaAccounting
@@ -247,7 +254,7 @@ class ChameleonQueue(AdmissionQueue):
             if self._leaves_memory_to_another(entry, number, now):
                 self._on_blocked(number, entry, now, lacks_memory=True)
                 return
-            outcome = yield entry.request
+            outcome = yield AdmissionCandidate(entry.request)
             self._on_tried(number)
             match outcome:
                 case None:
@@ -273,7 +280,10 @@ class ChameleonQueue(AdmissionQueue):
             need, remaining = self._need(entry), entry.expected_tokens - len(entry.request.output_token_ids)
             if not entry.may_pass or remaining > steps or need > sum(lenders.values()):
                 continue
-            if tokens_needed(entry.request, view) <= view.free_tokens() and (yield entry.request) is None:
+            if (
+                tokens_needed(entry.request, view) <= view.free_tokens()
+                and (yield AdmissionCandidate(entry.request)) is None
+            ):
                 self._take(entry, number, need, lenders, now, passed=head.request)
 
     def _can_pay(self, need: int, number: int, lenders: dict[int, int]) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionView, tokens_needed
+from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionView, tokens_needed
 from lorikeet.scheduling.multilevel.options import MultilevelOptions
 from lorikeet.scheduling.multilevel.queue import (
     LOOK_AHEAD,
@@ -93,7 +93,7 @@ class SizeAwareQueue(ChameleonQueue):
                 continue
             if self._leaves_memory_to_another(entry, number, now, joins=True):
                 continue
-            match (yield entry.request):
+            match (yield AdmissionCandidate(entry.request)):
                 case None:
                     self._take(entry, number, need, lenders, now)
                     self._counts["joined"] += 1

@@ -11,7 +11,14 @@ import numpy.typing as npt
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest, tokens_needed
+from lorikeet.scheduling.admission import (
+    Admission,
+    AdmissionCandidate,
+    AdmissionQueue,
+    AdmissionView,
+    RunningRequest,
+    tokens_needed,
+)
 
 _Floats = npt.NDArray[np.float64]
 
@@ -116,16 +123,15 @@ class BoundedShortestFirst(AdmissionQueue):
                 chosen = int(self._order[np.argmax(may_pass[self._order])])
             if chosen != oldest and self._takes_room(requests[chosen], requests[oldest]):
                 chosen = oldest
-            reason = yield requests[chosen]
+            saved_s = 0.0
+            if chosen and np.isfinite(costs[chosen]):
+                saved_s = float((costs[:chosen][~passed[:chosen]] - costs[chosen]).sum())
+            reason = yield AdmissionCandidate(requests[chosen], saved_s)
             passed[chosen] = True
             if reason in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
                 return
             if reason is None:
-                self.saved_s = 0.0
-                if chosen:
-                    older_s = costs[:chosen][~passed[:chosen]]
-                    self.saved_s = float((older_s - costs[chosen]).sum()) if np.isfinite(costs[chosen]) else 0.0
-                    allowances[:chosen] -= costs[chosen]
+                allowances[:chosen] -= costs[chosen]
                 self._note_admitted(requests[chosen], float(costs[chosen]), now)
 
     def waiting(self) -> Iterable[Request]:

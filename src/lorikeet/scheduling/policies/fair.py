@@ -9,7 +9,7 @@ from itertools import count
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, tokens_needed
+from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionQueue, AdmissionView, tokens_needed
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 """Weights of a token as in the paper's evaluation; an output token takes longer to compute."""
@@ -110,7 +110,7 @@ class FairShares(AdmissionQueue):
             if self._exceeds_share(needed_tokens, beyond_tokens):
                 continue
             self._turn[request.request_id] = next(self._turns)
-            match (yield request):
+            match (yield AdmissionCandidate(request)):
                 case None:
                     self._charge_prompt(request)
                     self._dequeue(request)

@@ -7,7 +7,7 @@ import numpy as np
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionView
+from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionView
 from lorikeet.scheduling.policies.fifo import Fifo
 
 
@@ -30,7 +30,7 @@ class ReservedTokens(Fifo):
         for request in tuple(self._waiting):
             if not reserved.try_add(request):
                 return
-            match (yield request):
+            match (yield AdmissionCandidate(request)):
                 case None:
                     self._waiting.remove(request)
                 case WaitReason.KV_BLOCKS | WaitReason.ADAPTER_BLOCKS:
