@@ -25,17 +25,18 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.live_stats import (
     ERRORS_PER_ADAPTER,
     MOST_ADAPTERS,
     REQUESTS_PER_ADAPTER,
     LiveStats,
     Rate,
-    parts_of,
     percentiles,
 )
 from lorikeet.observe.sort_by import SortBy
 from lorikeet.observe.stats_stream import MOST_STREAMS
+from lorikeet.observe.waits import parts_of
 from tests.api.test_chat import CHAT, body
 from tests.observe.test_metrics import STATS
 from tests.support.api_server import Running, Start
@@ -96,13 +97,15 @@ def test_what_is_kept_is_bounded_and_unfinished_requests_stay() -> None:
     kept = live.begin(sequence("kept", "busy"), RequestTimings(0.0))
     for number in range(MOST_ADAPTERS + 10):
         request = sequence(f"r{number}", f"a{number}")
-        live.end(live.begin(request, RequestTimings(0.0)), request, 1, "stop", "", 1.0)
+        timings = RequestTimings(0.0)
+        live.begin(request, timings).on_ended(EndedRequest(request, timings, 1, "stop", 1.0))
     assert len(live.peek("a0").ended) == 0
     assert len(live.peek(f"a{MOST_ADAPTERS}").ended) == 1
     assert live.peek("busy").open == {RequestId("kept"): kept}
     for number in range(2 * REQUESTS_PER_ADAPTER):
         request = sequence(f"s{number}", "busy")
-        live.end(live.begin(request, RequestTimings(0.0)), request, 1, "error", "it broke", 1.0)
+        timings = RequestTimings(0.0)
+        live.begin(request, timings).on_ended(EndedRequest(request, timings, 1, "error", 1.0, "it broke"))
     assert len(live.peek("busy").ended) == REQUESTS_PER_ADAPTER
     assert len(live.peek("busy").errors) == ERRORS_PER_ADAPTER
 
@@ -126,7 +129,7 @@ async def test_the_slowest_adapter_comes_first_and_says_why(server: Running) -> 
     timings = timed(queue_s=1.0, adapter_s=8.0, prefill_s=1.0)
     for callback in server.engine.callbacks:
         callback(AdapterLoaded(digests["pirate"], 0.0, 8.0))
-    live.end(live.begin(slow, timings), slow, 4, "stop", "", time.monotonic())
+    live.begin(slow, timings).on_ended(EndedRequest(slow, timings, 4, "stop", time.monotonic()))
     stats = await figures(server)
     first, second, base = stats["adapters"]
     assert (first["name"], second["name"], base["is_base"]) == ("pirate", "formal", True)

@@ -23,8 +23,11 @@ from lorikeet.core.messages import (
     RouteStats,
     TierBytes,
 )
+from lorikeet.core.request import Request, SamplingParams
 from lorikeet.http.middleware import key_name
-from lorikeet.observe.metrics import TTFT_BOUNDS_S, AdapterUsage, RequestCounts, RequestMetrics
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.metrics import RequestMetrics
+from lorikeet.observe.traffic import TTFT_BOUNDS_S, AdapterUsage, RequestCounts
 from tests.api.test_chat import CHAT, body, events
 from tests.http.test_middleware import bearer
 from tests.support.api_server import Running, Start
@@ -248,8 +251,9 @@ def test_waits_for_an_adapter_and_beyond_it_for_kv_are_told_apart() -> None:
     ):
         timings.apply(event)
     metrics = RequestMetrics("base", 256)
-    metrics.observe_request(timings, 40, 0, "abort", 8.0)
-    metrics.observe_request(RequestTimings(arrival_s=0.0), 40, 0, "abort", 8.0)
+    request = Request(name, [1] * 40, SamplingParams(4), 0.0)
+    metrics.on_ended(EndedRequest(request, timings, 0, "abort", 8.0))
+    metrics.on_ended(EndedRequest(request, RequestTimings(arrival_s=0.0), 0, "abort", 8.0))
     text = bytes(metrics.page("").body).decode()
     assert 'lorikeet:request_adapter_wait_seconds_sum{engine="0",model_name="base"} 2.0' in text
     assert 'lorikeet:request_kv_wait_seconds_sum{engine="0",model_name="base"} 4.0' in text
@@ -446,7 +450,7 @@ def test_time_in_the_queue_is_counted_by_cause() -> None:
     name = RequestId("r")
     timings.apply(Queued(name, 1.0))
     timings.apply(Admitted(name, 3.0, 0, waited_for="memory for its KV"))
-    metrics.observe_request(timings, 1, 1, "stop", 4.0)
+    metrics.on_ended(EndedRequest(Request(name, [1], SamplingParams(4), 0.0), timings, 1, "stop", 4.0))
     labels = {**metrics.labels, "cause": "kv_blocks"}
     assert metrics.registry.get_sample_value("lorikeet:request_queue_seconds_total", labels) == 2.0
     assert metrics.registry.get_sample_value("lorikeet:request_queue_seconds_total", labels | {"cause": "order"}) == 0.0

@@ -10,6 +10,7 @@ import pytest
 from lorikeet.core.events import AdapterArrived, Admitted, FirstToken, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.request_log import RequestLog
 from tests.api.test_chat import CHAT, body, events
 from tests.support.api_server import Start
@@ -23,7 +24,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def write(log: RequestLog, arrival_s: float, name: str = "r") -> None:
     request = Request(RequestId(name), [1, 2, 3], SamplingParams(4), arrival_s)
     timings = RequestTimings(arrival_s, first_token_s=arrival_s + 0.5)
-    log.write(request, timings, 2, "stop", arrival_s + 1.5, "text")
+    log.on_ended(EndedRequest(request, timings, 2, "stop", arrival_s + 1.5, text="text"))
 
 
 @pytest.mark.parametrize("whole", [0, 1, 2])
@@ -73,7 +74,7 @@ def test_the_parts_of_ttft_add_up(tmp_path: Path) -> None:
         FirstToken(name, 13.5),
     ):
         timings.apply(event)
-    log.write(Request(name, [1], SamplingParams(4), 10.0), timings, 1, "stop", 14.0, None)
+    log.on_ended(EndedRequest(Request(name, [1], SamplingParams(4), 10.0), timings, 1, "stop", 14.0))
     log.close()
     (line,) = lines(tmp_path / "requests.jsonl")
     parts = [line[part] for part in ("queue_s", "adapter_wait_s", "kv_wait_s")]

@@ -7,6 +7,7 @@ import pytest
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams, Slo
+from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.shedding import TtftForecast
 
 SERVICE_S = 0.1
@@ -149,8 +150,8 @@ def test_requests_that_leave_are_waited_for_no_longer() -> None:
     line = Line()
     arrived = line.arrive(10)
     line.now_s += 1.0
-    for request, _ in arrived:
-        line.forecast.on_ended(request)
+    for request, timings in arrived:
+        line.forecast.on_ended(EndedRequest(request, timings, 1, "stop", line.now_s))
     assert line.predict() == 0.0
 
 

@@ -8,11 +8,13 @@ import pytest
 
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.events import RequestTimings
-from lorikeet.core.request import Slo, SloError, parse_slo
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams, Slo, SloError, parse_slo
 from lorikeet.http.middleware import key_name
-from lorikeet.observe.metrics import RequestCounts
+from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.observe.slo_targets import attainment, missed, read_targets
+from lorikeet.observe.traffic import RequestCounts
 from lorikeet.workloads.workload import read_workload
 from tests.api.test_chat import CHAT, body
 from tests.api.test_completions import URL as COMPLETIONS
@@ -93,8 +95,9 @@ def test_shedding_needs_a_target_to_shed_for() -> None:
     ],
 )
 def test_targets_are_met_or_missed_one_by_one(slo: Slo | None, tokens: int, reason: str, counts: RequestCounts) -> None:
+    request = Request(RequestId("r"), [1], SamplingParams(20), 1.0, slo=slo)
     timings = RequestTimings(1.0, first_token_s=1.5)
-    assert attainment(slo, timings, tokens, reason, ended_s=2.5) == counts
+    assert attainment(EndedRequest(request, timings, tokens, reason, ended_s=2.5)) == counts
 
 
 def test_what_was_refused_has_missed_what_it_had() -> None:

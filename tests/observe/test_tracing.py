@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from lorikeet.core.events import Admitted, RequestTimings
 from lorikeet.core.ids import RequestId
-from lorikeet.http.trace_context import TraceHeaders
+from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.tracing import RequestTraces, open_exporter
 from tests.api.test_chat import CHAT, body
 from tests.observe.test_live_stats import sequence
@@ -84,7 +84,7 @@ def test_a_request_aborted_while_its_adapter_is_in_transfer_has_no_prefill() -> 
     exporter = InMemorySpanExporter()
     traces, timings = RequestTraces("base", exporter), RequestTimings(10.0)
     timings.apply(Admitted(RequestId("r"), 11.0, 0, waits_for_adapter=True))
-    traces.ended(TraceHeaders(), sequence("r", "formal"), timings, 0, "abort", "", 16.0)
+    traces.traced(EndedRequest(sequence("r", "formal"), timings, 0, "abort", 16.0))
     traces.close()
     spans = exporter.get_finished_spans()
     took_s = {span.name: ((span.end_time or 0) - (span.start_time or 0)) / 1e9 for span in spans}

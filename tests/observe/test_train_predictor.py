@@ -13,6 +13,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.length_predictor_process import BatchPredictor
 from lorikeet.engine.length_predictor_training import file_sha256, read_logs
+from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.scheduling.prediction.learned import LengthModel
 from lorikeet.scheduling.prediction.messages import PredictionRequest, PredictorSetup
@@ -37,7 +38,8 @@ def write_log(path: Path, requests: int, *, text: bool = True) -> Path:
         prompt = TOKENIZER.encode(f"{LONG if number % 2 else SHORT} ({number})").ids
         request = Request(RequestId(f"r{number}"), prompt, SamplingParams(200), 0.0)
         reason = "stop" if number else "abort"
-        log.write(request, RequestTimings(0.0), 100 if number % 2 else 5, reason, 1.0, "text")
+        tokens = 100 if number % 2 else 5
+        log.on_ended(EndedRequest(request, RequestTimings(0.0), tokens, reason, 1.0, text="text"))
     log.close()
     return path
 

@@ -40,24 +40,23 @@ from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
 from lorikeet.http.errors import ApiError, install_handlers
 from lorikeet.http.logs import log
 from lorikeet.http.middleware import AdmissionGate, RootPath, add_middleware
-from lorikeet.observe.length_prediction import AnswerLengthPredictor, LengthCollector
-from lorikeet.observe.live_stats import LiveStats
-from lorikeet.observe.load_reports import LoadReports
-from lorikeet.observe.metrics import (
-    MOST_TENANTS,
-    AdapterUsage,
+from lorikeet.observe.collectors import (
     ClusterCollector,
     ConnectionCollector,
     ReplicasCollector,
-    RequestMetrics,
     TenantCollector,
     UsageCollector,
     load_of,
 )
+from lorikeet.observe.length_prediction import AnswerLengthPredictor, LengthCollector
+from lorikeet.observe.live_stats import LiveStats
+from lorikeet.observe.load_reports import LoadReports
+from lorikeet.observe.metrics import RequestMetrics
 from lorikeet.observe.observer import RequestObserver
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.observe.shedding import TtftForecast
 from lorikeet.observe.slo_targets import read_targets
+from lorikeet.observe.traffic import MOST_TENANTS, AdapterUsage
 from lorikeet.presets import resolve_preset
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.batches.batches import Batches

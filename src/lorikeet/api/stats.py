@@ -16,22 +16,20 @@ from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterRecord
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
-from lorikeet.observe.causes import CAUSES, ORDER, WAITS
 from lorikeet.observe.live_stats import (
     BASE,
     HISTORY_EVERY_S,
-    PARTS,
     RECENT_S,
     AdapterHistory,
-    EndedRequest,
     LoadHistory,
+    RecentRequest,
     memory_by_tier,
-    parts_of,
     percentiles,
 )
-from lorikeet.observe.metrics import AdapterTraffic
 from lorikeet.observe.sort_by import SortBy
 from lorikeet.observe.stats_stream import StatsQuery, stats_response
+from lorikeet.observe.traffic import AdapterTraffic
+from lorikeet.observe.waits import CAUSES, ORDER, PARTS, WAITS, parts_of
 from lorikeet.serving.service import Sender, Service, ServiceDep
 from lorikeet.tenants.keys import Access
 
@@ -172,7 +170,7 @@ class AdapterFigures:
         }
 
 
-def _ended(each: EndedRequest, now_s: float) -> dict[str, Any]:
+def _ended(each: RecentRequest, now_s: float) -> dict[str, Any]:
     return {
         "request_id": each.request_id,
         "ended_ago_s": round(now_s - each.ended_s, 3),

@@ -2,15 +2,13 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Request
 from lorikeet.http.errors import ApiError
 from lorikeet.tenants.keys import ApiKey
-from lorikeet.tenants.ledger import Admission, Ended, Grant, Ledger, LimitState, never_fits
+from lorikeet.tenants.ledger import Admission, Grant, Ledger, LimitState, never_fits
 from lorikeet.tenants.store import StoreUnavailable
 
 RATE_HEADERS = tuple(
@@ -95,21 +93,3 @@ def _give_back(ledger: Ledger, answer: "Future[Admission]") -> None:
     """Give back the places of a request whose client has hung up before it got them."""
     if answer.exception() is None and (grant := answer.result().grant) is not None:
         ledger.release(grant, 0)
-
-
-def record_usage(
-    ledger: Ledger, request: Request, timings: RequestTimings, completion_tokens: int, reason: str
-) -> None:
-    """Add a sequence that has ended to the usage of its tenant, with the values of the request log."""
-    ledger.ended(
-        Ended(
-            request.tenant,
-            "" if request.adapter is None else request.adapter.name,
-            timings.arrival_s + time.time() - time.monotonic(),
-            len(request.prompt_token_ids),
-            timings.cached_tokens,
-            completion_tokens,
-            is_aborted=reason == "abort",
-            has_failed=reason == "error",
-        )
-    )

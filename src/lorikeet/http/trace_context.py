@@ -11,6 +11,6 @@ class TraceHeaders(NamedTuple):
     state: str = ""
 
 
-_NONE = TraceHeaders()
-trace_headers: ContextVar[TraceHeaders] = ContextVar("trace_headers", default=_NONE)
+NO_TRACE = TraceHeaders()
+trace_headers: ContextVar[TraceHeaders] = ContextVar("trace_headers", default=NO_TRACE)
 """Set for each HTTP request; tasks that it starts inherit it."""

@@ -19,10 +19,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from lorikeet.config import ConfigError, LengthPredictor, ServerSettings
-from lorikeet.core.request import Request
 from lorikeet.http.logs import log
 from lorikeet.models.sentence_files import SentenceModelError, find_sentence_model
-from lorikeet.observe.metrics import MetricFamilies
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.metric_families import MetricFamilies
 from lorikeet.scheduling.prediction.history import LengthHistory
 from lorikeet.scheduling.prediction.learned import LengthModel, LengthModelError
 from lorikeet.scheduling.prediction.messages import (
@@ -238,14 +238,15 @@ class AnswerLengthPredictor:
         self.made["learned"] += len(batch) - batch.count(None)
         return [self._by_history(adapter) if tokens is None else tokens for tokens in batch]
 
-    def on_ended(self, request: Request, tokens: int, reason: str) -> None:
-        """Learn from an answer that ended with ``tokens`` tokens for ``reason``; aborted ones are ignored."""
-        if self._history is None or reason not in _COMPLETE_REASONS:
+    def on_ended(self, ended: EndedRequest) -> None:
+        """Learn from a whole answer; vectors, and answers that were aborted or failed, are ignored."""
+        if self._history is None or ended.reason not in _COMPLETE_REASONS or ended.request.pooling is not None:
             return
-        self._history.add(None if request.adapter is None else request.adapter.name, tokens)
-        if request.predicted_tokens is not None:
+        self._history.add(ended.adapter, ended.completion_tokens)
+        predicted = ended.request.predicted_tokens
+        if predicted is not None:
             self.answers += 1
-            self.error_tokens += abs(request.predicted_tokens - tokens)
+            self.error_tokens += abs(predicted - ended.completion_tokens)
 
     async def close(self) -> None:
         """End the process."""

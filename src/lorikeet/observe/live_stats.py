@@ -1,6 +1,6 @@
 """What the latest requests waited for, adapter by adapter, in memory of a fixed size: for ``/v1/stats``.
 
-Counters since the start are in ``metrics.py``. Here are the requests of the last minutes one by one, so that
+Counters since the start are in ``traffic.py``. Here are the requests of the last minutes one by one, so that
 percentiles and the parts of TTFT are those of now, and errors have their messages.
 """
 
@@ -17,7 +17,8 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.request import Request
 from lorikeet.http.errors import hide_paths
-from lorikeet.observe.causes import cause_of
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.waits import cause_of, parts_of
 
 RECENT_S = 300.0
 """Requests that ended longer ago are left out of percentiles and means."""
@@ -32,13 +33,11 @@ HISTORY_EVERY_S = 2.0
 MOST_HISTORY = 300
 """Samples of the history: ten minutes."""
 
-PARTS = ("queue", "adapter", "kv", "prefill")
-"""Parts of TTFT, in the order in which they follow each other."""
 BASE = ""
 """Key of the base model, as in the label of metrics."""
 
 
-class EndedRequest(NamedTuple):
+class RecentRequest(NamedTuple):
     """One request that has ended. Times are in seconds; ``ended_s`` is on the monotonic clock.
 
     Attributes:
@@ -127,18 +126,6 @@ def percentiles(values: Iterable[float]) -> dict[str, float | int] | None:
     return {"count": len(ordered), "mean": mean, "p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1.0)}
 
 
-def parts_of(timings: RequestTimings, now_s: float) -> tuple[float, float, float, float]:
-    """Return the parts of TTFT; of a request without a first token those until ``now_s``, in seconds."""
-    first_s = timings.first_token_s if timings.first_token_s is not None else now_s
-    if timings.admitted_s is None:
-        return max(0.0, first_s - timings.arrival_s), 0.0, 0.0, 0.0
-    queue_s, since_s = timings.admitted_s - timings.arrival_s, max(0.0, first_s - timings.admitted_s)
-    if timings.first_token_s is None and timings.waits_for_adapter and not timings.adapter_wait_s:
-        return queue_s, since_s, 0.0, 0.0  # it still waits
-    waits_s = timings.adapter_wait_s, timings.kv_wait_s
-    return queue_s, *waits_s, max(0.0, since_s - sum(waits_s))
-
-
 def _is_hit(request: Request, timings: RequestTimings) -> bool | None:
     if request.adapter is None or timings.admitted_s is None:
         return None
@@ -149,15 +136,19 @@ class OpenRequest:
     """One request that has not ended.
 
     Args:
+        live: gets it when it has ended.
         request: as submitted; its tokens are not kept.
         timings: filled while it runs.
     """
 
-    def __init__(self, request: Request, timings: RequestTimings) -> None:
+    def __init__(self, live: "LiveStats", request: Request, timings: RequestTimings) -> None:
         self.adapter = BASE if request.adapter is None else request.adapter.name
-        self.request_id, self.timings = request.request_id, timings
+        self.request_id = request.request_id
+        self.timings = timings
+        self._live = live
         self._gaps = 0
-        self._gaps_s = self._largest_s = 0.0
+        self._gaps_s = 0.0
+        self._largest_s = 0.0
 
     def gap(self, seconds: float) -> None:
         """Count the time between two outputs."""
@@ -165,25 +156,27 @@ class OpenRequest:
         self._gaps_s += seconds
         self._largest_s = max(self._largest_s, seconds)
 
-    def ended(self, request: Request, completion_tokens: int, reason: str, error: str, ended_s: float) -> EndedRequest:
-        """Return it as one that has ended."""
-        timings = self.timings
-        return EndedRequest(
-            request_id=self.request_id,
+    def on_ended(self, ended: EndedRequest) -> None:
+        """Move it to the requests that have ended."""
+        request = ended.request
+        timings = ended.timings
+        recent = RecentRequest(
+            request_id=request.request_id,
             tenant=request.tenant,
-            ended_s=ended_s,
-            reason=reason,
-            error=error,
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=completion_tokens,
-            parts=parts_of(timings, ended_s),
-            ttft_s=None if timings.first_token_s is None else timings.first_token_s - timings.arrival_s,
+            ended_s=ended.ended_s,
+            reason=ended.reason,
+            error=ended.error,
+            prompt_tokens=ended.prompt_tokens,
+            completion_tokens=ended.completion_tokens,
+            parts=parts_of(timings, ended.ended_s),
+            ttft_s=ended.ttft_s,
             itl_s=self._gaps_s / self._gaps if self._gaps else None,
             itl_max_s=self._largest_s if self._gaps else None,
-            e2e_s=ended_s - timings.arrival_s,
+            e2e_s=ended.e2e_s,
             hit=_is_hit(request, timings),
             cause=cause_of(timings),
         )
+        self._live.end(self, recent, is_background=request.background)
 
 
 class AdapterHistory:
@@ -202,14 +195,14 @@ class AdapterHistory:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.open: dict[RequestId, OpenRequest] = {}
-        self.ended: deque[EndedRequest] = deque(maxlen=REQUESTS_PER_ADAPTER)
+        self.ended: deque[RecentRequest] = deque(maxlen=REQUESTS_PER_ADAPTER)
         self.errors: deque[RecentError] = deque(maxlen=ERRORS_PER_ADAPTER)
         self.refused = self.hits = self.misses = 0
         self.queue_s: dict[str, float] = {}
         self.saved_s: dict[str, float] = {}
         self.finished = Rate(clock)
 
-    def recent(self, now_s: float) -> list[EndedRequest]:
+    def recent(self, now_s: float) -> list[RecentRequest]:
         """Return those that ended in the last ``RECENT_S``, the oldest first."""
         return [each for each in self.ended if each.ended_s > now_s - RECENT_S]
 
@@ -244,7 +237,7 @@ class LiveStats:
         self.started_s = clock()
         self._adapters: OrderedDict[str, AdapterHistory] = OrderedDict()
         self.loads: OrderedDict[AdapterDigest, LoadHistory] = OrderedDict()
-        self._ended: deque[EndedRequest] = deque(maxlen=_MOST_REQUESTS)
+        self._ended: deque[RecentRequest] = deque(maxlen=_MOST_REQUESTS)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_MOST_GAPS)
         self.history: deque[dict[str, Any]] = deque(maxlen=MOST_HISTORY)
         self._sampled_s = self.unloaded_at_s = -math.inf
@@ -253,7 +246,7 @@ class LiveStats:
 
     def begin(self, request: Request, timings: RequestTimings) -> OpenRequest:
         """Follow a request that was submitted."""
-        opened = OpenRequest(request, timings)
+        opened = OpenRequest(self, request, timings)
         self._of(opened.adapter).open[opened.request_id] = opened
         return opened
 
@@ -265,17 +258,16 @@ class LiveStats:
             self._gaps.append((self._clock(), gap_s))
         self.sample()
 
-    def end(
-        self, opened: OpenRequest, request: Request, completion_tokens: int, reason: str, error: str, ended_s: float
-    ) -> None:
-        """Keep what a request was, now that it has ended; background requests count for no percentile."""
-        ended, adapter = opened.ended(request, completion_tokens, reason, error, ended_s), self._of(opened.adapter)
+    def end(self, opened: OpenRequest, ended: RecentRequest, *, is_background: bool) -> None:
+        """Keep a request that has ended; background requests count for no percentile."""
+        adapter = self._of(opened.adapter)
         adapter.open.pop(opened.request_id, None)
         adapter.finished.add()
         self.finished.add()
         self.prompt_tokens.add(ended.prompt_tokens)
-        if error:
-            adapter.errors.append(RecentError(self.unix_s(ended_s), ended.request_id, ended.tenant, error))
+        if ended.error:
+            at_s = self.unix_s(ended.ended_s)
+            adapter.errors.append(RecentError(at_s, ended.request_id, ended.tenant, ended.error))
         if ended.hit is not None:
             adapter.hits += ended.hit
             adapter.misses += not ended.hit
@@ -283,7 +275,7 @@ class LiveStats:
             adapter.queue_s[ended.cause] = adapter.queue_s.get(ended.cause, 0.0) + ended.parts[0]
         for mechanism, saved_s in opened.timings.saved_s.items():
             adapter.saved_s[mechanism] = adapter.saved_s.get(mechanism, 0.0) + saved_s
-        if not request.background:
+        if not is_background:
             adapter.ended.append(ended)
             self._ended.append(ended)
         self.sample()
@@ -322,7 +314,7 @@ class LiveStats:
         """Return a time of that clock as Unix time."""
         return round(at_s + self._unix_minus_clock_s, 3)
 
-    def recent(self) -> list[EndedRequest]:
+    def recent(self) -> list[RecentRequest]:
         """Return the requests of all adapters that ended in the last ``RECENT_S``."""
         since_s = self._clock() - RECENT_S
         return [each for each in self._ended if each.ended_s > since_s]

@@ -1,4 +1,4 @@
-"""Records the outputs and the end of every request in metrics, per-adapter counts and the request log.
+"""Records outputs and ends of requests: in metrics, counts by adapter and tenant, the request log and traces.
 
 All of them derive from the same timings.
 """
@@ -8,28 +8,25 @@ from typing import TYPE_CHECKING
 
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo
-from lorikeet.http.tenancy import record_usage
 from lorikeet.http.trace_context import trace_headers
+from lorikeet.observe.ended_request import EndedRequest, EndObserver
 from lorikeet.observe.length_prediction import AnswerLengthPredictor
 from lorikeet.observe.live_stats import LiveStats
-from lorikeet.observe.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds, ttft_bucket
+from lorikeet.observe.metrics import RequestMetrics
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.observe.request_records import RequestRecords
 from lorikeet.observe.shedding import TtftForecast
 from lorikeet.observe.slo_targets import attainment, missed
-from lorikeet.tenants.ledger import Ledger
+from lorikeet.observe.traffic import AdapterTraffic, AdapterUsage, RequestCounts, nanoseconds, ttft_bucket
+from lorikeet.tenants.ledger import Ended, Ledger
 
 if TYPE_CHECKING:
     from lorikeet.observe.tracing import RequestTraces
 
-_MOST_EXEMPLAR = 64
-"""Characters of an id in an exemplar. OpenMetrics allows 128 for all its labels."""
-
 
 class RequestObserver:
-    """Where requests are recorded.
+    """Records all requests of a server.
 
     Args:
         metrics: histograms and counters.
@@ -40,10 +37,10 @@ class RequestObserver:
         forecast: learns how fast requests are admitted; None without shedding.
         live: keeps the latest requests of each adapter.
         traces: makes their spans; None for none.
-        ledger: adds up what tenants use; None without tenants.
+        ledger: adds up the usage of tenants; None without tenants.
 
     Attributes:
-        records: of the latest requests.
+        records: the latest requests, with the decisions made for them.
     """
 
     def __init__(
@@ -66,8 +63,10 @@ class RequestObserver:
         self.forecast = forecast
         self.live = live
         self.traces = traces
-        self.ledger = ledger
         self.records = RequestRecords()
+        ledger_observer = None if ledger is None else LedgerObserver(ledger)
+        of_all: tuple[EndObserver | None, ...] = (lengths, metrics, ledger_observer, request_log)
+        self.of_all_requests = tuple(each for each in of_all if each is not None)
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
         """Start recording a request that was just submitted."""
@@ -78,30 +77,38 @@ class RequestObserver:
         self.metrics.count_refused(requests, shed=shed)
         self.live.refused(adapter, requests)
         counts = missed(slo, requests)
-        counts.refused, counts.shed = requests, requests if shed else 0
+        counts.refused = requests
+        counts.shed = requests if shed else 0
         self.usage.of(None if adapter is None else adapter.name).add(counts)
         self.tenants.of(tenant or None).add(counts)
 
 
 class RequestWatch:
-    """Records one request: its outputs, and once its end; of a background request no latencies."""
+    """Records the outputs and the end of one request. A background request has no latencies."""
 
     def __init__(self, observer: RequestObserver, handle: RequestHandle) -> None:
-        self._observer = observer
+        request = handle.request
         self._handle = handle
+        self._outputs = observer.metrics.outputs
+        self._traces = observer.traces
+        self._live_stats = observer.live
+        self._live = observer.live.begin(request, handle.timings)
         self._last_output_s: float | None = None
         self._trace_headers = trace_headers.get()
-        self._record = observer.records.begin(handle.request, handle.timings)
-        self._live = observer.live.begin(handle.request, handle.timings)
-        self._is_background = handle.request.background
-        self._forecast = None if self._is_background else observer.forecast
+        self._forecast = None if request.background else observer.forecast
         if self._forecast is not None:
-            self._forecast.on_submitted(handle.request, handle.timings)
-        adapter = handle.request.adapter
-        self._usage = observer.usage.of(None if adapter is None else adapter.name)
-        self._tenant = observer.tenants.of(handle.request.tenant or None)
-        self._usage.running += 1
-        self._tenant.running += 1
+            self._forecast.on_submitted(request, handle.timings)
+        adapter = observer.usage.of(None if request.adapter is None else request.adapter.name)
+        record = observer.records.begin(request, handle.timings)
+        traffic = RunningTraffic(adapter, observer.tenants.of(request.tenant or None))
+        forecasts = () if self._forecast is None else (self._forecast,)
+        self._observers: tuple[EndObserver, ...] = (
+            record,
+            self._live,
+            traffic,
+            *forecasts,
+            *observer.of_all_requests,
+        )
         log = observer.request_log
         self._text: list[str] | None = [] if log is not None and log.wants_text else None
 
@@ -114,9 +121,11 @@ class RequestWatch:
         now_s = time.monotonic()
         if self._last_output_s is None and self._forecast is not None:
             self._forecast.on_first_token(self._handle.timings)
-        gap_s = None if self._last_output_s is None or self._is_background else now_s - self._last_output_s
-        self._observer.metrics.outputs.add(tokens, gap_s)
-        self._observer.live.output(self._live, tokens, gap_s)
+        gap_s = None
+        if self._last_output_s is not None and not self._handle.request.background:
+            gap_s = now_s - self._last_output_s
+        self._outputs.add(tokens, gap_s)
+        self._live_stats.output(self._live, tokens, gap_s)
         self._last_output_s = now_s
 
     def finished(self, completion_tokens: int, reason: str, error: str = "") -> None:
@@ -125,55 +134,74 @@ class RequestWatch:
         Args:
             completion_tokens: generated in all.
             reason: the finish reason; ``abort`` if the client disconnected, ``error`` if the request failed.
-            error: what the client was told then.
+            error: the message that the client got then.
         """
-        request, timings = self._handle.request, self._handle.timings
-        ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
-        ttft_s = None if self._is_background else first_token_latency_s(timings)
+        timings = self._handle.timings
+        ended = EndedRequest(
+            self._handle.request,
+            timings,
+            completion_tokens,
+            reason,
+            timings.finished_s if timings.finished_s is not None else time.monotonic(),
+            error,
+            text=None if self._text is None else "".join(self._text),
+            trace_headers=self._trace_headers,
+        )
+        if self._traces is not None:
+            ended = self._traces.traced(ended)
+        for each in self._observers:
+            each.on_ended(ended)
+
+
+class RunningTraffic:
+    """Counts one request as running, and its end, for its adapter and its tenant."""
+
+    def __init__(self, *traffic: AdapterTraffic) -> None:
+        self._traffic = traffic
+        for each in traffic:
+            each.running += 1
+
+    def on_ended(self, ended: EndedRequest) -> None:
+        """Count the end."""
+        timings = ended.timings
+        ttft_s = None if ended.request.background else ended.ttft_s
         counts = RequestCounts(
             requests=1,
-            aborted=reason == "abort",
-            failed=reason == "error",
-            prompt_tokens=len(request.prompt_token_ids),
+            aborted=ended.reason == "abort",
+            failed=ended.reason == "error",
+            prompt_tokens=ended.prompt_tokens,
             cached_tokens=timings.cached_tokens,
-            completion_tokens=completion_tokens,
+            completion_tokens=ended.completion_tokens,
             ttft_count=ttft_s is not None,
             ttft_ns=nanoseconds(ttft_s or 0.0),
             ttft_buckets=ttft_bucket(ttft_s),
-            e2e_ns=nanoseconds(ended_s - timings.arrival_s),
+            e2e_ns=nanoseconds(ended.e2e_s),
             adapter_wait_ns=nanoseconds(timings.adapter_wait_s),
             kv_wait_ns=nanoseconds(timings.kv_wait_s),
         )
-        self._record.finished(completion_tokens, reason, ended_s, error)
-        self._observer.live.end(self._live, request, completion_tokens, reason, error, ended_s)
-        counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
-        for usage in (self._usage, self._tenant):
-            usage.add(counts)
-            usage.running -= 1
-        if self._forecast is not None:
-            self._forecast.on_ended(request)
-        if request.pooling is None:
-            self._observer.lengths.on_ended(request, completion_tokens, reason)
-        exemplar = {"request_id": request.request_id[:_MOST_EXEMPLAR]}
-        if (traces := self._observer.traces) is not None:
-            trace_id = traces.ended(self._trace_headers, request, timings, completion_tokens, reason, error, ended_s)
-            exemplar |= {"trace_id": trace_id} if trace_id else {}
-        self._observer.metrics.observe_request(
-            timings,
-            len(request.prompt_token_ids),
-            completion_tokens,
-            reason,
-            ended_s,
-            latencies=not self._is_background,
-            exemplar=exemplar,
+        counts.add(attainment(ended))
+        for each in self._traffic:
+            each.add(counts)
+            each.running -= 1
+
+
+class LedgerObserver:
+    """Adds ended requests to the usage of their tenants, with the values of the request log."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def on_ended(self, ended: EndedRequest) -> None:
+        """Add a request that has ended."""
+        self._ledger.ended(
+            Ended(
+                ended.request.tenant,
+                ended.adapter or "",
+                ended.timings.arrival_s + time.time() - time.monotonic(),
+                ended.prompt_tokens,
+                ended.timings.cached_tokens,
+                ended.completion_tokens,
+                is_aborted=ended.reason == "abort",
+                has_failed=ended.reason == "error",
+            )
         )
-        if self._observer.ledger is not None:
-            record_usage(self._observer.ledger, request, timings, completion_tokens, reason)
-        if self._observer.request_log is not None:
-            text = None if self._text is None else "".join(self._text)
-            self._observer.request_log.write(request, timings, completion_tokens, reason, ended_s, text)
-
-
-def first_token_latency_s(timings: RequestTimings) -> float | None:
-    """Return the TTFT in seconds: arrival to first token; None if there was none."""
-    return None if timings.first_token_s is None else timings.first_token_s - timings.arrival_s

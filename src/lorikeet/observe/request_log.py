@@ -17,11 +17,10 @@ from typing import Any
 
 import msgspec
 
-from lorikeet.core.events import RequestTimings
 from lorikeet.core.json_lines import drop_partial_line
-from lorikeet.core.request import Request
 from lorikeet.http.logs import log
-from lorikeet.observe.decisions import decision, waits
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.waits import decision_json, waits_json
 
 _MAX_QUEUED = 10_000
 """Most lines in the queue; with ``text`` one may take megabytes."""
@@ -57,33 +56,27 @@ class RequestLog:
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
         self._thread.start()
 
-    def write(
-        self,
-        request: Request,
-        timings: RequestTimings,
-        completion_tokens: int,
-        reason: str,
-        ended_s: float,
-        text: str | None,
-    ) -> None:
-        """Queue one request's line; ``ended_s`` is on the clock of ``timings``."""
+    def on_ended(self, ended: EndedRequest) -> None:
+        """Queue the line of a request."""
+        request = ended.request
+        timings = ended.timings
         line: dict[str, Any] = {
             "unix_s": round(timings.arrival_s + self._wall_minus_monotonic_s, 6),
-            "adapter": None if request.adapter is None else request.adapter.name,
-            "input_tokens": len(request.prompt_token_ids),
-            "output_tokens": completion_tokens,
+            "adapter": ended.adapter,
+            "input_tokens": ended.prompt_tokens,
+            "output_tokens": ended.completion_tokens,
             "tenant": request.tenant or None,
             "priority": request.priority,
             "slo": request.slo,
             "request_id": request.request_id,
             "adapter_digest": request.digest,
-            **waits(timings),
-            "e2e_s": round(ended_s - timings.arrival_s, 6),
-            "finish_reason": reason,
-            "decisions": [decision(each, timings.arrival_s) for each in timings.decisions],
+            **waits_json(timings),
+            "e2e_s": round(ended.e2e_s, 6),
+            "finish_reason": ended.reason,
+            "decisions": [decision_json(each, timings.arrival_s) for each in timings.decisions],
         }
         if self.wants_text:
-            line |= {"prompt_token_ids": request.prompt_token_ids, "text": text or ""}
+            line |= {"prompt_token_ids": request.prompt_token_ids, "text": ended.text or ""}
         try:
             self._queue.put_nowait(line)
         except queue.Full:

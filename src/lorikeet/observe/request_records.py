@@ -8,7 +8,8 @@ from typing import Any
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
-from lorikeet.observe.decisions import decision, waits
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.waits import decision_json, waits_json
 
 MOST_RECORDS = 4096
 """Requests that are remembered; each takes a few KiB. Those that ended first are forgotten first."""
@@ -35,13 +36,13 @@ class RequestRecord:
         self._clock_s = clock_s
         self._end: dict[str, Any] = {}
 
-    def finished(self, completion_tokens: int, reason: str, ended_s: float, error: str = "") -> None:
-        """Record its end, and what the client was told if it failed."""
+    def on_ended(self, ended: EndedRequest) -> None:
+        """Record its end, and the error that the client got if it failed."""
         self._end = {
-            "finish_reason": reason,
-            "output_tokens": completion_tokens,
-            "e2e_s": round(ended_s - self._timings.arrival_s, 6),
-            **({"error": error} if error else {}),
+            "finish_reason": ended.reason,
+            "output_tokens": ended.completion_tokens,
+            "e2e_s": round(ended.e2e_s, 6),
+            **({"error": ended.error} if ended.error else {}),
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -53,9 +54,9 @@ class RequestRecord:
             "adapter": self._model,
             "arrival_unix_s": round(timings.arrival_s + self._clock_s, 6),
             "input_tokens": self._prompt_tokens,
-            **waits(timings),
+            **waits_json(timings),
             **self._end,
-            "decisions": [decision(each, timings.arrival_s) for each in timings.decisions],
+            "decisions": [decision_json(each, timings.arrival_s) for each in timings.decisions],
         }
 
 

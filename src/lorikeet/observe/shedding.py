@@ -9,6 +9,7 @@ from statistics import median
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
+from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.scheduling.policies.deadline import DEFAULT_TTFT_S
 from lorikeet.scheduling.policies.fair import by_adapter, by_tenant
 from lorikeet.scheduling.policies.sjf import AGING_TOKENS_PER_S
@@ -95,20 +96,20 @@ class TtftForecast:
         self._updated_s = clock()
 
     def on_submitted(self, request: Request, timings: RequestTimings) -> None:
-        """A request was submitted; ``timings`` is updated as it proceeds."""
+        """Count a request that was submitted; ``timings`` is updated as it proceeds."""
         self.update()
         self._waiting[request.request_id] = request, timings
 
     def on_first_token(self, timings: RequestTimings) -> None:
-        """A request has its first token."""
+        """Count the time from admission to first token of a request that has its first token."""
         self.update()
         if timings.admitted_s is not None and timings.first_token_s is not None:
             self._prefill_times_s.append(timings.first_token_s - timings.admitted_s)
 
-    def on_ended(self, request: Request) -> None:
-        """A request has ended, admitted or not."""
+    def on_ended(self, ended: EndedRequest) -> None:
+        """Count a request that has ended, admitted or not."""
         self.update()
-        self._remove(request.request_id)
+        self._remove(ended.request.request_id)
 
     def update(self) -> None:
         """Count admissions since the last update. The time between counts for the queue length of that update."""

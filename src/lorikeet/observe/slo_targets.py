@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
-from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo, SloError, parse_slo
-from lorikeet.observe.metrics import RequestCounts
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.traffic import RequestCounts
 
 
 class SloTargets:
@@ -54,32 +54,25 @@ def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> SloTarge
     return SloTargets(Slo(settings.slo_ttft_s, settings.slo_tpot_s), of_adapters)
 
 
-def attainment(
-    slo: Slo | None, timings: RequestTimings, completion_tokens: int, reason: str, ended_s: float
-) -> RequestCounts:
+def attainment(ended: EndedRequest) -> RequestCounts:
     """Return which targets a request met, and which it missed.
 
     An aborted request counts for neither; a failed one has missed all of its targets. An answer of one token has no
     time per output token.
-
-    Args:
-        slo: targets of the request.
-        timings: of the request.
-        completion_tokens: generated.
-        reason: the finish reason.
-        ended_s: when it ended, on the clock of ``timings``.
     """
-    if slo is None or reason == "abort":
+    slo = ended.request.slo
+    if slo is None or ended.reason == "abort":
         return RequestCounts()
-    first_s = timings.first_token_s
-    if reason == "error" or first_s is None:
+    first_s = ended.timings.first_token_s
+    ttft_s = ended.ttft_s
+    if ended.reason == "error" or first_s is None or ttft_s is None:
         return missed(slo)
     counts = RequestCounts()
     if slo.ttft_s is not None:
-        counts.ttft_met = first_s - timings.arrival_s <= slo.ttft_s
+        counts.ttft_met = ttft_s <= slo.ttft_s
         counts.ttft_missed = not counts.ttft_met
-    if slo.tpot_s is not None and completion_tokens > 1:
-        counts.tpot_met = (ended_s - first_s) / (completion_tokens - 1) <= slo.tpot_s
+    if slo.tpot_s is not None and ended.completion_tokens > 1:
+        counts.tpot_met = (ended.ended_s - first_s) / (ended.completion_tokens - 1) <= slo.tpot_s
         counts.tpot_missed = not counts.tpot_met
     return counts
 

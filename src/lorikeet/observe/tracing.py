@@ -6,6 +6,7 @@ Only ``--otlp-traces-endpoint`` imports this module.
 """
 
 import time
+from dataclasses import replace
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -16,10 +17,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from lorikeet import __version__
 from lorikeet.core.events import RequestTimings
-from lorikeet.core.request import Request
-from lorikeet.http.trace_context import TraceHeaders
-from lorikeet.observe.causes import cause_of
-from lorikeet.observe.live_stats import PARTS, parts_of
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.waits import PARTS, cause_of, parts_of
 
 
 class RequestTraces:
@@ -39,23 +38,16 @@ class RequestTraces:
         self._headers = TraceContextTextMapPropagator()
         self._unix_minus_monotonic_s = time.time() - time.monotonic()
 
-    def ended(
-        self,
-        headers: TraceHeaders,
-        request: Request,
-        timings: RequestTimings,
-        completion_tokens: int,
-        reason: str,
-        error: str,
-        ended_s: float,
-    ) -> str:
-        """Make the spans of a request that ended.
+    def traced(self, ended: EndedRequest) -> EndedRequest:
+        """Make the spans of a request that has ended; return it with the id of its trace.
 
-        Returns:
-            The id of its trace; empty if the client or the sampler wants none.
+        The id is empty if the client or the sampler wants no trace.
         """
+        request = ended.request
+        timings = ended.timings
+        headers = ended.trace_headers
         parent = self._headers.extract({"traceparent": headers.parent, "tracestate": headers.state})
-        model = self._model_name if request.adapter is None else request.adapter.name
+        model = ended.adapter or self._model_name
         span = self._tracer.start_span(
             f"generate {model}",
             parent,
@@ -63,26 +55,26 @@ class RequestTraces:
             {
                 "gen_ai.operation.name": "generate",
                 "gen_ai.request.model": model,
-                "gen_ai.response.finish_reasons": [reason],
-                "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
-                "gen_ai.usage.output_tokens": completion_tokens,
+                "gen_ai.response.finish_reasons": [ended.reason],
+                "gen_ai.usage.input_tokens": ended.prompt_tokens,
+                "gen_ai.usage.output_tokens": ended.completion_tokens,
                 "lorikeet.request_id": request.request_id,
                 "lorikeet.cached_tokens": timings.cached_tokens,
                 "lorikeet.preemptions": timings.preemptions,
             },
             start_time=self._unix_ns(timings.arrival_s),
         )
-        if error:
-            span.set_status(Status(StatusCode.ERROR, error))
+        if ended.error:
+            span.set_status(Status(StatusCode.ERROR, ended.error))
         if span.is_recording():
             here = set_span_in_context(span)
-            for name, begin_s, end_s in _parts(timings, ended_s):
+            for name, begin_s, end_s in _parts(timings, ended.ended_s):
                 why = {"lorikeet.cause": cause_of(timings)} if name == "queue" else {}
                 child = self._tracer.start_span(name, here, attributes=why, start_time=self._unix_ns(begin_s))
                 child.end(self._unix_ns(end_s))
-        span.end(self._unix_ns(ended_s))
+        span.end(self._unix_ns(ended.ended_s))
         context = span.get_span_context()
-        return format_trace_id(context.trace_id) if context.trace_flags.sampled else ""
+        return replace(ended, trace_id=format_trace_id(context.trace_id) if context.trace_flags.sampled else "")
 
     def close(self) -> None:
         """Send what is left."""

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.http.connections import ConnectionStats
-from lorikeet.observe.metrics import ConnectionCollector, metrics_page
+from lorikeet.observe.collectors import ConnectionCollector
+from lorikeet.observe.metrics import metrics_page
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
 

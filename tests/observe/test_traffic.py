@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.observe.metrics import OTHER, AdapterUsage, RequestCounts, nanoseconds
+from lorikeet.observe.traffic import OTHER, AdapterUsage, RequestCounts, nanoseconds
 
 
 class Clock:

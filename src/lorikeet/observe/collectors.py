@@ -1,0 +1,493 @@
+"""Metrics that are read when the page is scraped: engines, memory, adapters, tenants, connections and the cluster.
+
+Gauges come from the newest statistics of the engines; the label ``engine`` names the replica. Only the busiest and the
+slowest adapters have labels of their own.
+
+Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
+from itertools import accumulate
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from lorikeet.client.client import Engines
+from lorikeet.client.state import ReplicaView
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.messages import (
+    STEP_TOKENS_BOUNDS,
+    AssistCounters,
+    EngineStats,
+    MemoryStats,
+    QueueStats,
+    RouteStats,
+    TierBytes,
+)
+from lorikeet.core.plan import Tier
+from lorikeet.observe.metric_families import MetricFamilies
+from lorikeet.observe.traffic import TTFT_BOUNDS_S, AdapterUsage, RequestCounts
+from lorikeet.observe.waits import CAUSES
+
+_MAX_NAMES = 500
+"""Most adapters named in one metric, so that a page stays small however many fit on the device."""
+
+
+class EngineCollector(Collector):
+    """One replica's state under vLLM's names.
+
+    Args:
+        client: holds the latest statistics.
+        labels: of every metric.
+        adapters_by_digest: gives adapter versions under all their names.
+        pinned: names of pinned adapters, read at every scrape.
+    """
+
+    def __init__(
+        self,
+        client: ReplicaView,
+        labels: dict[str, str],
+        adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+        pinned: Set[str] = frozenset(),
+    ) -> None:
+        self._client = client
+        self._make = MetricFamilies(labels)
+        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        make = self._make
+        yield make.gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
+        yield make.count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
+        engine_info = self._client.engine_info
+        tokens = engine_info.block_size * engine_info.total_blocks
+        shape = {
+            "block_size": str(engine_info.block_size),
+            "num_gpu_blocks": str(engine_info.total_blocks),
+            "kv_cache_size_tokens": str(tokens),
+            "kv_cache_max_concurrency": f"{tokens / engine_info.max_model_len:.2f}",
+        }
+        yield make.gauge("vllm:cache_config_info", "Sizes of the block pool.", 1.0, shape)
+        stats = self._client.stats
+        if stats is None:
+            return
+        yield from self._requests(stats)
+        yield from self._blocks(stats)
+        yield from self._adapters(stats)
+        yield from self._modes(stats)
+        if stats.queue is not None:
+            yield from self._classes(stats.queue)
+        if stats.assist is not None:
+            yield from self._host_workers(stats.assist)
+
+    def _requests(self, stats: EngineStats) -> Iterable[Metric]:
+        make = self._make
+        deferred = stats.waiting_for_adapter + stats.waiting_for_kv
+        reasons = [(("capacity",), stats.waiting - deferred), (("deferred",), deferred)]
+        transfers = [(("adapter",), stats.waiting_for_adapter), (("kv",), stats.waiting_for_kv)]
+        yield make.gauge("vllm:num_requests_running", "Sequences that can run.", stats.running)
+        yield make.gauge("vllm:num_requests_waiting", "All other requests.", stats.waiting)
+        yield make.gauges(
+            "vllm:num_requests_waiting_by_reason",
+            "Why they wait: for blocks, or with them for transfers.",
+            ("reason",),
+            reasons,
+        )
+        yield make.gauges(
+            "lorikeet:num_requests_waiting_for_transfer",
+            "The deferred ones by what they wait for.",
+            ("for",),
+            transfers,
+        )
+        yield make.gauges(
+            "lorikeet:num_requests_queued",
+            "Those without blocks by what they were refused for last; order: they are behind others.",
+            ("cause",),
+            [((cause,), stats.queued.get(cause, 0)) for cause in CAUSES],
+        )
+        yield make.count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
+        yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
+        yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
+        yield make.count("vllm:spec_decode_num_draft_tokens", "Tokens drafted for a step.", stats.drafted_tokens)
+        yield make.count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that came.", stats.kept_tokens)
+        yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
+        steps = dict(zip((*STEP_TOKENS_BOUNDS, math.inf), accumulate(stats.steps_by_tokens), strict=True))
+        text = "Tokens computed by a step."
+        yield make.histogram("vllm:iteration_tokens_total", text, steps, stats.computed_tokens)
+
+    def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
+        make = self._make
+        text = "Share of the blocks open to KV that sequences hold."
+        yield make.gauge("vllm:kv_cache_usage_perc", text, kv_usage(stats))
+        blocks = [((use,), getattr(stats, f"{use}_blocks")) for use in ("free", "cached", "kv", "adapter", "inflight")]
+        yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
+
+    def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
+        """Yield residency, for routers that prefer a replica that already has the adapter."""
+        make = self._make
+        serving = {*stats.running_adapters, *stats.resident_adapters}
+        known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
+        running = {name for digest in serving for name in _names(known, digest)}
+        # A waiting adapter that is resident or runs counts as running: the two sets never overlap.
+        waiting = {name for digest in stats.waiting_adapters for name in _names(known, digest)} - running
+        info = {
+            "max_lora": str(stats.total_blocks),
+            "running_lora_adapters": ",".join(sorted(running)[:_MAX_NAMES]),
+            "waiting_lora_adapters": ",".join(sorted(waiting)[:_MAX_NAMES]),
+        }
+        yield make.gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
+        ranks = {
+            name: str(known[digest][0].max_rank) for digest in stats.resident_adapters for name in _names(known, digest)
+        }
+        shown = sorted(ranks)[:_MAX_NAMES]
+        loaded = [((name, "gpu", str(name in self._pinned).lower(), ranks[name]), 1.0) for name in shown]
+        labels = ("adapter_name", "level", "pinned", "rank")
+        yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device.", labels, loaded)
+        held, hosted = len(stats.resident_adapters), stats.memory.host_adapters
+        yield make.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
+        yield make.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", hosted)
+        yield make.gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
+
+    def _modes(self, stats: EngineStats) -> Iterable[Metric]:
+        make, modes = self._make, stats.modes
+        merged = () if modes.merged is None else _names(self._adapters_by_digest({modes.merged}), modes.merged)
+        values = [((name,), 1.0) for name in merged]
+        yield make.gauges("lorikeet:merged_adapter", "The adapter merged into the base, if any.", ("adapter",), values)
+        yield make.count("lorikeet:merge_switches", "Changes of the merged adapter.", modes.switches)
+        yield make.count("lorikeet:merge_switch_seconds", "Time that they took.", modes.switch_s)
+        yield make.count("lorikeet:merged_steps", "Steps with a merged adapter.", modes.merged_steps)
+        yield make.count("lorikeet:assisted_steps", "Steps with prefills assisted by the host.", modes.assisted_steps)
+        yield make.gauge(
+            "lorikeet:num_requests_ahead_of_adapter",
+            "Sequences whose prefill is done while their adapter is still being transferred.",
+            stats.ahead_of_adapter,
+        )
+
+    def _host_workers(self, counts: AssistCounters) -> Iterable[Metric]:
+        for name, text, value in (
+            ("host_layers", "Layers of adapters in transfer that host workers computed.", counts.host_layers),
+            ("device_layers", "Layers that the device computed, since they had arrived.", counts.device_layers),
+            (
+                "host_layers_after_arrival",
+                "Layers that the host computed though they had arrived by then.",
+                counts.host_layers_after_arrival,
+            ),
+            ("rescued_slices", "Slices of host workers that the engine computed itself.", counts.rescued_slices),
+            ("lost_workers", "Host workers that ended unexpectedly.", counts.lost_workers),
+        ):
+            yield self._make.count(f"lorikeet:assist_{name}", text, value)
+
+    def _classes(self, queue: QueueStats) -> Iterable[Metric]:
+        make = self._make
+        for name, text, by_class in (
+            ("waiting", "Waiting requests by class; 0 has the smallest requests.", queue.waiting),
+            ("quota_tokens", "Quota of each class, in tokens of KV.", queue.quota_tokens),
+            ("held_tokens", "Tokens of the quota that requests hold.", queue.held_tokens),
+        ):
+            values = [((str(number),), float(value)) for number, value in enumerate(by_class)]
+            yield make.gauges(f"lorikeet:queue_{name}", text, ("class",), values)
+        yield make.count("lorikeet:queue_refreshes", "Times classes and quotas were recomputed.", queue.refreshes)
+        yield make.count(
+            "lorikeet:queue_bypassed", "Requests that bypassed one whose adapter did not fit.", queue.bypassed
+        )
+        yield make.count("lorikeet:queue_squashed", "Bypassing requests that were squashed.", queue.squashed)
+        yield make.count("lorikeet:queue_joined", "Requests that joined others under their adapter.", queue.joined)
+
+
+def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
+    """Return the names of a version; a version that was removed has none and is not shown while it is freed."""
+    return [adapter.name for adapter in known.get(digest, ())]
+
+
+_PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
+    ("requests", "Requests ended.", lambda counts: counts.requests),
+    ("requests_aborted", "Requests whose client disconnected.", lambda counts: counts.aborted),
+    ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
+    ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
+    ("cached_tokens", "Prompt tokens found in KV.", lambda counts: counts.cached_tokens),
+    ("generation_tokens", "Tokens generated.", lambda counts: counts.completion_tokens),
+    ("time_to_first_token_seconds", "Sum of TTFT.", lambda counts: counts.ttft_s),
+    ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
+    ("e2e_seconds", "Sum of time from arrival to end.", lambda counts: counts.e2e_s),
+    ("load_wait_seconds", "Sum of time spent waiting for the adapter.", lambda counts: counts.adapter_wait_s),
+    ("kv_wait_seconds", "Sum of time spent waiting for KV beyond that.", lambda counts: counts.kv_wait_s),
+)
+
+
+class UsageCollector(Collector):
+    """Counts of the busiest adapters and the sum of all others; for SLO targets, also of the base model."""
+
+    def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
+        self._usage = usage
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        by_adapter = self._usage.labelled()
+        for name, text, value in _PER_ADAPTER:
+            values = [((adapter,), value(counts)) for adapter, counts in by_adapter.items()]
+            yield self._make.counts(f"lorikeet:adapter_{name}", text, ("adapter",), values)
+        yield self._ttft(by_adapter)
+        with_base = {"": self._usage.base.total, **by_adapter}
+        shed = [((adapter,), float(counts.shed)) for adapter, counts in with_base.items()]
+        yield self._make.counts("lorikeet:shed_requests", "Refused: too late for their TTFT.", ("adapter",), shed)
+        met = [
+            ((adapter, target, str(met).lower()), float(getattr(counts, f"{target}_{'met' if met else 'missed'}")))
+            for adapter, counts in with_base.items()
+            for target in ("ttft", "tpot")
+            for met in (True, False)
+        ]
+        labels = ("adapter", "target", "met")
+        yield self._make.counts("lorikeet:slo_requests", "Requests by whether they met a target.", labels, met)
+
+    def _ttft(self, by_adapter: Mapping[str, RequestCounts]) -> Metric:
+        """Return a histogram for each label."""
+        values = [
+            (
+                (adapter,),
+                dict(zip(TTFT_BOUNDS_S, accumulate(counts.ttft_buckets), strict=True)),
+                counts.ttft_s,
+            )
+            for adapter, counts in by_adapter.items()
+        ]
+        return self._make.histograms("lorikeet:adapter_ttft_seconds", "TTFT.", ("adapter",), values)
+
+
+_PER_TENANT: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
+    ("requests", "Requests ended.", lambda counts: counts.requests),
+    ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
+    ("requests_refused", "Requests that got a 429.", lambda counts: counts.refused),
+    ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda counts: counts.completion_tokens),
+    ("time_to_first_token_seconds", "Sum of TTFT.", lambda counts: counts.ttft_s),
+    ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
+)
+
+
+class TenantCollector(Collector):
+    """Counts of the busiest and slowest tenants, and the sum of all others; nothing before a request has had a key."""
+
+    def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
+        self._usage = usage
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        by_tenant = self._usage.labelled()
+        if len(by_tenant) == 1:
+            return
+        for name, text, value in _PER_TENANT:
+            values = [((tenant,), value(counts)) for tenant, counts in by_tenant.items()]
+            yield self._make.counts(f"lorikeet:tenant_{name}", text, ("tenant",), values)
+        running = [((tenant,), float(count)) for tenant, count in self._usage.running(by_tenant).items()]
+        yield self._make.gauges("lorikeet:tenant_requests_running", "Requests not ended.", ("tenant",), running)
+
+
+_KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (
+    ("free", lambda tier: tier.free),
+    ("adapters", lambda tier: tier.adapters),
+    ("kv_running", lambda tier: tier.kv_running),
+    ("kv_cached", lambda tier: tier.kv_cached),
+    ("inflight", lambda tier: tier.inflight),
+)
+"""Uses of a tier's bytes; they add up to the tier."""
+
+
+class MemoryCollector(Collector):
+    """The newest ``MemoryStats`` as ``lorikeet:memory_…``. Bytes are those of one rank.
+
+    Args:
+        client: holds the latest statistics.
+        labels: of every metric.
+    """
+
+    def __init__(self, client: ReplicaView, labels: dict[str, str]) -> None:
+        self._client = client
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        stats = self._client.stats
+        if stats is None:
+            return
+        yield from self._bytes(stats.memory)
+        yield from self._hits(stats.memory)
+        yield from self._transfers(stats.memory)
+        yield from self._decisions(stats.memory)
+
+    def _bytes(self, memory: MemoryStats) -> Iterable[Metric]:
+        make, tiers = self._make, (("device", memory.device), ("host", memory.host))
+        by_kind = [((name, kind), read(tier)) for name, tier in tiers for kind, read in _KINDS]
+        yield make.gauges("lorikeet:memory_bytes", "Bytes of each tier by what they hold.", ("tier", "kind"), by_kind)
+        yield make.gauge(
+            "lorikeet:memory_packing_waste_bytes",
+            "Bytes of adapters' device blocks that hold no weights.",
+            memory.packing_waste_bytes,
+        )
+        yield make.gauge(
+            "lorikeet:memory_invalid_kv_bytes",
+            "Unneeded KV on the device that is unusable, since its adapter or earlier KV is not there.",
+            memory.invalid_kv_bytes,
+        )
+        yield make.gauge(
+            "lorikeet:memory_invalid_kv_share",
+            "The same as a share of all unneeded KV on the device, averaged over time.",
+            memory.invalid_kv_share,
+        )
+
+    def _hits(self, memory: MemoryStats) -> Iterable[Metric]:
+        make = self._make
+        yield make.count("lorikeet:memory_adapter_queries", "Requests with an adapter.", memory.adapter_queries)
+        yield make.count(
+            "lorikeet:memory_adapter_hits", "Those whose adapter was on the device on arrival.", memory.adapter_hits
+        )
+        yield make.count("lorikeet:memory_kv_query_tokens", "Prompt tokens on arrival.", memory.kv_queries_tokens)
+        hits = [(("device",), memory.kv_hits_tokens), (("host",), memory.kv_host_hits_tokens)]
+        where = "Those whose KV was there then: on the device, or on the host only."
+        yield make.counts("lorikeet:memory_kv_hit_tokens", where, ("tier",), hits)
+
+    def _transfers(self, memory: MemoryStats) -> Iterable[Metric]:
+        make, labels = self._make, ("source", "target")
+        routes = [(tuple(route.split("-")), each) for route, each in (_NO_TRANSFERS | memory.transfers).items()]
+        numbers = (
+            ("transfers", "Transfers that have ended.", [(route, each.transfers) for route, each in routes]),
+            ("transfer_failures", "Those that failed.", [(route, each.failed) for route, each in routes]),
+            ("transfer_bytes", "Bytes of those that did not fail.", [(route, each.bytes) for route, each in routes]),
+            ("transfer_busy_seconds", "Time of reading and copying.", [(route, each.busy_s) for route, each in routes]),
+        )
+        for name, text, values in numbers:
+            yield make.counts(f"lorikeet:memory_{name}", text, labels, values)
+        yield make.count(
+            "lorikeet:memory_prefetched", "Adapters and blocks of KV that were prefetched.", memory.prefetched
+        )
+        yield make.count(
+            "lorikeet:memory_prefetched_used",
+            "Prefetched ones that were used before their eviction.",
+            memory.prefetched_used,
+        )
+
+    def _decisions(self, memory: MemoryStats) -> Iterable[Metric]:
+        make, times = self._make, memory.decisions
+        yield make.count("lorikeet:memory_decisions", "Ticks of the swapper.", times.count)
+        yield make.count("lorikeet:memory_decision_seconds", "Time that they took.", times.total_s)
+        yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
+        yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV in the tree.", memory.nodes)
+        yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
+
+
+# Counted from 0 on each route: ``increase()`` sees nothing of a counter whose first sample is its first failure.
+_NO_TRANSFERS = {
+    f"{source}-{target}": RouteStats(0, 0, 0, 0.0)
+    for target in (Tier.HOST, Tier.DEVICE)
+    for source in Tier
+    if source is not target
+}
+
+
+def kv_usage(stats: EngineStats) -> float:
+    """Return the share of the blocks open to KV that sequences hold."""
+    for_kv = min(stats.kv_blocks + stats.free_blocks + stats.cached_blocks, stats.kv_limit_blocks)
+    return stats.kv_blocks / for_kv if for_kv else 1.0
+
+
+def load_of(engines: Engines) -> dict[str, float]:
+    """Return what gateways ask about all replicas: the mean share of KV blocks in use, and requests that wait."""
+    known = [view.stats for view in engines.views.values() if view.stats is not None]
+    return {
+        "kv_cache_usage_perc": sum(map(kv_usage, known)) / len(known) if known else 0.0,
+        "num_requests_waiting": float(sum(stats.waiting for stats in known)),
+    }
+
+
+class ReplicasCollector(Collector):
+    """Metrics of all replicas: engine and memory.
+
+    Args:
+        client: has the replicas, which may change.
+        labels: of every metric, but for ``engine``.
+        adapters_by_digest: gives adapter versions under all their names.
+        pinned: names of pinned adapters, read at every scrape.
+    """
+
+    def __init__(
+        self,
+        client: Engines,
+        labels: dict[str, str],
+        adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+        pinned: Set[str] = frozenset(),
+    ) -> None:
+        self._client = client
+        self._labels = labels
+        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
+
+    def collect(self) -> Iterable[Metric]:
+        """Return each metric once, with the values of all replicas: a page may not name a metric twice."""
+        merged: dict[str, Metric] = {}
+        for replica, view in self._client.views.items():
+            labels = {**self._labels, "engine": replica}
+            engine = EngineCollector(view, labels, self._adapters_by_digest, self._pinned)
+            for collector in (engine, MemoryCollector(view, labels)):
+                for metric in collector.collect():
+                    merged.setdefault(metric.name, metric)
+                    if merged[metric.name] is not metric:
+                        merged[metric.name].samples += metric.samples
+        return merged.values()
+
+
+class ConnectionCollector(Collector):
+    """Connections that were closed for a limit.
+
+    Args:
+        closed: how many, by reason; counted on by others.
+        labels: of the metric.
+    """
+
+    def __init__(self, closed: Mapping[str, int], labels: Mapping[str, str]) -> None:
+        self._closed = closed
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metric."""
+        values = [((reason,), float(count)) for reason, count in self._closed.items()]
+        yield self._make.counts("lorikeet:connections_closed", "Connections closed for a limit.", ("reason",), values)
+
+
+class ClusterCollector(Collector):
+    """Metrics of a cluster as a whole.
+
+    Args:
+        client: has the cluster's state.
+        model_name: label of every metric.
+    """
+
+    def __init__(self, client: Engines, model_name: str) -> None:
+        self._client = client
+        self._make = MetricFamilies({"model_name": model_name})
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        make, state = self._make, self._client.describe()
+        copies = state.copies
+        by_state = [
+            (("open",), sum(replica.is_open for replica in state.replicas)),
+            (("draining",), sum(replica.alive and not replica.is_open for replica in state.replicas)),
+            (("down",), sum(not replica.alive for replica in state.replicas)),
+        ]
+        yield make.gauges("lorikeet:cluster_replicas", "Replicas; those that start are down.", ("state",), by_state)
+        if state.wanted is not None:
+            yield make.gauge("lorikeet:cluster_replicas_wanted", "Replicas that the autoscaler wants.", state.wanted)
+        yield make.gauge("lorikeet:cluster_requests_unrouted", "Requests that wait for a replica.", state.unrouted)
+        yield make.count("lorikeet:cluster_requests_moved", "Requests moved between replicas.", state.moves)
+        yield make.gauge("lorikeet:cluster_placement_epoch", "Number of the placement.", state.epoch)
+        made = [(("replica",), copies.fetches), (("files",), copies.provisions)]
+        made_bytes = [(("replica",), copies.fetched_bytes), (("files",), copies.provided_bytes)]
+        yield make.counts("lorikeet:cluster_copies", "Copies of adapters to replicas.", ("source",), made)
+        yield make.counts("lorikeet:cluster_copied_bytes", "Their bytes.", ("source",), made_bytes)
+        ways = [(("peer",), copies.peer_bytes), (("disk",), copies.disk_bytes)]
+        yield make.counts("lorikeet:cluster_copies_moved_bytes", "Those by their way.", ("way",), ways)
+        yield make.count("lorikeet:cluster_copies_failed", "Copies that failed.", copies.failed)
+        yield make.count("lorikeet:cluster_copies_deleted", "Copies deleted.", copies.deletes)
+        yield make.gauge("lorikeet:cluster_copies_under_way", "Copies in progress.", copies.under_way)
