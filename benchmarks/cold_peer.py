@@ -29,7 +29,7 @@ from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
 from lorikeet.cluster.ray.host import RayHost
 from lorikeet.cluster.ray.transport import RayTransport
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy
 from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.config import AdapterSettings, ClusterSettings, EngineSettings, ModelSettings, Settings
@@ -49,14 +49,14 @@ _QUIET_S = 0.2
 WEIGHTS = "adapter_model.safetensors"
 
 
-class Directed(Router):
-    """Sends every request where it is told."""
+class Directed(RoutingPolicy):
+    """Sends every request to ``target``."""
 
     target = HAS
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Return the target."""
-        return self.target
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
+        """Choose the target."""
+        return Choice(self.target)
 
 
 class Bench:
@@ -64,12 +64,14 @@ class Bench:
 
     Args:
         client: started.
-        router: of the client.
+        routing: the client's routing policy.
         make: makes an adapter of a rank that no replica has seen.
     """
 
-    def __init__(self, client: ClusterClient, router: Directed, make: Callable[[int], AdapterRef]) -> None:
-        self._client, self._router, self._make = client, router, make
+    def __init__(self, client: ClusterClient, routing: Directed, make: Callable[[int], AdapterRef]) -> None:
+        self._client = client
+        self._routing = routing
+        self._make = make
         self._numbers = count()
 
     async def own_s(self, rank: int) -> float:
@@ -122,7 +124,7 @@ class Bench:
         return seconds
 
     async def _ttft_s(self, adapter: AdapterRef, replica: ReplicaId) -> float:
-        self._router.target = replica
+        self._routing.target = replica
         number = next(self._numbers)
         prompt = [300 + (number * 17 + at * 31) % 9000 for at in range(PROMPT_TOKENS)]
         params = SamplingParams(max_tokens=2, temperature=0.0)
@@ -160,13 +162,13 @@ async def measure(rounds: int) -> None:
             AdapterSettings(store_dir=f"{scratch}/store"),
             cluster=ClusterSettings(replicas=2),
         )
-        router = Directed()
+        routing = Directed()
         async with AsyncExitStack() as stack:
-            with mock.patch("lorikeet.cluster.open.build_router", return_value=router):
+            with mock.patch("lorikeet.cluster.open.build_routing", return_value=routing):
                 client = open_cluster(settings, stack)
             stack.push_async_callback(client.close)
             await client.start(lambda progress: None)
-            bench = Bench(client, router, make)
+            bench = Bench(client, routing, make)
             sides = {OWN: bench.own_s, SHARED: bench.shared_s, TCP: bench.tcp_s, STORE: bench.store_s}
             for rank in RANKS:
                 await _table(rank, sides, rounds, make(rank).weight_bytes)

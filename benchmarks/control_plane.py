@@ -70,7 +70,7 @@ from lorikeet.cluster.placement.loraserve import LoRAServe
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.routing import ROUTING
-from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions
+from lorikeet.cluster.routing.base import AdapterPlaces, PerformanceModel, RoutingOptions
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo, RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
@@ -609,17 +609,18 @@ def _routes(
         for adapter in draw.sample(adapters, RESIDENT):
             fleet.loaded(replica_id, adapter)
     model = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
-    router = ROUTING[name](RoutingOptions(prefill=model, decode=model, slo_s=0.05, costs=GENERIC))
-    router.table = _table(placement, replicas, adapters, draw)
+    policy = ROUTING[name](RoutingOptions(prefill=model, decode=model, slo_s=0.05, costs=GENERIC))
+    table = _table(placement, replicas, adapters, draw)
     live: list[tuple[ReplicaId, RequestId]] = []
     seconds = []
     for number in range(live_count + ROUTES_TIMED):
         asked = _asked(number, draw, adapters)
         began_s = time.process_time()
-        chosen = router.route(asked, fleet, 0.0)
+        choice = policy.route(asked, fleet, AdapterPlaces(table), 0.0)
         took_s = time.process_time() - began_s
-        if chosen is None:
+        if choice is None:
             raise RuntimeError(f"{name} found no replica for request {number}")
+        chosen = choice.replica
         fleet.dispatched(asked, chosen)
         fleet.admitted(chosen, asked.request_id, 0.0)
         live.append((chosen, asked.request_id))

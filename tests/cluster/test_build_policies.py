@@ -9,7 +9,7 @@ from lorikeet.cluster.build import (
     build_cluster_policies,
     build_placement,
     build_points,
-    build_router,
+    build_routing,
     loads_that_fit,
     performance_models,
 )
@@ -28,7 +28,7 @@ from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, Transfers, decode_profile, encode_profile
 from lorikeet.presets import PRESETS, Preset
-from tests.support.fleets import ask, fleet_of, run, several
+from tests.support.fleets import ask, fleet_of, routed_to, run, several
 from tests.support.placement import DEMANDS_B, replicas_of
 from tests.support.profiles import round_profile
 
@@ -51,19 +51,19 @@ def loads(form: KernelForm, slo: Slo, prompt_tokens: int = 512, level: float = 1
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_row_places_and_routes_with_a_published_profile(name: str, published: CostProfile) -> None:
-    router, placement = build_cluster_policies(PRESETS[name], REPLICAS, published, OPTIONS)
-    router.table = placement.place(DEMANDS_B, 0.0)
-    assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
+    policy, placement = build_cluster_policies(PRESETS[name], REPLICAS, published, OPTIONS)
+    placed = placement.place(DEMANDS_B, 0.0)
+    assert placed.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     fleet = fleet_of(*REPLICAS)
     may_leave = PRESETS[name].routing in ("placed-work", "dlora", "seconds")  # when the named ones are busy
     for demand in DEMANDS_B:
-        adapter, named = demand.adapter, router.table.replicas(demand.adapter)
+        adapter, named = demand.adapter, placed.replicas(demand.adapter)
         if may_leave:
             fleet = fleet_of(*REPLICAS)
             for holder in named:
                 fleet.loaded(holder, adapter)
         asked = ask(f"of {adapter}", demand.rank, adapter, adapter_bytes=demand.size_bytes, keys=(b"1",))
-        replica = router.route(asked, fleet, 0.0)
+        replica = routed_to(policy, asked, fleet, placed)
         assert replica in named
         fleet.dispatched(asked, replica)
 
@@ -75,11 +75,11 @@ def test_every_policy_is_in_a_row_and_every_row_names_policies_that_there_are() 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_row_places_and_routes_without_a_profile(name: str) -> None:
-    router, placement = build_cluster_policies(PRESETS[name], REPLICAS, None, ClusterOptions(has_default_slo=True))
-    router.table = placement.place(DEMANDS_B, 0.0)
-    assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
+    policy, placement = build_cluster_policies(PRESETS[name], REPLICAS, None, ClusterOptions(has_default_slo=True))
+    placed = placement.place(DEMANDS_B, 0.0)
+    assert placed.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     asked = ask("one", 8, DEMANDS_B[0].adapter, adapter_bytes=10**7, keys=(b"1",))
-    assert router.route(asked, fleet_of(*REPLICAS), 0.0) in REPLICAS
+    assert routed_to(policy, asked, fleet_of(*REPLICAS), placed) in REPLICAS
 
 
 def test_the_seed_decides_what_is_drawn() -> None:
@@ -88,8 +88,8 @@ def test_the_seed_decides_what_is_drawn() -> None:
         return placement.place(DEMANDS_B, 0.0).shares
 
     def drawn(seed: int) -> list[object]:
-        router, fleet = build_router(Preset(routing="random"), None, ClusterOptions(seed=seed)), fleet_of(*REPLICAS)
-        return [router.route(ask(str(number)), fleet, 0.0) for number in range(20)]
+        policy, fleet = build_routing(Preset(routing="random"), None, ClusterOptions(seed=seed)), fleet_of(*REPLICAS)
+        return [routed_to(policy, ask(str(number)), fleet) for number in range(20)]
 
     assert homes(1) == homes(1) != homes(2)
     assert drawn(1) == drawn(1) != drawn(2)
@@ -143,15 +143,15 @@ def test_toppings_keeps_the_target_for_a_token_and_without_one_has_no_limit(publ
     run(fleet, "a", *several(30, 64))
     broken = []
     for tpot_s in (0.0, 1e-4):
-        router = build_router(PRESETS["toppings"], published, ClusterOptions(tpot_s=tpot_s))
-        assert isinstance(router, Toppings)
-        broken.append(router.costs(ask("new", 64), fleet).breaks_slo.tolist())
+        policy = build_routing(PRESETS["toppings"], published, ClusterOptions(tpot_s=tpot_s))
+        assert isinstance(policy, Toppings)
+        broken.append(policy.costs(ask("new", 64), fleet).breaks_slo.tolist())
     assert broken == [[False, False], [True, True]]
 
 
 def test_toppings_has_no_model_of_einsums(published: CostProfile) -> None:
     with pytest.raises(ConfigError, match=r"routing toppings: .* einsum"):
-        build_router(Preset(kernel_form=KernelForm.EINSUM, routing="toppings"), published, OPTIONS)
+        build_routing(Preset(kernel_form=KernelForm.EINSUM, routing="toppings"), published, OPTIONS)
 
 
 def test_toppings_follows_what_the_replicas_measure() -> None:
@@ -159,25 +159,25 @@ def test_toppings_follows_what_the_replicas_measure() -> None:
     fleet = fleet_of("a", "b")
     run(fleet, "a", *several(8, 64))
 
-    def breaks(router: Toppings) -> list[bool]:
-        found: list[bool] = router.costs(ask("new", 64), fleet).breaks_slo.tolist()
+    def breaks(policy: Toppings) -> list[bool]:
+        found: list[bool] = policy.costs(ask("new", 64), fleet).breaks_slo.tolist()
         return found
 
-    router = build_router(PRESETS["toppings"], None, ClusterOptions(tpot_s=2 * GENERIC.decode_step_s(9, 64)))
-    assert isinstance(router, Toppings)
-    assert breaks(router) == [False, False]
-    router.learn(ReplicaCosts(*(3 * part for part in msgspec.structs.astuple(GENERIC)[:-1])))
-    assert breaks(router) == [True, True]
+    policy = build_routing(PRESETS["toppings"], None, ClusterOptions(tpot_s=2 * GENERIC.decode_step_s(9, 64)))
+    assert isinstance(policy, Toppings)
+    assert breaks(policy) == [False, False]
+    policy.learn(ReplicaCosts(*(3 * part for part in msgspec.structs.astuple(GENERIC)[:-1])))
+    assert breaks(policy) == [True, True]
 
 
 def test_without_a_target_toppings_takes_five_times_an_unloaded_step() -> None:
-    router = build_router(PRESETS["toppings"], None, ClusterOptions(has_default_slo=True))
-    assert isinstance(router, Toppings)
-    router.learn(ReplicaCosts(0.01, 1e-4, 0.0, 0.0, 0.0, 1e-3))
+    policy = build_routing(PRESETS["toppings"], None, ClusterOptions(has_default_slo=True))
+    assert isinstance(policy, Toppings)
+    policy.learn(ReplicaCosts(0.01, 1e-4, 0.0, 0.0, 0.0, 1e-3))
     fleet, broken = fleet_of("a"), []
     for others in (0, 35):  # 0.01 s + 1 ms a rank: 5 times 0.01 s at rank 40
         run(fleet, "a", *several(others, 1))
-        broken.append(router.costs(ask("new", 16), fleet).breaks_slo.tolist())
+        broken.append(policy.costs(ask("new", 16), fleet).breaks_slo.tolist())
     assert broken == [[False], [True]]
 
 
@@ -189,17 +189,17 @@ def test_pending_time_loads_by_the_profiles_link_or_the_declared_one(published: 
     link = published.transfers.host_to_device
     assert link is not None
     for declared, expected_s in ((0.0, link.seconds(100_000_000)), (1e9, 0.1)):
-        router, fleet = (
-            build_router(PRESETS["dlora"], published, ClusterOptions(link_bytes_per_s=declared)),
+        policy, fleet = (
+            build_routing(PRESETS["dlora"], published, ClusterOptions(link_bytes_per_s=declared)),
             fleet_of("a"),
         )
-        assert isinstance(router, PendingTime)
-        assert router.pending_s(asked, fleet, fleet.is_warm(asked.adapter)).tolist() == pytest.approx([expected_s])
+        assert isinstance(policy, PendingTime)
+        assert policy.pending_s(asked, fleet, fleet.is_warm(asked.adapter)).tolist() == pytest.approx([expected_s])
 
 
 def test_a_profile_without_a_link_is_no_help_to_pending_time() -> None:
     with pytest.raises(ConfigError, match=r"routing dlora: profile round has no transfers\.host_to_device"):
-        build_router(PRESETS["dlora"], round_profile(transfers=Transfers()), OPTIONS)
+        build_routing(PRESETS["dlora"], round_profile(transfers=Transfers()), OPTIONS)
 
 
 def test_only_rows_with_co_migration_set_memory_aside_for_further_copies(published: CostProfile) -> None:

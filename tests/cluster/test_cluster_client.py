@@ -20,7 +20,7 @@ from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.placement.orchestrator import DemandReport, Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable
 from lorikeet.cluster.placement.static import FullReplication, RandomPlacement
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.plain import LeastLoaded, RoundRobin
 from lorikeet.cluster.tables import RoutingTable
@@ -74,7 +74,7 @@ class Gone(LocalPlacementService):
 
 @asynccontextmanager
 async def cluster(
-    model: Path, pool_dir: Path, router: Router | None = None, *, replicas: int = 2, one_home: bool = False
+    model: Path, pool_dir: Path, routing: RoutingPolicy | None = None, *, replicas: int = 2, one_home: bool = False
 ) -> AsyncIterator[ClusterClient]:
     """Start a cluster, and close it at the end."""
     there = [ReplicaId(f"replica-{number}") for number in range(replicas)]
@@ -83,9 +83,9 @@ async def cluster(
         live_settings(model, num_scheduler_steps=1), cluster=ClusterSettings(replicas=replicas)
     )
     transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, 0.0))
-    router = router or RoundRobin()
+    routing = routing or RoundRobin()
     client = ClusterClient(
-        settings, lambda replica: LocalHost(), transport, service, router, period_s=0.05, times=KV_STAYS
+        settings, lambda replica: LocalHost(), transport, service, routing, period_s=0.05, times=KV_STAYS
     )
     try:
         await client.start(lambda progress: None)

@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.cluster.routing import ROUTING, plain
 from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity, PrefixDepths, SentPrefixes
-from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions
+from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions, RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.dlora import PendingTime
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo
@@ -19,7 +19,7 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.memory.tree import block_keys
-from tests.support.fleets import ask, fleet_of, run, send, several
+from tests.support.fleets import ask, fleet_of, routed_to, run, send, several
 
 MODEL = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
 OPTIONS = RoutingOptions(prefill=MODEL, decode=MODEL, costs=ReplicaCosts(0.01, 1e-4, 1e-4))
@@ -36,9 +36,11 @@ def table(**shares: dict[str, float]) -> RoutingTable:
     )
 
 
-def routed(router: Router, fleet: Fleet, count: int, adapter: str | None = None) -> list[str | None]:
+def routed(
+    policy: RoutingPolicy, fleet: Fleet, count: int, adapter: str | None = None, placed: RoutingTable | None = None
+) -> list[str | None]:
     """Where so many requests go, none of which is then sent."""
-    return [router.route(ask(str(number), 8 if adapter else 0, adapter), fleet, 0.0) for number in range(count)]
+    return [routed_to(policy, ask(str(number), 8 if adapter else 0, adapter), fleet, placed) for number in range(count)]
 
 
 # --- all of them -------------------------------------------------------------------------------------
@@ -46,26 +48,26 @@ def routed(router: Router, fleet: Fleet, count: int, adapter: str | None = None)
 
 @pytest.mark.parametrize("name", ROUTING)
 def test_every_policy_keeps_to_open_replicas_and_knows_when_there_is_none(name: str) -> None:
-    router, fleet = ROUTING[name](OPTIONS), fleet_of("a", "b", "c")
-    router.table = table(x={"a": 0.5, "b": 0.5})
+    policy, fleet = ROUTING[name](OPTIONS), fleet_of("a", "b", "c")
+    placed = table(x={"a": 0.5, "b": 0.5})
     fleet.drain(ReplicaId("a"))
-    assert set(routed(router, fleet, 40, "x")) == {"b"}
-    assert set(routed(router, fleet, 40)) <= {"b", "c"}
+    assert set(routed(policy, fleet, 40, "x", placed=placed)) == {"b"}
+    assert set(routed(policy, fleet, 40, placed=placed)) <= {"b", "c"}
     fleet.leave(ReplicaId("b"))
-    assert set(routed(router, fleet, 40, "x")) == {"c"}
+    assert set(routed(policy, fleet, 40, "x", placed=placed)) == {"c"}
     fleet.leave(ReplicaId("c"))
-    assert routed(router, fleet, 1, "x") == [None]
+    assert routed(policy, fleet, 1, "x", placed=placed) == [None]
 
 
 @pytest.mark.parametrize("name", ROUTING)
 def test_every_policy_repeats_itself(name: str) -> None:
     def choices() -> list[str | None]:
-        router, fleet, draws = ROUTING[name](OPTIONS), fleet_of("a", "b", "c", "d"), random.Random(5)
-        router.table = table(x={"a": 0.5, "b": 0.25, "c": 0.25}, y={"d": 1.0})
+        policy, fleet, draws = ROUTING[name](OPTIONS), fleet_of("a", "b", "c", "d"), random.Random(5)
+        placed = table(x={"a": 0.5, "b": 0.25, "c": 0.25}, y={"d": 1.0})
         chosen = []
         for number in range(60):
             asked = ask(str(number), draws.choice([8, 64]), draws.choice("xyz"), keys=(bytes([number % 7]),))
-            chosen.append(replica := router.route(asked, fleet, float(number)))
+            chosen.append(replica := routed_to(policy, asked, fleet, placed))
             assert replica is not None
             fleet.dispatched(asked, replica)
             fleet.admitted(replica, asked.request_id, float(number))
@@ -90,19 +92,19 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_round_robin_by_a_table_goes_round_the_replicas_of_each_adapter() -> None:
-    router, fleet = RoundRobin(), fleet_of("a", "b", "c")
-    router.table = table(x={"c": 0.5, "a": 0.5}, y={"b": 1.0})
-    assert routed(router, fleet, 3, "x") == ["a", "c", "a"]
-    assert routed(router, fleet, 2, "y") == ["b", "b"]
-    assert routed(router, fleet, 2, "x") == ["c", "a"]
+    policy, fleet = RoundRobin(), fleet_of("a", "b", "c")
+    placed = table(x={"c": 0.5, "a": 0.5}, y={"b": 1.0})
+    assert routed(policy, fleet, 3, "x", placed=placed) == ["a", "c", "a"]
+    assert routed(policy, fleet, 2, "y", placed=placed) == ["b", "b"]
+    assert routed(policy, fleet, 2, "x", placed=placed) == ["c", "a"]
 
 
 def test_round_robin_remembers_the_turns_of_so_many_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "_MAX_ADAPTERS", 2)
-    router, fleet = RoundRobin(), fleet_of("a", "b")
-    router.table = table(**{name: {"a": 0.5, "b": 0.5} for name in "xyz"})
-    assert [routed(router, fleet, 1, name)[0] for name in "xyxzxy"] == ["a", "a", "b", "a", "a", "a"]
-    assert len(router._turns) == 2
+    policy, fleet = RoundRobin(), fleet_of("a", "b")
+    placed = table(**{name: {"a": 0.5, "b": 0.5} for name in "xyz"})
+    assert [routed(policy, fleet, 1, name, placed=placed)[0] for name in "xyxzxy"] == ["a", "a", "b", "a", "a", "a"]
+    assert len(policy._turns) == 2
 
 
 def test_least_loaded_counts_running_queued_and_others_requests() -> None:
@@ -111,77 +113,77 @@ def test_least_loaded_counts_running_queued_and_others_requests() -> None:
     send(fleet, "b", ask("3"))
     fleet.gauges(ReplicaGauges(ReplicaId("c"), 0, 1, requests=3))
     run(fleet, "d", ask("4", known_tokens=10))
-    assert LeastLoaded().route(ask("new"), fleet, 0.0) == "d", "as many as b, but fewer tokens"
+    assert routed_to(LeastLoaded(), ask("new"), fleet) == "d", "as many as b, but fewer tokens"
     send(fleet, "d", ask("5"))
-    assert LeastLoaded().route(ask("new"), fleet, 0.0) == "b"
+    assert routed_to(LeastLoaded(), ask("new"), fleet) == "b"
 
 
 def test_first_fit_fills_batches_in_order_and_then_waits() -> None:
     fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=2) for name in "ab"))
-    router, chosen = FirstFit(), []
+    policy, chosen = FirstFit(), []
     for number in range(5):
-        chosen.append(replica := router.route(ask(str(number)), fleet, 0.0))
+        chosen.append(replica := routed_to(policy, ask(str(number)), fleet))
         if replica is not None:
             fleet.dispatched(ask(str(number)), replica)
     assert chosen == ["a", "a", "b", "b", None]
     fleet.ended(ReplicaId("b"), ask("2").request_id, 1.0)
-    assert router.route(ask("4"), fleet, 1.0) == "b"
+    assert routed_to(policy, ask("4"), fleet) == "b"
 
 
 def test_first_fit_needs_room_for_kv_and_for_an_adapter_that_is_not_there() -> None:
     fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=250, kv_token_bytes=10) for name in "ab"))
     send(fleet, "a", ask("1", 8, "x", 100, adapter_bytes=500))
-    assert FirstFit().route(ask("2", 8, "x", 150, adapter_bytes=500), fleet, 0.0) == "a"
-    assert FirstFit().route(ask("2", 8, "y", 150, adapter_bytes=500), fleet, 0.0) == "b"
-    assert FirstFit().route(ask("2", known_tokens=151), fleet, 0.0) == "b"
+    assert routed_to(FirstFit(), ask("2", 8, "x", 150, adapter_bytes=500), fleet) == "a"
+    assert routed_to(FirstFit(), ask("2", 8, "y", 150, adapter_bytes=500), fleet) == "b"
+    assert routed_to(FirstFit(), ask("2", known_tokens=151), fleet) == "b"
 
 
 def test_an_idle_replica_has_all_its_room_whatever_it_reported() -> None:
     """What fills it then is nobody's, and leaves for whoever comes; waiting for an end would be waiting for ever."""
     fleet = fleet_of(ReplicaInfo(ReplicaId("a"), total_tokens=250))
     fleet.gauges(ReplicaGauges(ReplicaId("a"), 0, 1, requests=0, free_tokens=10))
-    assert FirstFit().route(ask("1"), fleet, 0.0) == "a"
+    assert routed_to(FirstFit(), ask("1"), fleet) == "a"
     send(fleet, "a", ask("1"))
     fleet.gauges(ReplicaGauges(ReplicaId("a"), 0, 2, requests=1, free_tokens=10))
-    assert FirstFit().route(ask("2"), fleet, 0.0) is None
+    assert routed_to(FirstFit(), ask("2"), fleet) is None
     fleet.ended(ReplicaId("a"), ask("1").request_id, 1.0)
-    assert FirstFit().route(ask("2"), fleet, 0.0) == "a"
+    assert routed_to(FirstFit(), ask("2"), fleet) == "a"
 
 
 # --- table -------------------------------------------------------------------------------------------
 
 
 def test_draws_follow_the_shares_of_the_table() -> None:
-    """LoRAServe's example E, through the router."""
-    router, fleet = ByTable(1), fleet_of("s1", "s2")
-    router.table = table(x={"s1": 0.7, "s2": 0.3})
-    assert Counter(routed(router, fleet, 10_000, "x"))["s1"] / 10_000 == pytest.approx(0.7, abs=0.015)
+    """LoRAServe's example E, through the policy."""
+    policy, fleet = ByTable(1), fleet_of("s1", "s2")
+    placed = table(x={"s1": 0.7, "s2": 0.3})
+    assert Counter(routed(policy, fleet, 10_000, "x", placed=placed))["s1"] / 10_000 == pytest.approx(0.7, abs=0.015)
 
 
 def test_draws_among_what_is_open_keep_their_proportion() -> None:
-    router, fleet = ByTable(1), fleet_of("s1", "s2", "s3")
-    router.table = table(x={"s1": 0.6, "s2": 0.3, "s3": 0.1})
+    policy, fleet = ByTable(1), fleet_of("s1", "s2", "s3")
+    placed = table(x={"s1": 0.6, "s2": 0.3, "s3": 0.1})
     fleet.drain(ReplicaId("s1"))
-    assert Counter(routed(router, fleet, 10_000, "x"))["s2"] / 10_000 == pytest.approx(0.75, abs=0.015)
+    assert Counter(routed(policy, fleet, 10_000, "x", placed=placed))["s2"] / 10_000 == pytest.approx(0.75, abs=0.015)
 
 
 def test_what_the_table_does_not_name_goes_to_the_least_loaded() -> None:
-    router, fleet = ByTable(1), fleet_of("s1", "s2")
-    router.table = table(x={"s1": 1.0})
+    policy, fleet = ByTable(1), fleet_of("s1", "s2")
+    placed = table(x={"s1": 1.0})
     send(fleet, "s1", ask("1"))
-    assert routed(router, fleet, 1, "unknown") == routed(router, fleet, 1, None) == ["s2"]
+    assert routed(policy, fleet, 1, "unknown", placed=placed) == routed(policy, fleet, 1, None, placed=placed) == ["s2"]
 
 
 # --- affinity ----------------------------------------------------------------------------------------
 
 
 def test_adapter_affinity_prefers_a_holder_until_it_is_overloaded() -> None:
-    router, fleet = AdapterAffinity(bound=1.25), fleet_of("a", "b", "c", "d")
+    policy, fleet = AdapterAffinity(bound=1.25), fleet_of("a", "b", "c", "d")
     fleet.loaded(ReplicaId("c"), AdapterDigest("x"))
     chosen = []
     for number in range(24):
         asked = ask(str(number), 8, "x")
-        chosen.append(replica := router.route(asked, fleet, 0.0))
+        chosen.append(replica := routed_to(policy, asked, fleet))
         assert replica is not None
         fleet.dispatched(asked, replica)
     assert chosen[:4] == ["c"] * 4, "few requests are no overload"
@@ -190,14 +192,14 @@ def test_adapter_affinity_prefers_a_holder_until_it_is_overloaded() -> None:
 
 
 def test_adapter_affinity_takes_the_least_loaded_holder_or_else_replica() -> None:
-    router, fleet = AdapterAffinity(), fleet_of("a", "b", "c")
+    policy, fleet = AdapterAffinity(), fleet_of("a", "b", "c")
     for holder in "ab":
         fleet.loaded(ReplicaId(holder), AdapterDigest("x"))
     send(fleet, "a", ask("1"))
-    assert router.route(ask("2", 8, "x"), fleet, 0.0) == "b"
-    assert router.route(ask("2", 8, "y"), fleet, 0.0) == "c", "it has fewer adapters than b"
+    assert routed_to(policy, ask("2", 8, "x"), fleet) == "b"
+    assert routed_to(policy, ask("2", 8, "y"), fleet) == "c", "it has fewer adapters than b"
     send(fleet, "c", ask("3"))
-    assert router.route(ask("2", 8, "y"), fleet, 0.0) == "b"
+    assert routed_to(policy, ask("2", 8, "y"), fleet) == "b"
 
 
 def keys(*tokens: int, adapter: str | None = None) -> tuple[bytes, ...]:
@@ -206,11 +208,11 @@ def keys(*tokens: int, adapter: str | None = None) -> tuple[bytes, ...]:
 
 
 def test_kv_affinity_goes_to_the_longest_prefix_of_the_same_adapter() -> None:
-    router, fleet = KvAffinity(), fleet_of("a", "b", "c")
+    policy, fleet = KvAffinity(), fleet_of("a", "b", "c")
 
     def route(name: str, adapter: str | None, *tokens: int) -> str | None:
         asked = ask(name, 8 if adapter else 0, adapter, keys=keys(*tokens, adapter=adapter))
-        replica = router.route(asked, fleet, 0.0)
+        replica = routed_to(policy, asked, fleet)
         assert replica is not None
         fleet.dispatched(asked, replica)
         return replica
@@ -224,23 +226,23 @@ def test_kv_affinity_goes_to_the_longest_prefix_of_the_same_adapter() -> None:
 
 
 def test_kv_affinity_forgets_a_replica_that_was_started_again() -> None:
-    router, fleet = KvAffinity(), fleet_of("a", "b")
+    policy, fleet = KvAffinity(), fleet_of("a", "b")
     asked = ask("1", keys=keys(1, 2))
-    assert router.route(asked, fleet, 0.0) == "a"
+    assert routed_to(policy, asked, fleet) == "a"
     send(fleet, "a", ask("busy"))
-    assert router.route(asked, fleet, 0.0) == "a"
+    assert routed_to(policy, asked, fleet) == "a"
     fleet.leave(ReplicaId("a"))
     fleet.join(ReplicaInfo(ReplicaId("a"), epoch=1))
     assert [info.replica for info in fleet.infos()] == ["b", "a"]
-    assert router.route(asked, fleet, 0.0) == "b", "both are idle and know nothing"
+    assert routed_to(policy, asked, fleet) == "b", "both are idle and know nothing"
 
 
 def test_kv_affinity_leaves_an_overloaded_replica() -> None:
-    router, fleet = KvAffinity(bound=1.0), fleet_of("a", "b")
+    policy, fleet = KvAffinity(bound=1.0), fleet_of("a", "b")
     chosen = []
     for number in range(20):
         asked = ask(str(number), keys=keys(1, 2, 3))
-        chosen.append(replica := router.route(asked, fleet, 0.0))
+        chosen.append(replica := routed_to(policy, asked, fleet))
         assert replica is not None
         fleet.dispatched(asked, replica)
     assert abs(chosen.count("a") - chosen.count("b")) <= 1
@@ -309,58 +311,58 @@ def test_fewest_tokens_gives_ties_to_the_first() -> None:
     for replica in "12":
         send(fleet, replica, ask(replica, known_tokens=1000, expected_tokens=200))
     assert fleet.loads.pending_tokens.tolist() == [3000, 1200, 1200]
-    assert FewestTokens().route(ask("new"), fleet, 0.0) == "1"
+    assert routed_to(FewestTokens(), ask("new"), fleet) == "1"
 
 
-@pytest.mark.parametrize("router", [FewestTokens(), LeastWork(), PlacedWork()])
-def test_work_is_sent_to_the_replicas_that_the_table_names_alone(router: Router) -> None:
+@pytest.mark.parametrize("policy", [FewestTokens(), LeastWork(), PlacedWork()])
+def test_work_is_sent_to_the_replicas_that_the_table_names_alone(policy: RoutingPolicy) -> None:
     fleet = fleet_of("0", "1", "2")
     new = ask("new", 8)
     named = (ReplicaShare(ReplicaId("1"), 0.9), ReplicaShare(ReplicaId("2"), 0.1))
-    router.table = RoutingTable(1, {AdapterDigest("new's"): named})
-    assert router.route(new, fleet, 0.0) == "1"
+    placed = RoutingTable(1, {AdapterDigest("new's"): named})
+    assert routed_to(policy, new, fleet, placed) == "1"
     send(fleet, "1", ask("x"))
-    assert router.route(new, fleet, 0.0) == "2", "shares tell who may have it, not how often"
+    assert routed_to(policy, new, fleet, placed) == "2", "shares tell who may have it, not how often"
     fleet.leave(ReplicaId("1"))
     fleet.leave(ReplicaId("2"))
-    assert router.route(new, fleet, 0.0) == "0", "none that is named is open"
+    assert routed_to(policy, new, fleet, placed) == "0", "none that is named is open"
 
 
 def test_tokens_that_are_computed_no_longer_count() -> None:
     fleet = fleet_of("a", "b")
     run(fleet, "a", ask("x", known_tokens=1000, expected_tokens=100))
     run(fleet, "b", ask("y", known_tokens=500, expected_tokens=100))
-    assert FewestTokens().route(ask("new"), fleet, 0.0) == "b"
+    assert routed_to(FewestTokens(), ask("new"), fleet) == "b"
     fleet.generated(ReplicaId("a"), ask("x").request_id, 40)
     assert fleet.loads.pending_tokens.tolist() == [60, 600]
-    assert FewestTokens().route(ask("new"), fleet, 0.0) == "a"
+    assert routed_to(FewestTokens(), ask("new"), fleet) == "a"
 
 
 def test_least_added_latency_separates_small_ranks_from_large_ones() -> None:
     """m(r) = 1 + r / 8: rank 8 doubles the time of a token, rank 56 takes eight times as long."""
-    router, fleet = LeastAddedLatency(1 / 8), fleet_of("small", "large")
+    policy, fleet = LeastAddedLatency(1 / 8), fleet_of("small", "large")
     run(fleet, "small", ask("s", 8, known_tokens=100, expected_tokens=100))
     run(fleet, "large", ask("l", 56, known_tokens=80, expected_tokens=100))
     # small: 2 * 400 = 800, and 400 more for the one there; large: 8 * 380 = 3040, and 1600 more.
-    assert router.route(ask("new", 8, known_tokens=100, expected_tokens=100), fleet, 0.0) == "small"
+    assert routed_to(policy, ask("new", 8, known_tokens=100, expected_tokens=100), fleet) == "small"
     # small: 8 * 400 = 3200, and 2800 more; large: 3040, and 1600 more.
-    assert router.route(ask("new", 56, known_tokens=100, expected_tokens=100), fleet, 0.0) == "large"
+    assert routed_to(policy, ask("new", 56, known_tokens=100, expected_tokens=100), fleet) == "large"
     # Without ranks only tokens count: 180 on large.
-    assert FewestTokens().route(ask("new", 8), fleet, 0.0) == "large"
+    assert routed_to(FewestTokens(), ask("new", 8), fleet) == "large"
     # With them, but without those that are there: 2 * 350 and 8 * 330; 8 * 350 and 8 * 330.
-    assert LeastWork(1 / 8).route(ask("new", 8), fleet, 0.0) == "small"
-    assert LeastWork(1 / 8).route(ask("new", 56), fleet, 0.0) == "large"
+    assert routed_to(LeastWork(1 / 8), ask("new", 8), fleet) == "small"
+    assert routed_to(LeastWork(1 / 8), ask("new", 56), fleet) == "large"
 
 
 def test_placed_work_ignores_placement_beyond_a_factor_of_the_least_cost() -> None:
     """A request of 100 tokens behind 51 and 50: more than 1.5 times the work of an idle replica, and just that."""
     for tokens, choice in ((51, "b"), (50, "a")):
         fleet = fleet_of("a", "b")
-        router = PlacedWork(0.0)
-        router.table = table(wanted={"a": 1.0})
+        policy = PlacedWork(0.0)
+        placed = table(wanted={"a": 1.0})
         run(fleet, "a", ask("x", known_tokens=tokens, expected_tokens=0))
         asked = ask("new", 8, "wanted", known_tokens=100, expected_tokens=0)
-        assert router.route(asked, fleet, 0.0) == choice
+        assert routed_to(policy, asked, fleet, placed) == choice
 
 
 # --- dLoRA -------------------------------------------------------------------------------------------
@@ -377,9 +379,9 @@ def test_ex_7b_the_adapters_load_time_counts_where_it_is_absent(
         run(fleet, replica, ask("before", 8, other))
         fleet.ended(ReplicaId(replica), ask("before").request_id, ms / 1000)
         send(fleet, replica, ask(other, 8, other))
-    router, asked = PendingTime(load_bytes_per_s=16e9), ask("new", 8, "wanted", adapter_bytes=56_000_000)
-    assert router.pending_s(asked, fleet, fleet.is_warm(asked.adapter)) * 1000 == pytest.approx(pending_ms)
-    assert router.route(asked, fleet, 0.0) == choice
+    policy, asked = PendingTime(load_bytes_per_s=16e9), ask("new", 8, "wanted", adapter_bytes=56_000_000)
+    assert policy.pending_s(asked, fleet, fleet.is_warm(asked.adapter)) * 1000 == pytest.approx(pending_ms)
+    assert routed_to(policy, asked, fleet) == choice
 
 
 def test_pending_time_divides_the_queue_by_batch_without_running_requests() -> None:
@@ -392,11 +394,11 @@ def test_pending_time_divides_the_queue_by_batch_without_running_requests() -> N
 def test_pending_time_counts_evictions_and_prefers_holders_on_ties() -> None:
     fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=150, kv_token_bytes=10) for name in "ab"))
     run(fleet, "a", ask("x"))
-    router = PendingTime(load_bytes_per_s=1000)
-    assert router.pending_s(ask("new"), fleet, fleet.is_warm(None)).tolist() == [0.5, 0.0]
+    policy = PendingTime(load_bytes_per_s=1000)
+    assert policy.pending_s(ask("new"), fleet, fleet.is_warm(None)).tolist() == [0.5, 0.0]
     fleet.ended(ReplicaId("a"), ask("x").request_id, 0.0, is_complete=False)
     fleet.loaded(ReplicaId("b"), AdapterDigest("y"))
-    assert router.route(ask("new", 8, "y"), fleet, 0.0) == "b", "both wait for nothing, but b has it"
+    assert routed_to(policy, ask("new", 8, "y"), fleet) == "b", "both wait for nothing, but b has it"
 
 
 def test_pending_time_takes_the_most_room_among_equals() -> None:
@@ -404,15 +406,15 @@ def test_pending_time_takes_the_most_room_among_equals() -> None:
     run(fleet, "a", ask("x", known_tokens=50))
     run(fleet, "b", ask("y", known_tokens=40))
     run(fleet, "c", ask("z", known_tokens=60))
-    assert PendingTime().route(ask("new", known_tokens=10), fleet, 0.0) == "b"
+    assert routed_to(PendingTime(), ask("new", known_tokens=10), fleet) == "b"
 
 
 def test_pending_time_leaves_the_table_where_a_load_is_sooner_than_the_queue() -> None:
     """Dynamic loading (5.1): the table only says where adapters are loaded ahead."""
     fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=1) for name in "ab"), execution_s=2.0)
-    router = PendingTime(load_s=1.0)
-    router.table = table(wanted={"a": 1.0})
+    policy = PendingTime(load_s=1.0)
+    placed = table(wanted={"a": 1.0})
     fleet.loaded(ReplicaId("a"), AdapterDigest("wanted"))
-    assert router.route(ask("first", 8, "wanted"), fleet, 0.0) == "a"
+    assert routed_to(policy, ask("first", 8, "wanted"), fleet, placed) == "a"
     send(fleet, "a", ask("first", 8, "wanted"))
-    assert router.route(ask("second", 8, "wanted"), fleet, 0.0) == "b"
+    assert routed_to(policy, ask("second", 8, "wanted"), fleet, placed) == "b"

@@ -7,6 +7,7 @@ import pytest
 
 from lorikeet.cluster.controller.dispatcher import Dispatcher
 from lorikeet.cluster.controller.learned_costs import LearnedCosts
+from lorikeet.cluster.routing.base import ANYWHERE
 from lorikeet.cluster.routing.fleet import ReplicaInfo
 from lorikeet.cluster.routing.plain import RoundRobin
 from lorikeet.cluster.routing.seconds import FewestSeconds
@@ -14,7 +15,7 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import EngineStats, RouteStats
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
-from tests.support.fleets import ask, fleet_of, run, send, several
+from tests.support.fleets import ask, fleet_of, routed_to, run, send, several
 
 COSTS = ReplicaCosts(0.01, 1e-3, 1e-4, 0.0, 1e-6, 1e-6, load_s=0.0, load_bytes_per_s=1e9)
 A, B, C = (ReplicaId(name) for name in "abc")
@@ -25,50 +26,52 @@ def blocks(prefix: str, count: int) -> tuple[bytes, ...]:
 
 
 def test_a_prompt_goes_to_its_prefix_unless_the_queue_there_costs_more() -> None:
-    router, fleet = FewestSeconds(COSTS), fleet_of(A, B)
+    policy, fleet = FewestSeconds(COSTS), fleet_of(A, B)
     first = ask("first", known_tokens=160, expected_tokens=1, keys=blocks("x", 9))
-    assert router.route(first, fleet, 0.0) == A
+    assert routed_to(policy, first, fleet) == A
     again = ask("again", known_tokens=160, expected_tokens=1, keys=blocks("x", 9))
     send(fleet, "a", ask("between", known_tokens=100, expected_tokens=1))
-    assert router.route(again, fleet, 0.0) == A  # 0.144 s of prefill saved, 0.1 s of queue
-    assert router.saved_s > 0
+    choice = policy.route(again, fleet, ANYWHERE, 0.0)  # 0.144 s of prefill saved, 0.1 s of queue
+    assert choice is not None
+    assert choice.replica == A
+    assert choice.saved_s > 0
     send(fleet, "a", ask("more", known_tokens=100, expected_tokens=1))
-    assert router.route(again, fleet, 0.0) == B
+    assert routed_to(policy, again, fleet) == B
 
 
 def test_an_adapter_goes_where_it_is_unless_loading_it_costs_less() -> None:
-    router, fleet = FewestSeconds(COSTS), fleet_of(A, B)
+    policy, fleet = FewestSeconds(COSTS), fleet_of(A, B)
     fleet.loaded(B, AdapterDigest("x"))
     for size, home in ((100_000_000, B), (1_000, B)):
-        assert router.route(ask("one", 8, "x", adapter_bytes=size), fleet, 0.0) == home
+        assert routed_to(policy, ask("one", 8, "x", adapter_bytes=size), fleet) == home
     run(fleet, "b", *several(5, 8))
-    assert router.route(ask("two", 8, "x", adapter_bytes=1_000), fleet, 0.0) == A
-    assert router.route(ask("two", 8, "x", adapter_bytes=10**9), fleet, 0.0) == B
+    assert routed_to(policy, ask("two", 8, "x", adapter_bytes=1_000), fleet) == A
+    assert routed_to(policy, ask("two", 8, "x", adapter_bytes=10**9), fleet) == B
 
 
 def test_a_copy_that_must_be_fetched_first_costs_more() -> None:
-    router, fleet = FewestSeconds(COSTS), fleet_of(A, B, C)
-    router.holders = lambda adapter: frozenset({C})
-    assert router.route(ask("one", 8, "x", adapter_bytes=10**8), fleet, 0.0) == C
+    policy, fleet = FewestSeconds(COSTS), fleet_of(A, B, C)
+    asked = ask("one", 8, "x", adapter_bytes=10**8)
+    assert routed_to(policy, asked, fleet, holders={C}) == C
 
 
 def test_memory_that_is_short_costs_the_time_until_it_is_free() -> None:
-    router, asked = FewestSeconds(COSTS), ask("new", known_tokens=100, expected_tokens=10)
+    policy, asked = FewestSeconds(COSTS), ask("new", known_tokens=100, expected_tokens=10)
     fleet = fleet_of(ReplicaInfo(A, total_tokens=200), ReplicaInfo(B, total_tokens=10_000))
     for replica in (A, B):
         run(fleet, replica, ask(f"at {replica}", known_tokens=150, expected_tokens=40))
-    short, ample = router.seconds(asked, fleet, fleet.is_warm(None))
+    short, ample = policy.seconds(asked, fleet, fleet.is_warm(None), None)
     # 50 tokens lack; the request there holds 150 for 40 more steps of two sequences.
     assert short - ample == pytest.approx(40 * (0.01 + 2 * 1e-4) * 50 / 150)
 
 
 def test_other_costs_make_other_choices() -> None:
     """With prompts that cost nothing there is no reason to follow a prefix."""
-    router, fleet = FewestSeconds(COSTS), fleet_of(A, B)
-    router.route(ask("first", known_tokens=160, expected_tokens=1, keys=blocks("x", 9)), fleet, 0.0)
+    policy, fleet = FewestSeconds(COSTS), fleet_of(A, B)
+    routed_to(policy, ask("first", known_tokens=160, expected_tokens=1, keys=blocks("x", 9)), fleet)
     send(fleet, "a", ask("between", known_tokens=100, expected_tokens=1))
-    router.learn(ReplicaCosts(0.01, 0.0, 1e-3))
-    assert router.route(ask("again", known_tokens=160, expected_tokens=1, keys=blocks("x", 9)), fleet, 0.0) == B
+    policy.learn(ReplicaCosts(0.01, 0.0, 1e-3))
+    assert routed_to(policy, ask("again", known_tokens=160, expected_tokens=1, keys=blocks("x", 9)), fleet) == B
 
 
 def test_padded_kernels_send_a_small_rank_where_ranks_are_small() -> None:
@@ -77,7 +80,7 @@ def test_padded_kernels_send_a_small_rank_where_ranks_are_small() -> None:
         fleet = fleet_of(A, B)
         run(fleet, "a", ask("large", 128))
         run(fleet, "b", ask("small", 8), ask("other", 8))
-        assert FewestSeconds(costs, form).route(ask("new", 8, known_tokens=200), fleet, 0.0) == home
+        assert routed_to(FewestSeconds(costs, form), ask("new", 8, known_tokens=200), fleet) == home
 
 
 # --- what replicas measure ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from lorikeet.cluster.routing.toppings import Toppings, ToppingsCosts
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.plan import KernelForm
-from tests.support.fleets import ask, fleet_of, run, send, several
+from tests.support.fleets import ask, fleet_of, routed_to, run, send, several
 
 BGMV = PerformanceModel(KernelForm.PADDED, 0.00354, 32.13)
 MBGMV = PerformanceModel(KernelForm.UNPADDED, 0.6 / 256, 33.5)
@@ -28,9 +28,9 @@ def example() -> Fleet:
     return fleet
 
 
-def costs(router: Toppings, fleet: Fleet) -> ToppingsCosts:
+def costs(policy: Toppings, fleet: Fleet) -> ToppingsCosts:
     """What the new request costs everywhere."""
-    return router.costs(NEW, fleet)
+    return policy.costs(NEW, fleet)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_worked_example_of_the_scheduler(
     broken: tuple[bool, bool],
     choice: str,
 ) -> None:
-    router, fleet = Toppings(PREFILL, decode, slo), example()
-    found = costs(router, fleet)
+    policy, fleet = Toppings(PREFILL, decode, slo), example()
+    found = costs(policy, fleet)
     assert found.cost - 41.28 / 200 == pytest.approx(added)
     assert found.total == pytest.approx(total)
     assert tuple(found.breaks_slo) == broken
-    assert router.route(NEW, fleet, 0.0) == choice
+    assert routed_to(policy, NEW, fleet) == choice
 
 
 def test_the_examples_decode_times_are_those_printed() -> None:
@@ -81,32 +81,32 @@ def test_the_queue_case() -> None:
 @pytest.mark.parametrize("decode", [BGMV, MBGMV])
 @pytest.mark.parametrize("slo", [36.0, 100.0])
 def test_an_idle_replica_that_keeps_the_slo_wins_with_total_0(decode: PerformanceModel, slo: float) -> None:
-    router, fleet = Toppings(PREFILL, decode, slo), example()
+    policy, fleet = Toppings(PREFILL, decode, slo), example()
     fleet.join(ReplicaInfo(ReplicaId("idle")))
-    assert costs(router, fleet).total[2] == 0
-    assert router.route(NEW, fleet, 0.0) == "idle"
+    assert costs(policy, fleet).total[2] == 0
+    assert routed_to(policy, NEW, fleet) == "idle"
 
 
 def test_an_idle_replica_that_would_break_the_slo_does_not_win() -> None:
     """Its total is 0 times infinity in the paper's terms."""
     fleet = example()
-    router = Toppings(PREFILL, PerformanceModel(KernelForm.PADDED, 0.0, 35.0), 36.0)
+    policy = Toppings(PREFILL, PerformanceModel(KernelForm.PADDED, 0.0, 35.0), 36.0)
     fleet.join(ReplicaInfo(ReplicaId("idle")))
-    assert router.route(NEW, fleet, 0.0) == "idle"
+    assert routed_to(policy, NEW, fleet) == "idle"
     only_idle_breaks = Toppings(PREFILL, PerformanceModel(KernelForm.UNPADDED, -0.001, 36.5), 36.0)
     found = costs(only_idle_breaks, fleet)
     assert found.breaks_slo.tolist() == [False, False, True]
     assert np.isfinite(found.total).all()
-    assert only_idle_breaks.route(NEW, fleet, 0.0) != "idle"
+    assert routed_to(only_idle_breaks, NEW, fleet) != "idle"
 
 
 def test_zero_times_infinity_does_not_occur() -> None:
     """Everybody breaks the SLO, one of them idle: the least finite cost times count decides."""
-    router, fleet = Toppings(PREFILL, BGMV, 1.0), example()
-    assert router.route(NEW, fleet, 0.0) == "i2"
+    policy, fleet = Toppings(PREFILL, BGMV, 1.0), example()
+    assert routed_to(policy, NEW, fleet) == "i2"
     fleet.join(ReplicaInfo(ReplicaId("idle")))
-    assert np.isfinite(costs(router, fleet).total).all()
-    assert router.route(NEW, fleet, 0.0) == "idle"
+    assert np.isfinite(costs(policy, fleet).total).all()
+    assert routed_to(policy, NEW, fleet) == "idle"
 
 
 def test_a_step_without_requests_takes_no_time() -> None:
@@ -129,7 +129,7 @@ def test_equal_totals_go_to_the_lower_cost_then_fewer_requests_then_the_first() 
     run(fleet, "i2", *several(1, 64, "b"))
     run(fleet, "i3", *several(1, 64, "c"))
     free = PerformanceModel(KernelForm.PADDED, 0.0, 0.0)
-    assert Toppings(free, free).route(NEW, fleet, 0.0) == "i2"
+    assert routed_to(Toppings(free, free), NEW, fleet) == "i2"
 
 
 def test_requests_of_the_base_model_are_rows_without_a_rank() -> None:
@@ -150,21 +150,21 @@ def test_tokens_of_the_prompt_count_if_the_model_has_them() -> None:
 
 def test_request_waits_without_room_and_one_too_large_is_sent_to_be_refused() -> None:
     infos = [ReplicaInfo(ReplicaId(name), total_tokens=150) for name in ("i1", "i2")]
-    fleet, router = fleet_of(*infos), Toppings(PREFILL, BGMV)
+    fleet, policy = fleet_of(*infos), Toppings(PREFILL, BGMV)
     send(fleet, "i1", ask("x", 64))
-    assert router.route(NEW, fleet, 0.0) == "i2"
+    assert routed_to(policy, NEW, fleet) == "i2"
     send(fleet, "i2", ask("y", 64))
-    assert router.route(NEW, fleet, 0.0) is None
-    assert router.route(ask("huge", 64, known_tokens=151), fleet, 0.0) is not None
+    assert routed_to(policy, NEW, fleet) is None
+    assert routed_to(policy, ask("huge", 64, known_tokens=151), fleet) is not None
     fleet.ended(ReplicaId("i2"), ask("y").request_id, 1.0)
-    assert router.route(NEW, fleet, 1.0) == "i2"
+    assert routed_to(policy, NEW, fleet) == "i2"
 
 
 def test_candidates_are_the_replicas_that_the_table_names() -> None:
-    fleet, router = example(), Toppings(PREFILL, BGMV, 100.0)
-    router.table = RoutingTable(1, {AdapterDigest("new's"): (ReplicaShare(ReplicaId("i1"), 1.0),)})
-    assert router.route(NEW, fleet, 0.0) == "i1"
-    assert router.route(ask("unknown", 64), fleet, 0.0) == "i2"
+    fleet, policy = example(), Toppings(PREFILL, BGMV, 100.0)
+    placed = RoutingTable(1, {AdapterDigest("new's"): (ReplicaShare(ReplicaId("i1"), 1.0),)})
+    assert routed_to(policy, NEW, fleet, placed) == "i1"
+    assert routed_to(policy, ask("unknown", 64), fleet, placed) == "i2"
 
 
 def test_a_fit_of_measured_steps_gives_the_model_back() -> None:
@@ -185,8 +185,8 @@ def test_head_of_queue_is_charged_a_prefill_only_if_an_empty_replica_is_free(nam
     run(fleet, "calmer", *several(10, 64, "a"))
     run(fleet, "busier", *several(11, 64, "b"))
     send(fleet, "busier", ask("waits", 64))
-    router = ROUTING[name](RoutingOptions(prefill=PREFILL, decode=BGMV))
-    assert router.route(NEW, fleet, 0.0) == choice
+    policy = ROUTING[name](RoutingOptions(prefill=PREFILL, decode=BGMV))
+    assert routed_to(policy, NEW, fleet) == choice
 
 
 def test_models_that_the_paper_does_not_have_are_refused() -> None:

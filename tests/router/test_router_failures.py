@@ -159,7 +159,7 @@ async def test_a_request_that_has_waited_too_long_is_told_for_what(
         reply = await router.http.post(COMPLETIONS, json=body("formal"))
         said = "This request has waited for a backend to load its adapter for 0.05 s."
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, said)
-        monkeypatch.setattr(router.parts.backend_router.dispatcher.router, "route", lambda *args: None)
+        monkeypatch.setattr(router.parts.backend_router.dispatcher.routing, "route", lambda *args: None)
         reply = await router.http.post(COMPLETIONS, json=body())
         said = "No backend has had room for this request for 0.05 s."
         assert (reply.status_code, reply.json()["error"]["message"]) == (503, said)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
-from lorikeet.cluster.build import ClusterOptions, MigrationCosts, build_router
+from lorikeet.cluster.build import ClusterOptions, MigrationCosts, build_routing
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
@@ -52,7 +52,7 @@ def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
         for at_s in np.sort(generator.uniform(0, 8, 70))
     ]
     kv = (lambda: 1e5) if seed == 2 else None  # whether it travels where it is sooner
-    router = build_router(Preset(routing=routing), round_profile(), ClusterOptions(seed=seed, tpot_s=0.05))
+    policy = build_routing(Preset(routing=routing), round_profile(), ClusterOptions(seed=seed, tpot_s=0.05))
     found = simulated(
         workload,
         replicas,
@@ -64,7 +64,7 @@ def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
             num_scheduler_steps=(1, 4)[seed % 2],
             preset=("lorikeet:plain", "toppings:s-lora", "elora")[number % 3],
         ),
-        router=router,
+        routing=policy,
         placement=placement_of(number, replicas, seed),
         period_s=1.0,
         prefetch=bool(number % 2),

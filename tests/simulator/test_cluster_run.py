@@ -23,7 +23,7 @@ from lorikeet.cluster.migration.problem import (
 )
 from lorikeet.cluster.placement.orchestrator import DemandReport
 from lorikeet.cluster.placement.static import RandomPlacement
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RoundRobin
@@ -126,14 +126,14 @@ def test_one_replica_does_what_an_engine_alone_does(make) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", [FewestTokens, FirstFit, RoundRobin])
-def test_repeats_change_neither_times_nor_where_requests_go(router: type[Router]) -> None:
+@pytest.mark.parametrize("routing", [FewestTokens, FirstFit, RoundRobin])
+def test_repeats_change_neither_times_nor_where_requests_go(routing: type[RoutingPolicy]) -> None:
     workload = sorted(
         [*some_requests(80, 12.0, 2), *talk("a", 1.0), *talk("b", 1.1)], key=lambda request: request.arrival_s
     )
     of, profile = settings(max_num_seqs=3), level_profile()
-    together = simulated(workload, 3, of=of, profile=profile, router=router())
-    single = simulated(workload, 3, of=of, profile=profile, router=router(), make=single_steps)
+    together = simulated(workload, 3, of=of, profile=profile, routing=routing())
+    single = simulated(workload, 3, of=of, profile=profile, routing=routing(), make=single_steps)
     assert times(together.run.exchanges) == pytest.approx(times(single.run.exchanges), rel=1e-9)
     sent = [[each.requests for each in found.figures.replicas] for found in (together, single)]
     assert sent[0] == sent[1]
@@ -164,11 +164,11 @@ class Probe(LeastLoaded):
         self.seen: list[tuple[float, dict[RequestId, bool]]] = []
         self._asked: list[RequestId] = []
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         entries = ((each, fleet.entry(each)) for each in self._asked)
         self.seen.append((now, {each: entry.is_prefilled for each, entry in entries if entry is not None}))
-        self._asked.append(asked.request_id)
-        return super().route(asked, fleet, now)
+        self._asked.append(request.request_id)
+        return super().route(request, fleet, places, now)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ class Probe(LeastLoaded):
 def test_a_choice_knows_what_engines_have_told_by_then_and_nothing_later(num_scheduler_steps: int) -> None:
     probe = Probe()
     of = settings(num_scheduler_steps=num_scheduler_steps, multi_step_limit_s=0.5)
-    exchanges = simulated(some_requests(120, 20.0, 3), 3, of=of, router=probe).run.exchanges
+    exchanges = simulated(some_requests(120, 20.0, 3), 3, of=of, routing=probe).run.exchanges
     assert len(probe.seen) == 120
     for number, (now, known) in enumerate(probe.seen):
         there = {
@@ -199,7 +199,7 @@ def test_a_fetch_is_charged_once_for_two_that_wait_for_it() -> None:
     adapters = some_adapters(1)
     pair = [asks(0.0, adapters[0].name), asks(0.5, adapters[0].name)]
     found = simulated(
-        pair, 2, adapters, router=Always("replica-1"), placement=Fixed(names(2), "replica-0"), copies=slow()
+        pair, 2, adapters, routing=Always("replica-1"), placement=Fixed(names(2), "replica-0"), copies=slow()
     )
     # Fetched in a second, loaded in 50 ms, prefilled together: 10 tokens, and each 4 ms for the ranks of q, k, v and o.
     assert [each.ttft_s for each in found.run.exchanges] == pytest.approx([1.05 + 0.019 + 0.04, 0.55 + 0.019 + 0.04])
@@ -219,7 +219,7 @@ def test_a_pipelined_fetch_costs_only_what_the_load_does_not() -> None:
         2,
         adapters,
         profile=round_profile(transfers=Transfers(source_to_device=load)),
-        router=Always("replica-1"),
+        routing=Always("replica-1"),
         placement=Fixed(names(2), "replica-0"),
         copies=slow(FetchForm.PIPELINED),
     )
@@ -265,7 +265,7 @@ def test_adapter_without_a_holder_is_read_from_its_files_once() -> None:
     adapters = some_adapters(1)
     twice = [asks(0.0, adapters[0].name), asks(9.0, adapters[0].name)]
     found = simulated(
-        twice, 2, adapters, placement=Fixed(names(2), "replica-1"), router=ByTable(), copies=slow(), provisioned=False
+        twice, 2, adapters, placement=Fixed(names(2), "replica-1"), routing=ByTable(), copies=slow(), provisioned=False
     )
     assert [each.ttft_s for each in found.run.exchanges] == pytest.approx([2.05 + 0.034, 0.034])
     assert (found.figures.provisions, found.figures.provided_bytes, found.figures.fetches) == (1, 256, 0)
@@ -274,7 +274,7 @@ def test_adapter_without_a_holder_is_read_from_its_files_once() -> None:
 
 def test_the_start_costs_nothing() -> None:
     adapters = some_adapters(4)
-    found = simulated([asks(0.0, ref.name) for ref in adapters], 2, adapters, router=ByTable(), copies=slow())
+    found = simulated([asks(0.0, ref.name) for ref in adapters], 2, adapters, routing=ByTable(), copies=slow())
     assert (found.figures.fetches, found.figures.provisions) == (0, 0)
     assert found.figures.held_share == 1.0
     assert [each.routed_most for each in found.figures.replicas] == [4, 4]
@@ -291,7 +291,7 @@ def test_placements_change_and_moved_adapters_are_fetched_on_first_request() -> 
     adapters = some_adapters(1)
     workload = [asks(at_s, adapters[0].name) for at_s in (0.0, 11.0, 21.0, 31.0)]
     placement = Turning(names(2), "replica-0")
-    found = simulated(workload, 2, adapters, router=ByTable(), placement=placement, copies=slow()).figures
+    found = simulated(workload, 2, adapters, routing=ByTable(), placement=placement, copies=slow()).figures
     assert [each.requests for each in found.replicas] == [1, 3]
     assert (found.placements, found.fetches, found.deletes) == (1, 1, 1)
     assert found.replicas[0].routed_mean == pytest.approx(10 / found.duration_s)
@@ -330,7 +330,7 @@ def test_requests_that_wait_too_long_move_and_go_on_with_the_same_tokens() -> No
     workload = [asks(0.01 * number, adapters[number % 2].name, 20, 60) for number in range(24)]
     of = settings(max_num_seqs=2)
     stayed, moved = Told(), Told()
-    choice = {"router": Always("replica-0"), "of": of}
+    choice = {"routing": Always("replica-0"), "of": of}
     before = simulated(workload, 2, adapters, watch=stayed, **choice)
     after = simulated(workload, 2, adapters, watch=moved, migration=moves(None), **choice)
     assert before.figures.moves == 0
@@ -362,7 +362,7 @@ def test_kv_that_travels_is_charged_and_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cluster, "CoMigration", Evict)
     workload = [asks(0.01 * number, None, 40, 60) for number in range(4)]
     stayed = Told()
-    choice = {"router": Always("replica-0"), "of": settings(host_memory_bytes=32 * BLOCK * 200)}
+    choice = {"routing": Always("replica-0"), "of": settings(host_memory_bytes=32 * BLOCK * 200)}
     monkeypatch.setattr(cluster, "REVIEW_S", math.inf)
     simulated(workload, 2, watch=stayed, migration=moves(1e9), **choice)
     monkeypatch.setattr(cluster, "REVIEW_S", 1.0)
@@ -391,12 +391,12 @@ def moves(kv_bytes_per_s: float | None) -> MigrationCosts:
 
 
 def test_a_run_that_cannot_go_on_is_an_error() -> None:
-    class Nowhere(Router):
-        def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    class Nowhere(RoutingPolicy):
+        def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
             return None
 
     with pytest.raises(ExecutorError, match="nothing is in flight"):
-        simulated([asks(0.0)], 2, router=Nowhere())
+        simulated([asks(0.0)], 2, routing=Nowhere())
 
 
 def test_requests_that_no_engine_can_serve_end_with_their_error() -> None:
@@ -407,7 +407,7 @@ def test_requests_that_no_engine_can_serve_end_with_their_error() -> None:
 def test_figures_add_up() -> None:
     adapters = some_adapters(6)
     workload = some_requests(100, 15.0, 5, [ref.name for ref in adapters])
-    found = simulated(workload, 3, adapters, router=ByTable(4), placement=RandomPlacement(names(3), 4))
+    found = simulated(workload, 3, adapters, routing=ByTable(4), placement=RandomPlacement(names(3), 4))
     figures = found.figures
     assert sum(each.requests for each in figures.replicas) == 100
     assert sum(each.output_tokens for each in figures.replicas) == sum(each.output_tokens for each in workload)

@@ -8,7 +8,7 @@ from lorikeet.bench.replicas import ModelledReplica, build_modelled
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy
 from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.plain import LeastLoaded
 from lorikeet.cluster.routing.request import RoutingRequest
@@ -29,14 +29,14 @@ BLOCK = 16
 """Tokens of prefix blocks."""
 
 
-class Always(Router):
+class Always(RoutingPolicy):
     """Sends everything to one replica."""
 
     def __init__(self, replica: str) -> None:
         self._replica = ReplicaId(replica)
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        return self._replica
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
+        return Choice(self._replica)
 
 
 class Fixed(Placement):
@@ -91,7 +91,7 @@ def simulated(
     arrivals = WorkloadArrivals(workload, {ref.name: ref for ref in adapters}, prompts, 0.0, watch)
     finished: list[int] = []
     collector = RecordCollector(workload, arrivals, finished.append)
-    made = {"router": LeastLoaded(), "placement": FullReplication(names(replicas)), **setup}
+    made = {"routing": LeastLoaded(), "placement": FullReplication(names(replicas)), **setup}
     cluster = ClusterRun(engines, ClusterSetup(**made), adapters, arrivals, collector)  # type: ignore[arg-type]
     figures = cluster.run()
     return Simulation(collector.run(), figures, cluster, engines, finished)

@@ -42,7 +42,7 @@ from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RoundRobin
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import ClusterSettings, EngineSettings, ModelSettings, Settings
@@ -77,7 +77,7 @@ FAULTS_UNTIL_S = 5.0
 """Nothing goes wrong any more from then on."""
 ALL_END_BY_S = 600.0
 _GEOMETRY = ModelGeometry(1, 1, 1, {}, 4)
-_ROUTERS: tuple[Callable[[], Router], ...] = (RoundRobin, LeastLoaded, FewestTokens, FirstFit)
+_ROUTING_POLICIES: tuple[Callable[[], RoutingPolicy], ...] = (RoundRobin, LeastLoaded, FewestTokens, FirstFit)
 
 
 # --- a loop whose time is virtual --------------------------------------------------------------------
@@ -624,7 +624,7 @@ class World:
         settings = msgspec.structs.replace(self._settings, cluster=cluster)
         replicas = [ReplicaId(f"replica-{number}") for number in range(self._replicas)]
         placement = SimulatedPlacement(Orchestrator(FullReplication(replicas), self.now()), self.now)
-        router = self._plan.choice(_ROUTERS)()
+        routing = self._plan.choice(_ROUTING_POLICIES)()
         transport = SimulatedTransport(self)
         prefetch = self._plan.random() < 0.3
         speed = self._plan.choice(
@@ -632,7 +632,7 @@ class World:
         )  # KV stays, or moves if it is long, or always
         times = MoveTimes(lambda tokens: tokens**2 / 20_000, math.inf, 1.0, speed)
         hosts = partial(SimulatedHost, self)
-        return ClusterClient(settings, hosts, transport, placement, router, 3.0, prefetch=prefetch, times=times)
+        return ClusterClient(settings, hosts, transport, placement, routing, 3.0, prefetch=prefetch, times=times)
 
     # --- what is planned ---
 

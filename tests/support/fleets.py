@@ -1,7 +1,11 @@
 """Builders for fleets and for what is asked of them."""
 
+from collections.abc import Set
+
+from lorikeet.cluster.routing.base import AdapterPlaces, RoutingPolicy
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo, RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 
 
@@ -47,3 +51,15 @@ def run(fleet: Fleet, replica: str, *all_asked: RoutingRequest, now: float = 0.0
 def several(count: int, rank: int, prefix: str = "") -> list[RoutingRequest]:
     """So many requests of one rank, each of its own adapter."""
     return [ask(f"{prefix}{rank}-{number}", rank) for number in range(count)]
+
+
+def routed_to(
+    policy: RoutingPolicy,
+    request: RoutingRequest,
+    fleet: Fleet,
+    table: RoutingTable | None = None,
+    holders: Set[ReplicaId] | None = None,
+) -> ReplicaId | None:
+    """Return the replica that a policy chooses; None if the request should wait."""
+    choice = policy.route(request, fleet, AdapterPlaces(table, holders), 0.0)
+    return None if choice is None else choice.replica

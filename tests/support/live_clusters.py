@@ -14,7 +14,7 @@ from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.open import open_cluster
 from lorikeet.cluster.placement.service import PlacementService
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.config import ClusterSettings, Settings
 from lorikeet.core.ids import ReplicaId
 
@@ -49,9 +49,9 @@ def local_client(
     settings: Settings,
     pool_dir: Path,
     service: PlacementService,
-    router: Router,
+    routing: RoutingPolicy,
     hosts: Callable[[ReplicaId], EngineHost] = lambda replica: LocalHost(),
     times: MoveTimes = KV_STAYS,
 ) -> ClusterClient:
     """Return a client that starts its replicas here, with short periods."""
-    return ClusterClient(settings, hosts, LocalTransport(pool_dir), service, router, period_s=0.05, times=times)
+    return ClusterClient(settings, hosts, LocalTransport(pool_dir), service, routing, period_s=0.05, times=times)

@@ -13,7 +13,7 @@ from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import RESERVED_SHARE
 from lorikeet.cluster.placement.operating_points import EstimatedPoints, OperatingPoints, Points
 from lorikeet.cluster.routing import ROUTING
-from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions, fit_models, models_of_costs
+from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions, RoutingPolicy, fit_models, models_of_costs
 from lorikeet.config import ConfigError, EngineSettings
 from lorikeet.core.extras import install_command
 from lorikeet.core.ids import ReplicaId
@@ -92,12 +92,12 @@ class MigrationCosts(NamedTuple):
 
 def build_cluster_policies(
     preset: Preset, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
-) -> tuple[Router, Placement]:
-    """Build the routing and the placement policy; see :func:`build_router` and :func:`build_placement`."""
-    return build_router(preset, profile, options), build_placement(preset, replicas, profile, options)
+) -> tuple[RoutingPolicy, Placement]:
+    """Build the routing and the placement policy; see :func:`build_routing` and :func:`build_placement`."""
+    return build_routing(preset, profile, options), build_placement(preset, replicas, profile, options)
 
 
-def build_router(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> Router:
+def build_routing(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingPolicy:
     """Build the preset's routing policy.
 
     Args:

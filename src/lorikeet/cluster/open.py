@@ -22,7 +22,7 @@ from lorikeet.cluster.build import (
     build_move_times,
     build_placement,
     build_points,
-    build_router,
+    build_routing,
     needs_operating_points,
     replica_costs,
 )
@@ -125,7 +125,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     needs_points = needs_operating_points(preset) or bool(settings.cluster.max_replicas)
     if needs_points and isinstance(build_points(preset, profile, options), EstimatedPoints):
         log.info("operating points are estimated: none were searched with `lorikeet profile --operating-points`")
-    router = build_router(preset, profile, options)
+    routing = build_routing(preset, profile, options)
     kv_bandwidth = KvBandwidth()
     learned = LearnedCosts(replica_costs(preset, profile, options))
     times = build_move_times(
@@ -142,7 +142,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     make_client = partial(
         ClusterClient,
         settings,
-        router=router,
+        routing=routing,
         period_s=preset.placement_period_s,
         prefetch=preset.pool_prefetch,
         kv_bandwidth=kv_bandwidth,

@@ -16,7 +16,7 @@ import numpy as np
 
 from lorikeet.cluster.adapters.pool import Fetch
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provision
-from lorikeet.cluster.routing.base import Router, least_loaded
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least_loaded
 from lorikeet.cluster.routing.fleet import Fleet, Indices, ReplicaGauges, ReplicaInfo
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import RoutingTable
@@ -38,7 +38,7 @@ class _Refusal(NamedTuple):
     error: BackendRefused
 
 
-class ExclusionRouter(Router):
+class ExclusionPolicy(RoutingPolicy):
     """Routes by a policy, but avoids backends that failed the request or recently could not load its adapter.
 
     If the policy chooses one of these, the request goes to the least loaded of the others, those with the adapter
@@ -46,24 +46,15 @@ class ExclusionRouter(Router):
     load it, the policy's choice stands.
 
     Args:
-        policy: chooses a backend. It is not told about failures.
+        policy: chooses a backend, without regard to failures.
         failed_at: returns the backends that have failed a request.
     """
 
-    def __init__(self, policy: Router, failed_at: Callable[[RequestId], Set[ReplicaId]]) -> None:
+    def __init__(self, policy: RoutingPolicy, failed_at: Callable[[RequestId], Set[ReplicaId]]) -> None:
         self._policy = policy
         self._failed_at = failed_at
         self.wants_keys = policy.wants_keys
         self._refusals: dict[AdapterDigest, dict[ReplicaId, _Refusal]] = {}
-
-    @property
-    def table(self) -> RoutingTable | None:
-        """The policy's placement."""
-        return self._policy.table
-
-    @table.setter
-    def table(self, table: RoutingTable | None) -> None:
-        self._policy.table = table
 
     def on_refused(self, adapter: AdapterDigest, replica: ReplicaId, error: BackendRefused, now: float) -> None:
         """A backend could not load an adapter."""
@@ -95,22 +86,22 @@ class ExclusionRouter(Router):
         """Whether a backend is excluded for an adapter while another is not."""
         return replica in self._refused(adapter, now) and self.can_be_loaded(adapter, fleet, now)
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """See the class."""
-        chosen = self._policy.route(asked, fleet, now)
-        if chosen is None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
+        """Take the policy's choice, or the least loaded backend that is not excluded."""
+        choice = self._policy.route(request, fleet, places, now)
+        if choice is None:
             return None
-        for avoided in self._avoided(asked, now):
-            if chosen not in avoided:
+        for avoided in self._avoided(request, now):
+            if choice.replica not in avoided:
                 break
             if len(others := _others(avoided, fleet)):
-                return fleet.info(least_loaded(others, fleet, ~fleet.is_warm(asked.adapter))).replica
-        return chosen
+                return Choice(fleet.info(least_loaded(others, fleet, ~fleet.is_warm(request.adapter))).replica)
+        return choice
 
-    def _avoided(self, asked: RoutingRequest, now: float) -> Iterator[Set[ReplicaId]]:
+    def _avoided(self, request: RoutingRequest, now: float) -> Iterator[Set[ReplicaId]]:
         """Yield sets of backends to avoid: first those that refused or failed, then only those that refused."""
-        refused = self._refused(asked.adapter, now)
-        if failed := self._failed_at(asked.request_id):
+        refused = self._refused(request.adapter, now)
+        if failed := self._failed_at(request.request_id):
             yield refused | failed
         yield refused
 
@@ -133,7 +124,8 @@ class BackendRouter:
 
     Args:
         backends: none of them up.
-        dispatcher: new; its router is the policy.
+        routing: chooses the backend of each request.
+        prefetch: load adapters as soon as a placement asks for them, instead of with the first request.
 
     Attributes:
         backends: by replica id.
@@ -143,18 +135,16 @@ class BackendRouter:
         on_change: called when a backend comes up, goes down, stops taking requests or takes them again.
     """
 
-    def __init__(self, backends: Sequence[Backend], dispatcher: Dispatcher) -> None:
+    def __init__(self, backends: Sequence[Backend], routing: RoutingPolicy, *, prefetch: bool = False) -> None:
         self.backends = {backend.replica: backend for backend in backends}
-        self.dispatcher = dispatcher
         self.has_come = asyncio.Event()
         self.on_change: Callable[[], object] = lambda: None
         self.versions: dict[AdapterDigest, RoutedAdapter] = {}
         self._dropped: set[AdapterDigest] = set()
         """Versions to forget as soon as no request and no backend has them."""
         self._requests: dict[RequestId, ProxiedRequest] = {}
-        self._router = dispatcher.router = ExclusionRouter(
-            dispatcher.router, lambda each: self._requests[each].failed_at
-        )
+        self._routing = ExclusionPolicy(routing, lambda each: self._requests[each].failed_at)
+        self.dispatcher = Dispatcher(self._routing, prefetch=prefetch)
         self._tasks = BackgroundTasks()
         self._copies: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
         self._load_reports = 0
@@ -187,11 +177,11 @@ class BackendRouter:
             if not self.dispatcher.uses(digest):
                 self._dropped.discard(digest)
                 del self.versions[digest]
-                self._router.forget(digest)
+                self._routing.forget(digest)
 
     def set_placement(self, table: RoutingTable) -> None:
         """Use a placement from now on; the one already in use changes nothing."""
-        if table is not self.dispatcher.router.table:
+        if table is not self.dispatcher.table:
             self._apply(self.dispatcher.swap(table, time.monotonic()))
 
     # --- requests ------------------------------------------------------------------------------------
@@ -253,24 +243,23 @@ class BackendRouter:
         """A request's backend has lost its adapter and could not load it again; return whether another may."""
         assert request.adapter is not None
         assert request.backend is not None
-        self._router.on_refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
+        self._routing.on_refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
         return self._can_be_loaded(request.adapter)
 
     def last_refusal(self, adapter: RoutedAdapter) -> str | None:
         """Return what the last backend said that could not load an adapter; None if none has refused it."""
-        refusal = self._router.last_refusal(adapter.digest)
+        refusal = self._routing.last_refusal(adapter.digest)
         return None if refusal is None else hide_paths(str(refusal))
 
     def _can_be_loaded(self, adapter: RoutedAdapter) -> bool:
         """Whether an open backend may load an adapter."""
-        return self._router.can_be_loaded(adapter.digest, self.dispatcher.fleet, time.monotonic())
+        return self._routing.can_be_loaded(adapter.digest, self.dispatcher.fleet, time.monotonic())
 
     def _forget(self, request: ProxiedRequest) -> None:
         request.is_dispatched = False
         self._requests.pop(request.request_id, None)
 
     def _dispatch(self, request: ProxiedRequest) -> None:
-        now, router = time.monotonic(), self.dispatcher.router
         request.is_dispatched = True
         if request.adapter is not None and request.adapter.digest not in self.versions:
             # It was dropped while this request moved from one backend to another.
@@ -283,9 +272,9 @@ class BackendRouter:
             request.prompt_tokens,
             request.output_tokens,
             self.dispatcher.fleet.averages,
-            wants_keys=router.wants_keys,
+            wants_keys=self._routing.wants_keys,
         )
-        self._apply(self.dispatcher.arrive(body, now))
+        self._apply(self.dispatcher.arrive(body, time.monotonic()))
 
     # --- backends ------------------------------------------------------------------------------------
 
@@ -357,14 +346,14 @@ class BackendRouter:
         """
         backend.on_up()
         self.has_come.set()
-        self._router.on_backend_up(backend.replica)
+        self._routing.on_backend_up(backend.replica)
         held = [adapter.digest for adapter in adapters if backend.adopt_listed(adapter)]
         log.info("backend up", backend=backend.url, adapters=len(held))
         now = time.monotonic()
         self._apply(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch), now, held))
         for digest in held:
             self.dispatcher.on_adapter_loaded(backend.replica, digest)
-        if (table := self.dispatcher.router.table) is not None:
+        if (table := self.dispatcher.table) is not None:
             self._apply(self.dispatcher.swap(table, now))  # with pool_prefetch, loads what the backend has lost
         self.on_change()
 
@@ -417,7 +406,7 @@ class BackendRouter:
             self._dispatch(request)
             return
         del self._requests[request_id]
-        refusal = self._router.last_refusal(request.adapter.digest)
+        refusal = self._routing.last_refusal(request.adapter.digest)
         status = 400 if refusal is not None and refusal.status < 500 else 502
         if not request.placed.done():
             why = hide_paths(str(refusal or "No backend could load the adapter."))
@@ -435,7 +424,7 @@ class BackendRouter:
 
     async def _load(self, adapter: RoutedAdapter, replica: ReplicaId) -> bool:
         backend = self.backends[replica]
-        if not backend.is_up or self._router.is_excluded(
+        if not backend.is_up or self._routing.is_excluded(
             adapter.digest, replica, self.dispatcher.fleet, time.monotonic()
         ):
             return False  # the placement still names this backend; waiting requests go to others
@@ -447,12 +436,12 @@ class BackendRouter:
             else:
                 backend.failed("unreachable", str(error))
                 refusal = BackendRefused(503, f"{replica}: {plain_reason(error)}")
-            self._router.on_refused(adapter.digest, replica, refusal, time.monotonic())
+            self._routing.on_refused(adapter.digest, replica, refusal, time.monotonic())
             return False
         except BackendConnectionError as error:
             self.on_backend_down(backend, f"while it loaded an adapter: {error}")
             return False
-        self._router.on_loaded(adapter.digest, replica)
+        self._routing.on_loaded(adapter.digest, replica)
         self.dispatcher.on_adapter_loaded(replica, adapter.digest)
         return True
 

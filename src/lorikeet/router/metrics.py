@@ -17,7 +17,7 @@ from lorikeet.router.backends import Backend
 
 def router_state(backend_router: BackendRouter) -> ClusterState:
     """Return the backends and the placement. Requests of other clients count as running."""
-    fleet, table = backend_router.dispatcher.fleet, backend_router.dispatcher.router.table
+    fleet, table = backend_router.dispatcher.fleet, backend_router.dispatcher.table
     index = {info.replica: at for at, info in enumerate(fleet.infos())}
 
     def state(backend: Backend) -> ReplicaState:

@@ -36,7 +36,7 @@ from lorikeet.cluster.migration.review import CoMigration, observe
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import EARLY_PLACEMENTS
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
-from lorikeet.cluster.routing.base import PerformanceModel, Router
+from lorikeet.cluster.routing.base import PerformanceModel, RoutingPolicy
 from lorikeet.cluster.routing.fleet import replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
@@ -136,12 +136,12 @@ def simulate_cluster(
         for n in range(choice.replicas)
     ]
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
-    router, placement = build_cluster_policies(preset, [replica.id for replica in replicas], profile, options)
+    routing, placement = build_cluster_policies(preset, [replica.id for replica in replicas], profile, options)
     copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
     times = build_move_times(settings.engine, profile, lambda: copies.kv_bytes_per_s, copies)
     migration = build_migration(settings.engine, times)
     setup = ClusterSetup(
-        router,
+        routing,
         placement,
         period_s=preset.placement_period_s,
         prefetch=preset.pool_prefetch,
@@ -222,7 +222,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
     """The parts of a cluster besides its replicas.
 
     Attributes:
-        router, placement: new policies.
+        routing, placement: new policies.
         period_s: time between two placements, apart from early ones in the first period.
         prefetch: replicas fetch the adapters of a new placement immediately.
         held_share: see ``Dispatcher``.
@@ -235,7 +235,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
         history: demand of earlier periods, oldest first.
     """
 
-    router: Router
+    routing: RoutingPolicy
     placement: Placement
     period_s: float = 10.0
     prefetch: bool = False
@@ -341,7 +341,7 @@ class ClusterRun:
         self._refs = {ref.digest: ref for ref in adapters}
         self._arrivals = arrivals
         self._collector = collector
-        self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch, held_share=setup.held_share)
+        self._dispatcher = Dispatcher(setup.routing, prefetch=setup.prefetch, held_share=setup.held_share)
         for ref in adapters:
             self._dispatcher.register(ref.digest, size_bytes=ref.weight_bytes)
         self._began_s = max(now, arrivals.next_s())  # the first request starts a period
@@ -419,7 +419,7 @@ class ClusterRun:
 
     def _routing_request(self, request: Request) -> RoutingRequest:
         block_size = next(iter(self._replicas.values())).sizes.block_size
-        return routing_request(request, block_size if self._setup.router.wants_keys else None)
+        return routing_request(request, block_size if self._setup.routing.wants_keys else None)
 
     def _apply(self, actions: Actions, now: float) -> None:
         """Carry out the dispatcher's actions."""
@@ -493,7 +493,7 @@ class ClusterRun:
         if outputs.stats is not None:
             learned = self._setup.learned
             if learned is not None and learned.note(replica.id, outputs.stats):
-                self._setup.router.learn(learned.costs)
+                self._setup.routing.learn(learned.costs)
             gauges = replica_gauges(replica.id, EPOCH, outputs.stats, replica.sizes.block_size)
             self._apply(self._dispatcher.gauges(gauges, now), now)
         for exported in outputs.exported_kv:

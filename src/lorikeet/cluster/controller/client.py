@@ -28,7 +28,7 @@ from lorikeet.cluster.controller.request_moves import HandOver, KvBandwidth, Req
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.cluster.routing.fleet import Fleet, replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
@@ -63,7 +63,7 @@ class ClusterClient:
         hosts: returns the host that runs a replica's engines.
         transport: copies adapters between replicas.
         placement: decides which replicas serve an adapter.
-        router: chooses the replica of a request.
+        routing: chooses the replica of a request.
         period_s: time between two placements.
         times: of moves.
         prefetch: replicas fetch the adapters of a new placement immediately.
@@ -83,7 +83,7 @@ class ClusterClient:
         hosts: Callable[[ReplicaId], EngineHost],
         transport: Transport,
         placement: PlacementService,
-        router: Router,
+        routing: RoutingPolicy,
         period_s: float,
         times: MoveTimes,
         prefetch: bool = False,
@@ -100,7 +100,7 @@ class ClusterClient:
         self._replicas: dict[ReplicaId, LiveReplica] = {}
         self._numbers = count()
         self._streams = Streams()
-        self._dispatcher = Dispatcher(router, prefetch=prefetch, held_share=held_share)
+        self._dispatcher = Dispatcher(routing, prefetch=prefetch, held_share=held_share)
         self._placement = PlacementClient(placement, period_s, self._on_table)
         self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._apply)
         self._joining = ReplicaJoiner(self._dispatcher, self._files, settings.engine, self._apply)
@@ -367,7 +367,7 @@ class ClusterClient:
     def _learn(self, replica_id: ReplicaId, stats: EngineStats) -> None:
         """Let routing and placement follow what steps and loads cost."""
         if self._learned is not None and self._learned.note(replica_id, stats):
-            self._dispatcher.router.learn(self._learned.costs)
+            self._dispatcher.routing.learn(self._learned.costs)
             self._placement.costs = self._learned.costs
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
@@ -430,18 +430,11 @@ class ClusterClient:
         """Route a request that has no replica. It may be the first one that names its adapter."""
         if handle.request.adapter is not None:
             self._files.accept(handle.request.adapter)
-        now, request_id, router = time.monotonic(), handle.request.request_id, self._dispatcher.router
-        router.saved_s = 0.0
-        actions = self._dispatcher.arrive(self._routing_request(handle), now)
-        replica = self._dispatcher.fleet.where(request_id)
-        if router.saved_s and replica is not None:
-            why = f"{replica} has least to do for it and for the requests there"
-            handle.timings.apply(Decided(request_id, now, Mechanism.PLACEMENT, router.saved_s, why))
-        return actions
+        return self._dispatcher.arrive(self._routing_request(handle), time.monotonic())
 
     def _routing_request(self, handle: RequestHandle) -> RoutingRequest:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
-        return routing_request(request, self.engine_info.block_size if self._dispatcher.router.wants_keys else None)
+        return routing_request(request, self.engine_info.block_size if self._dispatcher.routing.wants_keys else None)
 
     def _apply(self, actions: Actions, reason: str = "") -> None:
         """Carry out the dispatcher's actions; ``reason`` says why requests failed, if any did.
@@ -449,6 +442,10 @@ class ClusterClient:
         It names folders and digests, and is not for clients.
         """
         self._files.carry_out(actions)
+        for request_id, choice in actions.savings:
+            why = f"{choice.replica} has least to do for it and for the requests there"
+            decided = Decided(request_id, time.monotonic(), Mechanism.PLACEMENT, choice.saved_s, why)
+            self._streams[request_id].timings.apply(decided)
         for send in actions.sends:
             self._send(self._streams[send.request_id], send.replica)
         for request_id in actions.failed:

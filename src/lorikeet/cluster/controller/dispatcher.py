@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lorikeet.cluster.adapters.pool import AdapterPool, Fetch, PoolActions
-from lorikeet.cluster.routing.base import Router, least_loaded
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least_loaded
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo, RequestAverages, apply_outputs
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import RoutingTable
@@ -44,6 +44,16 @@ class Provision(NamedTuple):
     replica: ReplicaId
 
 
+class Saving(NamedTuple):
+    """A choice of the routing policy that saves seconds compared with the mean of the open replicas.
+
+    The request is sent later if its adapter must be copied first.
+    """
+
+    request_id: RequestId
+    choice: Choice
+
+
 class Actions(NamedTuple):
     """What the caller must do after a call.
 
@@ -53,6 +63,7 @@ class Actions(NamedTuple):
         provisions: copies to make from an adapter's source files.
         deletes: copies to delete.
         failed: requests whose adapter cannot be copied from anywhere; the dispatcher has forgotten them.
+        savings: choices that save seconds, to be recorded.
     """
 
     sends: tuple[Send, ...] = ()
@@ -60,6 +71,7 @@ class Actions(NamedTuple):
     provisions: tuple[Provision, ...] = ()
     deletes: tuple[tuple[AdapterDigest, ReplicaId], ...] = ()
     failed: tuple[RequestId, ...] = ()
+    savings: tuple[Saving, ...] = ()
 
 
 @dataclass
@@ -71,11 +83,17 @@ class ActionsBuilder:
     provisions: list[Provision] = field(default_factory=list)
     deletes: list[tuple[AdapterDigest, ReplicaId]] = field(default_factory=list)
     failed: list[RequestId] = field(default_factory=list)
+    savings: list[Saving] = field(default_factory=list)
 
     def actions(self) -> Actions:
         """Return the actions collected so far."""
         return Actions(
-            tuple(self.sends), tuple(self.fetches), tuple(self.provisions), tuple(self.deletes), tuple(self.failed)
+            sends=tuple(self.sends),
+            fetches=tuple(self.fetches),
+            provisions=tuple(self.provisions),
+            deletes=tuple(self.deletes),
+            failed=tuple(self.failed),
+            savings=tuple(self.savings),
         )
 
 
@@ -112,7 +130,7 @@ class Dispatcher:
     Requests that no replica can take wait here. They are tried again in the order of their arrival.
 
     Args:
-        router: chooses replicas; :meth:`swap` sets its table.
+        routing: chooses the replica of each request.
         prefetch: make copies as soon as a routing table asks for them, instead of with the first request.
         averages: over finished requests.
         held_share: most bytes of copies, as a share of every adapter on every replica.
@@ -120,22 +138,23 @@ class Dispatcher:
     Attributes:
         fleet: state of the replicas, read-only for others.
         pool: which replica holds which adapter, read-only for others.
-        router: as given.
+        routing: as given.
+        table: the last routing table; None before the first :meth:`swap`.
     """
 
     def __init__(
         self,
-        router: Router,
+        routing: RoutingPolicy,
         *,
         prefetch: bool = False,
         averages: RequestAverages | None = None,
         held_share: float = 1.0,
     ) -> None:
-        self.router = router
+        self.routing = routing
+        self.table: RoutingTable | None = None
         self.fleet = Fleet(averages)
         self._held_share = held_share
         self.pool = AdapterPool(RoutingTable(0, {}), prefetch, self._may_get_copies, self._most_bytes)
-        router.holders = self.pool.table.holders
         self._prefetch = prefetch
         self._requests: dict[RequestId, _RequestState] = {}
         self._requests_by_adapter = Counter[AdapterDigest | None]()  # requests by adapter
@@ -212,7 +231,7 @@ class Dispatcher:
             KeyError: unknown replica.
         """
         self.fleet.reopen(replica)
-        return self.swap(self.router.table or RoutingTable(0, {}), now)
+        return self.swap(self.table or RoutingTable(0, {}), now)
 
     def apply_outputs(self, replica: ReplicaId, outputs: StepOutputs, now: float) -> Actions:
         """Apply the events that an engine reported, except its gauges. Finished requests are forgotten."""
@@ -413,8 +432,7 @@ class Dispatcher:
 
     def swap(self, table: RoutingTable, now: float) -> Actions:
         """Replace the routing table. Requests stay where they were sent; waiting ones are tried with the new table."""
-        if table is not self.router.table:
-            self.router.table = table
+        self.table = table
         collected = ActionsBuilder()
         self._take(self.pool.swap(table), collected)
         if self._prefetch:
@@ -426,14 +444,18 @@ class Dispatcher:
 
     def _route(self, request: RoutingRequest, collected: ActionsBuilder, now: float) -> bool:
         """Choose a replica for a request and begin it there. Return False if the request must wait."""
-        replica = self.router.route(request, self.fleet, now) if len(self.fleet.open) else None
-        if replica is None:
-            return False
         adapter = request.adapter
-        if self._rests(replica, now) and adapter is not None and not self.pool.table.holds(replica, adapter):
-            replica = self._with_room(request, (), now) or replica
-        self.fleet.dispatched(request, replica)
-        self._begin(self._requests[request.request_id], replica, collected)
+        places = AdapterPlaces(self.table, None if adapter is None else self.pool.table.holders(adapter))
+        choice = self.routing.route(request, self.fleet, places, now) if len(self.fleet.open) else None
+        if choice is None:
+            return False
+        is_there = adapter is None or self.pool.table.holds(choice.replica, adapter)
+        if not is_there and self._rests(choice.replica, now):
+            choice = Choice(self._with_room(request, (), now) or choice.replica)
+        if choice.saved_s:
+            collected.savings.append(Saving(request.request_id, choice))
+        self.fleet.dispatched(request, choice.replica)
+        self._begin(self._requests[request.request_id], choice.replica, collected)
         return True
 
     def _rests(self, replica: ReplicaId, now: float) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity
-from lorikeet.cluster.routing.base import Router, RoutingOptions
+from lorikeet.cluster.routing.base import RoutingOptions, RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.dlora import PendingTime
 from lorikeet.cluster.routing.loraserve import LeastAddedLatency, PlacedWork
@@ -36,7 +36,7 @@ def _seconds(options: RoutingOptions) -> FewestSeconds:
     return FewestSeconds(options.costs, options.kernel_form)
 
 
-ROUTING: dict[str, Callable[[RoutingOptions], Router]] = {
+ROUTING: dict[str, Callable[[RoutingOptions], RoutingPolicy]] = {
     "random": lambda options: RandomChoice(options.seed),
     "round-robin": lambda _: RoundRobin(),
     "table": lambda options: ByTable(options.seed),

@@ -12,7 +12,7 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.cluster.routing.base import Router, least
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least
 from lorikeet.cluster.routing.fleet import Fleet, Indices, ReplicaInfo
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
@@ -176,7 +176,7 @@ def _best(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.generic]) -
     return fleet.info(least(candidates, *before, loads.requests, loads.pending_tokens, loads.adapters))
 
 
-class AdapterAffinity(Router):
+class AdapterAffinity(RoutingPolicy):
     """Prefers replicas that hold the adapter or are loading it, unless they are overloaded; of these the least loaded.
 
     Args:
@@ -186,16 +186,16 @@ class AdapterAffinity(Router):
     def __init__(self, bound: float = BOUND) -> None:
         self._bound = bound
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Prefer holders of the adapter."""
-        candidates = self.candidates(request, fleet)
+        candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
         candidates = not_overloaded(candidates, fleet, self._bound)
-        return _best(candidates, fleet, ~fleet.is_warm(request.adapter)).replica
+        return Choice(_best(candidates, fleet, ~fleet.is_warm(request.adapter)).replica)
 
 
-class KvAffinity(Router):
+class KvAffinity(RoutingPolicy):
     """Prefers the replica that was sent the longest prefix of the prompt, unless it is overloaded.
 
     Among equals it prefers holders of the adapter.
@@ -212,19 +212,19 @@ class KvAffinity(Router):
         self._prefixes = SentPrefixes(max_prefixes)
         self._changes = 0
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Prefer the longest known prefix, then holders of the adapter."""
         if self._changes != fleet.changes:
             self._prefixes.forget_gone(fleet)
             self._changes = fleet.changes
-        candidates = self.candidates(request, fleet)
+        candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
         candidates = not_overloaded(candidates, fleet, self._bound)
         before = (*self._unknown_blocks(request, fleet), ~fleet.is_warm(request.adapter))
         info = _best(candidates, fleet, *before)
         self._prefixes.add(request.keys, (info.replica, info.epoch))
-        return info.replica
+        return Choice(info.replica)
 
     def _unknown_blocks(self, request: RoutingRequest, fleet: Fleet) -> list[Indices]:
         """Return the negated number of known blocks by replica, as a sort key; no array if no replica knows any."""

@@ -6,6 +6,7 @@ The performance model predicts the time of a step from the ranks in it (TOPPINGS
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 from math import inf
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from lorikeet.cluster.routing.fleet import Fleet, Indices, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import RoutingTable
-from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 
@@ -146,83 +147,107 @@ class RoutingOptions(msgspec.Struct, frozen=True):
     mean_tokens: tuple[int, int] = (512, 128)
 
 
-class Router(ABC):
+class Choice(NamedTuple):
+    """The replica for a request.
+
+    Attributes:
+        replica: an open one.
+        saved_s: seconds, over all requests, by which it is cheaper than the mean of the open replicas; 0 if the policy
+            does not compare seconds.
+    """
+
+    replica: ReplicaId
+    saved_s: float = 0.0
+
+
+class AdapterPlaces(NamedTuple):
+    """Where a request's adapter should be, and where it is.
+
+    Attributes:
+        table: the routing table to follow; None if any replica may serve any adapter.
+        holders: replicas whose machine has a copy of the adapter; None if all machines have one.
+    """
+
+    table: RoutingTable | None = None
+    holders: Set[ReplicaId] | None = None
+
+
+ANYWHERE = AdapterPlaces()
+"""Any replica may serve the request, and every machine has its adapter."""
+
+
+class RoutingPolicy(ABC):
     """Chooses the replica of each request.
 
-    The caller sends the request there and tells the fleet (``Fleet.dispatched``), so that the next choice counts it. A
-    router may remember its choices, and assumes that they are followed.
+    The caller sends the request there and informs the fleet (``Fleet.dispatched``), so that the next choice counts it.
+    A policy may remember its choices, and assumes that they are followed.
 
     Attributes:
         wants_keys: whether ``RoutingRequest.keys`` must be filled.
-        saved_s: by how many seconds, over all requests, the last choice was cheaper than one at random; 0 if costs do
-            not decide.
-        holders: returns the replicas whose machine has a copy of an adapter, assigned by the dispatcher; None if all
-            are taken to have one.
     """
 
     wants_keys: bool = False
-    saved_s: float = 0.0
-    holders: Callable[[AdapterDigest], Set[ReplicaId]] | None = None
-    _table: RoutingTable | None = None
-    _homes: tuple[int, dict[int, Indices]] = (-1, {})
-
-    @property
-    def table(self) -> RoutingTable | None:
-        """The routing table to follow, assigned by the dispatcher. None if any replica may serve any adapter."""
-        return self._table
-
-    @table.setter
-    def table(self, table: RoutingTable | None) -> None:
-        self._table, self._homes = table, (-1, {})
+    _homes: "_Homes | None" = None
 
     @abstractmethod
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Return the replica for a request.
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
+        """Choose a replica for a request.
 
         Args:
-            request: to route.
+            request: the request to route.
             fleet: state of all replicas.
+            places: where its adapter should be, and where it is.
             now: seconds on the caller's clock.
 
         Returns:
-            An open replica; None if the request should wait until a request ends or a replica joins, and be routed
-            then.
+            The choice; None if the request should wait until a request ends or a replica joins, and be routed then.
         """
 
     def learn(self, costs: ReplicaCosts) -> None:  # noqa: B027  # optional
-        """Decide by other costs of a replica from now on, if costs decide."""
+        """Use other costs of a replica from now on. Policies that do not compare costs ignore them."""
 
-    def candidates(self, request: RoutingRequest, fleet: Fleet) -> Indices:
+    def candidates(self, request: RoutingRequest, fleet: Fleet, table: RoutingTable | None) -> Indices:
         """Return the indices of the open replicas that may serve a request, ascending.
 
         These are the ones that the table names for its adapter. If none of them is open, and for the base model, all
         open replicas may serve it.
         """
-        if self._table is None or request.adapter is None or request.adapter not in self._table.shares:
+        if table is None or request.adapter is None or request.adapter not in table.shares:
             return fleet.open
-        if self._homes[0] != fleet.changes:
-            self._homes = (fleet.changes, {})
+        if self._homes is None or self._homes.table is not table or self._homes.changes != fleet.changes:
+            self._homes = _Homes(table, fleet.changes, {})
         # Cached by tuple: with full replication all adapters share one.
-        shares, known = self._table.shares[request.adapter], self._homes[1]
-        homes = known.get(id(shares))
+        shares = table.shares[request.adapter]
+        homes = self._homes.by_shares.get(id(shares))
         if homes is None:
             open_index = fleet.open_index
             there = sorted(open_index[share.replica] for share in shares if share.replica in open_index)
-            homes = known[id(shares)] = np.array(there, np.intp) if there else fleet.open
+            homes = np.array(there, np.intp) if there else fleet.open
+            self._homes.by_shares[id(shares)] = homes
         return homes
 
 
-class LeastCost(Router):
+class _Homes(NamedTuple):
+    """The candidates of adapters, valid for one table while the fleet does not change; by the id of their shares."""
+
+    table: RoutingTable
+    changes: int
+    by_shares: dict[int, Indices]
+
+
+class LeastCost(RoutingPolicy):
     """Chooses the replica with the lowest cost, the first among equals. Subclasses define the cost."""
 
     @abstractmethod
     def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
         """Return the cost of a request at each replica."""
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Choose the cheapest replica."""
-        candidates = self.candidates(request, fleet)
-        return fleet.info(least(candidates, self.costs(request, fleet))).replica if len(candidates) else None
+        candidates = self.candidates(request, fleet, places.table)
+        if not len(candidates):
+            return None
+        return Choice(fleet.info(least(candidates, self.costs(request, fleet))).replica)
 
 
 def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:

@@ -2,14 +2,13 @@
 
 import numpy as np
 
-from lorikeet.cluster.routing.base import Router, least
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
-from lorikeet.core.ids import ReplicaId
 from lorikeet.core.replica_costs import ReplicaCosts
 
 
-class PendingTime(Router):
+class PendingTime(RoutingPolicy):
     """Chooses the replica where a request can start soonest.
 
     Among equals it prefers replicas that have the adapter, then the one with the most free memory.
@@ -34,13 +33,14 @@ class PendingTime(Router):
         """Load at another speed from now on."""
         self._load_s, self._load_bytes_per_s = costs.load_s, costs.load_bytes_per_s
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Choose the replica with the least pending time."""
         if not len(fleet.open):
             return None
         is_warm = fleet.is_warm(request.adapter)
         pending_s = self.pending_s(request, fleet, is_warm)
-        return fleet.info(least(fleet.open, pending_s, ~is_warm, -fleet.loads.free_tokens)).replica
+        chosen = least(fleet.open, pending_s, ~is_warm, -fleet.loads.free_tokens)
+        return Choice(fleet.info(chosen).replica)
 
     def pending_s(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
         """Return by replica how long a request would wait; ``is_warm`` says where its adapter is."""

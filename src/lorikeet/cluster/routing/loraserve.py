@@ -7,10 +7,9 @@ every replica.
 
 import numpy as np
 
-from lorikeet.cluster.routing.base import LeastCost, least
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, LeastCost, least
 from lorikeet.cluster.routing.fleet import Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
-from lorikeet.core.ids import ReplicaId
 
 RANK_SLOWDOWN = 0.015977
 """Slowdown of a prefilled token per rank: at rank 128 it takes 2.7 times as long as at rank 8 (section III)."""
@@ -60,11 +59,12 @@ class PlacedWork(LeastWork):
     demand; if much more arrives for the replicas of an adapter than for others, the others take some of it.
     """
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Choose among the replicas of the table, unless another one has far less work."""
-        candidates = self.candidates(request, fleet)
+        candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
         costs = self.costs(request, fleet)
-        named, best = least(candidates, costs), least(fleet.open, costs)
-        return fleet.info(best if costs[named] > OVERFLOW * costs[best] else named).replica
+        named = least(candidates, costs)
+        best = least(fleet.open, costs)
+        return Choice(fleet.info(best if costs[named] > OVERFLOW * costs[best] else named).replica)

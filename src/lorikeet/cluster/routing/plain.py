@@ -3,55 +3,55 @@
 from collections import OrderedDict
 from random import Random
 
-from lorikeet.cluster.routing.base import LeastCost, Router, least_loaded, with_capacity
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, LeastCost, RoutingPolicy, least_loaded, with_capacity
 from lorikeet.cluster.routing.fleet import Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
-from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.ids import AdapterDigest
 
 _MAX_ADAPTERS = 65_536
 """Number of adapters whose turns are remembered; the least recently requested ones start again."""
 
 
-class RandomChoice(Router):
+class RandomChoice(RoutingPolicy):
     """Any candidate, each with the same probability."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Draw a candidate."""
-        candidates = self.candidates(request, fleet)
+        candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
-        return fleet.info(int(self._random.choice(candidates))).replica
+        return Choice(fleet.info(int(self._random.choice(candidates))).replica)
 
 
-class RoundRobin(Router):
+class RoundRobin(RoutingPolicy):
     """One replica after the other; with a table, each adapter cycles through its own replicas (dLoRA's RR)."""
 
     def __init__(self) -> None:
         self._turns = OrderedDict[AdapterDigest | None, int]()
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Take the next candidate."""
-        candidates = self.candidates(request, fleet)
+        candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
-        owner = None if self.table is None else request.adapter
+        owner = None if places.table is None else request.adapter
         turn = self._turns.pop(owner, 0)
         self._turns[owner] = turn + 1
         if len(self._turns) > _MAX_ADAPTERS:
             self._turns.popitem(last=False)
-        return fleet.info(int(candidates[turn % len(candidates)])).replica
+        return Choice(fleet.info(int(candidates[turn % len(candidates)])).replica)
 
 
-class LeastLoaded(Router):
+class LeastLoaded(RoutingPolicy):
     """The fewest requests, running and queued; among equals the fewest tokens to compute."""
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Take the least loaded candidate."""
-        candidates = self.candidates(request, fleet)
-        return fleet.info(least_loaded(candidates, fleet)).replica if len(candidates) else None
+        candidates = self.candidates(request, fleet, places.table)
+        return Choice(fleet.info(least_loaded(candidates, fleet)).replica) if len(candidates) else None
 
 
 class FewestTokens(LeastCost):
@@ -62,7 +62,7 @@ class FewestTokens(LeastCost):
         return fleet.loads.pending_tokens
 
 
-class FirstFit(Router):
+class FirstFit(RoutingPolicy):
     """The first with a free place in its batch and memory for the request's KV and adapter.
 
     Without one, the request waits.
@@ -70,9 +70,9 @@ class FirstFit(Router):
     Source: the baseline of TOPPINGS (section 7.5), as Punica schedules.
     """
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Take the first candidate that fits."""
-        candidates = self.candidates(request, fleet)
+        candidates = self.candidates(request, fleet, places.table)
         has_place = fleet.loads.requests < fleet.loads.max_batch
         fitting = with_capacity(request, fleet, candidates[has_place[candidates]])
-        return fleet.info(int(fitting[0])).replica if len(fitting) else None
+        return Choice(fleet.info(int(fitting[0])).replica) if len(fitting) else None

@@ -1,9 +1,11 @@
 """Routes a request to where it costs all requests together the fewest seconds."""
 
+from collections.abc import Set
+
 import numpy as np
 
 from lorikeet.cluster.routing.affinity import MAX_PREFIXES, SentPrefixes
-from lorikeet.cluster.routing.base import Router, least
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
@@ -14,7 +16,7 @@ COPY_TIMES = 3.0
 """How much longer an adapter takes of which the replica's machine has no copy yet."""
 
 
-class FewestSeconds(Router):
+class FewestSeconds(RoutingPolicy):
     """Chooses the replica where a request adds the fewest seconds: its own until its end, and those that others lose.
 
     Its own are the prompts before it, its prompt without the prefix that was sent there before, and the steps of its
@@ -35,9 +37,6 @@ class FewestSeconds(Router):
         costs: of a replica.
         form: of the kernels there.
         max_prefixes: number of prefixes that are remembered.
-
-    Attributes:
-        saved_s: by how much the last choice was cheaper than the mean of all open replicas.
     """
 
     wants_keys = True
@@ -52,13 +51,12 @@ class FewestSeconds(Router):
         self._is_padded = form is KernelForm.PADDED
         self._prefixes = SentPrefixes(max_prefixes)
         self._changes = 0
-        self.saved_s = 0.0
 
     def learn(self, costs: ReplicaCosts) -> None:
         """Decide by other costs from now on."""
         self._costs = costs
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Choose the replica with the fewest added seconds; of equals a holder, then the least loaded."""
         if self._changes != fleet.changes:
             self._prefixes.forget_gone(fleet)
@@ -66,15 +64,21 @@ class FewestSeconds(Router):
         if not len(fleet.open):
             return None
         is_warm = fleet.is_warm(request.adapter)
-        seconds = self.seconds(request, fleet, is_warm)
+        seconds = self.seconds(request, fleet, is_warm, places.holders)
         index = least(fleet.open, seconds, ~is_warm, fleet.loads.requests)
-        self.saved_s = float(seconds[fleet.open].mean() - seconds[index])
         info = fleet.info(index)
         self._prefixes.add(request.keys, (info.replica, info.epoch))
-        return info.replica
+        return Choice(info.replica, saved_s=float(seconds[fleet.open].mean() - seconds[index]))
 
-    def seconds(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
-        """Return by replica the seconds that a request adds; ``is_warm`` says where its adapter is on the device."""
+    def seconds(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags, holders: Set[ReplicaId] | None) -> Numbers:
+        """Return by replica the seconds that a request adds.
+
+        Args:
+            request: the request to route.
+            fleet: state of all replicas.
+            is_warm: by replica, whether the request's adapter is on the device.
+            holders: replicas whose machine has a copy of it; None if all machines have one.
+        """
         # Few array operations: with 64 replicas each takes a microsecond, and a route may take a hundred.
         costs, loads, rank = self._costs, fleet.loads, request.rank
         sequences, steps = loads.requests, max(1, request.expected_tokens)
@@ -93,7 +97,7 @@ class FewestSeconds(Router):
         step_s = np.maximum(step_s, step_s * some / loads.max_batch)  # beyond the largest batch they take turns
         before_s, seconds = costs.prefill_token_s * loads.prefill_tokens, steps * step_s
         if request.adapter is not None:
-            load_s = self._load_s(request, fleet, is_warm)
+            load_s = self._load_s(request, fleet, is_warm, holders)
             before_s = np.maximum(before_s, load_s)
             seconds += load_s  # what the adapter displaces must be loaded again
         seconds += before_s
@@ -106,14 +110,12 @@ class FewestSeconds(Router):
             seconds += step_s * left * short / np.maximum(loads.held_tokens, 1.0)
         return seconds
 
-    def _load_s(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
-        assert request.adapter is not None
+    def _load_s(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags, holders: Set[ReplicaId] | None) -> Numbers:
         load_s = self._costs.load_time_s(request.adapter_bytes)
         seconds = np.full(len(fleet), load_s)
-        if self.holders is not None:
-            held = self.holders(request.adapter)
+        if holders is not None:
             seconds *= COPY_TIMES
-            seconds[[fleet.open_index[each] for each in held if each in fleet.open_index]] = load_s
+            seconds[[fleet.open_index[each] for each in holders if each in fleet.open_index]] = load_s
         seconds[is_warm] = 0.0
         return seconds
 

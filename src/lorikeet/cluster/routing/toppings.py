@@ -5,10 +5,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.cluster.routing.base import PerformanceModel, Router, least, models_of_costs, with_capacity
+from lorikeet.cluster.routing.base import (
+    AdapterPlaces,
+    Choice,
+    PerformanceModel,
+    RoutingPolicy,
+    least,
+    models_of_costs,
+    with_capacity,
+)
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
-from lorikeet.core.ids import ReplicaId
 from lorikeet.core.replica_costs import UNLOADED_TIMES, ReplicaCosts
 
 
@@ -28,7 +35,7 @@ class ToppingsCosts(NamedTuple):
     total: Numbers
 
 
-class Toppings(Router):
+class Toppings(RoutingPolicy):
     """Chooses the replica where a request slows the others least, among those that keep the SLO with it.
 
     The order is (breaks the SLO, total, cost, requests, index). A flag replaces the paper's infinity, because an idle
@@ -66,13 +73,14 @@ class Toppings(Router):
         """Fit both models again."""
         self._set(*models_of_costs(costs, self._decode.form, self._prompt_tokens))
 
-    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Choose the replica with the smallest cost."""
-        candidates = with_capacity(request, fleet, self.candidates(request, fleet))
+        candidates = with_capacity(request, fleet, self.candidates(request, fleet, places.table))
         if not len(candidates):
             return None
         costs = self.costs(request, fleet)
-        return fleet.info(least(candidates, costs.breaks_slo, costs.total, costs.cost, costs.requests)).replica
+        chosen = least(candidates, costs.breaks_slo, costs.total, costs.cost, costs.requests)
+        return Choice(fleet.info(chosen).replica)
 
     def costs(self, request: RoutingRequest, fleet: Fleet) -> ToppingsCosts:
         """Return the cost of a request at each replica."""
