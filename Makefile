@@ -20,15 +20,16 @@ SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examp
 # Tests start hundreds of processes, which need not compile the same modules each.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve ui lint types style docs test test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
+.PHONY: help setup serve ui lint types style docs test suite test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
 
 help:
 	@echo "make serve [PORT=8000]   serve the default model with the sample adapters on 127.0.0.1"
 	@echo "make setup               install what development needs"
 	@echo "make lint                lint, types, import rules and the docs site"
 	@echo "make test                lint, then the test suite"
+	@echo "make suite               the test suite alone"
 	@echo "make test-fast           the tests that are not slow"
-	@echo "make test-all            the tests with every combination"
+	@echo "make test-all            lint, then the long tests and every combination too"
 	@echo "make fuzz [CASES=15000]  run so many random cases of every fuzz test"
 	@echo "make docs                build the docs site in build/site"
 	@echo "make ui                  build the pages of the server from ui/; needs Node"
@@ -81,7 +82,9 @@ ui:
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-test: lint
+test: lint suite
+
+suite: setup
 	$(PYTEST)
 
 test-fast: setup

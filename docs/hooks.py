@@ -1,6 +1,7 @@
 """What mkdocs does beside its plugins (see mkdocs.yml).
 
-Each package gets a page of the API reference. Links from the docs to files outside docs/ lead to the repository.
+Each package gets a page of the API reference. Links from the docs to files outside docs/ lead to the repository, or are
+plain text as long as mkdocs.yml has no `repo_url`.
 """
 
 import re
@@ -9,7 +10,7 @@ from posixpath import dirname, normpath
 
 from mkdocs.structure.files import File
 
-_LINK = re.compile(r"(\]\()(\.\./[^)\s]*)(\))")
+_LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)\s]*)\)")
 
 
 def on_files(files, config):
@@ -30,7 +31,9 @@ def on_page_markdown(markdown, page, config, files):
         target = normpath(f"docs/{folder}/{match[2]}")
         if target.startswith("docs/"):
             return match[0]
+        if not config.repo_url:
+            return match[1]
         kind = "tree" if (Path(config.config_file_path).parent / target.partition("#")[0]).is_dir() else "blob"
-        return f"{match[1]}{config.repo_url}/{kind}/main/{target}{match[3]}"
+        return f"[{match[1]}]({config.repo_url}/{kind}/main/{target})"
 
     return _LINK.sub(rewrite, markdown)
