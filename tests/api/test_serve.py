@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -57,11 +58,11 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(model: Path, home: Path, *flags: str) -> AsyncIterator[Server]:
-    """Start a server on a free port, wait until it says that it is ready, and end it afterwards."""
+async def serving(model: Path, home: Path, *flags: str, port: int = 0) -> AsyncIterator[Server]:
+    """Start a server, on a free port unless one is given, wait until it is ready, and end it afterwards."""
     environment = {**os.environ, "XDG_DATA_HOME": str(home), "OMP_NUM_THREADS": "1", "LORIKEET_ENGINE__THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", *flags),
+        *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", str(port), *flags),
         stdout=asyncio.subprocess.PIPE,
         env={**environment, "LORIKEET_ENGINE__MEMORY_BYTES": str(2**24)},
     )
@@ -149,6 +150,33 @@ async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path,
     assert any(re.match(r"memory for adapters and KV: 16 MiB on the device", event) for event in events)
     assert lines[-1]["url"].startswith("http://127.0.0.1:")
     assert [json.loads(line)["event"] for line in rest.splitlines()][:2] == ["draining, 0 requests running", "drained"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_server_starts_again_at_once_on_its_port(model: Path, tmp_path: Path, number: int) -> None:
+    async with serving(model, tmp_path) as server:
+        port = server.http.base_url.port
+        assert port is not None
+        close = {"Connection": "close"}  # the server closes first, so its end stays in TIME_WAIT for a minute
+        assert (await server.http.get("/health", headers=close)).status_code == 200
+        await server.http.get("/health")
+        idle, _ = await asyncio.open_connection("127.0.0.1", port)
+        server.signal(number)
+        await server.process.wait()
+    assert {each.status for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
+    async with serving(model, tmp_path, port=port) as server:
+        assert (await server.http.get("/health")).status_code == 200
+        assert await idle.read() == b""
+        second = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", str(port), "--log-json"),
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "XDG_DATA_HOME": str(tmp_path / "second")},
+        )
+        _, logged = await second.communicate()
+        assert second.returncode == 1
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in logged.decode()
+        assert "weights loaded" not in logged.decode()
+        assert (await server.http.get("/health")).status_code == 200
 
 
 async def test_a_second_signal_ends_the_server_at_once(model: Path, tmp_path: Path) -> None:

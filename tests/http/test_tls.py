@@ -14,7 +14,7 @@ import uvicorn
 from structlog.testing import capture_logs
 
 from lorikeet.config import ConfigError
-from lorikeet.http.listening import BoundServer, bind
+from lorikeet.http.listening import ListeningServer, listen
 from lorikeet.http.tls import Certificate, open_certificate
 from tests.http.test_listening import answer
 from tests.support.waiting import until
@@ -46,8 +46,8 @@ async def test_a_renewed_certificate_is_used_and_a_wrong_one_is_not(tmp_path: Pa
     certificate = open_certificate(str(files.cert), str(files.key))
     assert certificate is not None
 
-    with bind("127.0.0.1", 0) as listener:
-        server = BoundServer(uvicorn.Config(answer, lifespan="off", log_level="error"), listener, certificate)
+    with listen("127.0.0.1", 0) as listener:
+        server = ListeningServer(uvicorn.Config(answer, lifespan="off", log_level="error"), listener, certificate)
         serving = asyncio.create_task(server._serve())
         await until(lambda: server.started, "the server has started")
         url = f"https://127.0.0.1:{listener.getsockname()[1]}/"

@@ -148,3 +148,49 @@ async def test_it_says_where_it_listens_and_ends_in_order() -> None:
             await process.wait()
         backend.go_on.set()
         await backend.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_router_starts_again_at_once_on_its_port(number: int) -> None:
+    backend = ScriptedBackend()
+    await backend.start()
+
+    async def start(port: int) -> tuple[asyncio.subprocess.Process, str]:
+        """Start a router; return it with what it has printed when it is ready or has ended."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", COMMAND, "route", "--backend", backend.url, "--port", str(port)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        printed = ""
+        while "curl" not in printed and (line := await process.stdout.readline()):
+            printed += line.decode()
+        return process, printed
+
+    processes = []
+    try:
+        first, printed = await start(0)
+        processes.append(first)
+        (url,) = re.findall(r"Lorikeet is ready: (\S+)", printed)
+        port = int(url.rpartition(":")[2])
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            assert (await http.get("/health", headers={"Connection": "close"})).status_code == 200
+            assert (await http.get("/health")).status_code == 200
+            first.send_signal(number)
+            await first.wait()
+            second, printed = await start(port)
+            processes.append(second)
+            assert f"Lorikeet is ready: {url}" in printed
+            third, printed = await start(port)
+            processes.append(third)
+            assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in printed
+            assert await third.wait() == 1
+            assert (await http.get("/health")).status_code == 200
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        await backend.kill()

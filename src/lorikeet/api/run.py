@@ -38,7 +38,7 @@ from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.http.connections import ConnectionLimits, limited_http, raise_file_limit
-from lorikeet.http.listening import BoundServer, bind, bind_unix, is_loopback
+from lorikeet.http.listening import ListeningServer, is_loopback, listen, listen_unix
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.http.tls import Certificate, open_certificate
@@ -99,7 +99,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
     server_settings = settings.server
     uds = server_settings.uds
     certificate = open_certificate(server_settings.ssl_certfile, server_settings.ssl_keyfile)
-    listener = bind_unix(uds) if uds else bind(server_settings.host, server_settings.port)
+    listener = listen_unix(uds) if uds else listen(server_settings.host, server_settings.port)
     this_task = asyncio.current_task()
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
@@ -300,7 +300,7 @@ def _open_tenants(settings: Settings, base: str) -> Tenants | None:
     return Tenants(registry_url(settings.adapters), base) if settings.server.tenants else None
 
 
-class _Server(BoundServer):
+class _Server(ListeningServer):
     """Uvicorn that drains: after the first signal it goes on answering until accepted requests have ended."""
 
     def __init__(

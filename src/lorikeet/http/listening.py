@@ -1,4 +1,7 @@
-"""The socket that a server listens on: bound at the start, so that a port in use is an error before anything heavy."""
+"""Opens the socket that a server listens on, at its start, so that a port in use is an error before anything heavy.
+
+Clients that connect while the model is loaded wait until the server is ready.
+"""
 
 import errno
 import os
@@ -12,35 +15,38 @@ import uvicorn
 from lorikeet.config import ConfigError
 from lorikeet.http.tls import Certificate
 
+BACKLOG = 2048
+"""Most connections that wait to be accepted; the kernel's limit may be lower."""
 
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a port so that a second server that starts meanwhile cannot.
 
-    SO_REUSEADDR, which a restart needs while old connections linger, would let both bind. It is set only if the port
-    cannot be bound without it, and not kept; :class:`BoundServer` sets it again once it listens.
+def listen(host: str, port: int) -> socket.socket:
+    """Open a socket that listens on a port; 0 picks a free one. On ``::`` it listens to IPv4 as well.
+
+    With SO_REUSEADDR a server can be started again while connections of the last one linger. No second server gets the
+    port: Linux refuses it while a socket listens there, and lets only one of two that bind at the same moment listen.
 
     Raises:
-        ConfigError: the address or port cannot be bound.
+        ConfigError: the address is not this machine's, or the port is in use.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    is_ipv6 = ":" in host
+    listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
     try:
-        try:
-            listener.bind((host, port))
-        except OSError:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_ipv6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(f"{host}:{port}", error) from error
+        raise _cannot_listen(f"[{host}]:{port}" if is_ipv6 else f"{host}:{port}", error) from error
     return listener
 
 
-def bind_unix(path: str) -> socket.socket:
-    """Bind a Unix socket, in the place of one that nobody listens on.
+def listen_unix(path: str) -> socket.socket:
+    """Open a Unix socket that listens, in the place of one on which nobody listens any more.
 
     Raises:
-        ConfigError: it cannot be bound.
+        ConfigError: another server listens there, the path is another file, or it cannot be created.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -48,6 +54,7 @@ def bind_unix(path: str) -> socket.socket:
             os.unlink(path)
         listener.bind(path)
         os.chmod(path, 0o600)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise _cannot_listen(path, error) from error
@@ -55,31 +62,32 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def _is_left_behind(path: str) -> bool:
-    """Whether there is a Unix socket on which nobody listens any more."""
+    """Return whether a path is a Unix socket on which nobody listens any more."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False
     except FileNotFoundError:
         return False
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server whose backlog is full is alive
         return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches a server at that address."""
+    """Return whether only this machine reaches a server at an address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-class BoundServer(uvicorn.Server):
-    """Uvicorn on a socket of :func:`bind`.
+class ListeningServer(uvicorn.Server):
+    """Uvicorn on a socket of :func:`listen` or :func:`listen_unix`.
 
     Args:
-        config: the socket's address is not taken from it.
-        listener: bound; a Unix socket is removed in the end.
-        certificate: for TLS; None for none.
+        config: everything but the address.
+        listener: the socket; the file of a Unix socket is removed in the end.
+        certificate: the certificate for TLS; None for plain HTTP.
     """
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket, certificate: Certificate | None = None) -> None:
@@ -88,27 +96,13 @@ class BoundServer(uvicorn.Server):
         self._certificate = certificate
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: another server listens on the port.
-        """
+        """Accept connections."""
         if self._certificate is not None:
             self.config.ssl = self._certificate.context
-        try:
-            self._listener.listen(
-                self.config.backlog
-            )  # uvloop would close a socket that cannot listen, and not say why
-        except OSError as error:
-            address = self._listener.getsockname()
-            raise _cannot_listen(address if isinstance(address, str) else "{}:{}".format(*address), error) from error
         await super().startup([self._listener])
-        if self._listener.family != socket.AF_UNIX:
-            # Connections inherit it, and a restart can bind while they linger.
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more."""
+        """Close the socket, and end the connections."""
         if self._listener.family == socket.AF_UNIX:
             with suppress(FileNotFoundError):
                 os.unlink(self._listener.getsockname())

@@ -26,7 +26,7 @@ from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
 from lorikeet.http.body_gate import BodyGate
 from lorikeet.http.connections import ConnectionLimits, limited_http, raise_file_limit
-from lorikeet.http.listening import BoundServer, bind
+from lorikeet.http.listening import ListeningServer, listen
 from lorikeet.http.logs import log
 from lorikeet.http.tls import Certificate, open_certificate
 from lorikeet.presets import describe_preset, resolve_preset
@@ -115,7 +115,7 @@ def run_router(options: RouterOptions) -> None:
 
 async def _run(options: RouterOptions) -> None:
     certificate = open_certificate(options.ssl_certfile, options.ssl_keyfile)
-    with bind(options.host, options.port) as listener:
+    with listen(options.host, options.port) as listener:
         async with open_router(options) as parts, AsyncExitStack() as stack:
             if certificate is not None:
                 await stack.enter_async_context(certificate.renewing())
@@ -221,7 +221,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         await backend_router.close()
 
 
-class _Server(BoundServer):
+class _Server(ListeningServer):
     """Uvicorn that reports when it listens and when it drains, and whose process ends with code 0 after a signal."""
 
     def __init__(
