@@ -52,7 +52,7 @@ class PrefillApart(StrEnum):
     """Beside decodes."""
     ALWAYS = "always"
     """In steps of their own."""
-    PAYS = "pays"
+    WHEN_FASTER = "pays"
     """In steps of their own where first tokens come sooner by more than the running answers lose, by measured costs."""
 
 
@@ -214,7 +214,7 @@ _AUTO = _but(
     swap_interval_s=0.1,
     admission="bounded-sjf",
     eviction="lru:reuse",
-    prefill_apart=PrefillApart.PAYS,
+    prefill_apart=PrefillApart.WHEN_FASTER,
     step_hold=True,
     cold_start=ColdStart.AUTO,
     routing="seconds",

@@ -25,7 +25,7 @@ def test_a_lost_second_delays_the_more_the_busier_the_engine_is() -> None:
 def test_prompts_run_apart_only_where_ranks_make_them_longer_beside_decodes(
     form: KernelForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(preset=Preset(prefill_apart=PrefillApart.PAYS, kernel_form=form))
+    bench = Bench(preset=Preset(prefill_apart=PrefillApart.WHEN_FASTER, kernel_form=form))
     meter = bench.scheduler.selector.meter
     monkeypatch.setattr(meter, "costs", lambda: COSTS)
     bench.engine.submit(request("large", [1, 2, 3], max_tokens=8, adapter=adapter("large", 8)))

@@ -1,18 +1,16 @@
 """The scheduler of one engine: it queues requests, and plans one step after the other.
 
-``Scheduler.plan`` grows the running sequences by a block where needed, admits waiting requests, and returns a
-``StepPlan``. ``Scheduler.commit`` applies the tokens of the step. It is plain data with a clock passed in: it runs no
-kernels, and it touches blocks only through ``Memory``.
+``Scheduler.plan`` extends the blocks of running sequences where needed, admits waiting requests, and returns a
+``StepPlan``. ``Scheduler.commit`` applies the tokens of the step. The scheduler is plain data with a clock passed in:
+it runs no kernels, and it changes blocks only through ``Memory``.
 """
 
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Iterable
 from functools import partial
 
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
     AdapterArrived,
     Admitted,
@@ -25,25 +23,27 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import PACKING_ORDER, StepPlan, StepResult, Tier, TransferDone
+from lorikeet.core.plan import PACKING_ORDER, StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request
 from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
 from lorikeet.memory.memory import ComputedTokens, Memory
-from lorikeet.memory.tree import NodeKind, NodeTransfer
-from lorikeet.presets import ColdStart, PreemptedKv, PrefillApart, Preset
-from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue, RunningRequest
+from lorikeet.presets import ColdStart, PrefillApart, Preset
+from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue
 from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.drafts import Drafter, Drafts
 from lorikeet.scheduling.engine_load import EngineLoad
-from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
+from lorikeet.scheduling.plan_builder import PlanBuilder, PlanLength, build_plan, continue_plan
+from lorikeet.scheduling.preempted_kv import KEEP_KV_RULES
 from lorikeet.scheduling.savings import SavingsEstimator
-from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
+from lorikeet.scheduling.scheduler_view import SchedulerView
+from lorikeet.scheduling.selection import BatchSelector
+from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence
 
 MAX_UNINTERRUPTED_STEPS = 32
-"""Most identical decode steps in one plan if no request can arrive meanwhile, or an arrival ends the plan."""
+"""Most identical decode steps in one plan if no request can arrive meanwhile, or if an arrival ends the plan."""
 
 
 class Scheduler:
@@ -51,21 +51,22 @@ class Scheduler:
 
     Args:
         memory: leases blocks and starts transfers.
-        load: the sequences and their step times, which this scheduler keeps up to date.
+        load: the sequences and their step times; this scheduler keeps them up to date.
         admission: creates the queue of waiting requests.
         limits: bounds of a plan.
         preset: options of the system.
         batching: creates the batching mode.
-        assist: plans the prefills that host cores assist; None if they cannot.
+        assist: plans the prefills that host cores assist; None if host cores do not assist.
         iterations: profiled times of iterations; None without a profile.
 
     Attributes:
         queue: the waiting requests.
         selector: selects the requests that may run.
-        held_until_s: until when the last step is held for transfers at most (see ``Preset.step_hold``); ``inf``: it is
-            not.
+        held_until_s: latest time until which the last step waits for transfers (``Preset.step_hold``); ``inf`` if the
+            step does not wait.
         preemptions: number of preemptions so far.
-        prefix_queries_tokens, prefix_hits_tokens: tokens of admitted sequences so far, and those of them found cached.
+        prefix_queries_tokens: number of tokens of admitted sequences so far.
+        prefix_hits_tokens: number of tokens of admitted sequences that were found in the cache.
     """
 
     def __init__(
@@ -83,28 +84,31 @@ class Scheduler:
         self._limits = limits
         self._preset = preset
         self._load = load
-        self._sequences, self._running, self._step_times = load.sequences, load.running, load.step_times
+        self._sequences = load.sequences
+        self._running = load.running
+        self._step_times = load.step_times
         self._load_order = (lambda ref, tokens: PACKING_ORDER) if assist is None else assist.load_order
-        costs = None if assist is None else assist.costs
-        self.selector = BatchSelector(
-            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, costs, iterations
-        )
+        assist_costs = None if assist is None else assist.costs
+        self.selector = BatchSelector(batching, limits, preset.kernel_form, memory, load, assist_costs, iterations)
         self._view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
         self.queue: AdmissionQueue = admission(self._view)
         self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist)
         self.drafter = Drafter(limits.max_draft_tokens)
         self._drops: list[RequestId] = []
         self._steps = 0
-        self._last_end_s, self.held_until_s = 0.0, math.inf
+        self._last_end_s = 0.0
+        self.held_until_s = math.inf
         self._decode_steps = 0
         self._running_step: tuple[StepPlan, StepResult] | None = None
         self._outputs = OutputCollector()
-        self.preemptions = self.prefix_queries_tokens = self.prefix_hits_tokens = 0
+        self.preemptions = 0
+        self.prefix_queries_tokens = 0
+        self.prefix_hits_tokens = 0
 
     # --- requests ------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a new or resumed request; one that can never run ends immediately with an error event."""
+        """Queue a new or resumed request. A request that can never run ends immediately with an error event."""
         self._outputs.events.append(Queued(request.request_id, now, request.attempt))
         if request.request_id in self._sequences:
             self._outputs.events.append(Finished(request.request_id, now, FinishReason.ERROR, error="the id is in use"))
@@ -116,21 +120,24 @@ class Scheduler:
             )
             return
         sequence = self._enqueue(request, now)
-        # Not in ``_enqueue``: preempted sequences are queued again, and have arrived before.
+        # Not in ``_enqueue``, which also queues preempted sequences: they have arrived before.
         self._memory.arrive(request.adapter, sequence.keys, len(sequence.token_ids), now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """End a request and free its blocks. Unknown ids are ignored, since the request may just have finished."""
+        """End a request and free its blocks. An unknown id is ignored, since the request may just have finished."""
         if request_id in self._sequences:
             self._finish(self._sequences[request_id], now, FinishReason.ABORT)
 
     def export_request(self, request_id: RequestId, now: float, *, keep_kv: bool = False) -> Request:
         """Remove a request and return it as plain data that :meth:`submit` resumes, here or in another engine.
 
-        With ``keep_kv`` its KV stays cached, whatever the preset does with the KV of preempted sequences.
+        Args:
+            request_id: the request.
+            now: the time.
+            keep_kv: keep its KV cached, whatever the preset does with the KV of preempted sequences.
 
         Raises:
-            KeyError: there is no such request.
+            KeyError: the request does not exist.
         """
         sequence = self._sequences[request_id]
         request = sequence.export()
@@ -144,7 +151,7 @@ class Scheduler:
         return {d for d in running if d is not None}, {d for d in waiting if d is not None}
 
     def may_be_next(self, request: Request) -> bool:
-        """Whether a new request may be admitted next: no request waits that goes before it."""
+        """Return whether a new request may be admitted next, because no waiting request goes before it."""
         queue = self.queue
         if isinstance(queue, BackgroundLast) and not request.background:
             queue = queue.foreground
@@ -160,7 +167,7 @@ class Scheduler:
         return SchedulerStats.of(self._running, len(self._sequences))
 
     def queued(self) -> dict[str, int]:
-        """Return the number of requests without blocks by what they wait for; see ``EngineStats.queued``."""
+        """Count the requests without blocks by the reason why they wait; see ``EngineStats.queued``."""
         without = (each for each in self._sequences.values() if each.lease is None)
         return dict(Counter("order" if each.refused is None else each.refused.name.lower() for each in without))
 
@@ -171,9 +178,9 @@ class Scheduler:
     def finish_transfer(self, done: TransferDone, now: float) -> None:
         """Apply the end of a transfer.
 
-        If it failed, requests that waited for the adapter end with its error. Requests queued after the transfer had
-        begun are queued again instead, since the files may have been replaced meanwhile. Requests that waited for KV
-        are queued again and compute it.
+        If it failed, requests that waited for the adapter end with its error, but for requests that were queued after
+        the transfer had begun: they are queued again, since the files may have been replaced meanwhile. Requests that
+        waited for KV are queued again and compute it.
         """
         outcome = self._memory.finish_transfer(done, now)
         for sequence in self._owners(outcome.adapter):
@@ -202,58 +209,13 @@ class Scheduler:
             until_s: on a virtual clock, the time until which no request arrives (see ``Engine.step``); else None.
         """
         builder = PlanBuilder(self._limits.max_num_batched_tokens)
-        for request in self.queue.review(now):
-            restarts = self.queue.restarts_squashed and not request.background
-            self._suspend(self._sequences[request.request_id], now, restarts=restarts)
-        self.selector.choose(self.queue.urgency)
-        self._memory.note_waiting(len(self.queue), self.queue.wanted, now)
-        self._continue_running(builder, now)
-        if not builder.preempted and not (self._running and self._decodes_until_admission):
-            self._admit_waiting(builder, now)
-            self._preempt_for_waiting(builder, now)
-        builder.run_decodes_without_prefill()
-        if self._preset.prefill_apart is PrefillApart.PAYS and not builder.preempted:
-            self.selector.leave_decodes_out(builder, self._load.delay_per_lost_second)
-        self._memory.note_batch(len(self._running), now)
-        self._memory.swapper.after_admission(now)
-        self.held_until_s = math.inf
-        if self._memory.awaited_transfers and (self._preset.cold_start is ColdStart.BLOCK or self._holds(builder, now)):
-            builder.tokens.clear()
-        self.selector.place_assisted_prefills(builder)
-        limits, merged, form = self._limits, self.selector.merged_adapter(builder), self._preset.kernel_form
-        async_scheduling = (
-            limits.async_scheduling and limits.num_scheduler_steps > 1 and form.fits_graphs(merged) and until_s is None
-        )
-        # If no request can arrive, or an arrival ends the plan, only work that is due anyway limits its length.
-        is_uninterrupted = until_s is not None or (async_scheduling and not len(self.queue))
-        drafts = self._draft(builder, now)
-        repeat = 1
-        if not (drafts or self.drafter.pays(builder.tokens)):
-            repeat = self._repeat(builder, now, async_scheduling=async_scheduling, is_uninterrupted=is_uninterrupted)
-        due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
-        limit_s = due_s - now if is_uninterrupted else limits.multi_step_limit_s
-        limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
-        drops, self._drops = tuple(self._drops), []
-        overlapped = async_scheduling and repeat > 1
-        plan = build_plan(builder, self._steps, self._memory, form, drops, merged, repeat, limit_s, overlapped, drafts)
-        self._steps += not plan.is_empty
-        return plan
-
-    def _holds(self, builder: PlanBuilder, now: float) -> bool:
-        """Whether the step waits for the transfers that requests wait for (see ``Preset.step_hold``).
-
-        Steps are held for at most half of their length, however many requests come meanwhile.
-        """
-        step_s = self._memory.iteration_s
-        if not builder.tokens or not self._preset.step_hold:
-            return False
-        awaiting = sum(not sequence.can_run for sequence in self._running)
-        hold_s, until_s = self._memory.awaited_s(), self._last_end_s + step_s / 2
-        pays = hold_s * self._load.delay_per_lost_second() <= (step_s - hold_s) * awaiting
-        if not pays or now + hold_s >= until_s:
-            return False
-        self.held_until_s = until_s
-        return True
+        self._review(now)
+        self._choose(now)
+        self._grow(builder, now)
+        self._admit(builder, now)
+        self._arrange(builder, now)
+        length = self._length(builder, now, until_s)
+        return self._build(builder, length)
 
     def continue_plan(self, *, further: bool) -> StepPlan | None:
         """Return the plan of the step that the executor already runs (async scheduling); None if it runs none.
@@ -268,42 +230,53 @@ class Scheduler:
         self._steps += plan is not None
         return plan
 
-    def _continue_running(self, builder: PlanBuilder, now: float) -> None:
+    def _review(self, now: float) -> None:
+        """Preempt the requests that the admission policy sends back to its queue."""
+        for request in self.queue.review(now):
+            restarts = self.queue.restarts_squashed and not request.background
+            self._suspend(self._sequences[request.request_id], now, restarts=restarts)
+
+    def _choose(self, now: float) -> None:
+        """Let the batching mode choose requests, and report the queue to the memory's policies."""
+        self.selector.choose(self.queue.urgency)
+        self._memory.note_waiting(len(self.queue), self.queue.wanted, now)
+
+    def _grow(self, builder: PlanBuilder, now: float) -> None:
+        """Add the running sequences to the step, each with blocks for its next token."""
         able = self.selector.allowed(self._running)
         if self._memory.awaited_transfers:
             able = [s for s in able if s.can_run]
         all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
-        prefills = [s for s in able if len(s.token_ids) - s.computed_tokens != 1]
-        has_cold = self._memory.awaited_transfers and any(s.is_cold for s in able)  # they are assisted, not decoded
-        if all_grown and not prefills and not has_cold and len(able) <= builder.budget_tokens:
-            builder.add_decodes(able)
-            if self._preset.prefill_apart is PrefillApart.ALWAYS:
-                builder.set_decodes_aside()
+        decodes = [s for s in able if s.remaining_tokens == 1]
+        # A cold sequence with one token left is an assisted prefill, not a decode.
+        has_cold = self._memory.awaited_transfers and any(s.is_cold for s in able)
+        if all_grown and not has_cold and len(decodes) == len(able) <= builder.budget_tokens:
+            builder.add_decodes(decodes)
+            self._defer_decodes(builder)
             return
-        decodes = [s for s in able if s.remaining_tokens <= 1]
-        prefills = [s for s in able if s.remaining_tokens > 1]
-        for are_prefills, sequences in ((False, decodes), (True, prefills)):
-            for sequence in sequences:
-                can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted meanwhile
-                if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
-                    builder.add(sequence)
-            if self._preset.prefill_apart is PrefillApart.ALWAYS and not are_prefills:
-                builder.set_decodes_aside()
+        self._add_running([s for s in able if s.remaining_tokens <= 1], builder, now, all_grown=all_grown)
+        self._defer_decodes(builder)
+        self._add_running([s for s in able if s.remaining_tokens > 1], builder, now, all_grown=all_grown)
 
-    @property
-    def _decodes_until_admission(self) -> int:
-        """Decode steps of the running sequences until requests may be admitted again."""
-        return max(0, self._preset.decodes_between_prefills - self._decode_steps)
+    def _add_running(self, sequences: list[Sequence], builder: PlanBuilder, now: float, *, all_grown: bool) -> None:
+        for sequence in sequences:
+            can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted meanwhile
+            if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
+                builder.add(sequence)
+
+    def _defer_decodes(self, builder: PlanBuilder) -> None:
+        if self._preset.prefill_apart is PrefillApart.ALWAYS:
+            builder.defer_decodes()
 
     def _grow_or_preempt(self, sequence: Sequence, builder: PlanBuilder, now: float) -> bool:
         """Lease the block for the next token of a sequence; preempt the last running sequences for it if necessary."""
         assert sequence.lease is not None
         while not self._memory.try_grow([(sequence.lease, len(sequence.token_ids))], now):
             if self._memory.blocks_are_being_freed or (len(self._running) == 1 and self._memory.transfers_in_flight):
-                return False  # not part of the step until a transfer has ended
-            # Sequences that may not run now are preempted first. The last one may be this sequence itself. Alone it can
-            # lack blocks only if its own copies duplicate blocks in the tree (two sequences computed them at the same
-            # time); readmitted, it shares those.
+                return False  # it runs again when a transfer has ended
+            # Sequences that the batching mode has not chosen are preempted first. The last one may be this sequence
+            # itself. Alone it can lack blocks only if its own copies duplicate blocks in the tree, because two
+            # sequences computed them at the same time; readmitted, it shares the blocks in the tree.
             last = self.selector.last_not_allowed(self._running) or self._running[-1]
             builder.remove(last)
             builder.preempted = True
@@ -312,30 +285,31 @@ class Scheduler:
                 return False
         return True
 
-    def _suspend(self, sequence: Sequence, now: float, *, restarts: bool = False) -> None:
-        """Preempt a sequence: release its blocks, and queue it again; if it restarts, without its KV and output."""
-        assert sequence.lease is not None
-        keys = sequence.lease.keys
-        if restarts or sequence.request.pools_all_tokens:
-            keys, sequence.computed_tokens = [], 0
-        self.preemptions += 1
-        self._outputs.events.append(Preempted(sequence.request_id, now))
-        self._enqueue(self.export_request(sequence.request_id, now), now, keys, restarts=restarts)
+    @property
+    def _decodes_until_admission(self) -> int:
+        """Decode steps of the running sequences until requests may be admitted again."""
+        return max(0, self._preset.decodes_between_prefills - self._decode_steps)
 
-    def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = (), *, restarts: bool = False) -> Sequence:
-        longest = len(request.prompt_token_ids) + request.sampling.max_tokens
-        sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
-        sequence.keys = self._memory.keys_of(
-            request.digest, sequence.token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
-        )
-        self._sequences[request.request_id] = sequence
-        if request.background and not isinstance(self.queue, BackgroundLast):
-            self.queue = BackgroundLast(self.queue, self._view)  # engines that never have any do without
-        self.queue.add(request, now)
-        return sequence
+    def _admit(self, builder: PlanBuilder, now: float) -> None:
+        """Admit waiting requests to the step, unless running sequences lack blocks or have to decode first.
+
+        If no sequence can run and no transfer will change that, preempt sequences that the batching mode has not
+        chosen.
+        """
+        if builder.preempted or (self._running and self._decodes_until_admission):
+            return
+        self._admit_waiting(builder, now)
+        while not (builder.tokens or builder.assisted or self._memory.transfers_will_unblock):
+            victim = self.selector.last_not_allowed(self._running)
+            if victim is None:
+                return
+            self._suspend(victim, now)
+            builder.adapters_without_slot.clear()
+            self.selector.count_untried()
+            self._admit_waiting(builder, now)
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
-        """Try the requests that the admission policy names, until it names none or the step is full."""
+        """Try the candidates of the admission policy until there are no more, or the step is full."""
         policy = self.queue.admit(now)
         candidate = next(policy, None)
         while candidate is not None and builder.budget_tokens and self.selector.can_admit_more(self._running):
@@ -351,18 +325,11 @@ class Scheduler:
                 break
         policy.close()
 
-    def _preempt_for_waiting(self, builder: PlanBuilder, now: float) -> None:
-        """If no sequence can run and no transfer will change that, preempt sequences that may not run now."""
-        while not (builder.tokens or builder.assisted or self._memory.transfers_will_unblock):
-            victim = self.selector.last_not_allowed(self._running)
-            if victim is None:
-                return
-            self._suspend(victim, now)
-            builder.adapters_without_slot.clear()
-            self.selector.count_untried()
-            self._admit_waiting(builder, now)
-
     def _try_admit(self, sequence: Sequence, builder: PlanBuilder, now: float) -> WaitReason | None:
+        """Lease blocks for a waiting request and add it to the step; return why it must wait, None if it is admitted.
+
+        For blocks, running sequences that the batching mode has not chosen are preempted.
+        """
         request = sequence.request
         if not self.selector.allows(sequence.request_id):
             return WaitReason.SLOT
@@ -386,22 +353,100 @@ class Scheduler:
             lease = admit(len(sequence.token_ids), now)
         if isinstance(lease, WaitReason):
             return builder.note_refusal(request.digest, lease)
+        self._start_running(sequence, lease, now)
+        if sequence.can_run:
+            builder.add(sequence)
+        return None
+
+    def _start_running(self, sequence: Sequence, lease: SequenceLease, now: float) -> None:
+        """Put an admitted sequence among the running ones."""
+        cached = lease.cached_blocks * self._memory.block_size
         sequence.lease = lease
-        sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_size
+        sequence.computed_tokens = cached
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
         self.prefix_queries_tokens += len(sequence.token_ids)
         self.prefix_hits_tokens += cached
-        waits = bool(lease.adapter_transfers) and not sequence.is_cold, bool(lease.kv_transfers)
+        waits_for_adapter = bool(lease.adapter_transfers) and not sequence.is_cold
+        waits_for_kv = bool(lease.kv_transfers)
         waited_for = "" if sequence.refused is None else WAITS_FOR[sequence.refused]
-        self._outputs.events.append(Admitted(request.request_id, now, cached, *waits, waited_for))
+        self._outputs.events.append(
+            Admitted(sequence.request_id, now, cached, waits_for_adapter, waits_for_kv, waited_for)
+        )
         self._outputs.events += self._savings.admitted(sequence, lease, now)
         sequence.admitted_s = now
         if lease.adapter_transfers and not lease.kv_transfers:
             sequence.cold_start = ColdStart.ASSIST if lease.assisted else ColdStart.WAIT
             sequence.cold_tokens = len(sequence.token_ids) - cached
-        if sequence.can_run:
-            builder.add(sequence)
-        return None
+
+    def _arrange(self, builder: PlanBuilder, now: float) -> None:
+        """Decide which of the sequences run in this step and which in the next, and draft tokens."""
+        builder.run_deferred_decodes()
+        if self._preset.prefill_apart is PrefillApart.WHEN_FASTER and not builder.preempted:
+            self.selector.separate_prefills(builder)
+        self._memory.note_batch(len(self._running), now)
+        self._memory.swapper.after_admission(now)
+        self.held_until_s = math.inf
+        if self._memory.awaited_transfers and (self._preset.cold_start is ColdStart.BLOCK or self._holds(builder, now)):
+            builder.tokens.clear()
+        self.selector.place_assisted_prefills(builder)
+        self.selector.switch_merged(builder)
+        builder.drafts = self._draft(builder, now)
+
+    def _holds(self, builder: PlanBuilder, now: float) -> bool:
+        """Return whether the step waits for transfers (``Preset.step_hold``).
+
+        It waits if the requests that need the transfers gain more time than all others lose. Steps wait for at most
+        half of their length, however many requests come meanwhile.
+        """
+        step_s = self._memory.iteration_s
+        if not builder.tokens or not self._preset.step_hold:
+            return False
+        awaiting = sum(not sequence.can_run for sequence in self._running)
+        hold_s = self._memory.awaited_s()
+        until_s = self._last_end_s + step_s / 2
+        pays = hold_s * self._load.delay_per_lost_second() <= (step_s - hold_s) * awaiting
+        if not pays or now + hold_s >= until_s:
+            return False
+        self.held_until_s = until_s
+        return True
+
+    def _draft(self, builder: PlanBuilder, now: float) -> Drafts:
+        """Return tokens to verify in the step, and lease blocks for them; none if they do not fit beside the others."""
+        if not self._limits.max_draft_tokens or builder.preempted:
+            return {}
+        # A prefill that ends in the step has a draft, too: answers of an adapter often begin alike.
+        sequences = [s for s, tokens in builder.tokens.items() if tokens == s.remaining_tokens and not s.is_cold]
+        cost = self._step_times.row_cost(len(builder.tokens))
+        # At most twice as many rows of logits as without drafts: the executor has memory for so many.
+        most = min(builder.budget_tokens, max(self._limits.max_num_seqs, self._limits.max_draft_tokens))
+        drafts = self.drafter.draft(sequences, most, cost)
+        ahead = [
+            (s.lease, len(s.token_ids) + len(drafts[s.request_id]))
+            for s in sequences
+            if s.lease and s.request_id in drafts
+        ]
+        return drafts if self._memory.try_grow(ahead, now) else {}
+
+    def _length(self, builder: PlanBuilder, now: float, until_s: float | None) -> PlanLength:
+        """Return how long the plan may run, and lease blocks for its steps."""
+        limits = self._limits
+        async_scheduling = (
+            limits.async_scheduling
+            and limits.num_scheduler_steps > 1
+            and self._preset.kernel_form.fits_graphs(self.selector.merged)
+            and until_s is None
+        )
+        # If no request can arrive, or an arrival ends the plan, only work that is due anyway limits its length.
+        is_uninterrupted = until_s is not None or (async_scheduling and not len(self.queue))
+        repeat = 1
+        if not (builder.drafts or self.drafter.pays(builder.tokens)):
+            repeat = self._repeat(builder, now, async_scheduling=async_scheduling, is_uninterrupted=is_uninterrupted)
+        limit_s = limits.multi_step_limit_s
+        if is_uninterrupted:
+            limit_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s) - now
+        if len(self.queue):
+            limit_s = min(limit_s, self.queue.due_s - now)
+        return PlanLength(repeat, limit_s, overlapped=async_scheduling and repeat > 1)
 
     def _repeat(self, builder: PlanBuilder, now: float, *, async_scheduling: bool, is_uninterrupted: bool) -> int:
         """Return how many identical decode steps the plan may run, and lease the blocks for them.
@@ -416,31 +461,25 @@ class Scheduler:
         if self._memory.awaited_transfers and not (is_uninterrupted or async_scheduling):
             return 1
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
-        steps = min(self.selector.steps_until_review, until_review, min(s.tokens_left for s in sequences))
-        steps = min(steps, self._decodes_until_admission or math.inf) if len(self.queue) else steps
-        few = min(steps, self._limits.num_scheduler_steps)
-        for repeat in dict.fromkeys((min(steps, MAX_UNINTERRUPTED_STEPS), few) if is_uninterrupted else (few,)):
-            ahead = [(s.lease, len(s.token_ids) + int(repeat) - 1) for s in sequences if s.lease]
+        most = min(self.selector.steps_until_review, until_review, min(s.tokens_left for s in sequences))
+        if len(self.queue) and self._decodes_until_admission:
+            most = min(most, self._decodes_until_admission)
+        few = min(most, self._limits.num_scheduler_steps)
+        many = min(most, MAX_UNINTERRUPTED_STEPS) if is_uninterrupted else few
+        for repeat in dict.fromkeys((int(many), int(few))):
+            ahead = [(s.lease, len(s.token_ids) + repeat - 1) for s in sequences if s.lease]
             if repeat > 1 and self._memory.try_grow(ahead, now):
-                return int(repeat)
+                return repeat
         return 1
 
-    def _draft(self, builder: PlanBuilder, now: float) -> Drafts:
-        """Return tokens to verify in the step, and lease blocks for them; none if they do not fit beside the others."""
-        if not self._limits.max_draft_tokens or builder.preempted:
-            return {}
-        # A prefill that ends in the step has a draft, too: answers of an adapter often begin alike.
-        sequences = [s for s, tokens in builder.tokens.items() if tokens == s.remaining_tokens and not s.is_cold]
-        cost = self._step_times.row_cost(len(builder.tokens))
-        # Twice as many rows of logits as without drafts at most, for which there is memory.
-        most = min(builder.budget_tokens, max(self._limits.max_num_seqs, self._limits.max_draft_tokens))
-        drafts = self.drafter.draft(sequences, most, cost)
-        ahead = [
-            (s.lease, len(s.token_ids) + len(drafts[s.request_id]))
-            for s in sequences
-            if s.lease and s.request_id in drafts
-        ]
-        return drafts if self._memory.try_grow(ahead, now) else {}
+    def _build(self, builder: PlanBuilder, length: PlanLength) -> StepPlan:
+        """Return the plan, with the transfers, evictions and ended sequences since the last one."""
+        drops = tuple(self._drops)
+        self._drops = []
+        merged = self.selector.merged
+        plan = build_plan(builder, length, self._steps, self._memory, self._preset.kernel_form, drops, merged)
+        self._steps += not plan.is_empty
+        return plan
 
     # --- commit --------------------------------------------------------------------------------------
 
@@ -448,44 +487,35 @@ class Scheduler:
         """Apply the tokens of a step. KV is inserted into the tree only if the adapter of its sequence has arrived."""
         self._running_step = (plan, result) if result.next_runs else None
         if plan.sequences:
-            self._last_end_s = now
-            step_s = (result.duration_s - result.switch_s) / result.steps_run
-            self._memory.note_step(step_s)
-            self._load.note_busy(now, result.steps_run, result.duration_s)
-            prefill = [step.tokens for step in plan.sequences if step.tokens > 1 and step.known_tokens > 1]
-            drafted = sum([len(step.draft) for step in plan.sequences]) if self._limits.max_draft_tokens else 0
-            self._decode_steps = 0 if prefill else self._decode_steps + result.steps_run
-            if not plan.assisted:
-                self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill) + drafted, step_s)
-            self.selector.note(plan, result, step_s)
-            if plan.merged is not None:
-                merged = [self._sequences[step.request_id] for step in plan.sequences]
-                self._savings.note_merged(plan, merged, result, step_s)
-        computed, ended = [], []
-        sequences, failed, more = self._sequences, result.failed, result.steps_run - 1
-        accept, has_drafts = self._outputs.accept, bool(self._limits.max_draft_tokens)
+            self._note_step(plan, result, now)
+        computed = []
+        ended = []
+        failed = result.failed
+        has_drafts = bool(self._limits.max_draft_tokens)
         block_size = self._memory.block_size
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
-            sequence = sequences[step.request_id]
+            sequence = self._sequences[step.request_id]
             lease = sequence.lease
             assert lease is not None
             if failed and step.request_id in failed:  # its KV is not committed
                 self._finish(sequence, now, FinishReason.ERROR, error=failed[step.request_id])
                 continue
-            finish = accept(sequence, tokens, now)
+            finish = self._outputs.accept(sequence, tokens, now)
             if sequence.cold_start is not None and tokens:
                 self._outputs.events += self._savings.cold_ended(sequence, now)
-            # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed. Nor is
-            # that of drafted tokens that did not come: the next tokens overwrite it.
-            end, kept = step.start + step.tokens, 0
+            end = step.start + step.tokens
             if has_drafts:
-                end, kept = end - len(step.draft), step.kept(tokens) if step.draft else 0
+                # KV of rejected drafted tokens is not counted as computed: the next tokens overwrite it.
+                end -= len(step.draft)
+                kept = step.kept(tokens) if step.draft else 0
                 self.drafter.note(sequence, len(step.draft), kept, end)
-            known, end = len(sequence.token_ids), end + kept + more
-            sequence.computed_tokens = end = end if end < known else known
+                end += kept
+            # A plan of several steps may have run past a stop token; KV beyond it is not counted as computed.
+            end = min(end + result.steps_run - 1, len(sequence.token_ids))
+            sequence.computed_tokens = end
             if sequence.request.pooling is not None and not sequence.remaining_tokens:
                 finish = FinishReason.STOP, None
-            if end >= (len(lease.path) + 1) * block_size and lease.is_ready:  # there are full blocks not in the tree
+            if end >= (len(lease.path) + 1) * block_size and lease.is_ready:  # full blocks are not in the tree yet
                 computed.append(ComputedTokens(lease, sequence.token_ids, end))
             if finish is not None:
                 ended.append((sequence, *finish))
@@ -493,15 +523,56 @@ class Scheduler:
         for sequence, reason, stop_token_id in ended:
             self._finish(sequence, now, reason, stop_token_id)
 
+    def _note_step(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Report the duration of a step to everything that learns from it."""
+        self._last_end_s = now
+        step_s = (result.duration_s - result.switch_s) / result.steps_run
+        self._memory.note_step(step_s)
+        self._load.note_busy(now, result.steps_run, result.duration_s)
+        prefill = [step.tokens for step in plan.sequences if step.tokens > 1 and step.known_tokens > 1]
+        drafted = sum([len(step.draft) for step in plan.sequences]) if self._limits.max_draft_tokens else 0
+        self._decode_steps = 0 if prefill else self._decode_steps + result.steps_run
+        if not plan.assisted:
+            self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill) + drafted, step_s)
+        self.selector.note(plan, result, step_s)
+        if plan.merged is not None:
+            merged = [self._sequences[step.request_id] for step in plan.sequences]
+            self._savings.note_merged(plan, merged, result, step_s)
+
     # --- internals -----------------------------------------------------------------------------------
 
+    def _suspend(self, sequence: Sequence, now: float, *, restarts: bool = False) -> None:
+        """Preempt a sequence: release its blocks, and queue it again; if it restarts, without its KV and output."""
+        assert sequence.lease is not None
+        keys = sequence.lease.keys
+        if restarts or sequence.request.pools_all_tokens:
+            keys = []
+            sequence.computed_tokens = 0
+        self.preemptions += 1
+        self._outputs.events.append(Preempted(sequence.request_id, now))
+        self._enqueue(self.export_request(sequence.request_id, now), now, keys, restarts=restarts)
+
+    def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = (), *, restarts: bool = False) -> Sequence:
+        """Add a sequence for a request to the queue; ``keys`` are known keys of its first blocks."""
+        longest = len(request.prompt_token_ids) + request.sampling.max_tokens
+        sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
+        sequence.keys = self._memory.keys_of(
+            request.digest, sequence.token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
+        )
+        self._sequences[request.request_id] = sequence
+        if request.background and not isinstance(self.queue, BackgroundLast):
+            self.queue = BackgroundLast(self.queue, self._view)  # created with the first background request
+        self.queue.add(request, now)
+        return sequence
+
     def _why_impossible(self, request: Request) -> str | None:
-        known, left = len(request.prompt_token_ids) + len(request.output_token_ids), request.sampling.max_tokens
+        """Return why a request can never run; None if it can."""
+        known = len(request.prompt_token_ids) + len(request.output_token_ids)
         if not request.prompt_token_ids:
             return "the prompt has no tokens"
         if known >= self._limits.max_model_len:
             return f"{known} tokens leave no space for output in a context of {self._limits.max_model_len}"
-        longest = min(len(request.prompt_token_ids) + left, self._limits.max_model_len)
+        longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self._limits.max_model_len)
         return self._memory.why_impossible(request.adapter, longest)
 
     def _finish(
@@ -512,6 +583,7 @@ class Scheduler:
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> None:
+        """End a request, and append the events of its end."""
         self._remove(sequence, now)
         self._outputs.events += self._savings.merged(sequence, now)
         self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
@@ -534,89 +606,3 @@ class Scheduler:
         self._running.remove(sequence)
         if sequence.started:
             self._drops.append(sequence.request_id)
-
-
-KeepKvRule = Callable[[Memory, StepTimeEstimator, int], bool]
-"""Returns whether the KV of a preempted sequence is kept, given its number of computed tokens."""
-
-
-def _swap_is_cheaper(memory: Memory, step_times: StepTimeEstimator, tokens: int) -> bool:
-    """Whether copying KV to the host and back takes no longer than computing it again."""
-    blocks, tiers = memory.blocks_for(tokens), memory.tiers
-    swap_s = tiers.copy_s(Tier.DEVICE, Tier.HOST, blocks) + tiers.copy_s(Tier.HOST, Tier.DEVICE, blocks)
-    return swap_s <= step_times.step_s(tokens, 0)
-
-
-KEEP_KV_RULES: Mapping[PreemptedKv, KeepKvRule] = {
-    PreemptedKv.KEPT: lambda memory, step_times, tokens: True,
-    PreemptedKv.DROPPED: lambda memory, step_times, tokens: False,
-    PreemptedKv.CHEAPER: _swap_is_cheaper,
-}
-
-
-class SchedulerView:
-    """Implements ``AdmissionView`` on the state of the scheduler.
-
-    Args:
-        memory: of the engine.
-        limits: bounds of a plan.
-        running: the scheduler's running sequences, read live.
-        selector: knows which requests may run.
-        step_times: estimates how long steps take.
-    """
-
-    def __init__(
-        self,
-        memory: Memory,
-        limits: SchedulerLimits,
-        running: Many[Sequence],
-        selector: BatchSelector,
-        step_times: StepTimeEstimator,
-    ) -> None:
-        self._memory = memory
-        self.max_model_len, self.max_running = limits.max_model_len, limits.max_num_seqs
-        self._running = running
-        self._selector = selector
-        self.step_times = step_times
-
-    @property
-    def total_tokens(self) -> int:
-        """Size of the whole device memory, in tokens of KV."""
-        return self._memory.total_blocks * self._memory.block_size
-
-    def free_tokens(self) -> int:
-        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
-        return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
-
-    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
-        """Return the size of an adapter in tokens of KV; 0 for the base model."""
-        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_size
-
-    def is_resident(self, adapter: AdapterRef | None) -> bool:
-        """Whether an adapter is on the device or in flight to it; True for the base model."""
-        tree, node = self._memory.tree, self._memory.tree.adapter(None if adapter is None else adapter.digest)
-        return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
-
-    def may_run(self, request: Request) -> bool:
-        """Whether the batching mode lets a waiting request run now."""
-        return self._selector.allows(request.request_id)
-
-    def running(self) -> list[RunningRequest]:
-        """Return the running requests but those in the background; the last is preempted first."""
-        return self._running_requests(background=False)
-
-    def background(self) -> list[RunningRequest]:
-        """Return the running background requests; the last is preempted first."""
-        return self._running_requests(background=True)
-
-    def free_slots(self) -> int:
-        """Return how many more sequences may run."""
-        return self.max_running - len(self._running)
-
-    def _running_requests(self, *, background: bool) -> list[RunningRequest]:
-        block_size = self._memory.block_size
-        return [
-            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
-            for s in self._running
-            if s.lease and s.request.background is background
-        ]

@@ -1,0 +1,83 @@
+"""The state of the scheduler, as admission policies read it."""
+
+import collections.abc
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.request import Request
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.tree import NodeKind, NodeTransfer
+from lorikeet.scheduling.admission import RunningRequest
+from lorikeet.scheduling.selection import BatchSelector
+from lorikeet.scheduling.state import SchedulerLimits, Sequence, StepTimeEstimator
+
+
+class SchedulerView:
+    """Implements ``AdmissionView`` on the state of the scheduler.
+
+    Args:
+        memory: the engine's memory.
+        limits: bounds of a plan.
+        running: the scheduler's running sequences, read live.
+        selector: selects the requests that may run.
+        step_times: estimates how long steps take.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        limits: SchedulerLimits,
+        running: collections.abc.Sequence[Sequence],
+        selector: BatchSelector,
+        step_times: StepTimeEstimator,
+    ) -> None:
+        self._memory = memory
+        self.max_model_len = limits.max_model_len
+        self.max_running = limits.max_num_seqs
+        self._running = running
+        self._selector = selector
+        self.step_times = step_times
+
+    @property
+    def total_tokens(self) -> int:
+        """Size of the whole device memory, in tokens of KV."""
+        return self._memory.total_blocks * self._memory.block_size
+
+    def free_tokens(self) -> int:
+        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
+        return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        """Return the size of an adapter in tokens of KV; 0 for the base model."""
+        if adapter is None:
+            return 0
+        return self._memory.adapters.device_blocks(adapter) * self._memory.block_size
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        """Return whether an adapter is on the device or in flight to it; True for the base model."""
+        tree = self._memory.tree
+        node = tree.adapter(None if adapter is None else adapter.digest)
+        return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
+
+    def may_run(self, request: Request) -> bool:
+        """Return whether the batching mode lets a waiting request run now."""
+        return self._selector.allows(request.request_id)
+
+    def running(self) -> list[RunningRequest]:
+        """Return the running requests that are not in the background; the last is preempted first."""
+        return self._running_requests(background=False)
+
+    def background(self) -> list[RunningRequest]:
+        """Return the running background requests; the last is preempted first."""
+        return self._running_requests(background=True)
+
+    def free_slots(self) -> int:
+        """Return how many more sequences may run."""
+        return self.max_running - len(self._running)
+
+    def _running_requests(self, *, background: bool) -> list[RunningRequest]:
+        block_size = self._memory.block_size
+        return [
+            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
+            for s in self._running
+            if s.lease and s.request.background is background
+        ]

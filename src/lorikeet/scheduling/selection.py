@@ -1,0 +1,274 @@
+"""Selection of the requests that may run in a step, by the batching mode."""
+
+import collections.abc
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.messages import ModeStats
+from lorikeet.core.plan import KernelForm, StepPlan, StepResult
+from lorikeet.core.request import Request
+from lorikeet.costs.assist_costs import AssistCosts
+from lorikeet.costs.iteration_costs import IterationCosts
+from lorikeet.memory.memory import Memory
+from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchingPolicy, BatchingSetup, BatchWork, LiveRequest
+from lorikeet.scheduling.engine_load import EngineLoad
+from lorikeet.scheduling.plan_builder import PlanBuilder
+from lorikeet.scheduling.state import SchedulerLimits, Sequence
+from lorikeet.scheduling.step_costs import StepCostMeter
+
+_MAX_SLOWDOWN = 0.2
+"""Largest share by which a step of prefills and the next step of decodes may take longer than one step of both: the
+next tokens of running answers come later by that."""
+
+_CACHED_RANKS = 4096
+"""Number of adapters whose largest rank is cached, since it is computed over all layers."""
+
+
+class BatchSelector:
+    """Selects the requests that may run in a step, and separates its prefills from its decodes where that is faster.
+
+    Args:
+        batching: creates the preset's batching mode.
+        limits: bounds of a plan.
+        kernel_form: how mixed ranks are computed.
+        memory: the engine's memory, which has the adapters on the device.
+        load: the scheduler's sequences and their step times.
+        assist: costs of assisted prefills; None if host cores do not assist.
+        iterations: profiled times of iterations; None without a profile.
+
+    Attributes:
+        merged: the adapter that was merged for the last plan with sequences, None if none was.
+        meter: measures the costs of steps.
+    """
+
+    def __init__(
+        self,
+        batching: BatchingPolicy,
+        limits: SchedulerLimits,
+        kernel_form: KernelForm,
+        memory: Memory,
+        load: EngineLoad,
+        assist: AssistCosts | None = None,
+        iterations: IterationCosts | None = None,
+    ) -> None:
+        self._limits = limits
+        self._memory = memory
+        rank = lru_cache(_CACHED_RANKS)(self._rank)
+        self.meter = StepCostMeter(kernel_form, rank)
+        self._mode = batching(
+            BatchingSetup(
+                limits.max_num_seqs,
+                kernel_form,
+                rank,
+                lambda: len(memory.tree.adapters),
+                memory.total_blocks * memory.block_size,
+                iterations,
+            )
+        )
+        self._sequences = load.sequences
+        self._load = load
+        self._assist = assist
+        self._refs: dict[AdapterDigest, AdapterRef] = {}
+        self._choice = ALL_REQUESTS
+        self._last_step_was_assisted = False
+        self._last_step_had_only_prefills = False
+        self._assisted_postponed = False
+        self._untried = 0
+        self.merged: AdapterDigest | None = None
+        self._switches = 0
+        self._merged_steps = 0
+        self._assisted_steps = 0
+        self._switch_s = 0.0
+
+    def stats(self) -> ModeStats:
+        """Return the statistics of the batching mode."""
+        return ModeStats(self.merged, self._switches, self._switch_s, self._merged_steps, self._assisted_steps)
+
+    # --- batching mode -------------------------------------------------------------------------------
+
+    def choose(self, urgency: Callable[[Request], Any]) -> None:
+        """Let the batching mode choose among all requests before a step, in the order of ``urgency``."""
+        if not self._mode.follows_requests:
+            return
+        tree = self._memory.tree
+        resident: dict[AdapterDigest | None, bool] = {}
+        live = []
+        self._refs.clear()
+        for sequence in sorted(self._sequences.values(), key=lambda each: urgency(each.request)):
+            digest = sequence.digest
+            if digest not in resident:
+                node = tree.adapter(digest)
+                resident[digest] = node is not None and bool(tree.on_device[node])
+                if sequence.request.adapter is not None:
+                    self._refs[sequence.request.adapter.digest] = sequence.request.adapter
+            # Merging would change all tokens, so an adapter that acts on a part of them is never merged.
+            may_merge = None if sequence.request.adapter_start else digest
+            live.append(LiveRequest(sequence.request_id, may_merge, resident[digest], len(sequence.token_ids)))
+        self._choice = self._mode.choose(live)
+        self.count_untried()
+
+    def count_untried(self) -> None:
+        """Count the waiting requests that the batching mode has chosen, and which are not yet tried for admission."""
+        chosen = self._choice.requests
+        self._untried = 0 if chosen is None else sum(self._sequences[each].lease is None for each in chosen)
+
+    def note_tried(self) -> None:
+        """Record that one of the chosen waiting requests is being tried."""
+        self._untried -= 1
+
+    def can_admit_more(self, running: collections.abc.Sequence[Sequence]) -> bool:
+        """Return whether another sequence may be admitted.
+
+        Running sequences that the batching mode has not chosen keep their blocks.
+        """
+        if self._choice.requests is not None:
+            return self._untried > 0  # a mode never chooses more requests than fit into a step
+        return len(running) < self._limits.max_num_seqs
+
+    def allows(self, request_id: RequestId) -> bool:
+        """Return whether the batching mode lets a request run now."""
+        return self._choice.requests is None or request_id in self._choice.requests
+
+    def allowed(self, running: collections.abc.Sequence[Sequence]) -> collections.abc.Sequence[Sequence]:
+        """Return the running sequences that the batching mode lets run now."""
+        return running if self._choice.requests is None else [s for s in running if self.allows(s.request_id)]
+
+    def last_not_allowed(self, running: collections.abc.Sequence[Sequence]) -> Sequence | None:
+        """Return the last running sequence that may not run now, which is preempted first; None if all may run."""
+        if self._choice.requests is None:
+            return None
+        return next((sequence for sequence in reversed(running) if not self.allows(sequence.request_id)), None)
+
+    @property
+    def steps_until_review(self) -> float:
+        """Number of identical steps until the batching mode may choose otherwise, or until postponed prefills run."""
+        return 1 if self._assisted_postponed else self._mode.steps_until_review()
+
+    def switch_merged(self, builder: PlanBuilder) -> None:
+        """Set the merged adapter to the choice of the batching mode; a plan without sequences keeps the present one."""
+        if builder.tokens:
+            self._switches += self._choice.merged != self.merged
+            self.merged = self._choice.merged
+
+    def note(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
+        """Report a finished plan to the meter and the batching mode.
+
+        Args:
+            plan, result: the plan and its result.
+            step_s: mean seconds of its steps without the merge switch.
+        """
+        self._switch_s += result.switch_s
+        self._merged_steps += result.steps_run if plan.merged is not None else 0
+        self._assisted_steps += bool(plan.assisted)
+        prefills = decodes = prefill_tokens = 0
+        prefill_rows = Counter[AdapterDigest]()
+        decode_rows = Counter[AdapterDigest]()
+        types: dict[AdapterDigest | None, AdapterRef | None] = {}
+        is_merged = plan.merged is not None
+        for step in plan.sequences:
+            sequence = self._sequences[step.request_id]
+            tokens = step.tokens
+            digest = sequence.digest
+            if sequence.is_decoding:
+                decodes += tokens
+                rows = decode_rows
+            else:
+                prefills += 1
+                prefill_tokens += tokens
+                rows = prefill_rows
+            if digest not in types:
+                types[digest] = sequence.request.adapter
+            if digest is not None and not is_merged:
+                rows[digest] = rows.get(digest, 0) + tokens
+        for ref in types.values():
+            if ref is not None:
+                self._refs.setdefault(ref.digest, ref)
+        is_assisted = bool(plan.assisted)
+        if not is_assisted:
+            self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)
+        if not self._mode.follows_requests:
+            self._refs.clear()
+            return
+        work = BatchWork(prefills, prefill_tokens, decodes, prefill_rows + decode_rows, set(types), is_assisted)
+        self._mode.ran(result.steps_run, work, step_s, result.switch_s)
+
+    def _rank(self, digest: AdapterDigest) -> int:
+        return self._refs[digest].max_rank
+
+    # --- steps of prefills alone ---------------------------------------------------------------------
+
+    def separate_prefills(self, builder: PlanBuilder) -> None:
+        """Run the prefills of a step without its decodes if all requests together gain time; never twice in a row.
+
+        Requests that get their first token in the step gain the decode time (and the slowdown from larger ranks). Every
+        other request loses the extra time of two steps over one.
+        """
+        was_separate = self._last_step_had_only_prefills
+        self._last_step_had_only_prefills = False
+        prefills = builder.prefills()
+        if was_separate or not prefills or len(prefills) == len(builder.tokens):
+            return
+        decodes = [sequence for sequence in builder.tokens if sequence not in prefills]
+        ending = [sequence for sequence, tokens in prefills.items() if tokens == sequence.remaining_tokens]
+        tokens = sum(prefills.values())
+        none = Counter[AdapterDigest]()
+        rows = self._rows(prefills)
+        decode_rows = self._rows(dict.fromkeys(decodes, 1))
+        together_s = self.meter.step_s(tokens, len(decodes), rows, decode_rows)
+        alone_s = self.meter.step_s(tokens, 0, rows, none)
+        decodes_s = self.meter.step_s(0, len(decodes), none, decode_rows)
+        if not self._mode.follows_requests:
+            self._refs.clear()
+        later_s = alone_s + decodes_s - together_s
+        if later_s > _MAX_SLOWDOWN * together_s:
+            return
+        gain_s = len(ending) * (together_s - alone_s)
+        if gain_s > 0 and (later_s <= 0 or gain_s > later_s * self._load.delay_per_lost_second()):
+            builder.tokens = prefills  # the decodes run in the next step
+            self._last_step_had_only_prefills = True
+
+    def _rows(self, tokens: Mapping[Sequence, int]) -> Counter[AdapterDigest]:
+        """Return the tokens of each adapter."""
+        rows = Counter[AdapterDigest]()
+        for sequence, count in tokens.items():
+            if (ref := sequence.request.adapter) is not None:
+                self._refs.setdefault(ref.digest, ref)
+                rows[ref.digest] += count
+        return rows
+
+    # --- assisted prefills ---------------------------------------------------------------------------
+
+    def place_assisted_prefills(self, builder: PlanBuilder) -> None:
+        """Add assisted prefills to the step, or run them in a step of their own.
+
+        They join the step unless they would delay its decodes by more than the time of a decode step. Otherwise a step
+        of the assisted prefills comes first, and a step of the other sequences follows it.
+        """
+        self._assisted_postponed = False
+        if not builder.assisted:
+            self._last_step_was_assisted = False
+            return
+        decodes = sum(sequence.is_decoding for sequence in builder.tokens)
+        if decodes and self._assist_delay_s(builder) > self._load.step_times.step_s(0, decodes):
+            self._last_step_was_assisted = not self._last_step_was_assisted
+            if not self._last_step_was_assisted:
+                self._assisted_postponed = True
+                builder.assisted.clear()
+                return
+            builder.tokens.clear()
+        builder.tokens.update(builder.assisted)
+
+    def _assist_delay_s(self, builder: PlanBuilder) -> float:
+        """Return the most seconds by which assisted prefills prolong a step."""
+        assist = self._assist
+        assert assist is not None, "a prefill is assisted, but its costs are not known"
+        delay_s = 0.0
+        for sequence, tokens in builder.assisted.items():
+            ref = sequence.request.adapter
+            assert ref is not None
+            delay_s += assist.assisted(ref, tokens).first_token_s - assist.cached_s(ref, tokens)
+        return delay_s
