@@ -87,10 +87,10 @@ class Forced(BatchingMode):
 
 def _force(engine: Engine, forced: dict[str, bool]) -> None:
     """Let ``forced`` say what the engine's measurements would: whether merging and assistance pay."""
-    memory = engine._memory
-    engine._scheduler.selector._mode = Forced(forced)
-    planned: Callable[[AdapterRef, int], LoadOrder] = memory._assist
-    memory._assist = lambda ref, tokens: planned(ref, tokens) if forced["assist"] else PACKING_ORDER
+    scheduler = engine._scheduler
+    scheduler.selector._mode = Forced(forced)
+    planned: Callable[[AdapterRef, int], LoadOrder] = scheduler._load_order
+    scheduler._load_order = lambda ref, tokens: planned(ref, tokens) if forced["assist"] else PACKING_ORDER
 
 
 class Anything(RuleBasedStateMachine):
