@@ -318,12 +318,13 @@ def test_help_at_80_columns_cuts_no_option() -> None:
 
 
 def test_every_preset_is_listed_with_a_line_and_that_of_a_variant_stands_for_it() -> None:
-    shown = runner.invoke(app, ["presets"]).output
-    for name, preset in PRESETS.items():
-        line = about(name)
-        assert re.search(rf"│ {name} +│ {re.escape(line)} +│", shown)
-        if "," in line and " " not in line:
-            assert resolve_preset(line)[1] == preset
+    shown = runner.invoke(app, ["presets", "--all"]).output
+    for group in PRESETS.groups():
+        for name, preset in group.presets.items():
+            line = about(name, group)
+            assert re.search(rf"│ {name} +│ {re.escape(line)} +│", shown)
+            if "," in line and " " not in line:
+                assert resolve_preset(line)[1] == preset
     assert json.loads(runner.invoke(app, ["presets", "--json", "-"]).output)["elora"]["eviction"] == "elora"
 
 

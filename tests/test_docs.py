@@ -20,7 +20,7 @@ from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import TransferDone
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.memory import AdapterSize, Memory
-from lorikeet.memory.policies import EVICTION
+from lorikeet.policies import EVICTION
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -99,7 +99,7 @@ def test_the_policy_that_the_architecture_page_shows_works(monkeypatch: pytest.M
     names: dict[str, object] = {}
     exec(code_blocks(ARCHITECTURE, "python")[0], names)
     sizes = {"small": 2, "big": 5, "new": 5}
-    monkeypatch.setitem(EVICTION, "largest", names["LargestFirst"])
+    monkeypatch.setitem(EVICTION.own, "largest", names["LargestFirst"])
     memory = Memory(10, 0, 16, 1, lambda ref: AdapterSize(sizes[ref.name], 0), "largest")
     for now, name in enumerate(sizes):
         ref = AdapterRef(AdapterName(name), AdapterDigest(name), "", {}, 0)

@@ -354,8 +354,8 @@ def cluster_profile(preset: str, model: str) -> tuple[CostProfile, int]:
 
 def vllm(model: str, slice_s: float) -> str:
     """Return vLLM's preset: instances that take turns of so many seconds."""
-    mode = "whole-models" if slice_s == float("inf") else f"whole-models:{slice_s:g}-s"
-    return f"{VLLM},batching_mode={mode}" + (",merge_by=delta" if model == "7b" else "")
+    mode = "whole-models" if slice_s == float("inf") else f"whole-models(turn_s={slice_s:g})"
+    return f"{VLLM},batching={mode}" + (",merge_by=delta" if model == "7b" else "")
 
 
 def run_at(preset: str, model: str, rate: float, seed: int, adapters: int, scale: float = 1.0) -> Figures:

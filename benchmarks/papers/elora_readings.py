@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.papers.elora_work import Case, run_case
 from benchmarks.papers.measure import Run
-from lorikeet.memory.policies import EVICTION
 from lorikeet.memory.policies.base import MemoryView, extend_to_nodes
 from lorikeet.memory.policies.elora import Elora
 from lorikeet.memory.tree import Nodes, Scores
+from lorikeet.policies import EVICTION
 
 
 class Reading(Elora):
@@ -82,7 +82,7 @@ POOL, LOAD, WINDOW, ADAPTERS, SEEDS = 0.5, 0.2, 0.5, 100, (1, 2)
 
 def run_reading(preset: str, case: Case) -> dict[str, float]:
     """Run a reading, and return its means."""
-    with patch.dict(EVICTION, _POLICIES):
+    with patch.dict(EVICTION.own, _POLICIES):
         made = run_case(preset, case)
     return {
         "ttft_s": float(np.mean(made["ttft_s"])),

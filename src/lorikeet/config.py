@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 
@@ -662,7 +662,8 @@ def _with_choices(text: str, to: Any) -> str:
 
     def choices(found: re.Match[str]) -> str:
         kind = kinds.get(found[2])
-        listed = kind if isinstance(kind, type) and issubclass(kind, StrEnum) else ()
+        types = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, StrEnum)]
+        listed = types[0] if types else ()
         return f"{found[1]} is none of {', '.join(listed)}"
 
     return _WRONG_CHOICE.sub(choices, text)

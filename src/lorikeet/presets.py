@@ -6,14 +6,18 @@ on the same engine. ``lorikeet serve --preset elora`` chooses one; single option
 ``--preset elora,eviction=lru``.
 """
 
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from lorikeet import plugins
 from lorikeet.config import ConfigError, Count, Seconds, convert
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.suggestions import unknown_name
+from lorikeet.plugins import split_options
 
 
 class KvAfterFinish(StrEnum):
@@ -121,7 +125,9 @@ class PreemptedKv(StrEnum):
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The policy options of one system. Policies are named as in their tables, such as ``memory.policies.EVICTION``.
+    """The policy options of one system. ``lorikeet.policies`` has the names of policies.
+
+    A policy's parameters follow its name: ``dlora(patience=64)``.
 
     Attributes:
         kernel_form: how LoRA is computed for a batch of mixed ranks.
@@ -146,7 +152,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         decodes_between_prefills: while sequences run, requests are admitted only after so many decode steps since the
             last prefill.
         preempted_kv: what happens to the KV of a preempted sequence.
-        batching_mode: which requests run together, and whether their adapter is merged into the base weights.
+        batching: which requests run together, and whether their adapter is merged into the base weights.
         merge_by: how the merged adapter is changed.
         cold_start: what happens while the adapter of a request is being loaded.
         step_hold: a step waits for transfers that requests wait for if those gain more time than all others lose, with
@@ -184,7 +190,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_apart: PrefillApart = PrefillApart.NEVER
     decodes_between_prefills: Count = 0
     preempted_kv: PreemptedKv = PreemptedKv.CHEAPER
-    batching_mode: str = "unmerged"
+    batching: str = "unmerged"
     merge_by: MergeBy = MergeBy.DELTA
     cold_start: ColdStart = ColdStart.WAIT
     step_hold: bool = False
@@ -200,13 +206,22 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     comigration_problem: MigrationProblem = MigrationProblem.RELAXED
 
 
-def _but(preset: Preset, **options: Any) -> Preset:
-    """Return a copy of a preset with other values for some options."""
-    return msgspec.structs.replace(preset, **options)
+class PresetGroup(NamedTuple):
+    """Presets that a package offers together, such as those of a paper.
+
+    Attributes:
+        title: heading in ``lorikeet presets --all``.
+        presets: presets by name.
+        about: one line each about some of them; the others are shown by their options.
+    """
+
+    title: str
+    presets: Mapping[str, Preset]
+    about: Mapping[str, str] = {}
 
 
 _PLAIN = Preset(routing="kv-affinity")
-_AUTO = _but(
+_AUTO = replace(
     _PLAIN,
     host_kv=HostKv.AHEAD,
     preempted_kv=PreemptedKv.KEPT,  # at no cost: it is evicted as other KV, without a copy
@@ -220,212 +235,143 @@ _AUTO = _but(
     routing="seconds",
     pool_share=0.5,
 )
-_ELORA = Preset(adapter_chain=True, eviction="elora", prefetch="best-first", swap_interval_s=0.1)
-_CHAMELEON = Preset(
-    kv_after_finish=KvAfterFinish.DROPPED,
-    eviction="chameleon",
-    prefetch="queue",
-    admission="chameleon",
-    prefill_apart=PrefillApart.ALWAYS,
-    cold_start=ColdStart.BLOCK,
+
+OWN = PresetGroup(
+    "Lorikeet",
+    {
+        # The default. It copies KV that is likely to be used again to the host before it is evicted, and prefetches the
+        # newest of it, so that no request waits for a copy to the host. It admits short requests first within bounds,
+        # evicts adapters' KV that is rarely reused first, computes prompts in steps of their own where that pays, lets
+        # host cores assist cold prefills where that pays, and routes by the seconds that a request adds.
+        "lorikeet:auto": _AUTO,
+        # Unified memory with LRU, prefix caching, first come first served, and routing to cached prefixes. KV is copied
+        # to the host when it is evicted, and nothing is prefetched.
+        "lorikeet:plain": _PLAIN,
+        "lorikeet:plain-block": replace(_PLAIN, cold_start=ColdStart.BLOCK),
+        "lorikeet:plain-no-reuse": replace(_PLAIN, kv_after_finish=KvAfterFinish.DROPPED, routing="adapter-affinity"),
+        "lorikeet:plain-padded": replace(_PLAIN, kernel_form=KernelForm.PADDED),
+        "lorikeet:plain-einsum": replace(_PLAIN, kernel_form=KernelForm.EINSUM),
+        "lorikeet:fair": replace(_AUTO, admission="fair"),
+        "lorikeet:fair-adapter": replace(_AUTO, admission="fair(by=adapter)"),
+        "lorikeet:priority": replace(_AUTO, admission="priority"),
+        "lorikeet:deadline": replace(_AUTO, admission="deadline"),
+        # Not the default: it takes the memory of the weights twice, and saves little (docs/decisions/merging-paid.md).
+        "lorikeet:merge-paid": replace(_AUTO, batching="merge-paid"),
+        "lorikeet:kv-affinity": replace(_AUTO, routing="kv-affinity"),
+        "lorikeet:adapter-affinity": replace(_AUTO, routing="adapter-affinity"),
+        "lorikeet:least-loaded": replace(_AUTO, routing="least-loaded"),
+        "lorikeet:round-robin": replace(_AUTO, routing="round-robin"),
+        "lorikeet:random": replace(_AUTO, routing="random"),
+        # TTFT is 9 to 13 % shorter than with elora for agents with a quarter of the pool, and 1 % longer for a chatbot
+        # (docs/decisions/memory-policies.md).
+        "lorikeet:tree-lru": Preset(adapter_chain=True, eviction="lru", prefetch="newest-first", swap_interval_s=0.1),
+        # Replicas of one rank share its adapters, the replica with the least work gets the request, and requests
+        # overflow to other ranks: shorter TTFT tails than with loraserve, for more copies of adapters
+        # (docs/decisions/loraserve-placement.md).
+        "lorikeet:rank-groups": Preset(
+            kernel_form=KernelForm.PADDED,
+            kv_after_finish=KvAfterFinish.DROPPED,
+            keep_adapters=False,
+            prefetch="queue",
+            cold_start=ColdStart.BLOCK,
+            placement="rank-groups",
+            routing="placed-work",
+        ),
+    },
+    {
+        "lorikeet:auto": "the default: one pool, a host tier, prefetch, short requests first within bounds",
+        "lorikeet:plain": "one pool with LRU, prefix caching, first come first served, routing to cached KV",
+        "lorikeet:plain-block": "all requests wait while an adapter is loaded",
+        "lorikeet:plain-no-reuse": "no prefix caching, as vLLM's --no-enable-prefix-caching",
+        "lorikeet:plain-padded": "LoRA padded to the largest rank of the batch",
+        "lorikeet:plain-einsum": "LoRA as one einsum over all adapters of the batch",
+        "lorikeet:fair": "fair shares of served tokens between tenants",
+        "lorikeet:fair-adapter": "fair shares of served tokens between adapters",
+        "lorikeet:priority": "requests by their priority, as vLLM's priority scheduling",
+        "lorikeet:deadline": "requests by the deadline of their first token",
+        "lorikeet:merge-paid": "an adapter is merged while it alone has requests, once that has paid for itself",
+        "lorikeet:kv-affinity": "routing to the replica that has most of the prompt's KV",
+        "lorikeet:adapter-affinity": "routing to replicas that have the adapter loaded",
+        "lorikeet:least-loaded": "routing to the replica with the least load",
+        "lorikeet:round-robin": "routing to each replica in turn",
+        "lorikeet:random": "routing to a random replica",
+        "lorikeet:tree-lru": "KV and adapters in one dependency tree, adapters loaded block by block, LRU",
+        "lorikeet:rank-groups": "groups of replicas by rank, and the least work among them",
+    },
 )
-_DLORA = Preset(
-    kernel_form=KernelForm.EINSUM,
-    kv_after_finish=KvAfterFinish.DROPPED,
-    prefetch="all",
-    batching_mode="dlora",
-    cold_start=ColdStart.BLOCK,
-    placement="dlora",
-    placement_period_s=60.0,
-    routing="dlora",
-    pool_prefetch=True,
-    comigration=True,
-)
-_ON_DEMAND = Preset(
-    kernel_form=KernelForm.PADDED,
-    kv_after_finish=KvAfterFinish.DROPPED,
-    keep_adapters=False,
-    cold_start=ColdStart.BLOCK,
-)
-_VLLM = Preset(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
+"""The presets for users."""
 
 
-_CACHE_ALONE = _but(_CHAMELEON, admission="s-lora")
-_NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
-_S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
-# TOPPINGS and its baselines compute prompts in steps of their own: a request that arrives interrupts the decodes
-# (section 2.2).
-_PREFILL_APART = _but(_ON_DEMAND, prefill_apart=PrefillApart.ALWAYS)
-_TOPPINGS = _but(_PREFILL_APART, cold_start=ColdStart.ASSIST, routing="toppings")
-_LORASERVE = _but(_ON_DEMAND, prefetch="queue", placement="loraserve", routing="table")
-_REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
-_UNMANAGED: dict[str, Any] = {
-    "placement": "everywhere",
-    "placement_period_s": Preset().placement_period_s,
-    "routing": "round-robin",
-    "pool_prefetch": False,
-    "comigration": False,
-}
+class PresetTable(Mapping[str, Preset]):
+    """All presets by name: the product's own, those of papers, and those of other packages.
 
-_TREE_LRU = _but(_ELORA, eviction="lru", prefetch="newest-first")
+    An entry point of the group ``lorikeet.presets`` has the name of a preset, or of a family whose presets are called
+    ``FAMILY:VARIANT``, and is a :class:`PresetGroup`. It is imported when a name of its family is looked up.
 
-PRESETS: dict[str, Preset] = {
-    # The default: as lorikeet:plain, but KV that is likely to be used again is copied to the host before it is evicted,
-    # and the newest of it is prefetched, so that no request waits for a copy to the host.
-    "lorikeet:auto": _AUTO,
-    # Unified memory with LRU, prefix caching, first come first served, and routing to cached prefixes; KV is copied to
-    # the host when it is evicted, and nothing is prefetched.
-    "lorikeet:plain": _PLAIN,
-    # All requests wait while an adapter is loaded.
-    "lorikeet:plain-block": _but(_PLAIN, cold_start=ColdStart.BLOCK),
-    # Without prefix caching, as vLLM's --no-enable-prefix-caching.
-    "lorikeet:plain-no-reuse": _but(_PLAIN, kv_after_finish=KvAfterFinish.DROPPED, routing="adapter-affinity"),
-    # LoRA padded to the largest rank of the batch.
-    "lorikeet:plain-padded": _but(_PLAIN, kernel_form=KernelForm.PADDED),
-    # LoRA as one einsum over all adapters of the batch.
-    "lorikeet:plain-einsum": _but(_PLAIN, kernel_form=KernelForm.EINSUM),
-    # Fair shares of served tokens between tenants.
-    "lorikeet:fair": _but(_AUTO, admission="fair"),
-    # Fair shares of served tokens between adapters.
-    "lorikeet:fair-adapter": _but(_AUTO, admission="fair:adapter"),
-    # Requests by their priority, as vLLM's priority scheduling.
-    "lorikeet:priority": _but(_AUTO, admission="priority"),
-    # Requests by the deadline of their first token.
-    "lorikeet:deadline": _but(_AUTO, admission="deadline"),
-    # Small requests first, by a multi-level queue with token quotas: Chameleon's, changed where memory stays empty or
-    # large requests starve. Mean TTFT falls, P99 may rise: docs/decisions/chameleon-queues.md.
-    "lorikeet:size-aware": _but(_AUTO, admission="size-aware"),
-    # The default, and an adapter is merged while it alone has requests, once its overhead has paid for the switches.
-    # Not the default: it takes the memory of the weights twice, and saves little (docs/decisions/merging-paid.md).
-    "lorikeet:merge-paid": _but(_AUTO, batching_mode="merge-paid"),
-    # Routing to the replica that has most of the prompt's KV.
-    "lorikeet:kv-affinity": _but(_AUTO, routing="kv-affinity"),
-    # Routing to replicas that have the adapter loaded.
-    "lorikeet:adapter-affinity": _but(_AUTO, routing="adapter-affinity"),
-    # Routing to the replica with the least load.
-    "lorikeet:least-loaded": _but(_AUTO, routing="least-loaded"),
-    # Routing to each replica in turn.
-    "lorikeet:round-robin": _but(_AUTO, routing="round-robin"),
-    # Routing to a random replica.
-    "lorikeet:random": _but(_AUTO, routing="random"),
-    # ELORA's tree, chains and prefetch with LRU in place of its cost model: 9 to 13 % less TTFT for agents than elora
-    # with a quarter of the pool, 1 % more for a chatbot (docs/decisions/memory-policies.md).
-    "lorikeet:tree-lru": _TREE_LRU,
-    # LoRAServe, with replicas of one rank that share its adapters, the least work instead of a draw, and overflow to
-    # other ranks: shorter TTFT tails, for more copies of adapters (docs/decisions/loraserve-placement.md).
-    "lorikeet:rank-groups": _but(_LORASERVE, placement="rank-groups", routing="placed-work"),
-    # dLoRA, with merged turns for starving adapters, and thresholds and times learned while serving: lower latency
-    # below saturation, and on machines where LoRA costs several times the base model (docs/decisions/batching-mode.md).
-    "lorikeet:merge-turns": _but(_DLORA, batching_mode="merge-turns"),
-    # ELORA as printed: KV and adapters in one tree, evicted and prefetched by its cost model, t in seconds, adapters as
-    # chains of blocks. Then without the tree (flat tables), the swapper's model (another name of lorikeet:tree-lru),
-    # Eq. 4, visits or recency; with other policies in place of the model; and S-LoRA as the paper measures it.
-    "elora": _ELORA,
-    "elora:wom": _but(_ELORA, dependency_tree=False, eviction="elora:wom", prefetch="best-first:flat"),
-    "elora:wos": _TREE_LRU,
-    "elora:wol": _but(_ELORA, eviction="elora:wol"),
-    "elora:wov": _but(_ELORA, eviction="elora:wov"),
-    "elora:wou": _but(_ELORA, eviction="elora:wou"),
-    "elora:bfs": _but(_ELORA, adapter_chain=False, eviction="bfs", prefetch="branches"),
-    "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
-    "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
-    "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
-    "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED, keep_adapters=False),
-    # vLLM: a fixed number of adapter slots, the rest of the memory for KV; evicted KV goes to the host, or is gone.
-    "vllm-static": _VLLM,
-    "vllm-static:discard": _but(_VLLM, host_kv=HostKv.NONE),
-    # Chameleon as printed: an adapter cache, and a multi-level queue by request size; then its ablations, and S-LoRA
-    # with its own batching, on which the paper builds.
-    "chameleon": _CHAMELEON,
-    "chameleon:output-only": _but(_CHAMELEON, admission="chameleon:output-only"),
-    "chameleon:no-cache": _but(_CHAMELEON, **_NO_CACHE),
-    "chameleon:no-scheduler": _CACHE_ALONE,
-    "chameleon:lru": _but(_CACHE_ALONE, eviction="chameleon:lru"),
-    "chameleon:fairshare": _but(_CACHE_ALONE, eviction="chameleon:fairshare"),
-    "chameleon:lru-full": _but(_CHAMELEON, eviction="chameleon:lru"),
-    "chameleon:fairshare-full": _but(_CHAMELEON, eviction="chameleon:fairshare"),
-    "chameleon:prefetch": _but(_CHAMELEON, prefetch="histogram"),
-    "chameleon:s-lora": _S_LORA,
-    # As its published code batches: requests are admitted after ten decode steps. The paper has both systems admit in
-    # every iteration.
-    "chameleon:s-lora-code": _but(_S_LORA, decodes_between_prefills=10),
-    "chameleon:sjf": _but(_S_LORA, admission="sjf"),
-    "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
-    # dLoRA as printed: merged and unmerged batches, placement by burst tolerance, co-migration; then credits of other
-    # sizes, its ablations and its baselines.
-    "dlora": _DLORA,
-    "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
-    "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
-    "dlora:patience-64": _but(_DLORA, batching_mode="dlora:patience-64"),
-    "dlora:patience-16384": _but(_DLORA, batching_mode="dlora:patience-16384"),
-    "dlora:full-ilp": _but(_DLORA, comigration_problem=MigrationProblem.FULL),
-    "dlora:printed-factor": _but(_DLORA, comigration_problem=MigrationProblem.PRINTED_FACTOR),
-    "dlora:proactive": _but(_DLORA, comigration=False),
-    "dlora:rr": _but(_DLORA, routing="round-robin", comigration=False),
-    "merged-only": _but(_DLORA, batching_mode="merged-only"),
-    "unmerged-only": _but(_DLORA, batching_mode="unmerged"),
-    "dlora:peft": _but(_DLORA, **_UNMANAGED, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
-    "dlora:vllm-uniform": _but(
-        _DLORA,
-        batching_mode="whole-models:1-s",
-        merge_by=MergeBy.MODEL,
-        placement="random",
-        routing="table",
-        comigration=False,
-    ),
-    "dlora:s-lora": _but(
-        _DLORA,
-        **_UNMANAGED,
-        batching_mode="unmerged",
-        kernel_form=KernelForm.UNPADDED,
-        admission="s-lora",
-        prefill_apart=PrefillApart.ALWAYS,
-        decodes_between_prefills=10,
-    ),
-    # TOPPINGS as printed: host cores compute LoRA of a prefill on layers whose weights have not arrived, BGMV computes
-    # the rest, and an adapter stays while a request uses it. Requests go where Algorithm 1 says. The paper leaves open
-    # what an empty queue costs: here what the sum of equation 2 gives for no requests.
-    "toppings": _TOPPINGS,
-    # As toppings, by the other reading of equation 2: an empty queue costs nothing.
-    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
-    # The adapter arrives as one group (M = 1 in sections 4.1 and 7.3).
-    "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
-    # Which layers the host computes is planned, instead of what has not arrived (section 4.1).
-    "toppings:static": _but(_TOPPINGS, host_layers=HostLayers.STATIC),
-    # Each host core gets four times as many tokens (section 7.2, S3).
-    "toppings:fewer-cores": _but(_TOPPINGS, host_chunk=4),
-    # The schedulers of section 7.4, on TOPPINGS' servers: dLoRA's, first fit, random.
-    "toppings:dlora": _but(_TOPPINGS, routing="dlora", comigration=True),
-    "toppings:first-fit": _but(_TOPPINGS, routing="first-fit"),
-    "toppings:random": _but(_TOPPINGS, routing="random"),
-    # All requests wait while an adapter is loaded for a prefill, as in section 2.3.
-    "toppings:on-demand": _PREFILL_APART,
-    # Decodes go on while it is loaded, and its prefill begins then (section 4, "strawman").
-    "toppings:strawman": _but(_PREFILL_APART, cold_start=ColdStart.WAIT),
-    # S-LoRA as TOPPINGS has it: on demand, with MBGMV.
-    "toppings:s-lora": _but(_PREFILL_APART, kernel_form=KernelForm.UNPADDED),
-    # All adapters are on the device (section 7.1).
-    "cached": _but(_PREFILL_APART, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
-    # TOPPINGS' servers, but the host assists only if the first token comes sooner with it than after a whole load, and
-    # prompts run beside decodes. Wins where links are fast, prompts long, or cores few.
-    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=PrefillApart.NEVER),
-    # The same with a host that waits for a layer which arrives before it would be done.
-    "lorikeet:assist-patient": _but(
-        _TOPPINGS,
-        cold_start=ColdStart.AUTO,
-        host_layers=HostLayers.PATIENT,
-        prefill_apart=PrefillApart.NEVER,
-    ),
-    # LoRAServe as printed: placement of adapters on replicas by rank and demand; then a variant and its baselines.
-    "loraserve": _LORASERVE,
-    "loraserve:prefetch": _but(_LORASERVE, pool_prefetch=True),
-    "loraserve:random": _but(_LORASERVE, placement="random"),
-    "loraserve:random-iid": _but(_LORASERVE, placement="random-iid"),
-    "loraserve:contiguous": _but(_LORASERVE, placement="contiguous"),
-    "loraserve:toppings": _but(_REPLICATED, routing="fewest-tokens"),
-    "loraserve:toppings-rank": _but(_REPLICATED, routing="loraserve:toppings-rank"),
-}
-"""Presets by name. A new policy needs one file, one entry in its table, and one preset here."""
+    Args:
+        own: the product's own presets.
+    """
+
+    group = "lorikeet.presets"
+
+    def __init__(self, own: PresetGroup) -> None:
+        self.own = own
+
+    def __getitem__(self, name: str) -> Preset:
+        """Return a preset.
+
+        Raises:
+            KeyError: there is none of this name.
+            ConfigError: the package that has it cannot be imported.
+        """
+        if name in self.own.presets:
+            return self.own.presets[name]
+        for entry in dict.fromkeys((name, name.partition(":")[0])):
+            plugin = plugins.find(self.group, entry, "preset")
+            if plugin is not None and name in (found := _group_of(plugin)).presets:
+                return found.presets[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of all presets; packages that cannot be imported are left out."""
+        return iter(dict.fromkeys(name for group in self.groups() for name in group.presets))
+
+    def __len__(self) -> int:
+        """Return the number of presets."""
+        return sum(1 for _ in self)
+
+    def groups(self, on_error: Callable[[ConfigError], None] = lambda error: None) -> list[PresetGroup]:
+        """Return the groups of all presets, the product's own first.
+
+        Args:
+            on_error: called with the error of each package that cannot be imported.
+        """
+        found = [self.own]
+        for entry in plugins.names(self.group):
+            try:
+                plugin = plugins.find(self.group, entry, "preset")
+                group = None if plugin is None else _group_of(plugin)
+            except ConfigError as error:
+                on_error(error)
+                continue
+            if group is not None and all(group is not each for each in found):
+                found.append(group)
+        return found
+
+    def names(self) -> list[str]:
+        """Return the names that can be given without importing a package: own presets, others, and families."""
+        return list(dict.fromkeys([*self.own.presets, *plugins.names(self.group)]))
+
+
+def _group_of(plugin: plugins.Plugin) -> PresetGroup:
+    group = plugin.load("preset")
+    if not isinstance(group, PresetGroup):
+        raise ConfigError(f"preset {plugin}: expected a PresetGroup, not {type(group).__name__}")
+    return group
+
+
+PRESETS = PresetTable(OWN)
+"""All presets by name."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     field.name: tuple(field.type)
@@ -444,25 +390,6 @@ _CLUSTER_OPTIONS = (
     "comigration_problem",
 )
 
-MERGING_MODES = frozenset(
-    {
-        "dlora",
-        "dlora:no-credits",
-        "dlora:no-tuning",
-        "dlora:patience-64",
-        "dlora:patience-16384",
-        "merge-turns",
-        "merge-paid",
-        "merged-only",
-        "whole-models",
-        "whole-models:0-s",
-        "whole-models:0.1-s",
-        "whole-models:1-s",
-        "whole-models:10-s",
-    }
-)
-"""Batching modes that may merge an adapter into the base weights; ranks keep unmerged copies only for them."""
-
 AUTO_PRESET = "lorikeet:auto"
 """The preset that ``auto`` selects."""
 
@@ -475,14 +402,16 @@ def resolve_preset(name: str) -> tuple[str, Preset]:
     Raises:
         ConfigError: the preset or an option is unknown, or a value is wrong; the message lists the allowed ones.
     """
-    base, *changes = (part.strip() for part in name.split(","))
+    base, *changes = split_options(name)
     full = AUTO_PRESET if base == "auto" else base
-    if full not in PRESETS:
-        known = ["auto", AUTO_PRESET, *sorted(PRESETS.keys() - {AUTO_PRESET}, key=lambda each: (":" in each, each))]
-        raise ConfigError(f"{unknown_name('preset', base, known)} (`lorikeet presets` lists all)")
+    try:
+        preset = PRESETS[full]
+    except KeyError:
+        known = ["auto", AUTO_PRESET, *sorted({*PRESETS} - {AUTO_PRESET}, key=lambda each: (":" in each, each))]
+        raise ConfigError(f"{unknown_name('preset', base, known)} (`lorikeet presets --all` lists all)") from None
     if not changes:
-        return full, PRESETS[full]
-    options = msgspec.to_builtins(PRESETS[full])
+        return full, preset
+    options = msgspec.to_builtins(preset)
     for change in changes:
         option, _, value = change.partition("=")
         if option not in options:
@@ -495,7 +424,7 @@ def resolve_preset(name: str) -> tuple[str, Preset]:
 
 
 def describe_preset(name: str) -> str:
-    """Return what ``name`` stands for, for the start-up log: ``preset auto = lorikeet:plain``.
+    """Return the preset that ``name`` selects, for the start-up log: ``preset auto = lorikeet:auto``.
 
     Options set behind the name are listed where they differ from the preset's own, which follow in brackets.
 
@@ -514,4 +443,4 @@ def describe_preset(name: str) -> str:
 def for_one_replica(preset: Preset) -> Preset:
     """Return the preset with the defaults of all options that matter only for several replicas."""
     default = Preset()
-    return _but(preset, **{option: getattr(default, option) for option in _CLUSTER_OPTIONS})
+    return replace(preset, **{option: getattr(default, option) for option in _CLUSTER_OPTIONS})

@@ -12,12 +12,12 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.memory import AdapterSize, Memory
-from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import MemoryView, PrefetchPolicy
 from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.transfers import RouteTotals
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
+from lorikeet.policies import EVICTION, PREFETCH
 from lorikeet.presets import PRESETS, HostKv, KvAfterFinish, Preset
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
@@ -637,7 +637,7 @@ def test_kv_prefetch_is_not_dropped_from_the_host_for_a_later_adapter(
             yield from [node for node in tree.below(BASE) if tree.on_host[node]]
             yield from list(tree.adapters)
 
-    monkeypatch.setitem(PREFETCH, "kv-then-adapters", KvThenAdapters)
+    monkeypatch.setitem(PREFETCH.own, "kv-then-adapters", KvThenAdapters)
     bench = Bench(blocks=30, host_blocks=4, preset=Preset(prefetch="kv-then-adapters", swap_interval_s=0.1))
     ask(bench, "x", words(0, 4))
     bench.memory.evictor.ensure_free(30, 0, bench.clock.now())

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import LOWEST, PrefetchPolicy
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.elora import Elora
@@ -15,6 +14,7 @@ from lorikeet.memory.policies.lru import Lru, LruWithReuse
 from lorikeet.memory.policies.rrip import Srrip
 from lorikeet.memory.policies.wom import Wom
 from lorikeet.memory.tree import BASE, DependencyTree
+from lorikeet.policies import EVICTION, PREFETCH
 from lorikeet.presets import PRESETS
 from tests.memory.trees import (
     add_adapter,
@@ -27,11 +27,12 @@ from tests.memory.trees import (
     roots_come_first,
     view_of,
 )
+from tests.support.policies import policy_values
 from tests.support.scripted import Bench, request
 from tests.support.scripted import adapter as reference
 
 
-@pytest.mark.parametrize("name", EVICTION)
+@pytest.mark.parametrize("name", policy_values("eviction"))
 def test_every_policy_has_a_finite_score_for_every_node(name: str) -> None:
     for seed in range(10):
         tree = random_tree(seed)
@@ -49,7 +50,7 @@ def test_every_policy_has_a_finite_score_for_every_node(name: str) -> None:
         assert policy.choose(nodes[:3], 100.0) in nodes[:3]
 
 
-@pytest.mark.parametrize("name", EVICTION)
+@pytest.mark.parametrize("name", policy_values("eviction"))
 def test_score_of_a_node_does_not_depend_on_others_scored_with_it(name: str) -> None:
     tree = random_tree(3)
     policy, nodes = EVICTION[name](view_of(tree)), nodes_of(tree)
@@ -60,7 +61,7 @@ def test_score_of_a_node_does_not_depend_on_others_scored_with_it(name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVICTION)
+@pytest.mark.parametrize("name", policy_values("eviction"))
 def test_all_nodes_of_a_large_tree_are_scored(name: str) -> None:
     tree = random_tree(4, adapters=300, kv=3000)
     policy, nodes = EVICTION[name](view_of(tree)), nodes_of(tree)

@@ -5,12 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.memory.policies import EVICTION
 from lorikeet.memory.policies.base import MemoryView
 from lorikeet.memory.policies.chameleon import Chameleon
 from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.tree import BASE, DependencyTree
+from lorikeet.policies import EVICTION
+from lorikeet.presets import PRESETS
 from tests.memory.trees import add_adapter, add_kv, view_of
+
+FAIRSHARE = PRESETS["chameleon:fairshare"].eviction
 
 
 def three(name: str) -> tuple[Chameleon, list[int]]:
@@ -33,8 +36,8 @@ def leaving_order(policy: Chameleon, nodes: list[int]) -> str:
     ("name", "scores", "order"),
     [
         ("chameleon", [0.478125, 0.173125, 0.515], "bac"),
-        ("chameleon:fairshare", [0.354167, 0.3875, 0.433333], "abc"),
-        ("chameleon:lru", [0.0, 1.0, 0.2], "acb"),
+        (FAIRSHARE, [0.354167, 0.3875, 0.433333], "abc"),
+        ("chameleon(frequency=0,recency=1,size=0)", [0.0, 1.0, 0.2], "acb"),
     ],
 )
 def test_the_worked_example(name: str, scores: list[float], order: str) -> None:

@@ -175,11 +175,11 @@ def test_time_that_passed_since_the_arrival_counts() -> None:
         ("deadline", {}, {"slo": Slo(ttft_s=11.0)}, 0),
         ("sjf", {"tokens": 9}, {"tokens": 8}, 0),
         ("sjf", {"tokens": 9, "predicted_tokens": 5}, {"tokens": 8}, 10),
-        ("sjf:aging", {"tokens": 9}, {"tokens": 8}, 10),
-        ("sjf:aging", {"tokens": 100}, {"tokens": 8}, 0),
+        ("sjf(gamma=10)", {"tokens": 9}, {"tokens": 8}, 10),
+        ("sjf(gamma=10)", {"tokens": 100}, {"tokens": 8}, 0),
         ("fair", {"tenant": "blue"}, {"tenant": "red"}, 1),
         ("fair", {"tenant": "blue"}, {"tenant": "blue"}, 10),
-        ("fair:adapter", {"tenant": "blue"}, {"tenant": "red"}, 10),
+        ("fair(by=adapter)", {"tenant": "blue"}, {"tenant": "red"}, 10),
     ],
 )
 def test_only_those_that_the_policy_takes_first_are_ahead(

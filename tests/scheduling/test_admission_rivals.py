@@ -1,6 +1,6 @@
 """Shortest first, fair shares, priority classes and earliest deadlines: whom they name, and what comes of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
@@ -11,15 +11,15 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Admitted, Preempted
 from lorikeet.core.request import Request, Slo
 from lorikeet.memory.blocks import WaitReason
+from lorikeet.policies import ADMISSION
 from lorikeet.presets import Preset
 from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
-from lorikeet.scheduling.policies import ADMISSION
-from lorikeet.scheduling.policies.fair import FairShares, by_adapter
+from lorikeet.scheduling.policies.fair import FairShares, Owner
 from lorikeet.scheduling.policies.sjf import ShortestFirst
 from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 
-RIVALS = ("sjf", "sjf:aging", "fair", "fair:literal", "fair:adapter", "priority", "deadline")
+RIVALS = ("sjf", "sjf(gamma=10)", "fair", "fair(spare=0)", "fair(by=adapter)", "priority", "deadline")
 
 
 class View:
@@ -118,7 +118,7 @@ def test_aging_lets_a_long_one_be_overtaken_only_for_so_long() -> None:
 
 @pytest.mark.parametrize(("gamma", "waits"), [(0.0, 200), (1.0, 39)])
 def test_a_long_one_starves_without_aging_and_not_with_it(gamma: float, waits: int) -> None:
-    queue = ShortestFirst(View(), gamma)
+    queue = ShortestFirst(View(), gamma=gamma)
     queue.add(made("long", 0.0, answer_tokens=40), 0.0)
     for second in range(200):
         queue.add(made(f"short-{second}", float(second), answer_tokens=1), float(second))
@@ -168,9 +168,9 @@ def test_the_least_urgent_gives_way_when_blocks_run_out(name: str) -> None:
 # --- fair shares --------------------------------------------------------------------------------------
 
 
-def fair(owner: Callable[[Request], str] | None = None) -> tuple[FairShares, View]:
+def fair(by: Owner = Owner.TENANT) -> tuple[FairShares, View]:
     view = View()
-    return (FairShares(view) if owner is None else FairShares(view, owner)), view
+    return FairShares(view, by=by), view
 
 
 def test_prompts_count_once_when_admitted_and_answers_twice_as_they_come() -> None:
@@ -211,7 +211,7 @@ def test_a_tenant_of_weight_two_is_served_twice_as_much() -> None:
     view.answers["h0"] = heavy[0], 4
     queue.review(0.0)
     assert queue.served("heavy") == 20 + 2 * 4 / 2
-    by_adapters, _ = fair(by_adapter)
+    by_adapters, _ = fair(Owner.ADAPTER)
     filled(by_adapters, [heavy[0]])
     assert admitted(by_adapters) == ["h0"]
     assert by_adapters.served("") == 10, "adapters have no weights"
@@ -323,7 +323,7 @@ def test_tenant_holding_nothing_may_take_more_than_its_share() -> None:
 
 
 def test_shares_may_be_of_adapters() -> None:
-    queue, _ = fair(by_adapter)
+    queue, _ = fair(Owner.ADAPTER)
     one, other = adapter("one"), adapter("other")
     filled(queue, [made(f"1{index}", tenant=f"{index}", prompt_tokens=5, adapter=one) for index in range(3)])
     filled(queue, [made("2", 1.0, tenant="0", adapter=other), made("base", 2.0, prompt_tokens=2)])
@@ -398,7 +398,7 @@ def test_all_are_first_come_first_served_where_all_requests_are_alike(name: str,
     assert order(name, requests) == order("fifo", requests)
 
 
-@pytest.mark.parametrize("name", ["sjf", "sjf:aging", "priority", "deadline"])
+@pytest.mark.parametrize("name", ["sjf", "sjf(gamma=10)", "priority", "deadline"])
 def test_request_without_room_is_not_passed(name: str) -> None:
     requests = [made("first", 0.0), made("second", 1.0), made("third", 2.0)]
     for wait in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):

@@ -6,8 +6,8 @@ import pytest
 from lorikeet.core.events import Admitted, Finished, Preempted
 from lorikeet.core.request import Request
 from lorikeet.presets import Preset
-from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.state import SchedulerLimits
+from tests.support.policies import policy_values
 from tests.support.scripted import Bench, adapter, request
 
 SLOTS = 4
@@ -23,7 +23,7 @@ def order_of(bench: Bench, kind: type) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("admission", ADMISSION)
+@pytest.mark.parametrize("admission", policy_values("admission", "fair(spare=0)"))
 def test_background_requests_give_up_their_slots_and_lose_no_token(admission: str) -> None:
     bench = Bench(preset=Preset(admission=admission), limits=LIMITS)
     prompts = [[index, index + 1] for index in range(SLOTS + 2)]

@@ -9,13 +9,14 @@ import pytest
 
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
-from lorikeet.presets import MERGING_MODES, PRESETS
-from lorikeet.scheduling.batching import BATCHING
+from lorikeet.policies import BATCHING
+from lorikeet.presets import PRESETS
 from lorikeet.scheduling.batching.merge_turns import CreditParams, MergeTurns
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchWork, LiveRequest, Unmerged
 from lorikeet.scheduling.batching.mode_times import BreakEvenParams, ModeBatch, ModeTimes, lora_work
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
 from tests.support.batching import RANK, A, B, C, batch_of, ids, live_of, run, setup_of, work_of
+from tests.support.policies import policy_values
 
 # --- times -------------------------------------------------------------------------------------------
 
@@ -317,8 +318,11 @@ def test_unmerged_only_runs_all_requests() -> None:
     assert mode.steps_until_review() == float("inf")
 
 
-def test_every_row_names_a_mode_and_those_that_merge_are_known_to() -> None:
-    live = live_of("AAAAA")
-    assert {preset.batching_mode for preset in PRESETS.values()} <= set(BATCHING)
-    merging = {name for name, policy in BATCHING.items() if policy(setup_of()).choose(live).merged}
-    assert merging | {"merge-paid"} == MERGING_MODES  # which merges only what has paid for it
+@pytest.mark.parametrize("mode", policy_values("batching", *(f"whole-models(turn_s={s:g})" for s in (0, 0.1, 10))))
+def test_modes_that_merge_declare_it(mode: str) -> None:
+    merges = BATCHING[mode](setup_of()).choose(live_of("AAAAA")).merged is not None
+    assert BATCHING.load(mode).merges == (merges or mode == "merge-paid")  # which merges only what has paid for it
+
+
+def test_presets_name_batching_modes_that_exist() -> None:
+    assert all(preset.batching in BATCHING for preset in PRESETS.values())

@@ -94,7 +94,7 @@ def test_where_it_cannot_pay_it_is_tried_once() -> None:
 def test_answers_under_an_engine_are_those_without_merging() -> None:
     found = []
     for name in ("unmerged", "merge-paid"):
-        bench = Bench(preset=Preset(batching_mode=name), switch_s=0.001)
+        bench = Bench(preset=Preset(batching=name), switch_s=0.001)
         refs = [adapter("a"), adapter("b")]
         for number in range(6):
             ref = refs[number == 5]

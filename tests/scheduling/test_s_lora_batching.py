@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from lorikeet.core.events import FinishReason, FirstToken
 from lorikeet.core.plan import StepPlan
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.policies import ADMISSION
 from lorikeet.presets import PRESETS, PrefillApart, Preset
-from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.s_lora import Reservation
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.scheduling.test_multilevel_queue import World, admit
@@ -112,7 +112,7 @@ def test_a_squashed_request_is_executed_again_and_its_client_gets_each_token_onc
     class Restarting(Telling):
         restarts_squashed = True
 
-    monkeypatch.setitem(ADMISSION, "telling", Restarting)
+    monkeypatch.setitem(ADMISSION.own, "telling", Restarting)
     tokens = {}
     for squashed in (False, True):
         bench = Bench(preset=Preset(admission="telling"))

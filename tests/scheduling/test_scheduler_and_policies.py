@@ -10,9 +10,9 @@ from lorikeet.core.events import Admitted, FinishReason, Preempted
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
+from lorikeet.policies import ADMISSION
 from lorikeet.presets import PreemptedKv, Preset
 from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionView
-from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
@@ -52,7 +52,7 @@ class Telling(Fifo):
 
 @pytest.fixture
 def telling(monkeypatch: pytest.MonkeyPatch) -> Preset:
-    monkeypatch.setitem(ADMISSION, "telling", Telling)  # type: ignore[arg-type]
+    monkeypatch.setitem(ADMISSION.own, "telling", Telling)  # type: ignore[arg-type]
     return Preset(admission="telling")
 
 

@@ -17,7 +17,7 @@ WIDE = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=
 
 
 def merging(mode: str) -> Preset:
-    return Preset(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED)
+    return Preset(batching=mode, kv_after_finish=KvAfterFinish.DROPPED)
 
 
 def answers(bench: Bench, requests: list[tuple[str, str]]) -> dict[str, list[int]]:
@@ -88,13 +88,13 @@ def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("admission", ["fair", "chameleon", "size-aware", "s-lora", "priority", "sjf:aging"])
+@pytest.mark.parametrize("admission", ["fair", "chameleon", "size-aware", "s-lora", "priority", "sjf(gamma=10)"])
 @pytest.mark.parametrize("mode", ["dlora", "merge-turns", "merged-only", "whole-models"])
 def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admission: str) -> None:
     limits = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
     bench = Bench(
         blocks=24,
-        preset=Preset(batching_mode=mode, kv_after_finish=KvAfterFinish.DROPPED, admission=admission),
+        preset=Preset(batching=mode, kv_after_finish=KvAfterFinish.DROPPED, admission=admission),
         limits=limits,
     )
     for index in range(12):
@@ -110,7 +110,7 @@ def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admissi
 
 
 def test_selecting_mode_considers_requests_by_priority() -> None:
-    preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="priority")
+    preset = Preset(batching="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="priority")
     bench = Bench(preset=preset, limits=SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64))
     for index in range(8):
         asked = request(f"{index}", [1, 2, 3], float(index), adapter=adapter("ab"[index % 2]), max_tokens=20)
@@ -124,7 +124,7 @@ def test_selecting_mode_considers_requests_by_priority() -> None:
 
 
 def test_requests_are_admitted_while_unneeded_adapters_are_read() -> None:
-    preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
+    preset = Preset(batching="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
     bench = Bench(blocks=16, host_blocks=400, preset=preset, limits=limits)
     bench.engine.submit(request("b", list(range(20)), 0.0, adapter=adapter("b"), max_tokens=30))
@@ -142,7 +142,7 @@ def test_requests_are_admitted_while_unneeded_adapters_are_read() -> None:
 
 @pytest.mark.slow
 def test_requests_that_were_displaced_while_others_are_admitted_upset_no_queue() -> None:
-    preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
+    preset = Preset(batching="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
     bench = Bench(
         blocks=24, preset=preset, limits=SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
     )
@@ -185,7 +185,7 @@ def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
 
 
 def test_batching_mode_is_told_what_ran_and_whether_the_host_helped(monkeypatch: pytest.MonkeyPatch) -> None:
-    preset = Preset(cold_start=ColdStart.ASSIST, batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED)
+    preset = Preset(cold_start=ColdStart.ASSIST, batching="dlora", kv_after_finish=KvAfterFinish.DROPPED)
     bench, works = cold_bench(preset=preset), list[BatchWork]()
     ran = bench.scheduler.selector._mode.ran
 

@@ -16,11 +16,10 @@ from lorikeet.engine.build import memory_rules
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
 from lorikeet.memory.memory import AdapterSize, Memory
+from lorikeet.policies import ADMISSION, BATCHING
 from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.assist_planner import AssistPlanner
-from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.engine_load import EngineLoad
-from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted_executor import ScriptedExecutor, TokenScript, token_by_seed
@@ -92,7 +91,7 @@ class Bench:
             forecast=load,
         )
         assist = None if self.assist is None else ScriptedAssist(self.assist)
-        batching = BATCHING[self.preset.batching_mode]
+        batching = BATCHING[self.preset.batching]
         self.scheduler = Scheduler(
             self.memory, load, ADMISSION[self.preset.admission], self.limits, self.preset, batching, assist
         )

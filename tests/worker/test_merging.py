@@ -22,7 +22,8 @@ from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.weights import DecoderWeights, pack_weights
-from lorikeet.presets import MERGING_MODES, PRESETS, MergeBy
+from lorikeet.policies import BATCHING
+from lorikeet.presets import PRESETS, MergeBy
 from lorikeet.worker.merging import Merger
 from tests.models.arenas import Arena
 from tests.models.checkpoints import make_checkpoint
@@ -258,11 +259,10 @@ def test_a_tied_output_layer_is_swapped_beside_the_embedding(tmp_path: Path) -> 
     assert torch.equal(rig.packed.embedding, embedding)
 
 
-def test_only_rows_that_can_merge_keep_pristine_weights() -> None:
-    merging = {name for name, preset in PRESETS.items() if preset.batching_mode in MERGING_MODES}
+def test_only_presets_that_can_merge_keep_unmerged_weights() -> None:
+    merging = {name for name, preset in PRESETS.items() if BATCHING.load(preset.batching).merges}
     assert {"dlora", "merged-only", "dlora:vllm-uniform"} <= merging
     assert not merging & {"lorikeet:plain", "unmerged-only", "dlora:peft", "dlora:s-lora", "chameleon", "toppings"}
-    assert {PRESETS[name].batching_mode for name in merging} <= MERGING_MODES
 
 
 # --- plans -------------------------------------------------------------------------------------------

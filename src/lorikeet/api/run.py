@@ -50,7 +50,8 @@ from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.model_folder import ModelFolder, prepare_model
 from lorikeet.observe.length_prediction import open_length_predictor
 from lorikeet.observe.request_log import RequestLog
-from lorikeet.presets import MERGING_MODES, resolve_preset
+from lorikeet.policies import BATCHING
+from lorikeet.presets import resolve_preset
 from lorikeet.serving.preload import log_restored, names_to_show, preload_adapters, served_when_named
 from lorikeet.serving.served_models import ServedModels
 from lorikeet.serving.service import Service
@@ -432,7 +433,7 @@ def _why_only_low_rank(settings: Settings) -> str:
     if settings.engine.pipeline_parallel > 1:
         return "pipeline stages serve low-rank matrices on linear modules only"
     name, preset = resolve_preset(settings.engine.preset)
-    if preset.batching_mode in MERGING_MODES:
+    if BATCHING.load(preset.batching).merges:
         return f"preset {name} merges adapters, and can merge low-rank matrices on linear modules only"
     return ""
 

@@ -24,7 +24,8 @@ from lorikeet.core.machine import gpu_models, memory_limit_bytes, usable_cores
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
 from lorikeet.models.quantization_config import ALIASES, ON_LOAD, QUANTIZATIONS
-from lorikeet.presets import MERGING_MODES, resolve_preset
+from lorikeet.policies import BATCHING, POLICIES
+from lorikeet.presets import resolve_preset
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version", "/sys/module/nvgpu")
 """One of them is there where CUDA works: on Linux, in WSL and on Jetson."""
@@ -53,36 +54,19 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_policies(name: str) -> None:
-    """Check the policies that are named behind a preset, such as ``elora,eviction=lru``.
+    """Check the policies that are named behind a preset, such as ``elora,eviction=lru``, and their parameters.
 
     Raises:
-        ConfigError: the preset, an option or a policy does not exist.
+        ConfigError: the preset, an option, a policy or a parameter does not exist, or a value is wrong.
     """
     _, preset = resolve_preset(name)
     if "," not in name:
         return
-    for option, policies in policy_tables().items():
-        if (value := getattr(preset, option)) not in policies:
-            raise ConfigError(f"preset {name!r}: {unknown_name(option, value, list(policies))}")
-
-
-def policy_tables() -> dict[str, Iterable[str]]:
-    """Return the names of all policies by the preset's option that chooses one."""
-    # The tables take time to import, and few servers need them here.
-    from lorikeet.cluster.placement import PLACEMENT
-    from lorikeet.cluster.routing import ROUTING
-    from lorikeet.memory.policies import EVICTION, PREFETCH
-    from lorikeet.scheduling.batching import BATCHING
-    from lorikeet.scheduling.policies import ADMISSION
-
-    return {
-        "eviction": EVICTION,
-        "prefetch": PREFETCH,
-        "admission": ADMISSION,
-        "batching_mode": BATCHING,
-        "placement": PLACEMENT,
-        "routing": ROUTING,
-    }
+    for option, registry in POLICIES.items():
+        try:
+            registry[getattr(preset, option)]  # imports the policy
+        except ConfigError as error:
+            raise ConfigError(f"preset {name!r}: {error}") from error
 
 
 def _check_profile(name: str) -> None:
@@ -158,7 +142,7 @@ def _check_merging(settings: Settings) -> None:
     """Check that a preset that merges adapters into the weights is not to do so with weights that are quantised."""
     name, preset = resolve_preset(settings.engine.preset)
     wanted = settings.model.quantization
-    if preset.batching_mode in MERGING_MODES and wanted in ON_LOAD:
+    if wanted in ON_LOAD and BATCHING.load(preset.batching).merges:
         raise ConfigError(
             f"quantization: {wanted} weights cannot be changed, and preset {name} merges adapters into them: choose "
             "another preset, or leave the weights as they are"

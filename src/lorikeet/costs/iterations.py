@@ -1,4 +1,4 @@
-"""The times of a profile by which dLoRA compares merged and unmerged iterations (section 4.2)."""
+"""Computes from a profile the times by which a batching mode compares merged and unmerged iterations."""
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
@@ -6,6 +6,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.costs.model import CostModel, StepWork
 from lorikeet.costs.transfers import MergeModel, TransferModel
+from lorikeet.policies import BATCHING
 from lorikeet.presets import Preset
 
 _REQUESTS = tuple(2**exponent for exponent in range(12))
@@ -17,7 +18,7 @@ _TYPICAL_RANK = 8
 def iteration_costs(transfers: TransferModel, preset: Preset) -> IterationCosts | None:
     """Return the times of decode iterations and merges by a profile.
 
-    None if the preset compares no iterations, or the profile has no merges or not the preset's kernel form.
+    None if the preset's batching mode does not need them, or the profile lacks merges or the preset's kernel form.
 
     Args:
         transfers: costs of transfers; its profile has the other constants.
@@ -25,7 +26,7 @@ def iteration_costs(transfers: TransferModel, preset: Preset) -> IterationCosts 
     """
     profile = transfers.profile
     lora = profile.lora.get(preset.kernel_form)
-    if profile.switching is None or lora is None or not preset.batching_mode.startswith("dlora"):
+    if profile.switching is None or lora is None or "iterations" not in BATCHING.load(preset.batching).needs:
         return None
     model, merging = CostModel(profile, preset.kernel_form), MergeModel(profile, preset.merge_by, transfers)
     average, per_adapter = model.average, 0.0 if lora.adapter is None else lora.adapter.value

@@ -1,9 +1,9 @@
 """Builds a replica from settings: memory, scheduler, executor and loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,12 +19,11 @@ from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
 from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.memory.packing import pack
-from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import StepForecast
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import NodeKind
+from lorikeet.policies import ADMISSION, BATCHING
 from lorikeet.presets import (
-    MERGING_MODES,
     ColdStart,
     KvAfterFinish,
     MemorySplit,
@@ -33,9 +32,7 @@ from lorikeet.presets import (
     resolve_preset,
 )
 from lorikeet.scheduling.assist_planner import AssistPlanner
-from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.engine_load import EngineLoad
-from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 from lorikeet.scheduling.state import SchedulerLimits
 from lorikeet.worker.grammars import GrammarCompiler
@@ -71,14 +68,7 @@ def build_memory(preset: Preset, sizes: EngineSizes, forecast: StepForecast | No
 
 
 def memory_rules(preset: Preset) -> MemoryRules:
-    """Return the memory options of a preset.
-
-    Raises:
-        ConfigError: it names a policy that does not exist.
-    """
-    for policy, table in ((preset.eviction, EVICTION), (preset.prefetch, PREFETCH)):
-        if policy not in table:
-            raise ConfigError(f"preset: there is no policy {policy!r}; choose one of {', '.join(table)}")
+    """Return the memory options of a preset."""
     return MemoryRules(
         keep_kv=preset.kv_after_finish is KvAfterFinish.KEPT,
         host_kv=preset.host_kv,
@@ -105,9 +95,6 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
         return AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
 
     return lambda ref: size(ref.shape)
-
-
-T = TypeVar("T")
 
 
 class Replica(NamedTuple):
@@ -149,7 +136,7 @@ def build_replica(
         paced, sizes = build_paced_executor(settings, preset, clock, on_load_done)
         return assemble(settings, paced, sizes, clock, on_ran)
     executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
-    if settings.engine.profile and preset.batching_mode.startswith("dlora"):
+    if settings.engine.profile and "iterations" in BATCHING.load(preset.batching).needs:
         profile = load_profile(settings.engine.profile)
         sizes = sizes._replace(iterations=iteration_costs(transfer_model(settings.engine, profile), preset))
     return assemble(settings, executor, sizes, clock, on_ran)._replace(grammars=executor.grammars)
@@ -170,9 +157,9 @@ def assemble(
         OSError: the recording cannot be written.
     """
     name, preset = resolve_preset(settings.engine.preset)
-    merges = preset.batching_mode in MERGING_MODES
+    merges = BATCHING.load(preset.batching).merges
     if merges and not sizes.can_merge:
-        preset = msgspec.structs.replace(preset, batching_mode="unmerged")
+        preset = msgspec.structs.replace(preset, batching="unmerged")
     load = EngineLoad()
     memory = build_memory(preset, sizes, load)
     sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
@@ -187,11 +174,10 @@ def assemble(
         async_scheduling=sizes.async_scheduling,
         max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
     )
-    admission = _policy(name, "admission", preset.admission, ADMISSION)
-    batching = _policy(name, "batching mode", preset.batching_mode, BATCHING)
-    if preset.batching_mode != "unmerged" and (preset.max_step_adapters or preset.memory_split is MemorySplit.STATIC):
+    admission, batching = ADMISSION[preset.admission], BATCHING[preset.batching]
+    if preset.batching != "unmerged" and (preset.max_step_adapters or preset.memory_split is MemorySplit.STATIC):
         raise ConfigError(
-            f"preset {name}: batching mode {preset.batching_mode} chooses the adapters of a step itself, so it cannot "
+            f"preset {name}: batching mode {preset.batching} chooses the adapters of a step itself, so it cannot "
             "be combined with max_step_adapters or a static memory split"
         )
     if (
@@ -241,12 +227,6 @@ def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
     CUDA graphs have one row for a sequence, as has the memory that a GPU sets aside, and ranks are told of one token.
     """
     return sizes.base is not None and settings.engine.device == "cpu" and settings.engine.ranks == 1
-
-
-def _policy(preset: str, option: str, policy: str, table: Mapping[str, T]) -> T:
-    if policy not in table:
-        raise ConfigError(f"preset {preset}: there is no {option} {policy!r}; choose one of {', '.join(table)}")
-    return table[policy]
 
 
 def _recorder(settings: Settings, preset: str, sizes: EngineSizes) -> FileRecorder | None:

@@ -19,7 +19,6 @@ from lorikeet.memory.blocks import BlockError, BlockPool, SequenceLease, Transfe
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.kv_migration import KvMigration
-from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, StepForecast
 from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.rules import MemoryRules
@@ -28,6 +27,7 @@ from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.transfers import BlockCounts, HostCounts, InflightTransfer
 from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer, block_keys
+from lorikeet.policies import EVICTION, PREFETCH
 from lorikeet.presets import HostKv
 
 

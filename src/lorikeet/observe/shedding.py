@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -10,60 +10,12 @@ from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.observe.ended_request import EndedRequest
-from lorikeet.scheduling.policies.deadline import DEFAULT_TTFT_S
-from lorikeet.scheduling.policies.fair import by_adapter, by_tenant
-from lorikeet.scheduling.policies.sjf import AGING_TOKENS_PER_S
+from lorikeet.policies import ADMISSION
 
 _DECAY_S = 30.0
 """Time constant in seconds: an observation of that age counts 1/e of a new one."""
 _MAX_PREFILL_TIMES = 32
 """Number of requests whose time from admission to first token is kept."""
-
-
-CountAhead = Callable[[Sequence[Request], Request], int]
-"""Returns how many of the waiting requests would be admitted before a new one."""
-
-
-def _ranked(rank: Callable[[Request], float]) -> CountAhead:
-    """Return a count for policies that admit by a fixed rank, the lowest first."""
-
-    def count(waiting: Sequence[Request], new: Request) -> int:
-        return sum(rank(other) <= rank(new) for other in waiting)
-
-    return count
-
-
-def _round_robin(owner: Callable[[Request], str]) -> CountAhead:
-    """Return a count for round-robin over owners: each other owner may go before each of the owner's requests."""
-
-    def count(waiting: Sequence[Request], new: Request) -> int:
-        by_owner = Counter(map(owner, waiting))
-        own = by_owner.pop(owner(new), 0)
-        return own + sum(min(others, own + 1) for others in by_owner.values())
-
-    return count
-
-
-def _all_waiting(waiting: Sequence[Request], new: Request) -> int:
-    return len(waiting)
-
-
-def _due_s(request: Request) -> float:
-    limit_s = None if request.slo is None else request.slo.ttft_s
-    return request.arrival_s + (DEFAULT_TTFT_S if limit_s is None else limit_s)
-
-
-_COUNT_AHEAD: dict[str, CountAhead] = {
-    "fifo": _ranked(lambda request: request.arrival_s),
-    "priority": _ranked(lambda request: request.priority),
-    "deadline": _ranked(_due_s),
-    "sjf": _ranked(lambda request: request.expected_tokens),
-    "sjf:aging": _ranked(lambda request: request.expected_tokens + AGING_TOKENS_PER_S * request.arrival_s),
-    "fair": _round_robin(by_tenant),
-    "fair:literal": _round_robin(by_tenant),
-    "fair:adapter": _round_robin(by_adapter),
-}
-"""By admission policy; under all other policies every waiting request counts as ahead."""
 
 
 class TtftForecast:
@@ -80,12 +32,12 @@ class TtftForecast:
     go first. It treats Chameleon's queues as one first-come queue.
 
     Args:
-        admission: name of the engine's admission policy.
+        admission: the engine's admission policy, as its preset names it.
         clock: in seconds, the clock of the requests' timings; replaced in tests.
     """
 
     def __init__(self, admission: str = "fifo", clock: Callable[[], float] = time.monotonic) -> None:
-        self._count_ahead = _COUNT_AHEAD.get(admission, _all_waiting)
+        self._count_ahead: Callable[[Sequence[Request], Request], int] = ADMISSION.bind(admission, "count_ahead")
         self._is_in_order = admission == "fifo"
         self._bypassed: set[RequestId] = set()
         self._clock = clock

@@ -1,7 +1,7 @@
 """Interface of admission policies: which of the waiting requests is tried next.
 
 A policy is a queue of requests, with the state that it needs about running ones; it never touches the memory. Each
-policy is one file in ``policies/``, with an entry in ``policies.ADMISSION``.
+policy is one file; ``lorikeet.policies.ADMISSION`` finds it by its name.
 """
 
 from abc import ABC, abstractmethod
@@ -108,6 +108,19 @@ class AdmissionQueue(ABC):
 
     def __init__(self, view: AdmissionView) -> None:
         self.view = view
+
+    @classmethod
+    def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
+        """Return how many waiting requests would be admitted before a new one; by default all.
+
+        Load shedding predicts the wait of a request with it, outside of the engine.
+
+        Args:
+            waiting: the waiting requests.
+            new: a request that is not queued yet.
+            parameters: parameters of the policy that the preset sets.
+        """
+        return len(waiting)
 
     @abstractmethod
     def add(self, request: Request, now: float) -> None:
@@ -218,3 +231,8 @@ class OrderedQueue(AdmissionQueue):
     def __len__(self) -> int:
         """Return the number of waiting requests."""
         return len(self._waiting)
+
+
+def count_ranked(rank: Callable[[Request], float], waiting: Sequence[Request], new: Request) -> int:
+    """Return how many requests have no larger rank than a new one, for policies that admit the lowest rank first."""
+    return sum(rank(other) <= rank(new) for other in waiting)

@@ -36,7 +36,8 @@ from lorikeet.models.loading import bits_on_load, load_weights
 from lorikeet.models.parallel import RankGroup
 from lorikeet.models.quantization_config import GGUF, read_quantization
 from lorikeet.models.weights import DecoderWeights, pack_weights
-from lorikeet.presets import MERGING_MODES, MergeBy, resolve_preset
+from lorikeet.policies import BATCHING
+from lorikeet.presets import MergeBy, resolve_preset
 from lorikeet.worker.merging import Merger, linear_bytes
 
 _MAX_PRISTINE_SHARE = 0.5
@@ -178,7 +179,7 @@ def load_rank(
         progress=progress,
     )
     name, preset = resolve_preset(settings.engine.preset)
-    merges = preset.batching_mode in MERGING_MODES
+    merges = BATCHING.load(preset.batching).merges
     if merges and weights.are_quantized:
         raise ConfigError(
             f"preset {name}: merges adapters into the weights, and these are quantised ({weights.stored}): choose "

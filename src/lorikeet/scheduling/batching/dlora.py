@@ -59,6 +59,9 @@ class DLora(BatchingMode):
         times: times of iterations and switches: profiled ones if the replica has a profile, else measured.
     """
 
+    merges = True
+    needs = frozenset({"iterations"})
+
     def __init__(
         self,
         setup: BatchingSetup,

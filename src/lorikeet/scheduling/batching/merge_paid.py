@@ -41,6 +41,8 @@ class MergePaid(BatchingMode):
         busy_s: seconds of all steps and switches.
     """
 
+    merges = True
+
     def __init__(self, setup: BatchingSetup) -> None:
         self._meter, self._rank = StepCostMeter(setup.kernel_form, setup.rank), setup.rank
         self._longest_switch_s = 0.0

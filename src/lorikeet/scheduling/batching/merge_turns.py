@@ -206,6 +206,8 @@ class MergeTurns(BatchingMode):
         times: measured times of steps and switches.
     """
 
+    merges = True
+
     def __init__(
         self,
         setup: BatchingSetup,

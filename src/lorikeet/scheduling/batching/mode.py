@@ -1,12 +1,12 @@
 """Interface of batching modes: which requests may run in a step, and which adapter is merged for it.
 
 A mode gets the requests of one replica as plain data, and never touches the memory. The scheduler calls ``choose``
-before each plan, and ``ran`` when steps of the plan have run. ``batching.BATCHING`` lists the modes by name.
+before each plan, and ``ran`` when steps of the plan have run. ``policies.BATCHING`` lists the modes by name.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
@@ -66,10 +66,17 @@ class BatchWork(NamedTuple):
 
 
 class BatchingMode(ABC):
-    """Decides for each plan which requests may run, and which adapter is merged."""
+    """Decides for each plan which requests may run, and which adapter is merged.
 
-    follows_requests = True
-    """Whether ``choose`` reads the requests; if not, the scheduler does not list them."""
+    Attributes:
+        follows_requests: whether ``choose`` reads the requests; if not, the scheduler does not list them.
+        merges: whether it may merge an adapter into the base weights. Only then do ranks keep an unmerged copy.
+        needs: names of fields of :class:`BatchingSetup` that are expensive to fill: ``iterations``.
+    """
+
+    follows_requests: ClassVar[bool] = True
+    merges: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
@@ -103,7 +110,7 @@ class BatchingSetup(NamedTuple):
         rank: returns the largest rank of an adapter.
         known_adapters: returns the number of adapters that the replica serves now.
         total_tokens: size of the whole device memory, in tokens of KV.
-        iterations: profiled times of its iterations; None without a profile.
+        iterations: profiled times of its iterations; None without a profile, or if the mode does not need them.
     """
 
     max_batch: int

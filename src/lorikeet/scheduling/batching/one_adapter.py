@@ -81,3 +81,41 @@ class OneAdapter(BatchingMode):
         if taken > 1:
             self._steps_left = min(self._steps_left, (share_tokens - held_tokens) // taken + 1)
         return batch[:taken]
+
+
+class MergedOnly(OneAdapter):
+    """Runs one adapter at a time, merged into the base weights.
+
+    Args:
+        setup: facts about the replica.
+    """
+
+    merges = True
+
+    def __init__(self, setup: BatchingSetup) -> None:
+        super().__init__(setup, merged=True)
+
+
+class UnmergedTurns(OneAdapter):
+    """Runs one adapter at a time without merging it, as PEFT serves adapters.
+
+    Args:
+        setup: facts about the replica.
+    """
+
+    def __init__(self, setup: BatchingSetup) -> None:
+        super().__init__(setup, merged=False)
+
+
+class WholeModels(OneAdapter):
+    """Runs each adapter as a whole merged model, which is swapped in and out and has an even share of the memory.
+
+    Args:
+        setup: facts about the replica.
+        turn_s: seconds of steps after which another model has its turn; infinite for no limit.
+    """
+
+    merges = True
+
+    def __init__(self, setup: BatchingSetup, *, turn_s: float = float("inf")) -> None:
+        super().__init__(setup, merged=True, even_shares=True, turn_s=turn_s)

@@ -29,7 +29,7 @@ from lorikeet.scheduling.admission import (
 from lorikeet.scheduling.multilevel.class_stats import ClassStats
 from lorikeet.scheduling.multilevel.options import MultilevelOptions, QueueFigures
 from lorikeet.scheduling.multilevel.quotas import QuotaAccounting
-from lorikeet.scheduling.multilevel.size_classes import RequestSize
+from lorikeet.scheduling.multilevel.size_classes import OUTPUT_ONLY_WEIGHTS, RequestSize
 
 
 @dataclass(eq=False)
@@ -135,9 +135,15 @@ class ChameleonQueue(AdmissionQueue):
     restarts_squashed = True
 
     def __init__(
-        self, view: AdmissionView, options: MultilevelOptions = PRINTED, initial: InitialClasses | None = None
+        self,
+        view: AdmissionView,
+        options: MultilevelOptions = PRINTED,
+        initial: InitialClasses | None = None,
+        *,
+        output_only: bool = False,
     ) -> None:
         super().__init__(view)
+        options = replace(options, weights=OUTPUT_ONLY_WEIGHTS) if output_only else options
         self._options = options
         self._class_stats = ClassStats(options, view.max_model_len)
         self._quotas = QuotaAccounting(int(self.overcommit * view.total_tokens))

@@ -1,7 +1,10 @@
 """Earliest deadline first."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from lorikeet.core.request import Request
-from lorikeet.scheduling.admission import OrderedQueue
+from lorikeet.scheduling.admission import OrderedQueue, count_ranked
 
 DEFAULT_TTFT_S = 60.0
 """Deadline after arrival, in seconds, of a request without a limit on its TTFT."""
@@ -19,11 +22,20 @@ class EarliestDeadline(OrderedQueue):
     Journal of the ACM 20(1), 1973, section 7.
     """
 
+    @classmethod
+    def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
+        """Return how many requests are due no later."""
+        return count_ranked(_due_s, waiting, new)
+
     def rank(self, request: Request) -> tuple[float, float]:
         """Return the deadline; of equal ones the older request first."""
-        limit_s = None if request.slo is None else request.slo.ttft_s
-        return request.arrival_s + (DEFAULT_TTFT_S if limit_s is None else limit_s), request.arrival_s
+        return _due_s(request), request.arrival_s
 
     def precedence(self, request: Request) -> tuple[float, float]:
         """Return the rank: the request that would be admitted last is preempted first."""
         return self.rank(request)
+
+
+def _due_s(request: Request) -> float:
+    limit_s = None if request.slo is None else request.slo.ttft_s
+    return request.arrival_s + (DEFAULT_TTFT_S if limit_s is None else limit_s)

@@ -2,9 +2,11 @@
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Any
 
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
@@ -21,14 +23,16 @@ _MAX_IDLE = 1024
 """Remembered owners after which those whose counter no longer matters are dropped."""
 
 
-def by_tenant(request: Request) -> str:
-    """Return the tenant of a request."""
-    return request.tenant
+class Owner(StrEnum):
+    """Whose shares are fair."""
 
+    TENANT = "tenant"
+    ADAPTER = "adapter"
+    """Adapter versions; the base model counts as one."""
 
-def by_adapter(request: Request) -> str:
-    """Return the adapter version of a request, empty for the base model."""
-    return request.digest or ""
+    def of(self, request: Request) -> str:
+        """Return the owner of a request: its tenant, or its adapter version (empty for the base model)."""
+        return request.tenant if self is Owner.TENANT else request.digest or ""
 
 
 class FairShares(AdmissionQueue):
@@ -52,14 +56,15 @@ class FairShares(AdmissionQueue):
 
     Args:
         view: of the engine.
-        owner: returns the owner of a request: ``by_tenant`` or ``by_adapter``.
+        by: whose shares are fair.
         spare: share of the memory; 0 for the paper's policy.
     """
 
-    def __init__(self, view: AdmissionView, owner: Callable[[Request], str] = by_tenant, spare: float = SPARE) -> None:
+    def __init__(self, view: AdmissionView, *, by: Owner = Owner.TENANT, spare: float = SPARE) -> None:
         super().__init__(view)
         self._spare = spare
-        self._owner = owner
+        self._by = by
+        self._owner = by.of
         self._served: dict[str, float] = {}
         self._weights: dict[str, float] = {}  # of owners, where it is not 1
         self._queues: dict[str, list[Request]] = {}  # none is empty
@@ -70,6 +75,14 @@ class FairShares(AdmissionQueue):
         self._paid: set[RequestId] = set()
         self._forget_at = _MAX_IDLE
 
+    @classmethod
+    def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
+        """Return how many requests go first if owners take turns: each other owner before each of the owner's own."""
+        owner = parameters.get("by", Owner.TENANT).of
+        by_owner = Counter(map(owner, waiting))
+        own = by_owner.pop(owner(new), 0)
+        return own + sum(min(others, own + 1) for others in by_owner.values())
+
     def served(self, owner: str) -> float:
         """Return the counter of an owner in weighted tokens, 0 if it has none."""
         return self._served.get(owner, 0)
@@ -77,7 +90,7 @@ class FairShares(AdmissionQueue):
     def add(self, request: Request, now: float) -> None:
         """Insert by arrival into the queue of the owner, whose counter is raised if it had no waiting request."""
         owner = self._owner(request)
-        if self._owner is by_tenant and request.tenant_weight != self._weights.get(owner, 1.0):
+        if self._by is Owner.TENANT and request.tenant_weight != self._weights.get(owner, 1.0):
             self._weights[owner] = request.tenant_weight
         if owner not in self._queues:
             self._served[owner] = max(self.served(owner), self._level())

@@ -1,11 +1,19 @@
 """First come, first served."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from lorikeet.core.request import Request
-from lorikeet.scheduling.admission import OrderedQueue
+from lorikeet.scheduling.admission import OrderedQueue, count_ranked
 
 
 class Fifo(OrderedQueue):
     """Admits by time of arrival."""
+
+    @classmethod
+    def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
+        """Return how many requests arrived no later."""
+        return count_ranked(lambda request: request.arrival_s, waiting, new)
 
     def rank(self, request: Request) -> float:
         """Return the time of arrival."""

@@ -1,7 +1,10 @@
 """Priority classes."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from lorikeet.core.request import Request
-from lorikeet.scheduling.admission import OrderedQueue
+from lorikeet.scheduling.admission import OrderedQueue, count_ranked
 
 
 class PriorityFirst(OrderedQueue):
@@ -10,6 +13,11 @@ class PriorityFirst(OrderedQueue):
     If blocks run out, the request with the highest value is preempted. Less urgent requests wait as long as more urgent
     ones arrive.
     """
+
+    @classmethod
+    def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
+        """Return how many requests have no higher priority value."""
+        return count_ranked(lambda request: request.priority, waiting, new)
 
     def rank(self, request: Request) -> tuple[int, float]:
         """Return priority and arrival."""

@@ -1,0 +1,1 @@
+"""dLoRA: merged and unmerged batches, placement by burst tolerance, dispatch by pending time, co-migration."""

@@ -1,0 +1,1 @@
+"""LoRAServe: adapters placed on replicas by rank and demand."""

@@ -1,0 +1,1 @@
+"""Systems that several papers compare with: vLLM with static memory, and S-LoRA's admission."""

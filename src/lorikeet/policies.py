@@ -1,0 +1,64 @@
+"""The product's own policies by name, for each option of a preset that names one.
+
+A new policy is one file and one line here. Policies of papers (``lorikeet.papers``) and of other packages are found by
+their entry points; see ``lorikeet.plugins``. A class is imported when a preset names it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lorikeet.plugins import Registry
+
+if TYPE_CHECKING:
+    from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy
+    from lorikeet.scheduling.admission import AdmissionQueue
+    from lorikeet.scheduling.batching.mode import BatchingMode
+
+EVICTION: Registry["EvictionPolicy"] = Registry(
+    "lorikeet.eviction",
+    "eviction policy",
+    {"lru": "lorikeet.memory.policies.lru:Lru", "lru:reuse": "lorikeet.memory.policies.lru:LruWithReuse"},
+)
+"""Which adapters and KV are evicted first."""
+
+PREFETCH: Registry["PrefetchPolicy"] = Registry(
+    "lorikeet.prefetch",
+    "prefetch policy",
+    {
+        "none": "lorikeet.memory.policies.base:PrefetchPolicy",
+        "all": "lorikeet.memory.policies.all_prefetch:AllPrefetch",
+        "newest-first": "lorikeet.memory.policies.prefetch:NewestFirst",
+        "queue": "lorikeet.memory.policies.queue_prefetch:QueuePrefetch",
+    },
+)
+"""Which adapters and KV are loaded before a request waits for them."""
+
+ADMISSION: Registry["AdmissionQueue"] = Registry(
+    "lorikeet.admission",
+    "admission policy",
+    {
+        "fifo": "lorikeet.scheduling.policies.fifo:Fifo",
+        "bounded-sjf": "lorikeet.scheduling.policies.bounded_sjf:BoundedShortestFirst",
+        "fair": "lorikeet.scheduling.policies.fair:FairShares",
+        "priority": "lorikeet.scheduling.policies.priority:PriorityFirst",
+        "deadline": "lorikeet.scheduling.policies.deadline:EarliestDeadline",
+    },
+)
+"""Which of the waiting requests is tried next."""
+
+BATCHING: Registry["BatchingMode"] = Registry(
+    "lorikeet.batching",
+    "batching mode",
+    {
+        "unmerged": "lorikeet.scheduling.batching.mode:Unmerged",
+        "merge-paid": "lorikeet.scheduling.batching.merge_paid:MergePaid",
+    },
+)
+"""Which requests run together, and whether their adapter is merged into the base weights."""
+
+POLICIES: dict[str, Registry[Any]] = {
+    "eviction": EVICTION,
+    "prefetch": PREFETCH,
+    "admission": ADMISSION,
+    "batching": BATCHING,
+}
+"""The policies by the option of a preset that names one."""
