@@ -10,15 +10,14 @@ from typing import Any
 
 import msgspec
 
-from lorikeet.cli.serve_checks import policy_tables
 from lorikeet.cli.serve_flags import FLAGS
 from lorikeet.config import Settings
+from lorikeet.policies import POLICIES
 from lorikeet.presets import AUTO_PRESET, CHOICES, PRESETS, Preset
 
 PAGE = Path(__file__).with_name("configuration.md")
 
 _OPTIONS = Preset.__struct_fields__
-_POLICIES = policy_tables()
 
 _HEAD = """\
 # Settings
@@ -86,20 +85,29 @@ def _presets() -> str:
     meanings, default = _read_docstring(Preset)[1], Preset()
     lines = [
         "\n## Presets\n\n`engine.preset` names a preset, which sets every policy option.\n"
-        f"`auto` is `{AUTO_PRESET}`. Options can be changed behind the name: `vllm-static,adapter_share=0.35`.\n"
+        f"`auto` is `{AUTO_PRESET}`. Options can be changed behind the name: `auto,admission=fair`. A policy's\n"
+        "parameters follow its name in brackets: `dlora,batching=dlora(patience=64)`.\n"
         "The presets are described in [memory.md](memory.md#presets), [admission.md](admission.md),\n"
         "[modes.md](modes.md) and, for several replicas, [cluster.md](cluster.md#presets).\n\n"
         "| option | default | meaning | values |\n|---|---|---|---|\n"
     ]
     for option in _OPTIONS:
-        values = ", ".join(f"`{value}`" for value in CHOICES.get(option, _POLICIES.get(option, ())))
+        named = [_with_parameters(option, name) for name in POLICIES.get(option, ())]
+        values = ", ".join(f"`{value}`" for value in CHOICES.get(option, named))
         lines.append(f"| `{option}` | `{_toml(getattr(default, option))}` | {meanings[option]} | {values} |\n")
-    lines.append("\n| preset | what differs from the defaults |\n|---|---|\n")
-    for name, preset in PRESETS.items():
-        changed = [option for option in _OPTIONS if getattr(preset, option) != getattr(default, option)]
-        choices = ", ".join(f"{option} `{_toml(getattr(preset, option))}`" for option in changed)
-        lines.append(f"| `{name}` | {choices} |\n")
+    for group in PRESETS.groups():
+        lines.append(f"\n### {group.title}\n\n| preset | what differs from the defaults |\n|---|---|\n")
+        for name, preset in group.presets.items():
+            changed = [option for option in _OPTIONS if getattr(preset, option) != getattr(default, option)]
+            choices = ", ".join(f"{option} `{_toml(getattr(preset, option))}`" for option in changed)
+            lines.append(f"| `{name}` | {choices} |\n")
     return "".join(lines)
+
+
+def _with_parameters(option: str, name: str) -> str:
+    """Return a policy's name with its parameters and their defaults."""
+    parameters = POLICIES[option].parameters(name)
+    return f"{name}({', '.join(f'{key}={_toml(value)}' for key, value in parameters.items())})" if parameters else name
 
 
 def _read_docstring(struct: type[msgspec.Struct]) -> tuple[str, dict[str, str]]:

@@ -827,7 +827,7 @@ def test_policy_may_keep_functions_of_its_view_in_its_constructor(monkeypatch: p
         policies.append(Keeping(view))
         return policies[-1]
 
-    monkeypatch.setitem(EVICTION, "keeping", create)  # type: ignore[arg-type]
+    monkeypatch.setitem(EVICTION.own, "keeping", create)  # type: ignore[arg-type]
     bench = Bench(blocks=12, host_blocks=30, preset=Preset(eviction="keeping"))
     for round_number in range(3):
         for name, first in (("a", 0), ("b", 100), ("c", 200)):

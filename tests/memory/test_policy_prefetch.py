@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lorikeet.memory.policies import prefetch as prefetching
 from lorikeet.memory.policies.all_prefetch import AllPrefetch
 from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays_on_device
 from lorikeet.memory.policies.bfs import Bfs
@@ -19,7 +20,6 @@ from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.policies.rrip import Srrip
 from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer
-from lorikeet.policies import prefetch as prefetching
 from tests.memory.trees import (
     add_adapter,
     add_kv,
