@@ -214,3 +214,24 @@ def test_a_trigger_goes_on_with_one_of_its_parts(text: str, follows: bool) -> No
     token_ids = TOKENIZER.encode(text).ids
     taken = matcher.try_consume_tokens(token_ids) == len(token_ids)
     assert (taken and matcher.is_accepting()) == follows
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"allowed_token_ids": [END], "regex": "a+"}, "allowed_token_ids and regex leave no token"),
+        ({"allowed_token_ids": [END], "bad_words": ["<|im_end|>"]}, "allowed_token_ids and bad_words leave no token"),
+        ({"allowed_token_ids": [END], "min_tokens": 1}, "allowed_token_ids and min_tokens leave no token"),
+        ({"bad_words": ["a"], "guided_choice": ["a"]}, "bad_words and guided_choice leave no token"),
+        ({"allowed_token_ids": [END], "regex": "a*", "min_tokens": 1}, "and min_tokens and regex leave no token"),
+        ({"allowed_token_ids": [END], "regex": "a*"}, ""),
+        ({"allowed_token_ids": [END], "min_tokens": 0}, ""),
+        ({"regex": "(a|b)+", "bad_words": ["a"], "min_tokens": 3}, ""),
+    ],
+)
+async def test_fields_that_leave_no_first_token_are_a_400(server: Running, fields: dict[str, Any], names: str) -> None:
+    reply = await server.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 5, **fields})
+    assert reply.status_code == (400 if names else 200), reply.text
+    if names:
+        assert names in reply.json()["error"]["message"]
+        assert not server.engine.submitted

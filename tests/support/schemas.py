@@ -23,6 +23,40 @@ def random_schema(choose: random.Random, depth: int = 3) -> Schema:
     return schema
 
 
+def patterned_schema(choose: random.Random, depth: int = 2) -> Schema:
+    """Return a schema of an object whose properties may match its patterns of properties."""
+    schema = _object(choose, depth)
+    names = [*schema["properties"], "score", "a"]
+    patterns = [f"^{choose.choice(names)}$", f"^({'|'.join(names[:2])})$", "^s", "^x-", ".", "e$"]
+    chosen = choose.sample([each for each in patterns if "$id" not in each], choose.randint(1, 2))
+    schema["patternProperties"] = {pattern: _any(choose, 0) for pattern in chosen}
+    if choose.random() < 0.5:  # both say the same, as generators of schemas write it
+        for pattern in chosen:
+            name = pattern.strip("^$")
+            if name in schema["properties"]:
+                schema["properties"][name] = schema["patternProperties"][pattern]
+    return schema
+
+
+def hard_schema(choose: random.Random) -> Schema:
+    """Return a schema of what has gone wrong in parsers of grammars."""
+    special = choose.choice(["<|im_end|>", "<|im_start|>x", "a<|im_end|>b", "</s>", "🦜", "\\u0041", '"'])
+    match choose.randrange(6):
+        case 0:
+            return patterned_schema(choose)
+        case 1:
+            return {"const": special}
+        case 2:
+            return {"enum": [special, special + "x", 1]}
+        case 3:
+            inner = {"$ref": "#"} if choose.random() < 0.3 else {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+            return {"type": "object", "properties": {"n": inner}, "required": ["n"], "additionalProperties": False}
+        case 4:
+            return {"type": "object", "properties": {special: _any(choose, 1)}, "required": [special]}
+        case _:
+            return {"allOf": [random_schema(choose, 1), patterned_schema(choose, 1)]}
+
+
 def _any(choose: random.Random, depth: int) -> Schema:
     leaves = (_string, _integer, _number, _choice, lambda *_: {"type": choose.choice(["boolean", "null"])})
     inner = (_object, _array, _alternatives, *leaves)

@@ -187,3 +187,26 @@ def test_a_model_without_tokenizer_has_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
         compiler.matcher('start: "a"')
     compiler.close()
+
+
+def test_end_tokens_of_an_adapter_or_a_request_may_come_where_the_grammar_may_end(compiler: GrammarCompiler) -> None:
+    masks, own = GrammarMasks(compiler, CPU, torch.float32), VOCABULARY - 2
+    text = grammar("regex", "ab?")
+    stops = (END, own, one("}"))
+    assert allowed(masks, sequence(text, stop_token_ids=stops)) == {one("a")}
+    assert allowed(masks, sequence(text, [one("a")], stop_token_ids=stops)) == {one("b"), *stops}
+    assert allowed(masks, sequence(text, [one("a"), one("b")], stop_token_ids=stops)) == set(stops)
+    (is_end,) = masks.begin([sequence(text, [one("a"), one("b")], stop_token_ids=stops)]).result().end
+    assert is_end
+    masks.close()
+
+
+def test_an_answer_that_no_token_can_go_on_says_so(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {}}, "patternProperties": {"^a$": {}}, "additionalProperties": False}
+    compact = {"whitespace_flexible": False}
+    text = LLMatcher.grammar_from_json_schema(json.dumps({"type": "object", **schema}), defaults=compact)
+    masks = GrammarMasks(compiler, CPU, torch.float32)
+    lost = sequence(text, TOKENIZER.encode('{"a":1,').ids)
+    assert allowed(masks, lost) == set()
+    assert "cannot follow its grammar any further" in masks.error(lost)
+    masks.close()

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lorikeet.core.messages import StepOutputs
-from lorikeet.core.plan import PromptToken, SequenceStart, Token
+from lorikeet.core.plan import NOT_FINITE, PromptToken, SequenceStart, Token
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.kernels.sampling import choose, gumbel_noise
 from lorikeet.models.config import read_model_config
 from lorikeet.worker.batch import SequenceState
-from lorikeet.worker.sampler import _NONE_ALLOWED, NOT_FINITE, Sampler, bias_of, edit_logits
+from lorikeet.worker.sampler import _NONE_ALLOWED, Sampler, bias_of, edit_logits
 from tests.kernels.choices import VOCAB, filters, kept_slowly
 from tests.support.live import greedy, live_settings, make_model, prompt
 

@@ -6,19 +6,24 @@ process. Here that ends nothing else. A grammar that has passed is compiled in t
 The notation of the result is llguidance's own: a grammar in its Lark dialect, or a JSON object with several.
 """
 
+import copy
 import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
 
+from lorikeet.chat.json_schema import objects_in
+from lorikeet.core.grammar_tokenizer import special_token_ids, with_token_ids, without_special_texts
 from lorikeet.http.helper_main import run_helper
 
 if TYPE_CHECKING:  # known to type checkers only
@@ -30,9 +35,12 @@ with spaces."""
 
 _MAX_CHECK_S = 0.5
 """Of a core."""
+_PATTERNS, _JSON_RULE = '"patternProperties"', "%json "
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 _MAX_FORMATS = 16
 _MEMORY_BYTES = 2**30
+_MAX_FORCED = 512
+"""Forced tokens that a check follows."""
 _STACK_BYTES = 16 * 2**20
 """A quarter of the stack in the engine."""
 
@@ -114,21 +122,31 @@ class GrammarSetup(msgspec.Struct, frozen=True):
 
 
 class GrammarChecked(msgspec.Struct, frozen=True):
-    """A grammar that can be used, in llguidance's notation, or why it cannot."""
+    """A grammar that can be used, or why it cannot.
+
+    Attributes:
+        grammar: in llguidance's notation.
+        error: why it cannot be used; empty if it can.
+        first: a bit for each token that an answer may begin with, the lowest bit of a byte first. End tokens are among
+            them if an answer may be empty.
+    """
 
     grammar: str = ""
     error: str = ""
+    first: bytes = b""
 
 
 class GrammarReader:
     """Checks grammars one after the other.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's; the texts of its special tokens are ordinary texts to it.
+        special: ids of the special tokens by their texts, which grammars may refer to.
     """
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
+    def __init__(self, tokenizer: LLTokenizer, special: Mapping[str, int] = MappingProxyType({})) -> None:
         self._tokenizer = tokenizer
+        self._special = special
 
     def check(self, spec: GrammarSpec) -> GrammarChecked:
         """Compile a grammar and compute its first mask. Formats of strings that are not known are ignored."""
@@ -145,17 +163,47 @@ class GrammarReader:
     def _compile(self, spec: GrammarSpec) -> GrammarChecked:
         began_s = time.thread_time()
         try:
-            grammar = notation(spec)
+            grammar = notation(_by_id(spec, self._special))
         except (ValueError, RecursionError) as error:
             return GrammarChecked(error=str(error) or "it is nested too deeply")
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        first = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if time.thread_time() - began_s <= _MAX_CHECK_S:
+            _follow_forced(matcher)
         if matcher.is_error():
-            return GrammarChecked(error=matcher.get_error())
+            return GrammarChecked(error=_reason(matcher.get_error()))
         if time.thread_time() - began_s > _MAX_CHECK_S:
             return GrammarChecked(error="it takes too long to compile; simplify it, above all its repetitions")
-        return GrammarChecked(grammar)
+        return GrammarChecked(grammar, first=bytes(first))
+
+
+def _follow_forced(matcher: LLMatcher) -> None:
+    """Read the text that every answer begins with, so that a matcher has its error if no answer can go on from there.
+
+    A schema whose objects must contain one another without end is such a case.
+    """
+    followed = 0
+    while followed < _MAX_FORCED and not matcher.is_error():
+        forced = matcher.compute_ff_tokens()
+        if not forced:
+            return
+        matcher.consume_tokens(forced)
+        if not matcher.is_error() and not matcher.is_stopped():
+            matcher.compute_bitmask()
+        followed += len(forced)
+
+
+def _reason(error: str) -> str:
+    """Return a parser's error without its state, which may follow."""
+    reason = error.partition("\n<")[0]
+    return "no answer can follow it" if reason.startswith("NoExtension") else reason
+
+
+def _by_id(spec: GrammarSpec, special: Mapping[str, int]) -> GrammarSpec:
+    """Return a grammar that refers to special tokens by their ids."""
+    if spec.kind is not GrammarKind.EBNF:
+        return spec
+    return msgspec.structs.replace(spec, text=with_token_ids(spec.text, special))
 
 
 def notation(spec: GrammarSpec) -> str:
@@ -170,11 +218,14 @@ def notation(spec: GrammarSpec) -> str:
 
 def _notation_of_answer(spec: GrammarSpec) -> str:
     if spec.kind is GrammarKind.JSON_SCHEMA:
-        return LLMatcher.grammar_from_json_schema(spec.text, defaults=json_options(spec.whitespace))
+        text = spec.text
+        if _PATTERNS in text:
+            text = json.dumps(without_covered_patterns(json.loads(text)))
+        return LLMatcher.grammar_from_json_schema(text, defaults=json_options(spec.whitespace))
     if spec.kind is GrammarKind.CHOICE:
         return choice_grammar(json.loads(spec.text))
     if spec.kind is GrammarKind.LARK:
-        return spec.text
+        return _with_plain_schemas(spec.text) if _PATTERNS in spec.text else spec.text
     if spec.kind is GrammarKind.REGEX:
         # Digits, letters and spaces of ASCII only: a model that is free to would choose rare ones of Unicode.
         return f"start: /{regex_to_lark(spec.text, 'dws')}/"
@@ -197,6 +248,79 @@ def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
     lines = ["%llguidance {}", f"start: {start}", text, r"TEXT: /(.|\n)*/", r"SPACE: /\s+/"]
     own = {"lark_grammar": "\n".join(lines)}
     return json.dumps({"grammars": [own, {**grammars[0], "name": "answer"}, *grammars[1:]]})
+
+
+def without_covered_patterns(schema: Any) -> Any:
+    """Return a schema without the patterns of properties that match names of its properties only.
+
+    No further property can have such a name, and the parser leads into a dead end there.
+    """
+    schema = copy.deepcopy(schema)
+    for each in objects_in(schema):
+        names, patterns = each.get("properties"), each.get("patternProperties")
+        if isinstance(names, dict) and isinstance(patterns, dict):
+            needed = {pattern: of for pattern, of in patterns.items() if not _only_matches(pattern, names)}
+            # A property that matches a pattern must follow its schema, too.
+            for pattern in patterns.keys() - needed.keys():
+                for name in names:
+                    if _matches(pattern, name) and names[name] != patterns[pattern]:
+                        names[name] = {"allOf": [names[name], patterns[pattern]]}
+            each["patternProperties"] = needed
+    return schema
+
+
+def _with_plain_schemas(grammar: str) -> str:
+    """Return a grammar in Lark whose schemas have no such patterns."""
+    parts, end = [], 0
+    while (at := grammar.find(_JSON_RULE, end)) >= 0:
+        begin = at + len(_JSON_RULE)
+        schema, after = json.JSONDecoder().raw_decode(grammar, begin)
+        parts += [grammar[end:begin], json.dumps(without_covered_patterns(schema))]
+        end = after
+    return "".join(parts) + grammar[end:]
+
+
+def _string_matcher(pattern: str) -> LLMatcher:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+    return LLMatcher(_of_bytes(), grammar, log_level=0)
+
+
+@lru_cache(1)
+def _of_bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def _matches(pattern: str, name: str) -> bool:
+    matcher, text = _string_matcher(pattern), json.dumps(name, ensure_ascii=False).encode()
+    return not matcher.is_error() and matcher.try_consume_tokens([*text]) == len(text)
+
+
+def _only_matches(pattern: str, names: Iterable[str]) -> bool:
+    """Return whether a pattern matches no text but some of ``names``: no other letter may ever follow."""
+    texts = [json.dumps(name, ensure_ascii=False).encode() for name in names]
+    followers: dict[bytes, set[int]] = {}
+    for text in texts:
+        for at in range(len(text)):
+            followers.setdefault(text[:at], set()).add(text[at])
+    matcher = _string_matcher(pattern)
+    left = [(b"", matcher)]
+    while left:
+        prefix, matcher = left.pop()
+        if matcher.is_error():
+            return False
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return False
+        allowed = {byte for byte in range(256) if mask[byte // 8] >> (byte % 8) & 1}
+        if not allowed <= followers.get(prefix, set()):
+            return False
+        for byte in allowed:
+            then = matcher.deep_copy()
+            then.consume_token(byte)
+            text = prefix + bytes([byte])
+            if text not in texts:
+                left.append((text, then))
+    return True
 
 
 def _symbol(marker: Marker) -> str:
@@ -230,7 +354,10 @@ def main() -> None:
 def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
     setup = msgspec.msgpack.decode(setup_message, type=GrammarSetup)
     content = setup.tokenizer or Path(setup.file).read_text()
-    reader = GrammarReader(LLTokenizer(content, n_vocab=setup.vocabulary, eos_token=list(setup.eos_token_ids)))
+    tokenizer = LLTokenizer(
+        without_special_texts(content), n_vocab=setup.vocabulary, eos_token=list(setup.eos_token_ids)
+    )
+    reader = GrammarReader(tokenizer, special_token_ids(content))
     threading.stack_size(_STACK_BYTES)
     thread = ThreadPoolExecutor(1)
     thread.submit(int).result()

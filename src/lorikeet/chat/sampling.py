@@ -2,11 +2,12 @@
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from lorikeet.chat.protocol import ChatCompletionRequest, GenerationBody
 from lorikeet.core.request import SamplingParams
@@ -179,6 +180,43 @@ def sampling_params(
         bad_words=bad_words,
         grammar=grammar,
     )
+
+
+def check_some_token(params: SamplingParams, vocabulary: int, first: bytes = b"", grammar_param: str = "") -> None:
+    """Check that an answer can have a first token.
+
+    Args:
+        params: of the answer.
+        vocabulary: token ids are below it.
+        first: a bit for each token that the grammar allows first, the lowest bit of a byte first; empty without one.
+        grammar_param: field that holds the grammar, for the error.
+
+    Raises:
+        ApiError: 400 naming the fields that leave no token.
+    """
+    if not (params.allowed_token_ids or params.bad_words or params.min_tokens):
+        return
+    stops = set(params.stop_token_ids)
+    candidates: Iterable[int] = params.allowed_token_ids or range(vocabulary)
+    if first:
+        bits = np.unpackbits(np.frombuffer(first, dtype=np.uint8), bitorder="little")
+        begins = set(np.flatnonzero(bits).tolist())
+        if begins <= stops:  # min_tokens ends where the grammar does
+            params = msgspec.structs.replace(params, min_tokens=0)
+        if begins & stops:  # the answer may be empty, so that each of its end tokens may come
+            begins |= stops
+        candidates = [each for each in candidates if each in begins]
+    barred = {word[0] for word in params.bad_words if len(word) == 1} | (stops if params.min_tokens else set())
+    if any(token_id not in barred for token_id in candidates):
+        return
+    given = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
+        "min_tokens": params.min_tokens,
+        grammar_param: grammar_param,
+    }
+    names = [name for name, value in given.items() if value]
+    raise bad_request(f"{' and '.join(names)} leave no token that an answer could begin with.", names[0])
 
 
 def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> tuple[tuple[int, float], ...]:

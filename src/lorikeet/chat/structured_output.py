@@ -277,8 +277,8 @@ class GrammarChecks:
         self._processes = HelperProcesses("lorikeet.chat.grammar_process", self._setup, most=1)
         self._checked: OrderedDict[GrammarSpec, GrammarChecked] = OrderedDict()
 
-    async def check(self, spec: GrammarSpec, sequences: int) -> str:
-        """Return a grammar in the notation of ``SamplingParams.grammar``.
+    async def check(self, spec: GrammarSpec, sequences: int) -> GrammarChecked:
+        """Return a grammar that can be used.
 
         Args:
             spec: the grammar.
@@ -297,7 +297,7 @@ class GrammarChecks:
             raise bad_request(f"{spec.param}: {_one_line(checked.error)}", spec.param)
         if len(checked.grammar) * sequences > _MAX_ALL_BYTES:
             raise bad_request(f"{spec.param}: too large for a request of {sequences} sequences.", spec.param)
-        return checked.grammar
+        return checked
 
     async def close(self) -> None:
         """End the process."""

@@ -264,6 +264,10 @@ class Pooled(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+NOT_FINITE = "the model's output is not finite"
+"""Reason for which a request has no token that is not the request's own fault."""
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of a plan.
 
@@ -272,7 +276,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         tokens: for each sequence of the plan, the tokens sampled, oldest first.
         steps_run: how many of ``repeat`` steps ran.
         duration_s: seconds that the executor took; of a plan that continues, since the previous step ended.
-        failed: requests for which no token could be sampled, and why. The others are valid.
+        failed: requests for which no token could be sampled, and why: ``NOT_FINITE``, or what in the request leaves no
+            token. The others are valid.
         switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
         next_runs: whether the next step of the plan runs already (async scheduling).
         prompt_logprobs: of the prompt tokens that follow those computed, for requests that ask for them.

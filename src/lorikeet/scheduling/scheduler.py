@@ -23,7 +23,7 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import PACKING_ORDER, StepPlan, StepResult, TransferDone
+from lorikeet.core.plan import NOT_FINITE, PACKING_ORDER, StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request
 from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
@@ -498,7 +498,8 @@ class Scheduler:
             lease = sequence.lease
             assert lease is not None
             if failed and step.request_id in failed:  # its KV is not committed
-                self._finish(sequence, now, FinishReason.ERROR, error=failed[step.request_id])
+                error = failed[step.request_id]
+                self._finish(sequence, now, FinishReason.ERROR, error=error, impossible=error != NOT_FINITE)
                 continue
             finish = self._outputs.accept(sequence, tokens, now)
             if sequence.cold_start is not None and tokens:
@@ -582,11 +583,13 @@ class Scheduler:
         reason: FinishReason,
         stop_token_id: int | None = None,
         error: str | None = None,
+        *,
+        impossible: bool = False,
     ) -> None:
         """End a request, and append the events of its end."""
         self._remove(sequence, now)
         self._outputs.events += self._savings.merged(sequence, now)
-        self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
+        self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error, impossible))
 
     def _remove(self, sequence: Sequence, now: float, *, will_resume: bool = False, keep_kv: bool = False) -> None:
         """Remove a sequence from the queue or the running list, and release its blocks."""

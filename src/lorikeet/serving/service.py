@@ -27,7 +27,7 @@ from lorikeet.adapters.mixture import Part
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
-from lorikeet.chat.grammar_process import GrammarSpec, Thoughts
+from lorikeet.chat.grammar_process import GrammarChecked, GrammarSpec, Thoughts
 from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.chat.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.chat.protocol import (
@@ -41,6 +41,7 @@ from lorikeet.chat.protocol import (
 from lorikeet.chat.sampling import (
     ModelLimits,
     check_prompt,
+    check_some_token,
     logit_bias_pairs,
     of_prompt,
     params_for_choice,
@@ -397,7 +398,7 @@ class Service:
         try:
             with self.versions.hold(adapter):
                 prompts = await spec.encode()
-                grammar = ""
+                grammar: GrammarChecked | None = None
                 if spec.grammar is not None:
                     answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
                     grammar = await self.grammars.check(answer, sequences)
@@ -504,7 +505,7 @@ class Service:
         slo: Slo | None,
         sender: Sender,
         arrival_s: float,
-        grammar: str,
+        grammar: GrammarChecked | None,
         *,
         background: bool,
     ) -> list[Request]:
@@ -525,10 +526,14 @@ class Service:
                 default_max_tokens=spec.default_max_tokens,
                 logprobs=spec.logprobs,
                 logit_bias=logit_bias,
-                grammar=grammar,
+                grammar="" if grammar is None else grammar.grammar,
                 prompt_logprobs=spec.prompt_logprobs,
                 bad_words=bad_words,
             )
+            if spec.grammar is None or grammar is None:
+                check_some_token(params, limits.vocabulary)
+            else:
+                check_some_token(params, limits.vocabulary, grammar.first, spec.grammar.param)
             for choice in range(body.choices_per_prompt):
                 requests.append(
                     Request(

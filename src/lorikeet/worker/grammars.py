@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lorikeet.core.grammar_tokenizer import without_special_texts
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.devices import to_device
 from lorikeet.worker.batch import GrowingInts
@@ -125,8 +126,9 @@ class GrammarCompiler:
     def _read_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             try:
-                self._tokenizer = LLTokenizer(self._file.read_text(), n_vocab=self.vocabulary, eos_token=self._eos)
-            except (OSError, ValueError) as error:
+                content = without_special_texts(self._file.read_text())
+                self._tokenizer = LLTokenizer(content, n_vocab=self.vocabulary, eos_token=self._eos)
+            except (OSError, ValueError, LookupError) as error:
                 raise GrammarError(f"answers of this model cannot follow a grammar: {error}") from error
         return self._tokenizer
 
@@ -290,10 +292,15 @@ class _State:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
             self.error = f"the answer cannot follow its grammar any further: {self._matcher.get_error()}"
+        elif not row.any():
+            self.error = "the answer cannot follow its grammar any further: no text goes on from here"
         elif time.thread_time() - began_s > _MAX_MASK_S:
             self.error = "the grammar takes too long: simplify it, above all its repetitions"
         if self.error:
             row[:] = 0
+        elif self._matcher.is_accepting():
+            for token_id in sequence.sampling.stop_token_ids:  # an adapter and a request have end tokens of their own
+                row[token_id // 32] |= _bit(token_id)
 
     def _forget_drafted(self, outputs: NDArray[np.int64]) -> None:
         """Go back to before the first drafted token that is not among the outputs."""
@@ -312,8 +319,13 @@ class _State:
         if len(tokens) < 2:
             return ()
         row[:] = 0
-        row[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32)).astype(np.int32)
+        row[tokens[0] // 32] = _bit(tokens[0])
         return tuple(tokens[1 : 1 + _MAX_FORCED])
+
+
+def _bit(token_id: int) -> np.int32:
+    """Return the bit of a token in its word of a mask."""
+    return np.uint32(1 << (token_id % 32)).astype(np.int32)
 
 
 def _may_force(params: SamplingParams) -> bool:

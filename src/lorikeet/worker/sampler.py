@@ -16,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorikeet.core.plan import Token
+from lorikeet.core.plan import NOT_FINITE, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.worker.batch import GrowingInts, Ints
 from lorikeet.worker.grammars import GrammarMasks, Masks
 
-NOT_FINITE = "the model's output is not finite"
 _NONE_ALLOWED = "no token may come next: allowed_token_ids, bad_words, logit_bias and the grammar leave none"
 
 Choose = Callable[[Tensor, SamplingTensors], Tensor]

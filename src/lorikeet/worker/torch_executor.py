@@ -13,7 +13,7 @@ from lorikeet.config import ConfigError, Settings
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
-from lorikeet.core.plan import Pooled, PromptLogprobs, StepPlan, StepResult, Token, TransferDone
+from lorikeet.core.plan import NOT_FINITE, Pooled, PromptLogprobs, StepPlan, StepResult, Token, TransferDone
 from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import ColdStart, resolve_preset
@@ -26,7 +26,7 @@ from lorikeet.worker.host_lora.start import build_host_lora, start_worker_proces
 from lorikeet.worker.memory_profiling import arena_blocks, host_arena_blocks
 from lorikeet.worker.rank import Rank, sampling_steps
 from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank, read_base_config
-from lorikeet.worker.sampler import NOT_FINITE, Sampled, Sampler
+from lorikeet.worker.sampler import Sampled, Sampler
 from lorikeet.worker.tensor_parallel import RankProcesses
 from lorikeet.worker.threads import CpuBudget, requested_threads
 from lorikeet.worker.transfer.finished import FinishedTransfers

@@ -1,0 +1,117 @@
+"""Prepares JSON schemas for the parser of grammars, and tells what kinds of values they allow.
+
+Schemas come from strangers: every function here takes any JSON, and ends.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_MAX_DEPTH = 24
+_IN_ONE = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "unevaluatedProperties")
+_IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
+_IN_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
+"""What a value can be; an integer is a number, too."""
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the kinds of values that a schema allows, which are all of ``KINDS`` for ``true`` and ``{}``.
+
+    Args:
+        schema: of the value.
+        root: schema that holds the definitions to which it refers.
+    """
+    return _kinds(schema, root, 0)
+
+
+def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    every = frozenset(KINDS)
+    if schema is False:
+        return frozenset()
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return every
+    found = every
+    named = schema.get("type")
+    if named is not None:
+        names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+        known = {each for each in KINDS if each in names}
+        found &= known | ({"integer"} if "number" in known else set()) if known else every
+    if "const" in schema:
+        found &= {kind_of(schema["const"])}
+    if isinstance(choices := schema.get("enum"), list) and choices:
+        found &= {kind_of(each) for each in choices}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(ways := schema.get(key), list) and ways:
+            found &= frozenset().union(*(_kinds(each, root, depth + 1) for each in ways))
+    for each in all_of if isinstance(all_of := schema.get("allOf"), list) else ():
+        found &= _kinds(each, root, depth + 1)
+    if "$ref" in schema:
+        found &= _kinds(resolved(schema["$ref"], root), root, depth + 1)
+    return found
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a JSON value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+    return "array" if isinstance(value, Sequence) else "object"
+
+
+def resolved(reference: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema that a reference such as ``#/$defs/Point`` names; True, which allows all, for others."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return True
+    found: Any = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or key not in found:
+            return True
+        found = found[key]
+    return found
+
+
+def fixed_values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
+    """Return the values of ``enum`` or ``const``, also behind a reference; None if there are others."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    if isinstance(choices := schema.get("enum"), list) and choices:
+        return choices
+    if "$ref" in schema:
+        return fixed_values(resolved(schema["$ref"], root), root, depth + 1)
+    all_of = schema.get("allOf")
+    if isinstance(all_of, list) and len(all_of) == 1:
+        return fixed_values(all_of[0], root, depth + 1)
+    return None
+
+
+def objects_in(schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield a schema and all schemas in it, outermost first."""
+    if not isinstance(schema, dict) or depth > 4 * _MAX_DEPTH:
+        return
+    yield schema
+    for key in _IN_ONE:
+        yield from objects_in(schema.get(key), depth + 1)
+    for key in _IN_LIST:
+        for each in schema[key] if isinstance(schema.get(key), list) else ():
+            yield from objects_in(each, depth + 1)
+    for key in _IN_NAMED:
+        for each in schema[key].values() if isinstance(schema.get(key), dict) else ():
+            yield from objects_in(each, depth + 1)
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON text, with all letters as they are."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,126 @@
+"""Grammars that passed the check lead to an answer, and to no dead end."""
+
+import json
+import random
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorikeet.chat.grammar_process import GrammarKind, GrammarSpec, without_covered_patterns
+from lorikeet.core.grammar_tokenizer import with_token_ids
+from tests.support.api_server import END, TOKENIZER
+from tests.support.fuzzing import Fuzzing
+from tests.support.grammars import draw_answer, grammar_reader
+from tests.support.schemas import hard_schema, patterned_schema, random_regex, random_schema
+
+READER = grammar_reader()
+SPECIAL = "<|im_end|>"
+
+
+def spec(kind: str, text: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind(kind), text, "p")
+
+
+def checked(kind: str, text: str) -> str:
+    found = READER.check(spec(kind, text))
+    assert not found.error
+    return found.grammar
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", [random_schema, patterned_schema, hard_schema])
+def test_a_schema_is_refused_or_leads_to_values_that_it_allows(kind: Callable[..., Any], fuzz: Fuzzing) -> None:
+    @fuzz.settings(few=60)
+    @given(st.integers(0, 2**40))
+    def draw(seed: int) -> None:
+        choose = random.Random(seed)
+        schema = kind(choose)
+        found = READER.check(spec("json_schema", json.dumps(schema)))
+        fuzz.counts["refused" if found.error else "accepted"] += 1
+        if found.error:
+            assert "<state>" not in found.error
+            return
+        for _ in range(4):
+            drawn = draw_answer(found.grammar, choose)
+            assert not drawn.error, f"{json.dumps(schema)}: {drawn.text!r}: {drawn.error[:200]}"
+            if drawn.is_complete:
+                fuzz.counts["complete answers"] += 1
+                value = json.loads(drawn.text, parse_float=Decimal)
+                exact = json.loads(json.dumps(schema), parse_float=Decimal)
+                jsonschema.Draft202012Validator(exact).validate(value)
+
+    draw()
+    assert fuzz.counts["accepted"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_regex_is_refused_or_leads_to_an_answer(fuzz: Fuzzing) -> None:
+    @fuzz.settings(few=40)
+    @given(st.integers(0, 2**40))
+    def draw(seed: int) -> None:
+        choose = random.Random(seed)
+        pattern = "".join(choose.sample([random_regex(choose), r"<\|im_end\|>", r"(<\|im_start\|>)?", "[a-z]*"], 3))
+        drawn = draw_answer(checked("regex", pattern), choose)
+        assert not drawn.error
+
+    draw()
+
+
+@pytest.mark.parametrize("text", [SPECIAL, f"a{SPECIAL}b", f"{SPECIAL * 2}", "<|im_start|>user", "<", "<|im_"])
+def test_text_that_looks_like_a_special_token_is_written_as_text(text: str) -> None:
+    for grammar in (checked("choice", json.dumps([text])), checked("json_schema", json.dumps({"const": text}))):
+        drawn = draw_answer(grammar, random.Random(0))
+        assert drawn.is_complete
+        assert drawn.text in (text, json.dumps(text))
+
+
+def test_a_grammar_may_name_a_special_token() -> None:
+    start = TOKENIZER.token_to_id("<|im_start|>")
+    grammar = checked("ebnf", 'start: <|im_start|> "<|im_start|>" /[^<>]*/ // <|im_end|>')
+    assert f"<[{start}]>" in grammar
+    assert draw_answer(grammar, random.Random(1), closing=1.0).text.startswith("<|im_start|>" * 2)
+    assert with_token_ids('start: <|x|> "<|x|>" /<\\|x|>/', {"<|x|>": 7}) == 'start: <[7]> "<|x|>" /<\\|x|>/'
+
+
+@pytest.mark.parametrize(
+    ("names", "patterns", "kept"),
+    [
+        (["a"], ["^a$"], []),
+        (["a", "b"], ["^(a|b)$"], []),
+        (["a"], ["^(a|b)$"], ["^(a|b)$"]),
+        (["a"], ["^a"], ["^a"]),
+        (["größe"], ["^größe$", "x"], ["x"]),
+        ([], ["^a$"], ["^a$"]),
+        (["a"], ["(?=a)"], ["(?=a)"]),
+    ],
+)
+def test_patterns_that_match_the_names_of_properties_only_are_left_out(
+    names: list[str], patterns: list[str], kept: list[str]
+) -> None:
+    one, two = {"type": "integer"}, {"maximum": 3}
+    schema = {"properties": dict.fromkeys(names, one), "patternProperties": dict.fromkeys(patterns, two)}
+    found = without_covered_patterns(schema)
+    assert list(found["patternProperties"]) == kept
+    if not kept:
+        assert found["properties"] == {name: {"allOf": [one, two]} for name in names}
+    assert len(schema["patternProperties"]) == len(patterns), "the schema itself stays as it was"
+
+
+def test_objects_that_must_contain_one_another_without_end_are_refused() -> None:
+    schema = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
+    assert READER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "p", "")).error
+    assert READER.check(spec("json_schema", '{"$ref": "#"}')).error == "no answer can follow it"
+
+
+def test_the_tokens_that_an_answer_may_begin_with_are_found() -> None:
+    first = READER.check(spec("regex", "a*")).first
+    begins = {token for token in range(8 * len(first)) if first[token // 8] >> (token % 8) & 1}
+    assert END in begins
+    assert all(TOKENIZER.decode([token]).strip("a") == "" for token in begins - {END})
