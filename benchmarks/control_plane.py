@@ -663,7 +663,8 @@ def placement() -> None:
     """Print the time of a placement of all adapters, and of a migration plan."""
     draw = np.random.default_rng(0)
     points = OperatingPoints({rank: 1000.0 / (1 + rank / 128) for rank in RANKS})
-    policy = LoRAServe([ReplicaId(f"r{number}") for number in range(PLACED_REPLICAS)], points)
+    policy = LoRAServe(points)
+    replicas = [ReplicaId(f"r{number}") for number in range(PLACED_REPLICAS)]
     loads = draw.pareto(1.5, PLACED_ADAPTERS) * 50
 
     def place(period: int) -> None:
@@ -673,9 +674,10 @@ def placement() -> None:
             AdapterDemand(AdapterDigest(f"a{number:05}"), RANKS[number % len(RANKS)], 10**8, float(load))
             for number, load in enumerate(loads)
         ]
-        policy.place(demands, float(period))
+        policy.place(demands, replicas, float(period))
 
-    ticked = Orchestrator(PLACEMENT[PRESETS["lorikeet:auto"].placement](policy.replicas[:64], PlacementOptions()), 0.0)
+    everywhere = PLACEMENT[PRESETS["lorikeet:auto"].placement](PlacementOptions())
+    ticked = Orchestrator(everywhere, replicas[:64], 0.0)
     known = [AdapterDigest(f"a{number:05}") for number in range(TICK_ADAPTERS)]
     ticked.register([AdapterInfo(each, RANKS[number % len(RANKS)], 10**8) for number, each in enumerate(known)], 0.0)
 
@@ -720,9 +722,9 @@ def _ticks(name: str, adapters: int, replicas: int) -> list[float]:
     ids = [ReplicaId(f"r{number}") for number in range(replicas)]
     if name == "loraserve":
         points = OperatingPoints({rank: 1000.0 / (1 + rank / 128) for rank in RANKS})
-        orchestrator = Orchestrator(LoRAServe(ids, points), 0.0)
+        orchestrator = Orchestrator(LoRAServe(points), ids, 0.0)
     else:
-        orchestrator = Orchestrator(PLACEMENT[name](ids, PlacementOptions()), 0.0)
+        orchestrator = Orchestrator(PLACEMENT[name](PlacementOptions()), ids, 0.0)
     known = [AdapterDigest(f"a{number:06}") for number in range(adapters)]
     orchestrator.register([AdapterInfo(each, RANKS[n % len(RANKS)], 10**8) for n, each in enumerate(known)], 0.0)
     draw = np.random.default_rng(0)

@@ -51,8 +51,8 @@ def loads(form: KernelForm, slo: Slo, prompt_tokens: int = 512, level: float = 1
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_row_places_and_routes_with_a_published_profile(name: str, published: CostProfile) -> None:
-    policy, placement = build_cluster_policies(PRESETS[name], REPLICAS, published, OPTIONS)
-    placed = placement.place(DEMANDS_B, 0.0)
+    policy, placement = build_cluster_policies(PRESETS[name], published, OPTIONS)
+    placed = placement.place(DEMANDS_B, REPLICAS, 0.0)
     assert placed.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     fleet = fleet_of(*REPLICAS)
     may_leave = PRESETS[name].routing in ("placed-work", "dlora", "seconds")  # when the named ones are busy
@@ -75,8 +75,8 @@ def test_every_policy_is_in_a_row_and_every_row_names_policies_that_there_are() 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_row_places_and_routes_without_a_profile(name: str) -> None:
-    policy, placement = build_cluster_policies(PRESETS[name], REPLICAS, None, ClusterOptions(has_default_slo=True))
-    placed = placement.place(DEMANDS_B, 0.0)
+    policy, placement = build_cluster_policies(PRESETS[name], None, ClusterOptions(has_default_slo=True))
+    placed = placement.place(DEMANDS_B, REPLICAS, 0.0)
     assert placed.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     asked = ask("one", 8, DEMANDS_B[0].adapter, adapter_bytes=10**7, keys=(b"1",))
     assert routed_to(policy, asked, fleet_of(*REPLICAS), placed) in REPLICAS
@@ -84,8 +84,8 @@ def test_every_row_places_and_routes_without_a_profile(name: str) -> None:
 
 def test_the_seed_decides_what_is_drawn() -> None:
     def homes(seed: int) -> object:
-        placement = build_placement(PRESETS["loraserve:random"], REPLICAS, None, ClusterOptions(seed=seed))
-        return placement.place(DEMANDS_B, 0.0).shares
+        placement = build_placement(PRESETS["loraserve:random"], None, ClusterOptions(seed=seed))
+        return placement.place(DEMANDS_B, REPLICAS, 0.0).shares
 
     def drawn(seed: int) -> list[object]:
         policy, fleet = build_routing(Preset(routing="random"), None, ClusterOptions(seed=seed)), fleet_of(*REPLICAS)
@@ -104,7 +104,7 @@ def test_the_seed_decides_what_is_drawn() -> None:
 )
 def test_a_policy_that_there_is_not_is_named_with_its_axis(preset: Preset, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        build_cluster_policies(preset, REPLICAS, None, OPTIONS)
+        build_cluster_policies(preset, None, OPTIONS)
 
 
 def test_options_survive_the_way_to_another_process() -> None:
@@ -206,7 +206,7 @@ def test_only_rows_with_co_migration_set_memory_aside_for_further_copies(publish
     """The reserve is of section 5.2, not of placement alone (5.1). It has room for all adapters here."""
 
     def pairs(preset: str) -> int:
-        return len(list(build_placement(PRESETS[preset], REPLICAS, published, OPTIONS).place(DEMANDS_B, 0.0).pairs()))
+        return len(list(build_placement(PRESETS[preset], published, OPTIONS).place(DEMANDS_B, REPLICAS, 0.0).pairs()))
 
     assert pairs("dlora") == len(DEMANDS_B) * len(REPLICAS)
     assert pairs("dlora:proactive") == pairs("dlora:rr") < pairs("dlora")
@@ -217,12 +217,12 @@ def test_burst_tolerance_takes_memory_from_options_or_the_profile(published: Cos
     preset, needed_bytes = PRESETS["dlora"], sum(demand.size_bytes for demand in DEMANDS_B)
     copies = []
     for options in (ClusterOptions(), ClusterOptions(memory_bytes=needed_bytes // 2)):
-        placement = build_placement(preset, REPLICAS, published, options)
+        placement = build_placement(preset, published, options)
         assert isinstance(placement, BurstTolerance)
-        copies.append(len(list(placement.place(DEMANDS_B, 0.0).pairs())))
+        copies.append(len(list(placement.place(DEMANDS_B, REPLICAS, 0.0).pairs())))
     assert copies[0] > copies[1]
     told = ClusterOptions(memory_bytes=needed_bytes // 2, kv_token_bytes=published.geometry.block_bytes(1))
-    assert len(list(build_placement(preset, REPLICAS, None, told).place(DEMANDS_B, 0.0).pairs())) == copies[1]
+    assert len(list(build_placement(preset, None, told).place(DEMANDS_B, REPLICAS, 0.0).pairs())) == copies[1]
 
 
 # --- operating points --------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_operating_points_match_kernel_form_and_slo_and_survive_a_file() -> None
     assert loads_that_fit(profile, KernelForm.PADDED, ttft, 200, 128) == entries[2]
     assert loads_that_fit(profile, KernelForm.UNPADDED, ttft, 200, 128) == entries[0]
     assert loads_that_fit(profile, KernelForm.EINSUM, ttft, 512, 128) is None
-    placement = build_placement(PRESETS["loraserve"], REPLICAS, profile, ClusterOptions(ttft_s=10.0))
+    placement = build_placement(PRESETS["loraserve"], profile, ClusterOptions(ttft_s=10.0))
     assert isinstance(placement, LoRAServe)
 
 
@@ -258,7 +258,7 @@ def test_operating_points_that_nobody_searched_are_estimated() -> None:
 
 def test_operating_points_must_be_loads() -> None:
     with pytest.raises(ConfigError, match="operating points: Operating points must be positive"):
-        build_placement(PRESETS["loraserve"], REPLICAS, None, ClusterOptions(tokens_per_s={8: 0.0}))
+        build_placement(PRESETS["loraserve"], None, ClusterOptions(tokens_per_s={8: 0.0}))
 
 
 def test_estimated_points_fall_with_rank_and_follow_costs_and_lengths() -> None:
@@ -279,7 +279,7 @@ def test_estimated_points_fall_with_rank_and_follow_costs_and_lengths() -> None:
 @pytest.mark.parametrize("name", ["loraserve", "rank-groups", "dlora"])
 def test_a_placement_made_by_hand_says_what_it_lacks(name: str) -> None:
     with pytest.raises(ValueError, match="needs"):
-        PLACEMENT[name](REPLICAS, PlacementOptions())
+        PLACEMENT[name](PlacementOptions())
 
 
 def test_a_target_of_zero_is_none() -> None:

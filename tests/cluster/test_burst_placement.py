@@ -101,22 +101,22 @@ def test_reserved_memory_takes_further_copies_and_nothing_from_kv() -> None:
 
 
 def test_shares_are_even_among_those_that_have_it() -> None:
-    table = BurstTolerance(replica_ids(2), 1000 * MB, 10 * MB, reserved_share=0.0).place(demands_of(40, 10), 0.0)
+    table = BurstTolerance(1000 * MB, 10 * MB, reserved_share=0.0).place(demands_of(40, 10), replica_ids(2), 0.0)
     assert table.shares == {"a0": (("r0", 0.5), ("r1", 0.5)), "a1": (("r1", 1.0),)}
 
 
 def test_adapter_without_a_copy_gets_the_least_loaded_home() -> None:
-    placement = BurstTolerance(replica_ids(2), 250 * MB, 10 * MB, reserved_share=0.0)
-    table = placement.place(demands_of(9, 8, 7, 6, 3, 2, 0), 0.0)  # 9 and 7 on r0, 8 and 6 on r1
+    placement = BurstTolerance(250 * MB, 10 * MB, reserved_share=0.0)
+    table = placement.place(demands_of(9, 8, 7, 6, 3, 2, 0), replica_ids(2), 0.0)  # 9 and 7 on r0, 8 and 6 on r1
     homes = [table.shares[AdapterDigest(f"a{k}")] for k in (4, 5, 6)]
     assert homes == [(("r1", 1.0),), (("r0", 1.0),), (("r1", 1.0),)]
 
 
 def test_the_table_is_the_same_while_nothing_changes() -> None:
-    placement = BurstTolerance(replica_ids(2), 1000 * MB, 10 * MB, RESERVED_SHARE)
-    first = placement.place(demands_of(40, 10), 0.0)
-    assert placement.place(demands_of(80, 20), 1.0) is first, "only ratios count"
-    later = placement.place(demands_of(40, 10, 5), 2.0)
+    placement = BurstTolerance(1000 * MB, 10 * MB, RESERVED_SHARE)
+    first = placement.place(demands_of(40, 10), replica_ids(2), 0.0)
+    assert placement.place(demands_of(80, 20), replica_ids(2), 1.0) is first, "only ratios count"
+    later = placement.place(demands_of(40, 10, 5), replica_ids(2), 2.0)
     assert later.epoch == first.epoch + 1
 
 
@@ -157,8 +157,8 @@ def test_memory_is_respected_and_stopping_loses_nothing(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5), st.integers(1, 15))
 def test_every_adapter_has_a_home(loads: list[int], count: int, memory: int) -> None:
-    placement = BurstTolerance(replica_ids(count), memory * 100 * MB, 10 * MB, RESERVED_SHARE)
+    placement = BurstTolerance(memory * 100 * MB, 10 * MB, RESERVED_SHARE)
     demands = demands_of(*loads)
-    table = placement.place(demands, 0.0)
+    table = placement.place(demands, replica_ids(count), 0.0)
     assert set(table.shares) == {demand.adapter for demand in demands}
     assert all(sum(share.share for share in shares) == pytest.approx(1.0) for shares in table.shares.values())

@@ -52,7 +52,7 @@ class Service(LocalPlacementService):
     """
 
     def __init__(self) -> None:
-        super().__init__(Orchestrator(FullReplication((R0,)), 0.0))
+        super().__init__(Orchestrator(FullReplication(), (R0,), 0.0))
         self.asked: list[tuple[str, object]] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()

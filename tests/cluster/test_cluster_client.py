@@ -78,11 +78,11 @@ async def cluster(
 ) -> AsyncIterator[ClusterClient]:
     """Start a cluster, and close it at the end."""
     there = [ReplicaId(f"replica-{number}") for number in range(replicas)]
-    placement = RandomPlacement(there, seed=1) if one_home else FullReplication(there)
+    placement = RandomPlacement(seed=1) if one_home else FullReplication()
     settings = msgspec.structs.replace(
         live_settings(model, num_scheduler_steps=1), cluster=ClusterSettings(replicas=replicas)
     )
-    transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, 0.0))
+    transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, there, 0.0))
     routing = routing or RoundRobin()
     client = ClusterClient(
         settings, lambda replica: LocalHost(), transport, service, routing, period_s=0.05, times=KV_STAYS

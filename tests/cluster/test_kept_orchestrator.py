@@ -34,7 +34,7 @@ class Life:
 
     def begin(self) -> PersistentOrchestrator:
         self.saver = StateSaver(ClusterRegistry(self._url, "one"), retry_s=0.01)
-        orchestrator = Orchestrator(RandomPlacement(REPLICAS, seed=len(self._made)), self.clock.now())
+        orchestrator = Orchestrator(RandomPlacement(seed=len(self._made)), REPLICAS, self.clock.now())
         self._made.append(PersistentOrchestrator(orchestrator, self.saver, self.clock))
         return self._made[-1]
 
@@ -124,7 +124,7 @@ def test_own_unconfirmed_write_is_not_taken_for_that_of_another(folder: Path) ->
     url = sqlite_url(folder / "registry.sqlite3")
     registry = DiesAfterCommit(url, "one")
     saver = StateSaver(registry, retry_s=0.01)
-    kept = PersistentOrchestrator(Orchestrator(RandomPlacement(REPLICAS, seed=0), 0.0), saver, VirtualClock())
+    kept = PersistentOrchestrator(Orchestrator(RandomPlacement(seed=0), REPLICAS, 0.0), saver, VirtualClock())
     registry.deaths = 3
     kept.register(KNOWN[:3])
     while not saver.wait(60.0):
@@ -144,7 +144,7 @@ def test_a_registry_that_came_back_empty_is_filled(folder: Path) -> None:
     url = sqlite_url(folder / "registry.sqlite3")
     registry = ClusterRegistry(url, "one")
     saver = StateSaver(registry, retry_s=0.01)
-    kept = PersistentOrchestrator(Orchestrator(RandomPlacement(REPLICAS, seed=0), 0.0), saver, VirtualClock())
+    kept = PersistentOrchestrator(Orchestrator(RandomPlacement(seed=0), REPLICAS, 0.0), saver, VirtualClock())
     kept.register(KNOWN)
     assert saver.wait(60.0)
     registry.close()

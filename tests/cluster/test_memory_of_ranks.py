@@ -48,7 +48,7 @@ def test_burst_tolerance_counts_on_the_memory_of_all_ranks(ranks: int) -> None:
     def pairs(tensor_parallel: int, memory_bytes: int) -> int:
         engine = EngineSettings(profile=profile.name, tensor_parallel=tensor_parallel, memory_bytes=memory_bytes)
         options = cluster_options(Settings(ModelSettings(), engine))
-        placement = build_placement(PRESETS["dlora"], replicas_of(4), profile, options)
-        return len(list(placement.place(DEMANDS_B, 0.0).pairs()))
+        placement = build_placement(PRESETS["dlora"], profile, options)
+        return len(list(placement.place(DEMANDS_B, replicas_of(4), 0.0).pairs()))
 
     assert pairs(ranks, needed_bytes // 2) == pairs(1, ranks * (needed_bytes // 2)) > pairs(1, needed_bytes // 2)

@@ -56,7 +56,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
     """Two replicas, of which that which joined first gets all that fits."""
-    service = LocalPlacementService(Orchestrator(FullReplication(REPLICAS), 0.0))
+    service = LocalPlacementService(Orchestrator(FullReplication(), REPLICAS, 0.0))
     settings = replicas_of(live_settings(model, num_scheduler_steps=1), 2)
     async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, FirstFit())) as client:
         yield client

@@ -54,7 +54,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
 
 @asynccontextmanager
 async def two_replicas(model: Path, pool_dir: Path) -> AsyncIterator[ClusterClient]:
-    service = LocalPlacementService(Orchestrator(FullReplication(REPLICAS), 0.0))
+    service = LocalPlacementService(Orchestrator(FullReplication(), REPLICAS, 0.0))
     settings = replicas_of(live_settings(model, num_scheduler_steps=1, host_memory_bytes=8 * 2**20), 2)
     times = MoveTimes(lambda tokens: tokens / 100, inf, 1.0, lambda: 1e9)
     async with started(local_client(settings, pool_dir, service, LeastLoaded(), times=times)) as client:

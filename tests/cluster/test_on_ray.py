@@ -488,7 +488,7 @@ def make_placement(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[..., 
 
     def make(url: str = url, seed: int = 0, timeout_s: float = 60.0) -> RayPlacement:
         def orchestrator(now: float, replicas: tuple[ReplicaId, ...] = REPLICAS) -> Orchestrator:
-            return Orchestrator(RandomPlacement(replicas, seed), now, OperatingPoints({8: 1000.0}))
+            return Orchestrator(RandomPlacement(seed), replicas, now, OperatingPoints({8: 1000.0}))
 
         # What is defined here travels by value: the actors know nothing of this file.
         made.append(RayPlacement(orchestrator, url, "one", timeout_s))

@@ -172,13 +172,13 @@ def test_silent_adapters_count_for_a_part_of_the_mean() -> None:
 
 @pytest.mark.parametrize("params", [RANK_GROUPS, LoRAServeParams()])
 def test_without_any_demand_the_placement_stays(params: LoRAServeParams) -> None:
-    placement = LoRAServe(replicas_of(4), POINTS_A, params)
+    placement = LoRAServe(POINTS_A, params)
     silent = [demand._replace(tokens_per_s=0.0) for demand in DEMANDS_A]
-    first = placement.place(silent, 0.0)  # nothing to keep: as if all asked for the same
-    assert first.shares == LoRAServe(replicas_of(4), POINTS_A, params).place(equal(DEMANDS_A), 0.0).shares
-    second = placement.place(DEMANDS_A, 1.0)
+    first = placement.place(silent, replicas_of(4), 0.0)  # nothing to keep: as if all asked for the same
+    assert first.shares == LoRAServe(POINTS_A, params).place(equal(DEMANDS_A), replicas_of(4), 0.0).shares
+    second = placement.place(DEMANDS_A, replicas_of(4), 1.0)
     assert second.epoch == first.epoch + 1
-    assert placement.place(silent, 2.0) is second
+    assert placement.place(silent, replicas_of(4), 2.0) is second
 
 
 def equal(demands: list[AdapterDemand]) -> list[AdapterDemand]:
@@ -187,86 +187,88 @@ def equal(demands: list[AdapterDemand]) -> list[AdapterDemand]:
 
 def test_adapters_without_demand_are_placed() -> None:
     demands = demands_of({8: {"a": 100, "silent": 0}, 16: {"never": 0}})
-    table = LoRAServe(replicas_of(2), LEVEL).place(demands, 0.0)
+    table = LoRAServe(LEVEL).place(demands, replicas_of(2), 0.0)
     assert table.shares.keys() == {"a", "silent", "never"}
 
 
 def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
-    placement = LoRAServe(replicas_of(4), POINTS_A, RANK_GROUPS)
-    first = placement.place(DEMANDS_A, 0.0)
+    placement = LoRAServe(POINTS_A, RANK_GROUPS)
+    first = placement.place(DEMANDS_A, replicas_of(4), 0.0)
     drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
-    assert placement.place(drifted, 1.0) is first
+    assert placement.place(drifted, replicas_of(4), 1.0) is first
     surged = [*DEMANDS_A[:-1], DEMANDS_A[-1]._replace(tokens_per_s=1000.0)]
-    assert placement.place(surged, 2.0) is not first
+    assert placement.place(surged, replicas_of(4), 2.0) is not first
 
 
 def test_hysteresis_keeps_no_replica_idle_that_has_joined() -> None:
     demands = [demand_of(f"a{number:02}", 8, 100) for number in range(60)]
-    placement = LoRAServe(replicas_of(12), LEVEL, RANK_GROUPS)
-    first = placement.place(demands, 0.0)
-    placement.replicas = replicas_of(13)
+    placement = LoRAServe(LEVEL, RANK_GROUPS)
+    first = placement.place(demands, replicas_of(12), 0.0)
     silent = [demand._replace(tokens_per_s=0.0) for demand in demands]
-    assert placement.place(silent, 1.0) is first
-    second = placement.place(demands, 2.0)
+    assert placement.place(silent, replicas_of(13), 1.0) is first
+    second = placement.place(demands, replicas_of(13), 2.0)
     assert {replica for _, replica in second.pairs()} == {*replicas_of(13)}
     drifted = [demands[0]._replace(tokens_per_s=104.0), *demands[1:]]
-    assert placement.place(drifted, 3.0) is second, "it counts again"
+    assert placement.place(drifted, replicas_of(13), 3.0) is second, "it counts again"
 
-    later = LoRAServe(replicas_of(14), LEVEL, RANK_GROUPS)
+    later = LoRAServe(LEVEL, RANK_GROUPS)
     later.resume(second)
-    assert {replica for _, replica in later.place(demands, 4.0).pairs()} == {*replicas_of(14)}, "while nobody looked"
-    again = LoRAServe(replicas_of(13), LEVEL, RANK_GROUPS)
+    assert {replica for _, replica in later.place(demands, replicas_of(14), 4.0).pairs()} == {*replicas_of(14)}, (
+        "while nobody looked"
+    )
+    again = LoRAServe(LEVEL, RANK_GROUPS)
     again.resume(second)
-    assert again.place(drifted, 4.0) is second
+    assert again.place(drifted, replicas_of(13), 4.0) is second
 
 
 def test_an_adapter_that_comes_or_goes_moves_no_other() -> None:
-    placement = LoRAServe(replicas_of(4), POINTS_A, RANK_GROUPS)
-    first = placement.place(DEMANDS_A, 0.0)
-    more = placement.place([*DEMANDS_A, demand_of("b3", 32, 30)], 1.0)
+    placement = LoRAServe(POINTS_A, RANK_GROUPS)
+    first = placement.place(DEMANDS_A, replicas_of(4), 0.0)
+    more = placement.place([*DEMANDS_A, demand_of("b3", 32, 30)], replicas_of(4), 1.0)
     assert more.shares == {**first.shares, digest("b3"): more.shares[digest("b3")]}
     (home,) = more.shares[digest("b3")]
     full = utilisations(more, [*DEMANDS_A, demand_of("b3", 32, 30)], POINTS_A)
     assert full[home.replica] == pytest.approx(0.6 + 30 / 800), "the emptiest, beside others of its rank"
-    fewer = placement.place([each for each in DEMANDS_A if each.adapter != "c3"], 2.0)
+    fewer = placement.place([each for each in DEMANDS_A if each.adapter != "c3"], replicas_of(4), 2.0)
     assert fewer.shares == {adapter: where for adapter, where in first.shares.items() if adapter != "c3"}
     surge = demand_of("b4", 32, 3000)
-    assert placement.place([*DEMANDS_A, surge], 3.0).shares.items() & first.shares.items() != first.shares.items()
+    assert (
+        placement.place([*DEMANDS_A, surge], replicas_of(4), 3.0).shares.items() & first.shares.items()
+        != first.shares.items()
+    )
 
 
 def test_without_hysteresis_every_drift_is_followed() -> None:
-    placement = LoRAServe(replicas_of(4), POINTS_A, NO_HYSTERESIS)
-    first = placement.place(DEMANDS_A, 0.0)
-    assert placement.place(DEMANDS_A, 1.0) is first
+    placement = LoRAServe(POINTS_A, NO_HYSTERESIS)
+    first = placement.place(DEMANDS_A, replicas_of(4), 0.0)
+    assert placement.place(DEMANDS_A, replicas_of(4), 1.0) is first
     drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
-    assert placement.place(drifted, 2.0).epoch == first.epoch + 1
+    assert placement.place(drifted, replicas_of(4), 2.0).epoch == first.epoch + 1
 
 
 def test_replicas_and_adapters_come_and_go() -> None:
-    placement = LoRAServe(replicas_of(4), POINTS_A)
-    placement.place(DEMANDS_A, 0.0)
-    placement.replicas = replicas_of(3)
-    smaller = placement.place(DEMANDS_A, 1.0)
+    placement = LoRAServe(POINTS_A)
+    placement.place(DEMANDS_A, replicas_of(4), 0.0)
+    smaller = placement.place(DEMANDS_A, replicas_of(3), 1.0)
     assert {replica for _, replica in smaller.pairs()} == {*replicas_of(3)}
-    placement.replicas = replicas_of(6)
-    larger = placement.place([*DEMANDS_A, demand_of("new", 32, 100)], 2.0)
+    larger = placement.place([*DEMANDS_A, demand_of("new", 32, 100)], replicas_of(6), 2.0)
     assert {replica for _, replica in larger.pairs()} == {*replicas_of(6)}
     assert "new" in larger.shares
-    assert placement.place([], 3.0).shares == {}
+    assert placement.place([], replicas_of(6), 3.0).shares == {}
 
 
 def test_movement_may_be_counted_from_the_actual_holders() -> None:
     replicas = replicas_of(2)
     demands = demands_of({8: {"a": 500}, 128: {"b": 500}})
     held = AdapterTable()
-    routed, actual = (LoRAServe(replicas, LEVEL, NO_HYSTERESIS, each) for each in (None, held))
-    assert routed.place(demands, 0.0).shares == actual.place(demands, 0.0).shares
+    routed, actual = (LoRAServe(LEVEL, NO_HYSTERESIS, each) for each in (None, held))
+    assert routed.place(demands, replicas, 0.0).shares == actual.place(demands, replicas, 0.0).shares
     # Nobody asked yet: each is still at the replica that the other was given.
     held.add(digest("b"), replicas[1])
     held.add(digest("a"), replicas[0])
     demands = demands_of({8: {"a": 499}, 128: {"b": 501}})
-    assert routed.place(demands, 1.0).replicas(digest("b")) == {replicas[0]}
-    assert actual.place(demands, 1.0).replicas(digest("b")) == {replicas[1]}
+    assert routed.place(demands, replicas, 1.0).replicas(digest("b")) == {replicas[0]}
+    assert actual.place(demands, replicas, 1.0).replicas(digest("b")) == {replicas[1]}
 
 
 RANKS = st.sampled_from([8, 16, 32, 64, 128])
@@ -285,13 +287,13 @@ def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
 def test_shares_add_up_to_one_and_every_adapter_has_a_home(
     periods: list[list[tuple[int, float]]], before: int, after: int, params: LoRAServeParams
 ) -> None:
-    placement = LoRAServe(replicas_of(before), POINTS_B, params)
+    placement = LoRAServe(POINTS_B, params)
     for adapters, count in zip(periods, (before, after), strict=False):
-        placement.replicas = replicas_of(count)
         demands = numbered(adapters)
-        table = placement.place(demands, 0.0)  # the table itself refuses shares that are not positive or add up wrongly
+        # The table itself refuses shares that are not positive or do not add up to 1.
+        table = placement.place(demands, replicas_of(count), 0.0)
         assert table.shares.keys() == {demand.adapter for demand in demands}
-        assert {replica for _, replica in table.pairs()} <= {*placement.replicas}
+        assert {replica for _, replica in table.pairs()} <= {*replicas_of(count)}
         for its_shares in table.shares.values():
             assert sum(share for _, share in its_shares) == pytest.approx(1, abs=1e-9)
 
@@ -339,10 +341,12 @@ def test_no_permutation_moves_fewer_bytes(seed: int, count: int) -> None:
 
 @given(st.lists(st.floats(0.1, 2000), min_size=8, max_size=8), st.lists(st.floats(0.1, 2000), min_size=8, max_size=8))
 def test_a_placement_kept_by_hysteresis_is_within_its_margin(first: list[float], second: list[float]) -> None:
-    placement = LoRAServe(replicas_of(3), LEVEL, msgspec.structs.replace(RANK_GROUPS, hysteresis=0.2))
-    old = placement.place([demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(first)], 0.0)
+    placement = LoRAServe(LEVEL, msgspec.structs.replace(RANK_GROUPS, hysteresis=0.2))
+    old = placement.place(
+        [demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(first)], replicas_of(3), 0.0
+    )
     demands = [demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(second)]
-    new = placement.place(demands, 1.0)
+    new = placement.place(demands, replicas_of(3), 1.0)
     assert placement.packing is not None
     best = max(placement.packing.utilisations)
     kept = max(utilisations(old, floored(demands, 0.05), LEVEL).values()) <= 1.2 * best
@@ -350,7 +354,7 @@ def test_a_placement_kept_by_hysteresis_is_within_its_margin(first: list[float],
 
 
 def test_the_same_demands_in_another_order_make_the_same_placement() -> None:
-    tables = [LoRAServe(replicas_of(4), POINTS_B).place(demands, 0.0) for demands in (DEMANDS_B, DEMANDS_B[::-1])]
+    tables = [LoRAServe(POINTS_B).place(demands, replicas_of(4), 0.0) for demands in (DEMANDS_B, DEMANDS_B[::-1])]
     assert tables[0].shares == tables[1].shares
 
 
@@ -358,10 +362,10 @@ def test_few_of_a_thousand_adapters_move_when_demand_drifts() -> None:
     chance = random.Random(5)
     points = OperatingPoints({8: 1000.0, 128: 500.0})
     adapters = [(chance.choice([8, 16, 32, 64, 128]), chance.uniform(10, 100)) for _ in range(1000)]
-    placement = LoRAServe(replicas_of(100), points, NO_HYSTERESIS)
-    first = placement.place(numbered(adapters), 0.0)
+    placement = LoRAServe(points, NO_HYSTERESIS)
+    first = placement.place(numbered(adapters), replicas_of(100), 0.0)
     drifted = [(rank, load * chance.uniform(0.98, 1.02)) for rank, load in adapters]
-    second = placement.place(numbered(drifted), 1.0)
+    second = placement.place(numbered(drifted), replicas_of(100), 1.0)
     assert placement.packing is not None
     sizes_bytes = {demand.adapter: demand.size_bytes for demand in numbered(adapters)}
     unmoved = zip(placement.packing.bins, replicas_of(100), strict=True)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
@@ -22,68 +23,67 @@ def groups(table: RoutingTable) -> list[list[int]]:
 
 
 def test_contiguous_cuts_the_sorted_adapters_into_groups_of_equal_count() -> None:
-    table = ContiguousPlacement(replicas_of(4)).place(DEMANDS_B[::-1], 0.0)
+    table = ContiguousPlacement().place(DEMANDS_B[::-1], replicas_of(4), 0.0)
     assert groups(table) == [[8] * 5 + [16] * 2, [16] * 3 + [32] * 3, [32] * 2 + [64] * 4, [64] + [128] * 5]
 
 
 def test_a_later_adapter_joins_its_rank() -> None:
-    placement = ContiguousPlacement(replicas_of(4))
-    before = homes(placement.place(DEMANDS_B, 0.0))
+    placement = ContiguousPlacement()
+    before = homes(placement.place(DEMANDS_B, replicas_of(4), 0.0))
     late = [demand_of("late-4", 4, 1), demand_of("late-128", 128, 1), demand_of("late-24", 24, 1)]
-    after = homes(placement.place([*DEMANDS_B, *late], 1.0))
+    after = homes(placement.place([*DEMANDS_B, *late], replicas_of(4), 1.0))
     s = replicas_of(4)
     assert after == before | {"late-4": s[0], "late-128": s[3], "late-24": s[1]}
 
 
 def test_random_deals_as_many_to_each_and_depends_on_the_seed_alone() -> None:
-    first, again, other = (homes(RandomPlacement(replicas_of(4), seed).place(DEMANDS_B, 0.0)) for seed in (3, 3, 4))
+    first, again, other = (homes(RandomPlacement(seed).place(DEMANDS_B, replicas_of(4), 0.0)) for seed in (3, 3, 4))
     assert sorted(Counter(first.values()).values()) == [6, 6, 6, 7]
-    assert first == again == homes(RandomPlacement(replicas_of(4), 3).place(DEMANDS_B[::-1], 0.0))
+    assert first == again == homes(RandomPlacement(3).place(DEMANDS_B[::-1], replicas_of(4), 0.0))
     assert first != other
 
 
 def test_unbalanced_random_draws_for_each_adapter() -> None:
     demands = [demand_of(f"a{number}", 8, 1) for number in range(400)]
-    counts = Counter(homes(RandomPlacement(replicas_of(4), 1, balanced=False).place(demands, 0.0)).values())
+    counts = Counter(homes(RandomPlacement(1, balanced=False).place(demands, replicas_of(4), 0.0)).values())
     assert all(60 < count < 140 for count in counts.values())
     assert set(counts.values()) != {100}
 
 
-@pytest.mark.parametrize("placement", [RandomPlacement(replicas_of(4), 1), ContiguousPlacement(replicas_of(4))])
+@pytest.mark.parametrize("placement", [RandomPlacement(1), ContiguousPlacement()])
 def test_homes_stay_whatever_the_demand_until_a_replica_leaves(
     placement: RandomPlacement | ContiguousPlacement,
 ) -> None:
-    first = placement.place(DEMANDS_B, 0.0)
-    assert placement.place([demand._replace(tokens_per_s=1.0) for demand in DEMANDS_B], 1.0) is first
-    placement.replicas = replicas_of(3)
-    second = placement.place(DEMANDS_B, 2.0)
+    first = placement.place(DEMANDS_B, replicas_of(4), 0.0)
+    assert placement.place([demand._replace(tokens_per_s=1.0) for demand in DEMANDS_B], replicas_of(4), 1.0) is first
+    second = placement.place(DEMANDS_B, replicas_of(3), 2.0)
     gone = replicas_of(4)[3]
     assert second.epoch == first.epoch + 1
     assert {a: r for a, r in homes(first).items() if r != gone}.items() <= homes(second).items()
     assert gone not in homes(second).values()
-    third = placement.place(DEMANDS_B[1:], 3.0)
+    third = placement.place(DEMANDS_B[1:], replicas_of(3), 3.0)
     assert third.shares.keys() == {demand.adapter for demand in DEMANDS_B[1:]}
 
 
 def test_full_replication_has_everything_everywhere() -> None:
-    placement = FullReplication(replicas_of(4))
-    table = placement.place(DEMANDS_B, 0.0)
+    placement = FullReplication()
+    table = placement.place(DEMANDS_B, replicas_of(4), 0.0)
     assert all([share for _, share in shares] == [0.25] * 4 for shares in table.shares.values())
-    assert placement.place(DEMANDS_B, 1.0) is table
-    placement.replicas = replicas_of(5)
-    assert len(list(placement.place(DEMANDS_B, 2.0).pairs())) == 125
+    assert placement.place(DEMANDS_B, replicas_of(4), 1.0) is table
+    assert len(list(placement.place(DEMANDS_B, replicas_of(5), 2.0).pairs())) == 125
 
 
 def test_a_placement_needs_a_replica() -> None:
     with pytest.raises(ValueError, match="needs a replica"):
-        FullReplication([])
+        Orchestrator(FullReplication(), [], 0.0)
 
 
 def test_full_replication_shares_one_tuple_with_the_placements_before() -> None:
-    placement = FullReplication(replicas_of(3))
-    first = placement.place(DEMANDS_B[:2], 0.0)
-    second = placement.place(DEMANDS_B, 1.0)
+    placement = FullReplication()
+    first = placement.place(DEMANDS_B[:2], replicas_of(3), 0.0)
+    second = placement.place(DEMANDS_B, replicas_of(3), 1.0)
     assert second.epoch > first.epoch
     assert len({id(shares) for table in (first, second) for shares in table.shares.values()}) == 1
-    placement.replicas = replicas_of(2)
-    assert {each.share for shares in placement.place(DEMANDS_B, 2.0).shares.values() for each in shares} == {0.5}
+    assert {
+        each.share for shares in placement.place(DEMANDS_B, replicas_of(2), 2.0).shares.values() for each in shares
+    } == {0.5}

@@ -24,7 +24,7 @@ class Service(LocalPlacementService):
     """
 
     def __init__(self) -> None:
-        super().__init__(Orchestrator(FullReplication((S1,)), 0.0))
+        super().__init__(Orchestrator(FullReplication(), (S1,), 0.0))
         self.errors: list[Exception | None] = []
         self.heard: list[object] = []
 

@@ -63,7 +63,7 @@ async def check_all(handles: list[RequestHandle]) -> None:
 
 
 async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many(tmp_path: Path) -> None:
-    service = Loaded(Orchestrator(FullReplication((FIRST,)), 0.0))
+    service = Loaded(Orchestrator(FullReplication(), (FIRST,), 0.0))
     settings = replicas_of(live_settings(make_model(tmp_path / "model"), num_scheduler_steps=1), 1)
     hosts = {SECOND: Fails()}
     client = local_client(

@@ -8,28 +8,25 @@ import pytest
 from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
 from lorikeet.cluster.build import ClusterOptions, MigrationCosts, build_routing
 from lorikeet.cluster.migration.problem import MoveTimes
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.presets import Preset
 from lorikeet.workloads.workload import WorkloadRequest
-from tests.support.clusters import BLOCK, names, settings, simulated, some_adapters
+from tests.support.clusters import BLOCK, settings, simulated, some_adapters
 from tests.support.profiles import round_profile
 
 
 class Restless(RandomPlacement):
     """Deals adapters anew with every placement."""
 
-    def place(self, demands, now):  # type: ignore[no-untyped-def]
+    def place(self, demands, replicas, now):  # type: ignore[no-untyped-def]
         self._homes = {}
-        return super().place(demands, now)
+        return super().place(demands, replicas, now)
 
 
-def placement_of(kind: int, replicas: int, seed: int) -> Placement:
-    there = names(replicas)
-    return (FullReplication(there), RandomPlacement(there, seed), ContiguousPlacement(there), Restless(there, seed))[
-        kind % 4
-    ]
+def placement_of(kind: int, seed: int) -> PlacementPolicy:
+    return (FullReplication(), RandomPlacement(seed), ContiguousPlacement(), Restless(seed))[kind % 4]
 
 
 @pytest.mark.slow
@@ -65,7 +62,7 @@ def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
             preset=("lorikeet:plain", "toppings:s-lora", "elora")[number % 3],
         ),
         routing=policy,
-        placement=placement_of(number, replicas, seed),
+        placement=placement_of(number, seed),
         period_s=1.0,
         prefetch=bool(number % 2),
         copies=CopyCosts(list(FetchForm)[seed % 2], network_bytes_per_s=2e3, drive_bytes_per_s=1e3),

@@ -198,9 +198,7 @@ def slow(form: FetchForm = FetchForm.STORE_AND_FORWARD) -> CopyCosts:
 def test_a_fetch_is_charged_once_for_two_that_wait_for_it() -> None:
     adapters = some_adapters(1)
     pair = [asks(0.0, adapters[0].name), asks(0.5, adapters[0].name)]
-    found = simulated(
-        pair, 2, adapters, routing=Always("replica-1"), placement=Fixed(names(2), "replica-0"), copies=slow()
-    )
+    found = simulated(pair, 2, adapters, routing=Always("replica-1"), placement=Fixed("replica-0"), copies=slow())
     # Fetched in a second, loaded in 50 ms, prefilled together: 10 tokens, and each 4 ms for the ranks of q, k, v and o.
     assert [each.ttft_s for each in found.run.exchanges] == pytest.approx([1.05 + 0.019 + 0.04, 0.55 + 0.019 + 0.04])
     source, destination = found.figures.replicas
@@ -220,7 +218,7 @@ def test_a_pipelined_fetch_costs_only_what_the_load_does_not() -> None:
         adapters,
         profile=round_profile(transfers=Transfers(source_to_device=load)),
         routing=Always("replica-1"),
-        placement=Fixed(names(2), "replica-0"),
+        placement=Fixed("replica-0"),
         copies=slow(FetchForm.PIPELINED),
     )
     assert found.run.exchanges[0].ttft_s == pytest.approx(1.0 + 0.014 + 0.02), "both at once, as fast as either"
@@ -265,7 +263,7 @@ def test_adapter_without_a_holder_is_read_from_its_files_once() -> None:
     adapters = some_adapters(1)
     twice = [asks(0.0, adapters[0].name), asks(9.0, adapters[0].name)]
     found = simulated(
-        twice, 2, adapters, placement=Fixed(names(2), "replica-1"), routing=ByTable(), copies=slow(), provisioned=False
+        twice, 2, adapters, placement=Fixed("replica-1"), routing=ByTable(), copies=slow(), provisioned=False
     )
     assert [each.ttft_s for each in found.run.exchanges] == pytest.approx([2.05 + 0.034, 0.034])
     assert (found.figures.provisions, found.figures.provided_bytes, found.figures.fetches) == (1, 256, 0)
@@ -284,13 +282,13 @@ def test_placements_change_and_moved_adapters_are_fetched_on_first_request() -> 
     class Turning(Fixed):
         """The first replica, then the other."""
 
-        def place(self, demands, now):  # type: ignore[no-untyped-def]
+        def place(self, demands, replicas, now):  # type: ignore[no-untyped-def]
             self._home = ReplicaId(f"replica-{int(now >= 10)}")
-            return super().place(demands, now)
+            return super().place(demands, replicas, now)
 
     adapters = some_adapters(1)
     workload = [asks(at_s, adapters[0].name) for at_s in (0.0, 11.0, 21.0, 31.0)]
-    placement = Turning(names(2), "replica-0")
+    placement = Turning("replica-0")
     found = simulated(workload, 2, adapters, routing=ByTable(), placement=placement, copies=slow()).figures
     assert [each.requests for each in found.replicas] == [1, 3]
     assert (found.placements, found.fetches, found.deletes) == (1, 1, 1)
@@ -300,14 +298,14 @@ def test_placements_change_and_moved_adapters_are_fetched_on_first_request() -> 
 
 def test_a_placement_is_told_of_the_demand_of_its_period() -> None:
     class Listening(Fixed):
-        def place(self, demands, now):  # type: ignore[no-untyped-def]
+        def place(self, demands, replicas, now):  # type: ignore[no-untyped-def]
             heard.append((now, {demand.adapter: demand.tokens_per_s for demand in demands}))
-            return super().place(demands, now)
+            return super().place(demands, replicas, now)
 
     heard: list[tuple[float, dict[str, float]]] = []
     adapters = some_adapters(2)
     workload = [asks(float(at_s), adapters[0].name, 5, 3) for at_s in range(10)]
-    simulated(workload, 1, adapters, placement=Listening(names(1), "replica-0"), period_s=5.0)
+    simulated(workload, 1, adapters, placement=Listening("replica-0"), period_s=5.0)
     mine, other = (adapter.digest for adapter in adapters)
     assert [at_s for at_s, _ in heard[:5]] == [0.0, 0.625, 1.25, 2.5, 5.0], "it looks at the first one, as it goes"
     looks = [demand for _, demand in heard[1:5]]
@@ -316,7 +314,7 @@ def test_a_placement_is_told_of_the_demand_of_its_period() -> None:
     assert [demand[other] for demand in looks] == [0.0] * 4
     heard.clear()
     before = DemandReport(5 * ((mine, 5), (other, 5)), 5 * ((mine, 3), (other, 13)))
-    listening = Listening(names(1), "replica-0")
+    listening = Listening("replica-0")
     simulated(workload[:1], 1, adapters, placement=listening, period_s=2.0, history=(before,) * 3)
     demand = {mine: 5 * 8 / 2, other: 5 * 18 / 2}
     assert heard[1:4] == [(at_s, pytest.approx(demand)) for at_s in (-4.0, -2.0, 0.0)], "and of earlier periods"
@@ -407,7 +405,7 @@ def test_requests_that_no_engine_can_serve_end_with_their_error() -> None:
 def test_figures_add_up() -> None:
     adapters = some_adapters(6)
     workload = some_requests(100, 15.0, 5, [ref.name for ref in adapters])
-    found = simulated(workload, 3, adapters, routing=ByTable(4), placement=RandomPlacement(names(3), 4))
+    found = simulated(workload, 3, adapters, routing=ByTable(4), placement=RandomPlacement(4))
     figures = found.figures
     assert sum(each.requests for each in figures.replicas) == 100
     assert sum(each.output_tokens for each in figures.replicas) == sum(each.output_tokens for each in workload)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lorikeet.bench.in_process import RecordCollector, RunObserver, WorkloadArrivals, WorkloadRun
 from lorikeet.bench.replicas import ModelledReplica, build_modelled
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy
@@ -39,14 +39,14 @@ class Always(RoutingPolicy):
         return Choice(self._replica)
 
 
-class Fixed(Placement):
+class Fixed(PlacementPolicy):
     """Has everything on one replica."""
 
-    def __init__(self, replicas: Sequence[ReplicaId], home: str) -> None:
-        super().__init__(replicas)
+    def __init__(self, home: str) -> None:
+        super().__init__()
         self._home = ReplicaId(home)
 
-    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+    def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
         return self._replaced({demand.adapter: (ReplicaShare(self._home, 1.0),) for demand in demands})
 
 
@@ -91,7 +91,7 @@ def simulated(
     arrivals = WorkloadArrivals(workload, {ref.name: ref for ref in adapters}, prompts, 0.0, watch)
     finished: list[int] = []
     collector = RecordCollector(workload, arrivals, finished.append)
-    made = {"routing": LeastLoaded(), "placement": FullReplication(names(replicas)), **setup}
+    made = {"routing": LeastLoaded(), "placement": FullReplication(), **setup}
     cluster = ClusterRun(engines, ClusterSetup(**made), adapters, arrivals, collector)  # type: ignore[arg-type]
     figures = cluster.run()
     return Simulation(collector.run(), figures, cluster, engines, finished)

@@ -623,7 +623,7 @@ class World:
         cluster = ClusterSettings(replicas=self._replicas, pool_dir="simulated")
         settings = msgspec.structs.replace(self._settings, cluster=cluster)
         replicas = [ReplicaId(f"replica-{number}") for number in range(self._replicas)]
-        placement = SimulatedPlacement(Orchestrator(FullReplication(replicas), self.now()), self.now)
+        placement = SimulatedPlacement(Orchestrator(FullReplication(), replicas, self.now()), self.now)
         routing = self._plan.choice(_ROUTING_POLICIES)()
         transport = SimulatedTransport(self)
         prefetch = self._plan.random() < 0.3

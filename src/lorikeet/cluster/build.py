@@ -1,6 +1,6 @@
 """Builds the policies of a cluster from a preset: routing, placement and co-migration."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import NamedTuple, TypeVar
 
@@ -9,14 +9,13 @@ import msgspec
 from lorikeet.cluster.adapters.copy_times import CopyCosts
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MoveTimes
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.burst import RESERVED_SHARE
 from lorikeet.cluster.placement.operating_points import EstimatedPoints, OperatingPoints, Points
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions, RoutingPolicy, fit_models, models_of_costs
 from lorikeet.config import ConfigError, EngineSettings
 from lorikeet.core.extras import install_command
-from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Slo
@@ -91,10 +90,10 @@ class MigrationCosts(NamedTuple):
 
 
 def build_cluster_policies(
-    preset: Preset, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
-) -> tuple[RoutingPolicy, Placement]:
+    preset: Preset, profile: CostProfile | None, options: ClusterOptions
+) -> tuple[RoutingPolicy, PlacementPolicy]:
     """Build the routing and the placement policy; see :func:`build_routing` and :func:`build_placement`."""
-    return build_routing(preset, profile, options), build_placement(preset, replicas, profile, options)
+    return build_routing(preset, profile, options), build_placement(preset, profile, options)
 
 
 def build_routing(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingPolicy:
@@ -113,24 +112,20 @@ def build_routing(preset: Preset, profile: CostProfile | None, options: ClusterO
     return make(RoutingOptions(options.seed) if needed is None else needed(preset, profile, options))
 
 
-def build_placement(
-    preset: Preset, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
-) -> Placement:
+def build_placement(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> PlacementPolicy:
     """Build the preset's placement policy.
 
     Args:
         preset: of all replicas.
-        replicas: to place on, at least one.
         profile: of one of them; None if there is none.
         options: everything else.
 
     Raises:
         ConfigError: unknown policy, or profile and options lack something that it needs.
-        ValueError: no replica.
     """
     make = _policy("placement", preset.placement, PLACEMENT)
     needed = _FOR_PLACEMENT.get(preset.placement)
-    return make(replicas, PlacementOptions(options.seed) if needed is None else needed(preset, profile, options))
+    return make(PlacementOptions(options.seed) if needed is None else needed(preset, profile, options))
 
 
 def build_move_times(

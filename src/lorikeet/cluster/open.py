@@ -61,9 +61,9 @@ class _MakeOrchestrator:
     has_points: bool
 
     def __call__(self, now: float) -> Orchestrator:
-        placement = build_placement(self.preset, self.replicas, self.profile, self.options)
+        placement = build_placement(self.preset, self.profile, self.options)
         points = build_points(self.preset, self.profile, self.options) if self.has_points else None
-        return Orchestrator(placement, now, points, self.preset.placement)
+        return Orchestrator(placement, self.replicas, now, points, self.preset.placement)
 
 
 def cluster_options(settings: Settings) -> ClusterOptions:

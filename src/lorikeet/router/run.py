@@ -189,13 +189,13 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     cluster = ClusterOptions(
         seed=options.seed, ttft_s=slo.ttft_s or 0.0, tpot_s=slo.tpot_s or 0.0, e2e_s=slo.e2e_s or 0.0
     )
-    routing, placement = build_cluster_policies(preset, replicas, profile, cluster)
+    routing, placement = build_cluster_policies(preset, profile, cluster)
     log.info(describe_preset(options.preset), routing=preset.routing, placement=preset.placement)
     if preset.comigration:
         log.info("running requests are not migrated: a router cannot move them between other people's servers")
     backends = [Backend(replica, spec, options.backend_key) for replica, spec in zip(replicas, specs, strict=True)]
     backend_router = BackendRouter(backends, routing, prefetch=preset.pool_prefetch)
-    placements = LocalPlacementService(Orchestrator(placement, time.monotonic()))
+    placements = LocalPlacementService(Orchestrator(placement, replicas, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s)
     monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s, options.backend_timeout_s)
     try:

@@ -33,7 +33,7 @@ from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provisio
 from lorikeet.cluster.controller.learned_costs import LearnedCosts
 from lorikeet.cluster.migration.problem import CoMigrationSettings
 from lorikeet.cluster.migration.review import CoMigration, observe
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import EARLY_PLACEMENTS
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.routing.base import PerformanceModel, RoutingPolicy
@@ -136,7 +136,7 @@ def simulate_cluster(
         for n in range(choice.replicas)
     ]
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
-    routing, placement = build_cluster_policies(preset, [replica.id for replica in replicas], profile, options)
+    routing, placement = build_cluster_policies(preset, profile, options)
     copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
     times = build_move_times(settings.engine, profile, lambda: copies.kv_bytes_per_s, copies)
     migration = build_migration(settings.engine, times)
@@ -236,7 +236,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
     """
 
     routing: RoutingPolicy
-    placement: Placement
+    placement: PlacementPolicy
     period_s: float = 10.0
     prefetch: bool = False
     held_share: float = 1.0
@@ -345,7 +345,9 @@ class ClusterRun:
         for ref in adapters:
             self._dispatcher.register(ref.digest, size_bytes=ref.weight_bytes)
         self._began_s = max(now, arrivals.next_s())  # the first request starts a period
-        self._orchestrator = Orchestrator(setup.placement, self._began_s - len(setup.history) * setup.period_s)
+        self._orchestrator = Orchestrator(
+            setup.placement, list(self._replicas), self._began_s - len(setup.history) * setup.period_s
+        )
         review = CoMigrationSettings() if setup.migration is None else setup.migration.settings
         self._comigration = CoMigration(review._replace(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)

@@ -1,15 +1,14 @@
 """Placement policies: which replicas serve an adapter, and with what share of its requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.burst import BurstTolerance
 from lorikeet.cluster.placement.loraserve import RANK_GROUPS, LoRAServe, LoRAServeParams
 from lorikeet.cluster.placement.operating_points import Points
 from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
-from lorikeet.core.ids import ReplicaId
 
 
 class PlacementOptions(msgspec.Struct, frozen=True):
@@ -30,28 +29,25 @@ class PlacementOptions(msgspec.Struct, frozen=True):
     reserved_share: float = 0.0
 
 
-Replicas = Sequence[ReplicaId]
-
-
-def _loraserve(replicas: Replicas, options: PlacementOptions, params: LoRAServeParams | None = None) -> LoRAServe:
+def _loraserve(options: PlacementOptions, params: LoRAServeParams | None = None) -> LoRAServe:
     if options.points is None:
         raise ValueError("LoRAServe's placement needs operating points: run lorikeet profile --operating-points")
-    return LoRAServe(replicas, options.points, params)
+    return LoRAServe(options.points, params)
 
 
-def _burst_tolerance(replicas: Replicas, options: PlacementOptions) -> BurstTolerance:
+def _burst_tolerance(options: PlacementOptions) -> BurstTolerance:
     if options.memory_bytes <= 0 or options.request_bytes <= 0:
         raise ValueError("dLoRA's placement needs the memory of a replica and that of a mean request's KV")
-    return BurstTolerance(replicas, options.memory_bytes, options.request_bytes, options.reserved_share)
+    return BurstTolerance(options.memory_bytes, options.request_bytes, options.reserved_share)
 
 
-PLACEMENT: dict[str, Callable[[Replicas, PlacementOptions], Placement]] = {
-    "everywhere": lambda replicas, _: FullReplication(replicas),
-    "random": lambda replicas, options: RandomPlacement(replicas, options.seed),
-    "random-iid": lambda replicas, options: RandomPlacement(replicas, options.seed, balanced=False),
-    "contiguous": lambda replicas, _: ContiguousPlacement(replicas),
+PLACEMENT: dict[str, Callable[[PlacementOptions], PlacementPolicy]] = {
+    "everywhere": lambda _: FullReplication(),
+    "random": lambda options: RandomPlacement(options.seed),
+    "random-iid": lambda options: RandomPlacement(options.seed, balanced=False),
+    "contiguous": lambda _: ContiguousPlacement(),
     "loraserve": _loraserve,
-    "rank-groups": lambda replicas, options: _loraserve(replicas, options, RANK_GROUPS),
+    "rank-groups": lambda options: _loraserve(options, RANK_GROUPS),
     "dlora": _burst_tolerance,
 }
 """The values of a preset's ``placement``. A new policy is one file and one line here."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import ReplicaId
@@ -152,43 +152,33 @@ class _Greedy:
         return int(np.where(fits, self.free_bytes, -1).argmax())
 
 
-class BurstTolerance(Placement):
+class BurstTolerance(PlacementPolicy):
     """Preloads by burst tolerance. An adapter's requests are split evenly among the replicas that have it.
 
     An adapter without a copy is loaded on demand: its replica is the one with the least load.
 
     Args:
-        replicas: all replicas.
-        memory_bytes: of each replica, for adapters and KV.
+        memory_bytes: memory of each replica for adapters and KV.
         request_bytes: KV of a mean request.
-        reserved_share: of the memory, for copies that take nothing from KV.
-
-    Raises:
-        ValueError: no replica.
+        reserved_share: share of the memory for copies that take nothing from KV.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[ReplicaId],
-        memory_bytes: int,
-        request_bytes: float,
-        reserved_share: float,
-    ) -> None:
-        super().__init__(replicas)
+    def __init__(self, memory_bytes: int, request_bytes: float, reserved_share: float) -> None:
+        super().__init__()
         self._memory_bytes = memory_bytes
         self._request_bytes = request_bytes
         self._reserved_bytes = int(reserved_share * memory_bytes)
 
-    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+    def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
         """Place copies. Tokens per second stand for requests per second: only ratios count."""
         loads = [demand.tokens_per_s for demand in demands]
-        memory_bytes = [self._memory_bytes] * len(self.replicas)
+        memory_bytes = [self._memory_bytes] * len(replicas)
         sizes_bytes = [demand.size_bytes for demand in demands]
         placed = preload(sizes_bytes, loads, memory_bytes, self._request_bytes, self._reserved_bytes)
         copies = placed.copies
         _assign_homes(copies, np.array(loads, np.float64))
         shares = {
-            demand.adapter: tuple(ReplicaShare(self.replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has))
+            demand.adapter: tuple(ReplicaShare(replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has).tolist())
             for demand, has in zip(demands, copies, strict=True)
         }
         return self._replaced(shares)

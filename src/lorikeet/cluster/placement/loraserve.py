@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import COLD_TOKENS_PER_S, AdapterDemand
 from lorikeet.cluster.placement.operating_points import Points
 from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
@@ -251,7 +251,7 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
         hysteresis: the old placement is kept while its fullest replica is at most this much fuller than the new one's,
             and the replicas are the same; new adapters are added to it. None: it is never kept.
         packing: see ``PackingParams``.
-        looks_early, extrapolates: see ``Placement``.
+        looks_early, extrapolates: see ``PlacementPolicy``.
     """
 
     demand_floor: float = 0.0
@@ -271,14 +271,13 @@ RANK_GROUPS = LoRAServeParams(
 """Our extension: replicas of a rank share its adapters, forecasts are made for ranks, and good placements stay."""
 
 
-class LoRAServe(Placement):
+class LoRAServe(PlacementPolicy):
     """Packs adapters of similar rank onto replicas in proportion to their demand.
 
     Source: LoRAServe, Algorithm 1, which the default parameters follow. It packs from scratch every time, and its
     extrapolation is not printed.
 
     Args:
-        replicas: all replicas.
         points: operating points.
         params: settings; None for those of the paper.
         held: if given, as few bytes as possible are copied to replicas that do not hold them; otherwise to replicas to
@@ -287,12 +286,11 @@ class LoRAServe(Placement):
 
     def __init__(
         self,
-        replicas: Sequence[ReplicaId],
         points: Points,
         params: LoRAServeParams | None = None,
         held: AdapterTable | None = None,
     ) -> None:
-        super().__init__(replicas)
+        super().__init__()
         self._points = points
         self._params = params or LoRAServeParams()
         self.looks_early, self.extrapolates = self._params.looks_early, self._params.extrapolates
@@ -305,47 +303,47 @@ class LoRAServe(Placement):
         """Follow the costs of a replica with operating points that are estimates."""
         self._points.learn(costs, prompt_tokens, output_tokens)
 
-    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+    def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
         """Return the new placement; the old one if there is no demand, or if it is nearly as good.
 
         Adapters that come or go do not move the others.
         """
         margin = self._params.hysteresis
         if not any(demand.tokens_per_s for demand in demands):
-            if self._covers(demands):
+            if self._covers(demands, replicas):
                 return self._table
             demands = [demand._replace(tokens_per_s=COLD_TOKENS_PER_S) for demand in demands]
         if not demands:
             return self._replaced({})
         demands = floored(demands, self._params.demand_floor)
-        packing = self.packing = LoadPacking(demands, len(self.replicas), self._points, self._params.packing)
-        is_same = {*self.replicas} == self._placed_on
-        self._placed_on = {*self.replicas}
+        packing = self.packing = LoadPacking(demands, len(replicas), self._points, self._params.packing)
+        is_same = {*replicas} == self._placed_on
+        self._placed_on = {*replicas}
         if is_same and margin is not None and self._table.shares:
-            before = RoutingTable(self._table.epoch, extended(self._table, demands, self.replicas, self._points))
+            before = RoutingTable(self._table.epoch, extended(self._table, demands, replicas, self._points))
             if max(utilisations(before, demands, self._points).values()) <= packing.utilisations.max() * (1 + margin):
                 return self._replaced(before.shares)
-        return self._replaced(self._shares(packing, demands))
+        return self._replaced(self._shares(packing, demands, replicas))
 
     def resume(self, table: RoutingTable) -> None:
         """Continue from the table of an earlier placement, which is assumed to be carried out."""
         super().resume(table)
         self._placed_on = {replica for _, replica in table.pairs()}
 
-    def _covers(self, demands: Sequence[AdapterDemand]) -> bool:
+    def _covers(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId]) -> bool:
         """Return whether the last table has exactly these adapters, all on existing replicas."""
         adapters = {demand.adapter for demand in demands}
-        return adapters == self._table.shares.keys() and {each for _, each in self._table.pairs()} <= {*self.replicas}
+        return adapters == self._table.shares.keys() and {each for _, each in self._table.pairs()} <= {*replicas}
 
     def _shares(
-        self, packing: LoadPacking, demands: Sequence[AdapterDemand]
+        self, packing: LoadPacking, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId]
     ) -> dict[AdapterDigest, tuple[ReplicaShare, ...]]:
         """Return the table's content with every bin at a replica (steps 5 and 6)."""
-        by_bin = self.replicas
+        by_bin = replicas
         if self._table.shares:
             sizes_bytes = {demand.adapter: demand.size_bytes for demand in demands}
             held_by = self._routed if self._held is None else self._held.holders
-            by_bin = tuple(least_movement(packing.bins, self.replicas, held_by, self._table.shares, sizes_bytes))
+            by_bin = tuple(least_movement(packing.bins, replicas, held_by, self._table.shares, sizes_bytes))
         shares = defaultdict[AdapterDigest, list[ReplicaShare]](list)
         for replica, content in sorted(zip(by_bin, packing.bins, strict=True), key=lambda each: each[0]):
             for adapter, fraction in content.items():

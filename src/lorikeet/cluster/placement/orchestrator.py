@@ -8,7 +8,7 @@ from statistics import fmean
 
 import msgspec
 
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import DemandEstimator, DemandState
 from lorikeet.cluster.placement.operating_points import Points
 from lorikeet.cluster.placement.scaling import load_of
@@ -72,17 +72,29 @@ class Orchestrator:
 
     Args:
         placement: the policy.
+        replicas: the replicas to place on.
         now: start of the first period, seconds.
         points: operating points of a replica; None if the load is not needed.
         policy: name of the placement policy. A policy of another name does not continue from its table.
 
     Attributes:
         table: the current placement.
+
+    Raises:
+        ValueError: no replica.
     """
 
-    def __init__(self, placement: Placement, now: float, points: Points | None = None, policy: str = "") -> None:
+    def __init__(
+        self,
+        placement: PlacementPolicy,
+        replicas: Sequence[ReplicaId],
+        now: float,
+        points: Points | None = None,
+        policy: str = "",
+    ) -> None:
         self.table = RoutingTable(0, {})
         self._placement = placement
+        self._set_replicas(replicas)
         self._points = points
         self._policy = policy
         self._demand = DemandEstimator(now, by_adapter=placement.extrapolates)
@@ -106,7 +118,7 @@ class Orchestrator:
         Raises:
             ValueError: there is none.
         """
-        self._placement.replicas = replicas
+        self._set_replicas(replicas)
         return self._place(now)
 
     def record(self, report: DemandReport) -> None:
@@ -170,13 +182,18 @@ class Orchestrator:
         The table is discarded if another policy made it: a policy that keeps adapters where they are would keep it.
         """
         if replicas is not None:
-            self._placement.replicas = replicas
+            self._set_replicas(replicas)
         kept = state.shares if state.policy == self._policy else {}
         shares = {adapter: tuple(ReplicaShare(*each) for each in its_shares) for adapter, its_shares in kept.items()}
         self._placement.resume(RoutingTable(state.epoch, shares))
         self._demand.resume(state.demand, now)
         self._begin_base(now)
         return self._place(now)
+
+    def _set_replicas(self, replicas: Sequence[ReplicaId]) -> None:
+        if not replicas:
+            raise ValueError("A placement needs a replica")
+        self._replicas = tuple(replicas)
 
     def _begin_base(self, now: float) -> None:
         """Count the base model's demand from zero. It is not saved; after a restart it is known after one period."""
@@ -186,5 +203,5 @@ class Orchestrator:
 
     def _place(self, now: float) -> RoutingTable:
         demands = self._demand.demands(now) if self._placement.reads_demand else self._demand.adapters()
-        self.table = self._placement.place(demands, now)
+        self.table = self._placement.place(demands, self._replicas, now)
         return self.table

@@ -5,35 +5,32 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from lorikeet.cluster.placement.base import Placement
+from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
-class OneHome(Placement):
+class OneHome(PlacementPolicy):
     """Every adapter has one replica, and stays there as long as both exist.
 
     A new adapter, and one whose replica has left, gets a replica without moving the others. A replica that joins gets
     new adapters only.
-
-    Args:
-        replicas: all replicas.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaId]) -> None:
-        super().__init__(replicas)
+    def __init__(self) -> None:
+        super().__init__()
         self._homes: dict[AdapterDigest, ReplicaId] = {}
 
-    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+    def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
         """Return the placement; it ignores demand."""
         known = {demand.adapter: demand for demand in demands}
-        stay = {adapter: home for adapter, home in self._homes.items() if adapter in known and home in self.replicas}
+        stay = {adapter: home for adapter, home in self._homes.items() if adapter in known and home in replicas}
         unplaced = [demand for adapter, demand in known.items() if adapter not in stay]
         if unplaced or len(stay) < len(self._homes):
             self._homes = stay
-            self._homes |= self._assign(unplaced, {adapter: known[adapter] for adapter in stay})
-            alone = {replica: (ReplicaShare(replica, 1.0),) for replica in self.replicas}
+            self._homes |= self._assign(unplaced, {adapter: known[adapter] for adapter in stay}, replicas)
+            alone = {replica: (ReplicaShare(replica, 1.0),) for replica in replicas}
             return self._replaced({adapter: alone[home] for adapter, home in self._homes.items()})
         return self._table
 
@@ -44,7 +41,10 @@ class OneHome(Placement):
 
     @abstractmethod
     def _assign(
-        self, unplaced: Sequence[AdapterDemand], placed: dict[AdapterDigest, AdapterDemand]
+        self,
+        unplaced: Sequence[AdapterDemand],
+        placed: dict[AdapterDigest, AdapterDemand],
+        replicas: Sequence[ReplicaId],
     ) -> dict[AdapterDigest, ReplicaId]:
         """Return replicas for the adapters in ``unplaced``; those in ``placed`` have theirs in ``_homes``."""
 
@@ -55,27 +55,29 @@ class RandomPlacement(OneHome):
     Source: LoRAServe, section V-D (S-LoRA Random), which does not say whether counts are equal.
 
     Args:
-        replicas: all replicas.
-        seed: of the draws.
+        seed: seed of the draws.
         balanced: shuffle the adapters and assign them in turn, so that counts are equal; otherwise draw for each one.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaId], seed: int, balanced: bool = True) -> None:
-        super().__init__(replicas)
+    def __init__(self, seed: int, balanced: bool = True) -> None:
+        super().__init__()
         self._random = random.Random(seed)
         self._balanced = balanced
         self._dealt = 0
 
     def _assign(
-        self, unplaced: Sequence[AdapterDemand], placed: dict[AdapterDigest, AdapterDemand]
+        self,
+        unplaced: Sequence[AdapterDemand],
+        placed: dict[AdapterDigest, AdapterDemand],
+        replicas: Sequence[ReplicaId],
     ) -> dict[AdapterDigest, ReplicaId]:
         adapters = sorted(demand.adapter for demand in unplaced)  # the seed decides, not the order of the demands
         if not self._balanced:
-            return {adapter: self._random.choice(self.replicas) for adapter in adapters}
+            return {adapter: self._random.choice(replicas) for adapter in adapters}
         self._random.shuffle(adapters)
         first = self._dealt
         self._dealt += len(adapters)
-        return {adapter: self.replicas[turn % len(self.replicas)] for turn, adapter in enumerate(adapters, start=first)}
+        return {adapter: replicas[turn % len(replicas)] for turn, adapter in enumerate(adapters, start=first)}
 
 
 class ContiguousPlacement(OneHome):
@@ -88,34 +90,34 @@ class ContiguousPlacement(OneHome):
     """
 
     def _assign(
-        self, unplaced: Sequence[AdapterDemand], placed: dict[AdapterDigest, AdapterDemand]
+        self,
+        unplaced: Sequence[AdapterDemand],
+        placed: dict[AdapterDigest, AdapterDemand],
+        replicas: Sequence[ReplicaId],
     ) -> dict[AdapterDigest, ReplicaId]:
         coming = sorted((demand.rank, demand.adapter) for demand in unplaced)
         if placed:
             present = sorted((demand.rank, adapter) for adapter, demand in placed.items())
             below = [present[max(0, bisect_right(present, each) - 1)] for each in coming]
             return {adapter: self._homes[of] for (_, adapter), (_, of) in zip(coming, below, strict=True)}
-        size, larger = divmod(len(coming), len(self.replicas))
-        sizes = [size + (number < larger) for number in range(len(self.replicas))]
-        homes = [replica for replica, count in zip(self.replicas, sizes, strict=True) for _ in range(count)]
+        size, larger = divmod(len(coming), len(replicas))
+        sizes = [size + (number < larger) for number in range(len(replicas))]
+        homes = [replica for replica, count in zip(replicas, sizes, strict=True) for _ in range(count)]
         return {adapter: home for (_, adapter), home in zip(coming, homes, strict=True)}
 
 
-class FullReplication(Placement):
-    """Every adapter on every replica, with equal shares; a router that sees the load may choose otherwise.
+class FullReplication(PlacementPolicy):
+    """Every adapter on every replica, with equal shares; a routing policy may choose otherwise.
 
-    Source: what LoRAServe, section II-B2, says of TOPPINGS.
-
-    Args:
-        replicas: all replicas.
+    Source: LoRAServe, section II-B2, on TOPPINGS.
     """
 
     reads_demand = False
     _everywhere: tuple[ReplicaShare, ...] = ()
 
-    def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
+    def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
         """Return a table with every adapter on every replica."""
-        if tuple(replica for replica, _ in self._everywhere) != tuple(self.replicas):
-            self._everywhere = tuple(ReplicaShare(replica, 1 / len(self.replicas)) for replica in self.replicas)
+        if tuple(replica for replica, _ in self._everywhere) != tuple(replicas):
+            self._everywhere = tuple(ReplicaShare(replica, 1 / len(replicas)) for replica in replicas)
         # One tuple for all adapters and placements: equal ones would be compared replica by replica for each adapter.
         return self._replaced(dict.fromkeys((demand.adapter for demand in demands), self._everywhere))
