@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -21,10 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 # Triton's kernels run in its interpreter where there is no GPU. Set before any of them is imported.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# The same examples on every run, and no time limits: other work may share the machine.
-hypothesis.settings.register_profile("lorikeet", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("lorikeet")
 
 # Tracebacks as Python prints them: rich ones, with the values of all variables, take seconds to render.
 structlog.configure(
@@ -75,7 +70,7 @@ LEFT_OUT = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--all`` and ``--fuzz``."""
-    parser.addoption("--all", action="store_true", help="run large matrices in full, and not a sample of each")
+    parser.addoption("--all", action="store_true", help="run long tests too, and large matrices in full")
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="run N random cases of every fuzz test")
 
 
@@ -87,20 +82,20 @@ def fuzz(request: pytest.FixtureRequest) -> Iterator[fuzzing.Fuzzing]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin with nothing left out, and tell property tests how many examples they have."""
+    """Begin with nothing left out, and set how many examples property tests have."""
     sampling.runs_all = config.getoption("--all")
+    # The same examples on every run, and no time limits: other work may share the machine.
+    hypothesis.settings.register_profile(
+        "lorikeet", deadline=None, derandomize=True, max_examples=100 if sampling.runs_all else 30
+    )
+    hypothesis.settings.load_profile("lorikeet")
     config.stash[LEFT_OUT] = []
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(_WorkersSamples(config))
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the three Ray nodes, which take as long to start as many tests, unless all is asked for."""
-    return True if collection_path.name == "test_ray_nodes.py" and not config.getoption("--all") else None
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what samples of marked matrices leave out, unless all is asked for."""
+    """Leave out long tests, and the cases outside the samples of marked matrices, unless ``--all`` is given."""
     if config.getoption("--all"):
         return
     items[:], left_out = sampling.sample_items(items)
@@ -126,8 +121,8 @@ class _WorkersSamples:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which matrices were sampled."""
+    """List the tests that were left out, wholly or in part."""
     if lines := sampling.summary(config.stash[LEFT_OUT]):
-        terminalreporter.section("left out of large matrices, run them with --all")
+        terminalreporter.section("left out, run with --all")
         for line in lines:
             terminalreporter.line(line)

@@ -35,10 +35,11 @@ def test_a_sample_of_no_cases_is_empty() -> None:
 
 
 @pytest.mark.slow
-def test_marked_matrices_are_sampled_unless_all_is_asked_for(pytester: pytest.Pytester) -> None:
+def test_long_tests_and_matrices_run_in_full_with_all(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("from tests.conftest import *")
     pytester.makeini(
-        "[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n  sampled: x\n  slow: x\n  gpu: x\n"
+        "[pytest]\nasyncio_default_fixture_loop_scope = function\n"
+        "markers =\n  sampled: x\n  slow: x\n  long: x\n  gpu: x\n"
     )
     pytester.makepyfile(
         """
@@ -51,9 +52,12 @@ def test_marked_matrices_are_sampled_unless_all_is_asked_for(pytester: pytest.Py
 
         @pytest.mark.parametrize("a", range(3))
         def test_other(a): pass
+
+        @pytest.mark.long
+        def test_long(): pass
         """
     )
     few = pytester.runpytest("-p", "no:xdist")
-    few.assert_outcomes(passed=4 + 3, deselected=5)
-    few.stdout.fnmatch_lines(["*left out*--all*", "*::test_one: 5 cases"])
-    pytester.runpytest("-p", "no:xdist", "--all").assert_outcomes(passed=9 + 3)
+    few.assert_outcomes(passed=4 + 3, deselected=6)
+    few.stdout.fnmatch_lines(["*left out*--all*", "*::test_long: 1 cases", "*::test_one: 5 cases"])
+    pytester.runpytest("-p", "no:xdist", "--all").assert_outcomes(passed=9 + 3 + 1)

@@ -24,7 +24,7 @@ from tests.router.conftest import Routing, events, routing, text_of
 from tests.support.live import TIE, write_adapter
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 ADAPTERS, STREAMS = 60, 200
 MEMORY = {"object_store_memory": 80 * 2**20, "include_dashboard": False}

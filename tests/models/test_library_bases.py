@@ -33,7 +33,7 @@ from lorikeet.models.architectures import ARCHITECTURES
 from lorikeet.models.config import read_model_config
 from lorikeet.models.transformers_attention import UnsupportedAttention
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
-from tests.models.library_bases import VOCABULARY, NotTried, decoders, make_base, random_ids, row
+from tests.models.library_bases import VOCABULARY, NotTried, decoders, make_base, model_class, random_ids, row
 from tests.support import sampling
 
 SAMPLE = ("gemma3_text", "gpt2", "gpt_oss", "granite", "phi3", "qwen3_moe")
@@ -45,9 +45,7 @@ KINDS = sorted(decoders()) if sampling.runs_all else sorted(SAMPLE)
 OWN_SAMPLE = ("gemma2", "gemma3", "glm4", "olmo3", "phi3")
 """Soft caps and norms around; a vision model; neighbours rotated; norms after; fused layers."""
 OWN_KINDS = sorted(
-    kind
-    for kind, model in decoders().items()
-    if model.__name__ in ARCHITECTURES and (sampling.runs_all or kind in OWN_SAMPLE)
+    kind for kind in (decoders() if sampling.runs_all else OWN_SAMPLE) if model_class(kind).__name__ in ARCHITECTURES
 )
 
 

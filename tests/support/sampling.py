@@ -14,6 +14,9 @@ runs_all = False
 SAMPLED = "sampled"
 """The marker of tests whose parameters make a large matrix: ``@pytest.mark.sampled(least)``."""
 
+LONG = "long"
+"""The marker of tests that run only with ``--all``: quicker tests of the same mechanism run always."""
+
 
 def sample(cases: Sequence[T], features: Sequence[Iterable[Hashable]], least: int = 0) -> list[T]:
     """Return few of the cases, in their order, that together have every feature of all of them.
@@ -44,12 +47,12 @@ def sample(cases: Sequence[T], features: Sequence[Iterable[Hashable]], least: in
 
 
 def sample_items(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Split collected tests into those to run and those that marked matrices leave out."""
+    """Split collected tests into those to run, and those that marked matrices and the marker ``long`` leave out."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker(SAMPLED) is not None and hasattr(item, "callspec"):
             matrices.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out = set[str]()
+    left_out = {item.nodeid for item in items if item.get_closest_marker(LONG) is not None}
     for matrix in matrices.values():
         mark = matrix[0].get_closest_marker(SAMPLED)
         assert mark is not None
@@ -65,5 +68,5 @@ def sample_items(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pyte
 
 
 def summary(left_out: Sequence[str]) -> list[str]:
-    """Return a line for each test of whose matrix cases were left out, by the ids of those."""
+    """Return a line for each test that was left out, wholly or in part, from the ids of the cases left out."""
     return [f"{test}: {count} cases" for test, count in sorted(Counter(i.split("[")[0] for i in left_out).items())]
