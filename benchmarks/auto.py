@@ -61,13 +61,15 @@ RIVALS = (
 
 HOST_BYTES = 128 * 10**9
 """Of each replica's host tier, for every system: all adapters fit."""
-SEEDS, HELD_OUT_SEEDS = (1, 2, 3, 4, 5), (101, 102, 103, 104, 105)
+SEEDS = (1, 2, 3, 4, 5)
+HELD_OUT_SEEDS = (101, 102, 103, 104, 105)
 """Of odd and of even scenarios."""
 ATTAINMENT = 0.9
 """Share of the requests that must meet the SLO at a rate within the capacity."""
 QUICK_SEEDS = 2
 """Of a quick run, which searches no capacity."""
-CAPACITY_STEP, CAPACITY_STEPS = 1.06, range(-12, 13)
+CAPACITY_STEP = 1.06
+CAPACITY_STEPS = range(-12, 13)
 """Rates at which the capacity is searched: the scenario's times powers of the first."""
 
 
@@ -135,8 +137,12 @@ def chatbot_lengths(seed: int) -> list[WorkloadRequest]:
     return elora_work.load_of(case).requests
 
 
-UNPADDED, PADDED, EINSUM = KernelForm.UNPADDED, KernelForm.PADDED, KernelForm.EINSUM
-A100, A40, H100 = "a100-80-llama-2-7b", "a40-llama-2-7b", "h100-llama-2-7b"
+UNPADDED = KernelForm.UNPADDED
+PADDED = KernelForm.PADDED
+EINSUM = KernelForm.EINSUM
+A100 = "a100-80-llama-2-7b"
+A40 = "a40-llama-2-7b"
+H100 = "h100-llama-2-7b"
 SEVENTY_B = "a100-80x4-llama-2-70b"
 
 SCENARIOS: dict[int, Scenario] = {
@@ -278,7 +284,8 @@ def _serve(scenario: Scenario, points: Sequence[dict[str, Any]], preset: str, ra
     Raises:
         RuntimeError: a request got no whole answer.
     """
-    profile, settings = toppings.profile_of(scenario.profile), _settings(scenario, preset)
+    profile = toppings.profile_of(scenario.profile)
+    settings = _settings(scenario, preset)
     for found in points:
         loads = msgspec.convert(found, OperatingLoads, strict=False)
         profile = with_operating_loads(profile, loads)
@@ -337,7 +344,8 @@ def capacity(*given: Any) -> float:
 
 def _highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
     """Return the highest of rising rates at which something holds that holds below and not above; 0 for none."""
-    known, first_missed = -1, len(rates)
+    known = -1
+    first_missed = len(rates)
     while first_missed - known > 1:
         middle = (known + first_missed) // 2
         if holds(rates[middle]):
@@ -430,7 +438,8 @@ def results_of(number: int, preset: str, cache: Cache, *, quick: bool) -> Result
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, make the runs that are missing, and print the tables."""
     given = _parser().parse_args(arguments)
-    cache, numbers = Cache(given.cache), _numbers(given.scenario)
+    cache = Cache(given.cache)
+    numbers = _numbers(given.scenario)
     systems = [AUTO, *given.also]
 
     def of(number: int, *presets: str) -> list[Run]:

@@ -47,14 +47,20 @@ SYSTEMS = (AUTO, *RIVALS)
 BOUND = 1.05
 """Most that a figure may be over the best single system's; it is missed only if the whole interval is above."""
 
-ADAPTERS, RANKS = 100, (8, 16, 32, 64)
-DEVICE_BYTES, HOST_BYTES, LINK_BYTES_PER_S = 192 * 2**20, 2**30, 0.15e9
+ADAPTERS = 100
+RANKS = (8, 16, 32, 64)
+DEVICE_BYTES = 192 * 2**20
+HOST_BYTES = 2**30
+LINK_BYTES_PER_S = 0.15e9
 """The adapters take 0.7 GB; a load of rank 32 takes 49 ms, one of rank 64 98 ms, the KV of 100 tokens 15 ms."""
 KERNEL_FORM = "unpadded"
 """Of the LoRA kernels of every system: they are compared by what they decide."""
 _MODEL_LEN = 2048
 """Longer than any dialogue; a sequence of that length fits beside its adapter."""
-SECONDS, ROUNDS, LOAD, MINUTES = 20.0, 5, 0.6, 45.0
+SECONDS = 20.0
+ROUNDS = 5
+LOAD = 0.6
+MINUTES = 45.0
 """Of arrivals in a run; rounds; the rate as a share of what is answered when all requests come at once; of all runs."""
 QUICK_SECONDS = 4.0
 
@@ -113,7 +119,8 @@ WORKLOADS: dict[str, Callable[[float, float, int], list[WorkloadRequest]]] = {
     "conversations over 100 adapters": conversations,
     "a moving skew over 100 adapters": moving_skew,
 }
-_CALIBRATION_RATE, _CALIBRATION_SEED = 12.0, 0
+_CALIBRATION_RATE = 12.0
+_CALIBRATION_SEED = 0
 
 
 # --- runs --------------------------------------------------------------------------------------------
@@ -148,7 +155,8 @@ class Bench(NamedTuple):
 
 def make_bench(folder: Path) -> Bench:
     """Write the adapters below a folder, and return what runs need."""
-    model, options = default_model(), WorkOptions(source="", adapters=ADAPTERS, ranks=RANKS)
+    model = default_model()
+    options = WorkOptions(source="", adapters=ADAPTERS, ranks=RANKS)
     rig = live_rig(model, "bfloat16", MemoryWork([], NAMES, MADE_BLOCK_TOKENS, 0), options, folder)
     setting = MemorySetting(
         memory_bytes=DEVICE_BYTES,
@@ -209,7 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds = QUICK_SECONDS if given.quick else given.seconds
     rounds = 1 if given.quick else given.rounds
     print_setup()
-    began_s, load_before = time.monotonic(), os.getloadavg()
+    began_s = time.monotonic()
+    load_before = os.getloadavg()
     found: dict[str, dict[str, list[Figures]]] = {name: {each: [] for each in SYSTEMS} for name in WORKLOADS}
     with tempfile.TemporaryDirectory(prefix="lorikeet-auto-") as folder:
         bench = make_bench(Path(folder))
@@ -241,7 +250,8 @@ def _round(
     bench: Bench, number: int, rates: dict[str, float], seconds: float, began_s: float
 ) -> dict[str, dict[str, Figures]]:
     """Run all systems once in each workload, from another one on in each round."""
-    seed, first = number + 1, number % len(SYSTEMS)
+    seed = number + 1
+    first = number % len(SYSTEMS)
     made: dict[str, dict[str, Figures]] = {}
     for workload, rate in rates.items():
         requests = WORKLOADS[workload](rate, seconds, seed)

@@ -22,7 +22,9 @@ from lorikeet.kernels.devices import torch_dtype
 
 TOKEN_IDS = (300, 10_000)
 """Ordinary token ids of the default model."""
-OWN, MODULES, GENERATE = "own decoder", "transformers' modules", "transformers' generate"
+OWN = "own decoder"
+MODULES = "transformers' modules"
+GENERATE = "transformers' generate"
 
 
 def main() -> None:

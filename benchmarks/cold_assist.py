@@ -55,13 +55,18 @@ PRESETS: Final = {
 }
 MODULES: Final = {"q, k, v": UNIT_MODULES, "all": LORA_MODULES}
 
-PROFILE, LINK_BYTES_PER_S, RANK, REQUESTS, RATE = "a100-80-llama-2-7b", 3.1e9, 64, 100, 2.0
+PROFILE = "a100-80-llama-2-7b"
+LINK_BYTES_PER_S = 3.1e9
+RANK = 64
+REQUESTS = 100
+RATE = 2.0
 """The link is the one that TOPPINGS' figures imply (docs/papers/toppings.md)."""
 
 
 def modelled() -> None:
     """Print mean TTFT of cold distinct adapters beside that with all cached, modelled."""
-    known, rows = load_profile(PROFILE), []
+    known = load_profile(PROFILE)
+    rows = []
     assert known.host_lora is not None
     for label, modules in MODULES.items():
         for tokens in (256, 512, 1024):
@@ -98,7 +103,11 @@ def _ttft(exchanges: Sequence[RequestRecord]) -> dict[str, list[float]]:
     return {"own_ttft_s": [each.token_times_s[0] - each.due_s for each in exchanges]}
 
 
-LIVE_LINK, LIVE_RANK, LIVE_ADAPTERS, PROMPT_TOKENS, ROUNDS = 0.1e9, 32, 8, 64, 5
+LIVE_LINK = 0.1e9
+LIVE_RANK = 32
+LIVE_ADAPTERS = 8
+PROMPT_TOKENS = 64
+ROUNDS = 5
 
 
 def live() -> None:
@@ -161,7 +170,9 @@ def _mean_ttft_s(built: Replica, refs: Sequence[AdapterRef], name: str, number: 
 
 def _first_tokens_s(built: Replica, refs: Sequence[AdapterRef], name: str) -> list[float]:
     """Return the TTFT of one request for each adapter, one after another; then forget the adapters on the device."""
-    engine, clock, seconds = built.engine, MonotonicClock(), []
+    engine = built.engine
+    clock = MonotonicClock()
+    seconds = []
     for request in make_requests(name, len(refs), PROMPT_TOKENS, 2, refs):
         began_s = clock.now()
         engine.submit(msgspec.structs.replace(request, arrival_s=began_s))

@@ -40,10 +40,14 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.models.config import read_model_config
 from lorikeet.workloads.random_adapters import write_random_adapter
 
-OWN, SHARED = "this replica's memory", "a peer's, on the same machine"
-TCP, STORE = "a peer's, over TCP", "a peer's, object store"
-HAS, LACKS = ReplicaId("replica-0"), ReplicaId("replica-1")
-RANKS, PROMPT_TOKENS = (8, 64), 16
+OWN = "this replica's memory"
+SHARED = "a peer's, on the same machine"
+TCP = "a peer's, over TCP"
+STORE = "a peer's, object store"
+HAS = ReplicaId("replica-0")
+LACKS = ReplicaId("replica-1")
+RANKS = (8, 64)
+PROMPT_TOKENS = 16
 _QUIET_S = 0.2
 """Pause after a request, in which its engine comes to rest."""
 WEIGHTS = "adapter_model.safetensors"
@@ -76,7 +80,8 @@ class Bench:
 
     async def own_s(self, rank: int) -> float:
         """Return TTFT with a copy in this replica's pool and nothing in its engine."""
-        adapter, copier = await self._at_peer(rank), self._client._files.copier
+        adapter = await self._at_peer(rank)
+        copier = self._client._files.copier
         copier._place(await copier._transport.copy(adapter, HAS, LACKS), LACKS)
         self._client._dispatcher.pool.seed(adapter.digest, LACKS)
         return self._checked(adapter, await self._ttft_s(adapter, LACKS))
@@ -102,7 +107,8 @@ class Bench:
         """Return TTFT with a copy at the peer, fetched through the object store."""
         adapter = await self._at_peer(rank)
         before = self._client.describe().copies
-        peer_bytes, fetches = before.peer_bytes, before.fetches
+        peer_bytes = before.peer_bytes
+        fetches = before.fetches
         unreachable = mock.patch.object(RayTransport, "_fetch", mock.AsyncMock(return_value=None))
         with mock.patch.object(RayHost, "node_id", property(id)), unreachable:
             seconds = await self._ttft_s(adapter, LACKS)
@@ -129,7 +135,8 @@ class Bench:
         prompt = [300 + (number * 17 + at * 31) % 9000 for at in range(PROMPT_TOKENS)]
         params = SamplingParams(max_tokens=2, temperature=0.0)
         began_s = time.perf_counter()
-        first_s, ended = list[float](), asyncio.Event()
+        first_s = list[float]()
+        ended = asyncio.Event()
 
         def listen(output: object) -> None:
             assert isinstance(output, RequestOutput)
@@ -147,7 +154,8 @@ class Bench:
 async def measure(rounds: int) -> None:
     """Print the table."""
     model = default_model()
-    geometry, numbers = read_model_config(model).geometry(2), count()
+    geometry = read_model_config(model).geometry(2)
+    numbers = count()
     with tempfile.TemporaryDirectory() as scratch:
 
         def make(rank: int) -> AdapterRef:

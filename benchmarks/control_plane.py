@@ -103,7 +103,8 @@ from lorikeet.workloads.synthetic import synthetic_adapters
 
 GEOMETRY = MODELS["llama-2-7b"].geometry
 BLOCK_TOKENS = 16
-US, MS = 1e-6, 1e-3
+US = 1e-6
+MS = 1e-3
 
 
 def main() -> None:
@@ -139,7 +140,8 @@ def _one_core() -> Iterator[None]:
 
 # --- step --------------------------------------------------------------------------------------------
 
-ROWS_OF_STEP, PAIRS = 32, 5
+ROWS_OF_STEP = 32
+PAIRS = 5
 STEP_WORK = (128, 64)
 
 
@@ -200,8 +202,11 @@ def step() -> None:
     """Print the time of a decode step with and without arithmetic."""
     model = default_model()
     torch.set_num_threads(THREADS)
-    watch, noop = Stopwatch(default_kernels(), timed=AT_ONCE), _NoOpExecutor()
-    real_s, noop_s, kernels_s = list[float](), list[float](), list[float]()
+    watch = Stopwatch(default_kernels(), timed=AT_ONCE)
+    noop = _NoOpExecutor()
+    real_s = list[float]()
+    noop_s = list[float]()
+    kernels_s = list[float]()
     with kernels_as(watch), replica(model, threads=THREADS) as real:
         recorder = _Recorder(real.engine._executor)
         made = (noop, read_model_config(model), real.sizes)
@@ -240,7 +245,9 @@ def step() -> None:
     print_table(title, ["least, ms", "median", "P90"], [loop_s])
 
 
-MANY_ROWS, MANY_ADAPTERS, MANY_TOKENS = 256, 100, 400
+MANY_ROWS = 256
+MANY_ADAPTERS = 100
+MANY_TOKENS = 400
 
 
 def _loop_of_many() -> list[float]:
@@ -254,13 +261,17 @@ def _loop_of_many() -> list[float]:
         output_tokens=f"{MANY_TOKENS}",
         engine={"max_num_seqs": MANY_ROWS},
     )
-    profile, workload = load_profile(scenario.profile), scenario.recipe().requests()
+    profile = load_profile(scenario.profile)
+    workload = scenario.recipe().requests()
     refs = list(scenario.adapter_refs(profile.geometry, workload).values())
     made = build_modelled(scenario.settings(), profile)
-    engine, executor, taken_s = made.replica.engine, made.executor, list[float]()
+    engine = made.replica.engine
+    executor = made.executor
+    taken_s = list[float]()
     for number, request in enumerate(make_requests("", MANY_ROWS, 64, MANY_TOKENS)):
         engine.submit(msgspec.structs.replace(request, adapter=refs[number % len(refs)]))
-    execute, executing_s = executor.execute, 0.0
+    execute = executor.execute
+    executing_s = 0.0
 
     def timed_execute(plan: StepPlan) -> StepResult:
         nonlocal executing_s
@@ -271,7 +282,8 @@ def _loop_of_many() -> list[float]:
 
     with mock.patch.object(executor, "execute", timed_execute):
         while engine.has_requests:
-            began_s, executing_s = time.thread_time(), 0.0
+            began_s = time.thread_time()
+            executing_s = 0.0
             outputs = engine.step()
             if len(outputs.tokens) == MANY_ROWS:
                 taken_s.append(time.thread_time() - began_s - executing_s)
@@ -282,7 +294,8 @@ def _loop_of_many() -> list[float]:
 
 def _turns_s(built: Replica, batch: int) -> list[float]:
     """Run a batch and return the seconds of each turn that ran a plan."""
-    engine, seconds = built.engine, []
+    engine = built.engine
+    seconds = []
     for request in make_requests(f"{batch}", ROWS_OF_STEP, *STEP_WORK, seed=batch):
         engine.submit(request)
     while engine.has_requests or engine.is_busy:
@@ -359,10 +372,12 @@ def _sampled(vocabulary: int, grammar: str, masks: GrammarMasks, dtype: torch.dt
     sampler = Sampler(default_kernels().choose, masks)
     params = SamplingParams(max_tokens=MASKED_STEPS + 1, temperature=0.0, grammar=grammar)
     rows = [SequenceState(SequenceStart(RequestId(str(i)), [1, i], 2, params, None)) for i in range(ROWS_OF_STEP)]
-    own_s, beside_s = [], []
+    own_s = []
+    beside_s = []
     for _ in range(MASKED_STEPS):
         logits = torch.randn(ROWS_OF_STEP, vocabulary, generator=generator).to(dtype)
-        began_s, began = time.thread_time(), time.perf_counter()
+        began_s = time.thread_time()
+        began = time.perf_counter()
         sampler.begin(rows)
         took_s = time.thread_time() - began_s
         if sampler._masks is not None:
@@ -379,8 +394,11 @@ def _sampled(vocabulary: int, grammar: str, masks: GrammarMasks, dtype: torch.dt
 
 # --- eviction ----------------------------------------------------------------------------------------
 
-MEMORY_ADAPTERS, NODES, MATCHED_TOKENS = 2_000, 100_000, 2_048
-DEVICE_BLOCKS, HOST_BLOCKS = 25_000, 250_000
+MEMORY_ADAPTERS = 2_000
+NODES = 100_000
+MATCHED_TOKENS = 2_048
+DEVICE_BLOCKS = 25_000
+HOST_BLOCKS = 250_000
 
 
 class _Filled:
@@ -506,13 +524,18 @@ def _tokens(count: int, generator: np.random.Generator) -> list[int]:
 
 # --- admission ---------------------------------------------------------------------------------------
 
-WAITING, SAMPLES, RUNNING = 1_000, 15_000, 64
+WAITING = 1_000
+SAMPLES = 15_000
+RUNNING = 64
 
 
 class _FullEngine:
     """An engine without room for any adapter that is not resident: the longest decision for a policy."""
 
-    total_tokens, max_model_len, max_running, step_times = 300_000, 4096, RUNNING, StepTimeEstimator()
+    total_tokens = 300_000
+    max_model_len = 4096
+    max_running = RUNNING
+    step_times = StepTimeEstimator()
 
     def __init__(self, adapters: list[AdapterRef]) -> None:
         self.admitted: list[RunningRequest] = []
@@ -547,7 +570,8 @@ def admission() -> None:
         now = index * REFRESH_S / SAMPLES
         output = min(1000, 1 + int(chance.lognormvariate(4.9, 0.9)))
         prompt = [0] * min(3000, 1 + int(chance.lognormvariate(6.8, 0.8)))
-        ref, sampling = chance.choice(adapters), SamplingParams(max_tokens=1000)
+        ref = chance.choice(adapters)
+        sampling = SamplingParams(max_tokens=1000)
         request = Request(RequestId(str(index)), prompt, sampling, now, ref, predicted_tokens=output)
         queue.add(request, now)
         if index < SAMPLES - WAITING - RUNNING:
@@ -582,8 +606,14 @@ def _decide(queue: ChameleonQueue, now: float) -> Iterator[Request]:
 # --- routes ------------------------------------------------------------------------------------------
 
 RANKS = (8, 16, 32, 64, 128)
-REPLICAS, ADAPTERS, LIVE, ROUTES_TIMED, RESIDENT = 64, 10_000, 6_400, 1_000, 500
-PROMPT_TOKENS, ANSWER_TOKENS, ADAPTER_BYTES = 512, 128, 50_000_000
+REPLICAS = 64
+ADAPTERS = 10_000
+LIVE = 6_400
+ROUTES_TIMED = 1_000
+RESIDENT = 500
+PROMPT_TOKENS = 512
+ANSWER_TOKENS = 128
+ADAPTER_BYTES = 50_000_000
 
 
 def routes() -> None:
@@ -654,8 +684,11 @@ def _asked(number: int, draw: random.Random, adapters: list[AdapterDigest]) -> R
 
 # --- placement ---------------------------------------------------------------------------------------
 
-PLACED_ADAPTERS, PLACED_REPLICAS = 10_000, 1_000
-CHOSEN, MOVABLE, SOLVE_S = 4, 128, 1.0
+PLACED_ADAPTERS = 10_000
+PLACED_REPLICAS = 1_000
+CHOSEN = 4
+MOVABLE = 128
+SOLVE_S = 1.0
 TICK_ADAPTERS = 2_000
 
 
@@ -698,7 +731,8 @@ def placement() -> None:
 
 SCALES = ((1_000, 10), (10_000, 100), (100_000, 100), (10_000, 1_000), (100_000, 1_000))
 """Adapters and replicas."""
-LIVE_PER_REPLICA, SCALE_TICKS = 32, 5
+LIVE_PER_REPLICA = 32
+SCALE_TICKS = 5
 
 
 def scale() -> None:
@@ -766,7 +800,9 @@ STREAMS = {"the default model": 16, "an engine that computes nothing": 512}
 
 
 IDLE_SERVER = (sys.executable, "-m", "benchmarks.idle_engine", "serve")
-PROBES, PAUSE_S, PROBED_TOKENS = 500, 0.02, 800
+PROBES = 500
+PAUSE_S = 0.02
+PROBED_TOKENS = 800
 
 
 def streaming() -> None:
@@ -824,7 +860,8 @@ def _time_first_tokens(url: str, name: str, pause_s: float) -> list[float]:
 
 
 def _streamed(title: str, streams: int) -> list[str]:
-    is_idle, tokens = title != "the default model", streams * (STREAM_TOKENS[title] - FEW_TOKENS)
+    is_idle = title != "the default model"
+    tokens = streams * (STREAM_TOKENS[title] - FEW_TOKENS)
     command = IDLE_SERVER if is_idle else (LORIKEET, "serve")
     adapters = {} if is_idle else sample_adapters()
     flags = [str(default_model()), *([] if is_idle else sample_flags())]
@@ -840,7 +877,8 @@ def _streamed(title: str, streams: int) -> list[str]:
         names = [default_model().name, *adapters]
 
         def times_of(answer_tokens: int) -> list[float]:
-            before, began_s = (_cpu_s(api), _cpu_s(engine)), time.monotonic()
+            before = (_cpu_s(api), _cpu_s(engine))
+            began_s = time.monotonic()
             asyncio.run(_stream_all(server.url, names, streams, answer_tokens))
             return [_cpu_s(api) - before[0], _cpu_s(engine) - before[1], time.monotonic() - began_s]
 
@@ -874,7 +912,8 @@ class _StreamReader(asyncio.Protocol):
         content = json.dumps(body).encode()
         self._request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         self._request += b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content)
-        self._ended, self._end = ended, b""
+        self._ended = ended
+        self._end = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
@@ -894,7 +933,8 @@ class _StreamReader(asyncio.Protocol):
 
 
 async def _stream_all(url: str, names: Sequence[str], streams: int, tokens: int) -> None:
-    loop, port = asyncio.get_running_loop(), int(url.rpartition(":")[2])
+    loop = asyncio.get_running_loop()
+    port = int(url.rpartition(":")[2])
     ends = []
     for number in range(streams):
         body = chat_body(names[number % len(names)], f"Tell me about the number {number}.", tokens)

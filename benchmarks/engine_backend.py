@@ -40,7 +40,8 @@ class LorikeetBackend:
             ref = None if adapter is None else self._refs[adapter]
             self._engine.submit(Request(request_id, prompt, sampling, start_s, ref))
         waiting = set(tokens)
-        decode_start_s, decoded = start_s, 0
+        decode_start_s = start_s
+        decoded = 0
         while self._engine.has_requests:
             outputs = self._engine.step().tokens
             for output in outputs:
@@ -48,7 +49,8 @@ class LorikeetBackend:
                 tokens[output.request_id] += [token.token_id for token in output.tokens]
             if waiting and outputs:
                 waiting.difference_update(output.request_id for output in outputs)
-                decode_start_s, decoded = self._clock.now(), 0
+                decode_start_s = self._clock.now()
+                decoded = 0
             if not self._engine.is_busy:
                 wait_for_work(self._engine, self._clock, math.inf)
         end_s = self._clock.now()

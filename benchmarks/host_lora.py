@@ -41,7 +41,10 @@ from lorikeet.worker.host_lora.pool import HostPool, HostRows, PoolSizes, RowAss
 from lorikeet.worker.host_lora.ring import Ring, RingShape, RingSlice
 from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker, site_of, write_delta
 
-LAYERS, TOKENS, RANK, BLOCK_TOKENS = 1000, 16, 16, 16
+LAYERS = 1000
+TOKENS = 16
+RANK = 16
+BLOCK_TOKENS = 16
 QKV = ("q", "k", "v")
 
 
@@ -243,7 +246,8 @@ def measure(exchange: Exchange, stream: Stream, sync_free: bool, geometry: Model
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, geometry.modules["q"].in_features, generator=generator)
     weight = torch.randn(sum(geometry.modules[module].out_features for module in QKV), x.shape[1], generator=generator)
-    staged, qkv = torch.empty_like(x), x @ weight.T
+    staged = torch.empty_like(x)
+    qkv = x @ weight.T
     base_s = 0.0
 
     def multiply() -> None:
@@ -252,7 +256,8 @@ def measure(exchange: Exchange, stream: Stream, sync_free: bool, geometry: Model
         torch.mm(x, weight.T, out=qkv)
         base_s = time.monotonic() - began_s
 
-    found, computed = [], []
+    found = []
+    computed = []
     for number in range(LAYERS):
         layer = number % geometry.layers
         began_s = time.monotonic()
@@ -298,7 +303,8 @@ def main() -> None:
     }
     results = []
     for ((ipc, worker), make), invoke in product(makers.items(), ("sync-free", "native sync")):
-        exchange, stream = make(), Stream()
+        exchange = make()
+        stream = Stream()
         try:
             figures = measure(exchange, stream, invoke == "sync-free", geometry)
         finally:

@@ -29,7 +29,9 @@ from lorikeet.models.config import read_model_config
 
 _STEP_S = 0.025
 _TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
-_BLOCK_TOKENS, _BLOCKS, _MOST_TOKENS = 16, 10_000, 8192
+_BLOCK_TOKENS = 16
+_BLOCKS = 10_000
+_MOST_TOKENS = 8192
 
 
 def run_engine(address: str) -> None:
@@ -37,7 +39,8 @@ def run_engine(address: str) -> None:
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineInput)
     folder = Path(msgspec.json.decode(given.settings, type=Settings).model.model)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    channel, config = Channel(address, given.channel_key), read_model_config(folder)
+    channel = Channel(address, given.channel_key)
+    config = read_model_config(folder)
     geometry = config.geometry(2)
     said = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_TEXT.read_text(), add_special_tokens=False).ids
     base = BaseInfo(config.architecture, "nobody", config.vocab_size, config.eos_token_ids, "bfloat16", 0)

@@ -90,7 +90,9 @@ from lorikeet.profiling.machine_limits import (
 from lorikeet.workloads.random_adapters import spread_ranks, write_random_adapter
 from lorikeet.workloads.synthetic import ATTENTION
 
-ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
+ROWS = 32
+PROMPT_TOKENS = 160
+OUTPUT_TOKENS = 64
 """Of the decode: around a context of 192."""
 PREFILL = (16, 512)
 ADAPTERS = 100
@@ -102,12 +104,16 @@ TEXT_TOKENS = 1000
 """Of the README, whose log probabilities are compared."""
 THROUGHPUT = ((1, 32, 128, 64), (8, 32, 128, 64), (32, 32, 128, 64), (100, 100, 32, 24))
 """Distinct adapters, requests, prompt and output tokens."""
-EQUAL, LARGE, MIXED = (16,) * 8, (64,) * 8, (8,) * 6 + (16, 64)
+EQUAL = (16,) * 8
+LARGE = (64,) * 8
+MIXED = (8,) * 6 + (16, 64)
 """Ranks of eight adapters. EQUAL and MIXED have the same sum, LARGE and MIXED the same maximum."""
 COLD_BYTES = 512 * 2**20
 """At least so much is read before a batch's adapters are read again, many times the largest cache."""
-BLOCK_TOKENS, STD = 16, 0.02
-LOADED_RANK, LINK_BYTES_PER_S = 64, 0.8e9
+BLOCK_TOKENS = 16
+STD = 0.02
+LOADED_RANK = 64
+LINK_BYTES_PER_S = 0.8e9
 
 
 def main() -> None:
@@ -171,8 +177,10 @@ def decode_speeds(rounds: int) -> tuple[list[float], list[float]]:
     """Return tokens per second of steps that decode all sequences, and the limit measured just before."""
     model = default_model()
     cost = model_cost(read_model_config(model), dtype_bytes=2)
-    meter, watch = LimitMeter(rows=(ROWS,)), Stopwatch(default_kernels())
-    speeds, limits = [], []
+    meter = LimitMeter(rows=(ROWS,))
+    watch = Stopwatch(default_kernels())
+    speeds = []
+    limits = []
     with kernels_as(watch), replica(model, threads=THREADS, touch_memory=True) as built:
         for turn in range(rounds + 1):
             measured = meter.measure()
@@ -258,7 +266,8 @@ def adapters(loaded: Loaded, rounds: int) -> None:
 
 def int8_adapters(rounds: int) -> None:
     """Print what adapters in 16 and in 8 bits add to the time of a decode step, and what that costs in tokens/s."""
-    config, meter = read_model_config(default_model()), LimitMeter(rows=COUNTS)
+    config = read_model_config(default_model())
+    meter = LimitMeter(rows=COUNTS)
     item_bytes = {"auto": 2, "int8": 1}
     with ExitStack() as stack:
         loaded = {form: stack.enter_context(_loaded_as(form)) for form in item_bytes}
@@ -280,7 +289,8 @@ def int8_adapters(rounds: int) -> None:
         table = []
         for count in COUNTS:
             found = in_turns({form: side(form, count) for form in item_bytes}, rounds)
-            added, row = {}, [str(count)]
+            added = {}
+            row = [str(count)]
             for form, times in found.items():
                 added_s, least_s, lost = (list(each) for each in zip(*times, strict=True))
                 added[form] = added_s
@@ -427,14 +437,18 @@ def second_turn(rounds: int) -> None:
 
 
 KINDS = ("LoRA", "DoRA", "norms", "output layer")
-SHARED_TOKENS, TURN_TOKENS = 2000, 32
+SHARED_TOKENS = 2000
+TURN_TOKENS = 32
 """Of a conversation, and of its second turn with the invocation."""
 
 
 def _add_kind(folder: Path, kind: str, geometry: ModelGeometry) -> None:
     """Add to an adapter what its kind has beside A and B."""
-    file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    tensors, config, base = load_file(file), json.loads(config_file.read_text()), geometry.replaceable
+    file = folder / "adapter_model.safetensors"
+    config_file = folder / "adapter_config.json"
+    tensors = load_file(file)
+    config = json.loads(config_file.read_text())
+    base = geometry.replaceable
     assert base is not None
     prefix = "base_model.model.model."
     if kind == "DoRA":
@@ -664,8 +678,10 @@ def tokens_per_s(
 
 def products(rounds: int) -> None:
     """Print seconds of the products of all layers by number of rows, and how many times as fast packed weights are."""
-    config, kernels = read_model_config(default_model()), default_kernels()
-    query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    config = read_model_config(default_model())
+    kernels = default_kernels()
+    query = config.heads * config.head_dim
+    key_value = config.kv_heads * config.head_dim
     shapes = (
         (query + 2 * key_value, config.hidden_size),
         (config.hidden_size, query),
@@ -716,9 +732,12 @@ def _q4_1(weight: Tensor) -> QuantizedWeight:
 
 def errors(rounds: int) -> None:
     """Print root mean square errors beside torch's, by kernel and number of rows."""
-    kernels, plain = default_kernels(), ReferenceKernels()
+    kernels = default_kernels()
+    plain = ReferenceKernels()
     config = read_model_config(default_model())
-    width, inner, geometry = config.hidden_size, config.intermediate_size, config.geometry(2)
+    width = config.hidden_size
+    inner = config.intermediate_size
+    geometry = config.geometry(2)
     targets = LoraTargets(LoraTarget("q", 0, width))
     table = []
     for rows in (1, 8, 32, 512):

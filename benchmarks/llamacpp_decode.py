@@ -18,7 +18,9 @@ import llama_cpp
 import numpy as np
 from llamacpp_adapters import convert, heads_of
 
-MOST_SEQUENCES, MOST_TOKENS, BATCH = 32, 256, 512
+MOST_SEQUENCES = 32
+MOST_TOKENS = 256
+BATCH = 512
 
 
 class Decoder:
@@ -79,7 +81,9 @@ def _silent(level: int, text: bytes, data: object) -> None:
 
 def _request_tiles() -> None:
     """Ask Linux for the tile unit, where there is one; a build for this processor may use it without."""
-    arch_prctl, request, tile_data = 158, 0x1023, 18
+    arch_prctl = 158
+    request = 0x1023
+    tile_data = 18
     ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
 
 

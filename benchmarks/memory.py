@@ -136,7 +136,8 @@ def memory_command(
                 display.stage(f"writing {adapters} adapters")
                 rig = live_rig(path, dtype, work, options, Path(folder))
             else:
-                path, rig = Path(), modelled_rig(load_profile(profile), work, options)
+                path = Path()
+                rig = modelled_rig(load_profile(profile), work, options)
             setting = MemorySetting(
                 memory_bytes=1,
                 host_memory_bytes=0,

@@ -205,7 +205,9 @@ def preset_figures(preset: str, measured: PresetRun) -> dict[str, Any]:
     cache would have found (ELORA spec, R17). They are None where there was nothing to find. Prefetches before the first
     request count in ``prefetch_accuracy``, because requests use them.
     """
-    figures, memory, began = measured.run.figures(Slo()), measured.memory, measured.began
+    figures = measured.run.figures(Slo())
+    memory = measured.memory
+    began = measured.began
     queries = memory.adapter_queries - began.adapter_queries
     reusable = measured.reusable_tokens
     adapter_rate = _share(memory.adapter_hits - began.adapter_hits, queries)

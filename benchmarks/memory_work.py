@@ -107,7 +107,8 @@ def make_work(options: WorkOptions) -> MemoryWork:
 
 
 def _generated(options: WorkOptions) -> list[WorkloadRequest]:
-    count, rates = options.requests or _REQUESTS, Rates.constant(1.0 if options.rate is None else options.rate)
+    count = options.requests or _REQUESTS
+    rates = Rates.constant(1.0 if options.rate is None else options.rate)
     recipe = Recipe(
         shape=options.source,
         rates=rates,
@@ -194,9 +195,11 @@ def working_set(
     work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_size: int
 ) -> WorkingSet:
     """Return the working set of ``work``. The contents of answers do not matter, only their lengths."""
-    turns, cache = Turns(work.requests, work.prompts_of(DEFAULT_IDS.high)), InfiniteCache(block_size)
+    turns = Turns(work.requests, work.prompts_of(DEFAULT_IDS.high))
+    cache = InfiniteCache(block_size)
     for index, request in enumerate(work.requests):  # a turn comes after the one that it continues
-        prompt, answer = turns.prompt(index), [index] * request.output_tokens
+        prompt = turns.prompt(index)
+        answer = [index] * request.output_tokens
         adapter = None if request.adapter is None else adapters[request.adapter]
         cache.add(adapter, [*prompt, *answer[:-1]])
         turns.answered(index, answer)

@@ -51,7 +51,8 @@ from lorikeet.models.default import find_gguf
 from lorikeet.profiling.machine_limits import LimitMeter, MachineLimits, model_cost
 from lorikeet.workloads.random_adapters import write_random_adapter
 
-LLAMA_CPP, VLLM = "llama.cpp", ("vllm", "vllm-base")
+LLAMA_CPP = "llama.cpp"
+VLLM = ("vllm", "vllm-base")
 PEERS = ("peft", *VLLM, LLAMA_CPP)
 
 
@@ -195,7 +196,8 @@ def write_bf16_gguf(path: Path) -> Path:
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
-        kind, inner = field.types[0], field.types[-1]
+        kind = field.types[0]
+        inner = field.types[-1]
         value: Any = field.contents()
         if name == "general.file_type":
             value = int(gguf.LlamaFileType.MOSTLY_BF16)
@@ -224,7 +226,8 @@ ADAPTER_RANK = 32
 
 def compare_quantised(python: Path, sequences: Sequence[int], rounds: int) -> None:
     """Print tokens per second of decode steps by form of the weights, beside bfloat16, llama.cpp and the limit."""
-    model, meter = default_model(), LimitMeter(rows=sorted({1, *sequences}))  # the adapter has one
+    model = default_model()
+    meter = LimitMeter(rows=sorted({1, *sequences}))  # the adapter has one
     config = read_model_config(model)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-")))
@@ -297,7 +300,8 @@ def _llama_cpp(python: Path, adapter: Path) -> Iterator[tuple[Callable[[int, int
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
         assert process.stdout
-        asked, answers = process.stdin, process.stdout
+        asked = process.stdin
+        answers = process.stdout
 
         def ask(sequences: int, prompt_tokens: int, steps: int, adapted: bool, turn: int) -> float:
             work = {"sequences": sequences, "prompt_tokens": prompt_tokens, "steps": steps, "adapter": adapted}

@@ -9,7 +9,11 @@ import numpy as np
 from benchmarks.memory_watch import PoolSample
 from lorikeet.simulator.plot import svg_document
 
-_BAR, _GAP, _LABEL, _LENGTH, _TOP = 22, 10, 90, 420, 34
+_BAR = 22
+_GAP = 10
+_LABEL = 90
+_LENGTH = 420
+_TOP = 34
 """Pixels: height of a bar and the space below it, width of the names, length of the longest bar, space above."""
 
 _COLOURS = {"lorikeet": "#2a9d5c"}
@@ -28,7 +32,8 @@ def offline_bars(report: dict[str, Any]) -> str:
     height = _TOP + len(backends) * (_BAR + _GAP) + 24
     shapes = []
     for i, (name, figures) in enumerate(backends.items()):
-        value, y = figures["output_tok_s"], _TOP + i * (_BAR + _GAP)
+        value = figures["output_tok_s"]
+        y = _TOP + i * (_BAR + _GAP)
         width = value / longest * _LENGTH
         colour = _COLOURS.get(name, _PEER_COLOUR)
         shapes += [
@@ -36,7 +41,8 @@ def offline_bars(report: dict[str, Any]) -> str:
             f'<rect x="{_LABEL}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{colour}"/>',
             f'<text x="{_LABEL + width + 6:.1f}" y="{y + 15}">{value:.0f}</text>',
         ]
-    x, setup = _LABEL + limit / longest * _LENGTH, report["setup"]
+    x = _LABEL + limit / longest * _LENGTH
+    setup = report["setup"]
     adapters = f"{setup['adapters']} adapters" if setup["adapters"] else "base model"
     title = f"{setup['requests']} × ({setup['prompt_tokens']} + {setup['output_tokens']}), {adapters}: output tokens/s"
     shapes += [
@@ -47,7 +53,12 @@ def offline_bars(report: dict[str, Any]) -> str:
     return svg_document(_LABEL + _LENGTH + 70, height, shapes, font_size=13)
 
 
-_PANEL_WIDTH, _PANEL_HEIGHT, _PANEL_LEFT, _PANEL_TOP, _PANEL_GAP, _PANELS_IN_A_ROW = 330, 170, 60, 60, 60, 3
+_PANEL_WIDTH = 330
+_PANEL_HEIGHT = 170
+_PANEL_LEFT = 60
+_PANEL_TOP = 60
+_PANEL_GAP = 60
+_PANELS_IN_A_ROW = 3
 """Pixels: a panel, the space left of it and above, and between panels; number of panels in a row."""
 
 _POINTS = 300

@@ -52,7 +52,8 @@ from lorikeet.models.default import find_gguf
 from lorikeet.router.connections import BackendResponse, Connections
 
 LLAMA_CPP_PACKAGES = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
-READY_S, BEGUN_TOKENS = 1200.0, 3
+READY_S = 1200.0
+BEGUN_TOKENS = 3
 SLOW_STEP_S = 300
 """Steps of vLLM's CPU build have taken over a minute on a busy machine, which is no fault here."""
 HELPER = (sys.executable, "-m", "benchmarks.router")
@@ -324,7 +325,10 @@ class Restartable:
 
 # --- rate ------------------------------------------------------------------------------------------------
 
-PACED_TOKENS, PACED_S, AT_ONCE, ASKED = 16, 0.02, 32, 256
+PACED_TOKENS = 16
+PACED_S = 0.02
+AT_ONCE = 32
+ASKED = 256
 
 
 def rate(options: argparse.Namespace) -> None:
@@ -348,9 +352,11 @@ def rate(options: argparse.Namespace) -> None:
             process = psutil.Process(server.process.pid)
 
             def measure(_: int) -> Round:
-                before, began_s = process.cpu_times(), time.monotonic()
+                before = process.cpu_times()
+                began_s = time.monotonic()
                 times = asyncio.run(_ask_all(server.url, adapter, ASKED))
-                after, took_s = process.cpu_times(), time.monotonic() - began_s
+                after = process.cpu_times()
+                took_s = time.monotonic() - began_s
                 busy_s = after.user + after.system - before.user - before.system
                 return Round(ASKED / busy_s, ASKED / took_s, statistics.median(times) * 1e3)
 
@@ -442,17 +448,20 @@ async def _tokens(body: dict[str, Any]) -> AsyncIterator[bytes]:
 
 # --- TTFT ------------------------------------------------------------------------------------------------
 
-PAIRS, PROMPT_TOKENS = 100, 16
+PAIRS = 100
+PROMPT_TOKENS = 16
 PRESETS = ("lorikeet:plain", "loraserve:random")
 """The default, which compares prompts, and routing by a table."""
 
 
 def ttft(options: argparse.Namespace) -> None:
     """Print what the router adds to TTFT of an idle replica, beside a proxy that only forwards."""
-    draw, adapter = random.Random(0), next(iter(sample_adapters()))
+    draw = random.Random(0)
+    adapter = next(iter(sample_adapters()))
     table = []
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:
-        scratch, samples = Path(text), str(sample_adapters()[adapter].parent)
+        scratch = Path(text)
+        samples = str(sample_adapters()[adapter].parent)
         flags = [str(default_model()), "--adapter-dir", samples, "--store-dir", str(scratch / "store")]
         server = stack.enter_context(running_server(flags, scratch / "serve.log"))
         bare = stack.enter_context(running_server(["--bare-proxy", server.url], scratch / "bare.log", command=HELPER))

@@ -56,7 +56,8 @@ class ScriptedEngine(FakeEngine):
     def _next(self, request: Request) -> list[int]:
         texts = json.loads(Path(os.environ["LORIKEET_SAID"]).read_text())
         if texts != self._texts:
-            self._texts, self._given = texts, 0
+            self._texts = texts
+            self._given = 0
         text = texts[min(self._given, len(texts) - 1)]
         self._given += 1
         return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._end]

@@ -35,7 +35,8 @@ from train_adapters import save, train  # type: ignore[import-not-found]
 TOKENS = 64
 TRAINED_FROM = 40
 """First of the topics whose texts the adapter that corrects is trained with; the ones before it are asked about."""
-DRAFTED, KEPT = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+KEPT = "vllm:spec_decode_num_accepted_tokens_total"
 STEPS = "lorikeet:steps_total"
 
 
@@ -83,7 +84,8 @@ def main() -> None:
             server = stack.enter_context(running_server([*flags, *store], log, environment=environment))
             return stack.enter_context(httpx.Client(base_url=server.url, timeout=600))
 
-        plain, drafting = start("plain", 0), start("drafting", 8)
+        plain = start("plain", 0)
+        drafting = start("drafting", 8)
         rows = []
         for work in works(options.answers):
             pairs = list(_answers(work, plain, drafting))
@@ -105,14 +107,17 @@ def main() -> None:
 
 def works(answers: int) -> list[Work]:
     """Return the chats of each kind."""
-    topics, base = load_topics()[:answers], default_model().name
-    questions, mistaken = [each.prompt for each in topics], [each.prompt for each in _corrections(0, answers)]
+    topics = load_topics()[:answers]
+    base = default_model().name
+    questions = [each.prompt for each in topics]
+    mistaken = [each.prompt for each in _corrections(0, answers)]
     return [Work("json", "json", questions), Work("edits", "correct", mistaken), Work("free text", base, questions)]
 
 
 def _corrections(begin: int, end: int | None) -> list[Pair]:
     """Return texts of four sentences with mistakes, and without, about some of the topics."""
-    topics, pairs = load_topics()[begin:end], []
+    topics = load_topics()[begin:end]
+    pairs = []
     for index, topic in enumerate(topics):
         chance = random.Random(begin + index)
         text = " ".join(f"{each.prompt} {each.english}" for each in (topic, topics[index - 1]))
@@ -177,7 +182,8 @@ def _row(pairs: Sequence[tuple[Answer, ...]]) -> list[str]:
     plain, drafting = zip(*pairs, strict=True)
     tokens = sum(each.tokens for each in drafting)
     steps, fewer = (sum(each.steps for each in side) for side in (plain, drafting))
-    drafted, kept = sum(each.drafted for each in drafting), sum(each.kept for each in drafting)
+    drafted = sum(each.drafted for each in drafting)
+    kept = sum(each.kept for each in drafting)
     faster = sum(each.seconds for each in plain) / sum(each.seconds for each in drafting)
     same = sum(one.text == other.text for one, other in pairs)
     return [

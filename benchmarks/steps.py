@@ -58,7 +58,8 @@ class Stopwatch:
         self._inner = inner
         self._in_kernels_s: dict[str, float] = defaultdict(float)
         self.steps: list[StepTimes] = []
-        self._choose, self.layers_in_one_call = inner.choose, inner.layers_in_one_call
+        self._choose = inner.choose
+        self.layers_in_one_call = inner.layers_in_one_call
         if timed and "layers" not in timed:
             self.layers_in_one_call = lambda weights, shape: None
         for name in timed:
@@ -150,7 +151,8 @@ class TwinExecutor:
         repeat = min(plan.repeat, MOST_REPEATS)
         plan = msgspec.structs.replace(plan, repeat=repeat, max_duration_s=math.inf, overlapped=False)
         base = self._base_of(plan)
-        seconds, results = dict[bool, float](), dict[bool, StepResult]()
+        seconds = dict[bool, float]()
+        results = dict[bool, StepResult]()
         pairs = self._pairs_of(plan)
         base_first = len(pairs) % 2 == 0
         for is_base in (base_first, not base_first):
@@ -205,9 +207,11 @@ def _twin_of(request_id: RequestId) -> RequestId:
 
 # --- beside loads of adapters ------------------------------------------------------------------------
 
-DECODES, EVERY_S = 8, 1.0
+DECODES = 8
+EVERY_S = 1.0
 LONGEST_TOKENS = 1536
-_PROMPT_TOKENS, _LEAST_STEPS = 32, 12
+_PROMPT_TOKENS = 32
+_LEAST_STEPS = 12
 
 
 class Span(NamedTuple):
@@ -283,7 +287,8 @@ def _decode_and_load(built: Replica, refs: Sequence[AdapterRef]) -> None:
     for request in make_requests("decode", DECODES, _PROMPT_TOKENS, LONGEST_TOKENS - _PROMPT_TOKENS):
         engine.submit(request)
     waiting = make_requests("load", len(refs), 4, 1, refs, seed=100)
-    due_s, steps = time.monotonic() + EVERY_S, 0
+    due_s = time.monotonic() + EVERY_S
+    steps = 0
     while waiting or time.monotonic() < due_s or steps < _LEAST_STEPS:
         if waiting and time.monotonic() >= due_s:
             engine.submit(waiting.pop(0))

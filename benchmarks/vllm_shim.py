@@ -36,7 +36,8 @@ _START_S = 300
 
 def in_hub_cache(repo_id: str, source: Path, copy=os.symlink) -> Path:
     """Put a folder into the hub's cache, where the server and the tests find it by its name without a network."""
-    revision, entry = "0" * 40, HERE / "hub" / f"models--{repo_id.replace('/', '--')}"
+    revision = "0" * 40
+    entry = HERE / "hub" / f"models--{repo_id.replace('/', '--')}"
     snapshot = entry / "snapshots" / revision
     if not snapshot.exists():
         shutil.copytree(source, snapshot, copy_function=copy)
@@ -87,7 +88,8 @@ class RemoteOpenAIServer:
             pytest.skip("needs another model")
         flags = [_local(str(flag)) for flag in vllm_serve_args]
         self.uds = flags[flags.index("--uds") + 1] if "--uds" in flags else None
-        self.host, self.port = "127.0.0.1", free_port()
+        self.host = "127.0.0.1"
+        self.port = free_port()
         self.show_hidden_metrics = any(flag.startswith("--show-hidden-metrics") for flag in flags)
         model_folder(model)
         extra = ["--adapter-dir", str(HERE), "--adapter-dir-mode", "allow", "--port", str(self.port)]
@@ -300,7 +302,9 @@ KNOWN = {
 
 sys.meta_path.insert(0, _Finder())
 sys.modules["tests.utils"] = utils = StandIn("tests.utils")
-utils.RemoteOpenAIServer, utils.VLLM_PATH, utils.ROCM_EXTRA_ARGS = RemoteOpenAIServer, HERE, []
+utils.RemoteOpenAIServer = RemoteOpenAIServer
+utils.VLLM_PATH = HERE
+utils.ROCM_EXTRA_ARGS = []
 utils.multi_gpu_only = lambda **how: pytest.mark.skip("needs several GPUs")
 utils.requires_fp8 = utils.large_gpu_mark = lambda *given, **how: pytest.mark.skip("needs a GPU")
 LocalAssetServer = StandIn("tests.conftest.LocalAssetServer")

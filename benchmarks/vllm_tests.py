@@ -37,7 +37,10 @@ PACKAGES = (
     *("pybase64==1.4.3", "regex==2026.2.28", "requests==2.34.2", "transformers==5.20.2", "tokenizers==0.23.2"),
 )
 """The versions of vLLM's own requirements for tests."""
-PASSED, REPLACED, FAILED, NOT_APPLICABLE = "passed", "with its text", "failed", "not applicable"
+PASSED = "passed"
+REPLACED = "with its text"
+FAILED = "failed"
+NOT_APPLICABLE = "not applicable"
 _TEST_S = os.environ.get("LORIKEET_TEST_S", "120")
 _MODEL = "passes once the model says what the test expects of it"
 _BACKEND = """from pathlib import Path

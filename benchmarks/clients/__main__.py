@@ -67,7 +67,8 @@ def main() -> None:
 
 def report(clients: Sequence[str], url: str) -> None:
     """Run all checks against a server and print how they went."""
-    rows, errors = [], []
+    rows = []
+    errors = []
     for client in clients:
         outcomes = [run(client, url, model) for model in MODELS]
         for check in dict.fromkeys(name for outcome in outcomes for name in outcome):
@@ -93,7 +94,8 @@ def prepare(client: str) -> None:
     if client in PYTHON:
         environment(f"clients/{client}", PYTHON[client], fill)
         return
-    folder, packages = FOLDER / client, NODE[client]
+    folder = FOLDER / client
+    packages = NODE[client]
     stamp = folder / ".packages"
     if stamp.is_file() and stamp.read_text() == repr(packages):
         return

@@ -130,7 +130,8 @@ def openai_json_object() -> None:
 @check("openai")
 def openai_tools() -> None:
     asked: list[Any] = [{"role": "user", "content": WEATHER}]
-    client, common = _openai(), {"model": MODEL, "tools": TOOLS, "temperature": 0}
+    client = _openai()
+    common = {"model": MODEL, "tools": TOOLS, "temperature": 0}
     answer = client.chat.completions.create(messages=asked, tool_choice="required", parallel_tool_calls=False, **common)
     (call,) = answer.choices[0].message.tool_calls
     said = weather(**json.loads(call.function.arguments))
@@ -348,7 +349,8 @@ def _llama_index() -> Any:
 def llamaindex_chat() -> None:
     from llama_index.core.llms import ChatMessage
 
-    model, asked = _llama_index(), [ChatMessage(role="user", content=ASK)]
+    model = _llama_index()
+    asked = [ChatMessage(role="user", content=ASK)]
     assert model.chat(asked).message.content and model.complete(ASK).text
     assert [*model.stream_chat(asked)][-1].message.content and [*model.stream_complete(ASK)][-1].text
 
@@ -532,7 +534,8 @@ def lmeval_multiple_choice() -> None:
         }
         Path(folder, "capitals.yaml").write_text(json.dumps(task))
         found = []
-        base, adapter = os.environ["BASE_FOLDER"], os.environ.get("ADAPTER_FOLDER")
+        base = os.environ["BASE_FOLDER"]
+        adapter = os.environ.get("ADAPTER_FOLDER")
         for kind, arguments in (
             ("local-completions", f"model={MODEL},base_url={URL}/v1/completions,tokenizer={base},num_concurrent=4"),
             ("hf", f"pretrained={base},dtype=float32" + (f",peft={adapter}" if adapter else "")),
@@ -578,7 +581,8 @@ def guidellm_run() -> None:
 def lorax_generate() -> None:
     from lorax import Client
 
-    client, adapter = Client(URL, timeout=60), os.environ.get("ADAPTER_FOLDER") and MODEL
+    client = Client(URL, timeout=60)
+    adapter = os.environ.get("ADAPTER_FOLDER") and MODEL
     answer = client.generate("The capital of France is", adapter_id=adapter, max_new_tokens=8)
     assert answer.generated_text and 0 < answer.details.generated_tokens <= 8
     tokens = [

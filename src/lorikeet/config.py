@@ -573,7 +573,8 @@ def _check_scaling(cluster: ClusterSettings) -> None:
     Raises:
         ConfigError: the number is outside the limits.
     """
-    least, most = cluster.min_replicas, cluster.max_replicas
+    least = cluster.min_replicas
+    most = cluster.max_replicas
     if (least or most) and not least <= cluster.replicas <= most:
         raise ConfigError(
             f"settings: [cluster]: replicas is {cluster.replicas}, which is not between min_replicas ({least}) and "

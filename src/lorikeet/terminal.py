@@ -92,9 +92,11 @@ def show_ready(
     key = '-H "Authorization: Bearer $LORIKEET_API_KEY" ' if needs_key else ""
     if url.startswith("unix:"):
         url = f"--unix-socket {url.removeprefix('unix:')} http://localhost"
-    route, prompt = "completions", '"prompt": "A lorikeet is", "max_tokens": 32'
+    route = "completions"
+    prompt = '"prompt": "A lorikeet is", "max_tokens": 32'
     if chats:
-        route, prompt = "chat/completions", '"messages": [{"role": "user", "content": "What is a lorikeet?"}]'
+        route = "chat/completions"
+        prompt = '"messages": [{"role": "user", "content": "What is a lorikeet?"}]'
     console.print(
         f"curl {url}/v1/{route} {key}-H 'Content-Type: application/json' -d '{{\"model\": \"{model}\", {prompt}}}'",
         soft_wrap=True,

@@ -229,7 +229,8 @@ class _Answer:
             self.first_s = self.last_s = now
             tokens = tokens[1:]
         if tokens:
-            gap_s, self.last_s = (now - self.last_s) / len(tokens), now
+            gap_s = (now - self.last_s) / len(tokens)
+            self.last_s = now
             gaps_s.extend([gap_s] * len(tokens))
 
 
@@ -311,7 +312,8 @@ class RecordCollector:
     def _record(
         self, index: int, answer: _Answer, sent_s: float, ended_s: float, error: str | None, message: str
     ) -> RequestRecord:
-        planned, start_s = self._workload[index], self._arrivals.start_s
+        planned = self._workload[index]
+        start_s = self._arrivals.start_s
         return RequestRecord(
             adapter=planned.adapter,
             due_s=planned.arrival_s,

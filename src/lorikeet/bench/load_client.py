@@ -113,7 +113,8 @@ def drive(
         on_end: called after each answer or failure.
     """
     in_order = sorted(requests, key=lambda request: request.arrival_s)
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
+    start_cpu_s = time.process_time()
     exchanges = asyncio.run(_drive(in_order, target, prompts, concurrency, on_end))
     return LoadDriveResult(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
 

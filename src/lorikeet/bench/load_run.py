@@ -28,7 +28,8 @@ ShowProgress = Callable[[str, int, int], None]
 _LEAST_PROBE_S = 30.0
 _UNSERVED = 2.0
 """A server that answers at less than 1/2 of the offered rate and misses no limit never will."""
-_LATE_SHARE, _BUSY_SHARE = 0.1, 0.8
+_LATE_SHARE = 0.1
+_BUSY_SHARE = 0.8
 """Limits of client lateness, as a share of the median TTFT, and of the CPU load, as a share of a core."""
 
 
@@ -52,7 +53,8 @@ class LoadRun(NamedTuple):
     @property
     def is_client_bound(self) -> bool:
         """Whether the client was so late or so busy that the figures may not be the server's."""
-        late_s, ttft_s = self.figures.lateness_s, self.figures.ttft_s
+        late_s = self.figures.lateness_s
+        ttft_s = self.figures.ttft_s
         if ttft_s is None:
             return False
         return self.cpu_share > _BUSY_SHARE or (late_s is not None and late_s.p99 > _LATE_SHARE * ttft_s.p50)
@@ -107,9 +109,11 @@ class LoadRunner:
             OptionError: a rule of the recipe has no meaning for them.
         """
         requests = self._requests(count, rate)
-        before, began_s = read_counters(self._target.url, self._target.api_key), time.perf_counter()
+        before = read_counters(self._target.url, self._target.api_key)
+        began_s = time.perf_counter()
         run = self._drive(requests, stage, self._concurrency)
-        after, ended_s = read_counters(self._target.url, self._target.api_key), time.perf_counter()
+        after = read_counters(self._target.url, self._target.api_key)
+        ended_s = time.perf_counter()
         return run._replace(rate=rate, server=growth(before, after, ended_s - began_s))
 
     @property
@@ -155,7 +159,8 @@ class LoadRunner:
             attained = runs[-1].figures.slo_attainment
             if attained is None:
                 raise OptionError("the requests have no SLO to meet")
-            answered, took_s = runs[-1].figures.request_rate, runs[-1].figures.duration_s
+            answered = runs[-1].figures.request_rate
+            took_s = runs[-1].figures.duration_s
             if attained >= attainment and answered * _UNSERVED < rate and took_s > _LEAST_PROBE_S:
                 raise OptionError(
                     f"at {rate:.3g} requests/s the server answers {answered:.3g} and meets the SLO, which thus cannot "

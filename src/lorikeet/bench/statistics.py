@@ -44,7 +44,8 @@ def ratio_over_requests(
         resamples: number of resamples.
         seed: of the resampling.
     """
-    a, b = np.asarray(ours, np.float64)[:, None, :], np.asarray(theirs, np.float64)[:, None, :]
+    a = np.asarray(ours, np.float64)[:, None, :]
+    b = np.asarray(theirs, np.float64)[:, None, :]
     places = np.random.default_rng(seed).integers(0, a.shape[2], (resamples, a.shape[2]))
     ratios = reduce(a[:, 0, places]) / reduce(b[:, 0, places])
     return Ratio(float(reduce(a)[0] / reduce(b)[0]), *_interval(ratios, confidence))

@@ -101,7 +101,8 @@ def show(description: dict[str, Any]) -> None:
         console.print(extras)
     if (check := description.get("check")) is not None:
         if check["same"]:
-            count, difference = len(check["own"]), check["logprob_difference"]
+            count = len(check["own"])
+            difference = check["logprob_difference"]
             console.print(f"check: {count} tokens equal PEFT's; log probabilities differ by at most {difference:.2g}")
             if SCORE in description["modules"]:
                 console.print("check: of the language model's tokens; the score head is not compared")

@@ -75,7 +75,8 @@ class _Command(TyperCommand):
             others = [*parameter.opts[1:], *parameter.secondary_opts]
             if others and isinstance(parameter, TyperOption):
                 parameter.help = f"{parameter.help or ''} Or {', '.join(others)}."
-                parameter.opts, parameter.secondary_opts = parameter.opts[:1], []
+                parameter.opts = parameter.opts[:1]
+                parameter.secondary_opts = []
         super().format_help(ctx, formatter)
 
 

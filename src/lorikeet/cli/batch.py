@@ -121,7 +121,8 @@ def _run(
         raise SystemExit(_INTERRUPTED) from None
     finally:
         files.close()
-    seconds, new = time.monotonic() - began_s, counts.done - first.done
+    seconds = time.monotonic() - began_s
+    new = counts.done - first.done
     note(f"{new} requests answered in {seconds:.1f} s, {counts.failed} of them with an error: {output}")
     if counts.failed:
         raise SystemExit(1)

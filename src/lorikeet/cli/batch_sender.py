@@ -27,7 +27,8 @@ from lorikeet.serving.batches.lines import (
 MAX_LINE_BYTES = 2**28
 """Longer lines are refused, since each is read whole."""
 _RETRIED = {429, 503}
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
 _MAX_FAILURES = 8
 """Times that a connection may fail one after the other before the server counts as gone."""
 
@@ -164,13 +165,15 @@ async def _answer(session: aiohttp.ClientSession, root: str, request: RequestLin
         body = _in_background(request.body)
     except ValueError as error:
         return error_line(line_id, request.custom_id, "BadRequestError", str(error)), True
-    pause_s, failures = _FIRST_PAUSE_S, 0
+    pause_s = _FIRST_PAUSE_S
+    failures = 0
     while True:
         try:
             async with session.post(
                 root + request.url, data=body, headers={"Content-Type": "application/json"}
             ) as response:
-                content, status = await response.read(), response.status
+                content = await response.read()
+                status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             failures += 1
             if failures == _MAX_FAILURES:

@@ -72,7 +72,8 @@ def _prepare(
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
             engine, sizes, _, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
             dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
-            ref, start = None, 0
+            ref = None
+            start = 0
             if adapter is not None:
                 ref = _adapter(adapter, sizes.geometry, dtype, scratch)
                 ref, start = adapted(ref, sizes.geometry, token_ids)

@@ -131,7 +131,8 @@ def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None)
     from lorikeet.costs.devices import DEVICES
     from lorikeet.simulator.planner import PricedProfile
 
-    known, found = set(profile_names()), list[PricedProfile]()
+    known = set(profile_names())
+    found = list[PricedProfile]()
     for text in devices:
         name, _, price_text = text.rpartition("=")
         try:

@@ -41,6 +41,7 @@ def about(name: str, group: PresetGroup) -> str:
         return group.about[name]
     system = name.partition(":")[0]
     base = system if system in group.presets else AUTO_PRESET
-    own, other = msgspec.to_builtins(group.presets[name]), msgspec.to_builtins(PRESETS[base])
+    own = msgspec.to_builtins(group.presets[name])
+    other = msgspec.to_builtins(PRESETS[base])
     changed = ",".join(f"{option}={value}" for option, value in own.items() if value != other[option])
     return f"{base},{changed}" if changed else f"the same as {base}"

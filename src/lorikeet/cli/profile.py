@@ -94,7 +94,8 @@ def profile(
         resolve_preset(preset)
         with ProgressDisplay() as display:
             if known:
-                found, path = load_profile(known), output or Path(known if known.endswith(".toml") else f"{known}.toml")
+                found = load_profile(known)
+                path = output or Path(known if known.endswith(".toml") else f"{known}.toml")
             else:
                 wanted = ModelSettings(model=model, dtype=dtype, load_format=load_format)
                 found, path = _measure(wanted, engine, output, quick, display)

@@ -48,7 +48,8 @@ def replay(
 def _replay(recording: "Recording", json_file: str | None) -> None:
     from lorikeet.engine.replay import replay as run
 
-    header, found = recording.header, run(recording)
+    header = recording.header
+    found = run(recording)
     identical = found.difference is None
     shown = {"preset": header.engine.preset, "plans": found.plans, "steps": found.steps, "seconds": found.seconds}
     if not write_json(json_file, {**shown, "identical": identical}):

@@ -82,7 +82,8 @@ def _check_profile(name: str) -> None:
 
 
 def _check_names(settings: Settings) -> None:
-    model, engine = settings.model, settings.engine
+    model = settings.model
+    engine = settings.engine
     for kind, name, known in (
         ("dtype", model.dtype, DTYPES),
         ("load_format", model.load_format, LOAD_FORMATS),
@@ -155,11 +156,13 @@ def _check_cores(settings: Settings) -> None:
     Replicas may share cores. The ranks of one wait for each other at every layer, so that more of them than there are
     cores would hardly get anywhere.
     """
-    engine, cluster = settings.engine, settings.cluster
+    engine = settings.engine
+    cluster = settings.cluster
     if engine.executor is not ExecutorKind.TORCH or cluster.ray_address:
         return
     if engine.device == "cuda":
-        gpus, replicas = len(gpu_models()), max(cluster.replicas, cluster.max_replicas)
+        gpus = len(gpu_models())
+        replicas = max(cluster.replicas, cluster.max_replicas)
         if gpus and engine.local_ranks * replicas > gpus:
             times = f" × {replicas} replicas" if replicas > 1 else ""
             raise ConfigError(f"{_parallel(engine)}{times} needs more GPUs than there are: {gpus}")
@@ -178,7 +181,8 @@ def _parallel(engine: EngineSettings) -> str:
 
 def _check_rank_address(settings: Settings) -> None:
     """Check that there are ranks to wait for, and a key for them."""
-    engine, cluster = settings.engine, settings.cluster
+    engine = settings.engine
+    cluster = settings.cluster
     if not engine.rank_address:
         return
     from lorikeet.worker.remote_ranks import RemoteRankError, parse_address, read_key  # few servers need them

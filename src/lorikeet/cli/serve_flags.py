@@ -422,7 +422,8 @@ def name_settings(text: str, given: Mapping[str, Any], file: Path | None, enviro
     in_file = _keys_of(file)
 
     def name(section: str, key: str) -> str:
-        setting, flag = f"{section}.{key}", _FLAG_OF.get(f"{section}.{key}")
+        setting = f"{section}.{key}"
+        flag = _FLAG_OF.get(f"{section}.{key}")
         variable = f"{ENVIRONMENT_PREFIX}{section}__{key}".upper()
         if flag is not None and given.get(_variable(flag)) not in (None, []):
             return flag.names.split()[0]

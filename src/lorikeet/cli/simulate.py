@@ -237,7 +237,8 @@ def _print_outcome(console: Console, outcome: "ScenarioResult", top: int) -> Non
     from lorikeet.cli.load_tables import adapters_table, errors_table, times_table, totals_table
     from lorikeet.simulator.study import counters
 
-    figures, profile = outcome.figures, outcome.profile
+    figures = outcome.figures
+    profile = outcome.profile
     console.print(
         f"modelled on a virtual clock by profile [bold]{escape(profile.name)}[/] ({escape(profile.origin)})",
         soft_wrap=True,

@@ -71,7 +71,8 @@ def _links(replicas: list[dict[str, Any]]) -> Table:
     table = Table("replica", "link", "transfers", "bytes", "busy", "failed")
     for replica in replicas:
         for route, use in sorted(replica["links"].items()):
-            moved, busy_s = format_size(use["bytes"]), f"{use['busy_s']:.1f} s"
+            moved = format_size(use["bytes"])
+            busy_s = f"{use['busy_s']:.1f} s"
             table.add_row(replica["id"], route, str(use["transfers"]), moved, busy_s, str(use["failed"]))
     return table
 

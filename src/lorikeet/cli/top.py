@@ -64,7 +64,8 @@ def top(
 
 def _screen(stats: dict[str, Any]) -> Group:
     """Return everything that is shown."""
-    requests, rates = stats["requests"], stats["per_s"]
+    requests = stats["requests"]
+    rates = stats["per_s"]
     waiting = ", ".join(
         f"{cause.replace('_', ' ')} {count}" for cause, count in requests["waiting_by"].items() if count
     )
@@ -95,7 +96,8 @@ def _adapters(stats: dict[str, Any]) -> Table:
         "adapter", "TTFT P90", "queue", "adapter", "KV", "prefill", "requests", "/s", "tier", "hits", "failed"
     )
     for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+        column.justify = "right"
+        column.no_wrap = True
     for each in stats["adapters"]:
         parts = each["parts_s"] or {}
         asked = each["hits"] + each["misses"]

@@ -138,7 +138,9 @@ def _parts(requests: Sequence[LoggedRequest]) -> dict[str, float]:
 
 def _saved(requests: Sequence[LoggedRequest]) -> dict[str, dict[str, float]]:
     """Return by mechanism the seconds saved and lost, and the number of requests."""
-    saved, lost, counts = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+    saved = defaultdict[str, float](float)
+    lost = defaultdict[str, float](float)
+    counts = Counter[str]()
     for each in requests:
         for mechanism, seconds in each.saved_s.items():
             (saved if seconds > 0 else lost)[mechanism] += abs(seconds)
@@ -195,7 +197,8 @@ def _adapters_table(adapters: Sequence[tuple[str, list[LoggedRequest]]]) -> Tabl
     parts = ("queue", "adapter", "KV", "prefill")
     table = Table("slowest adapters", *_columns("requests", "TTFT, ms", *parts, "saved, s"))
     for name, requests in adapters:
-        means, saved = _parts(requests), sum(sum(each.saved_s.values()) for each in requests)
+        means = _parts(requests)
+        saved = sum(sum(each.saved_s.values()) for each in requests)
         shown = (_ms(means[part]) for part in ("mean", *parts))
         table.add_row(escape(name), str(len(requests)), *shown, f"{saved:.3f}")
     return table

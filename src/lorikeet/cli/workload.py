@@ -90,7 +90,8 @@ def workload(
         rate = "1"
     if arrivals == "now" and rate:
         fail(f"--arrivals now has no --rate, not {rate!r}", code=2)
-    names, kept_minutes = _names(adapters), _minutes(minutes)
+    names = _names(adapters)
+    kept_minutes = _minutes(minutes)
     try:
         recipe = Recipe(
             trace=tuple(read_any(source)) if source else (),

@@ -59,7 +59,8 @@ class ExecutorDriver:
         blocks = [BlockId(block) for block in range(sizes.total_blocks)]
         generator.shuffle(blocks)
         kv_blocks = min(-(-kv_tokens // sizes.block_size), len(blocks) // 2)
-        self._kv_blocks, self._free = blocks[:kv_blocks], blocks[kv_blocks:]
+        self._kv_blocks = blocks[:kv_blocks]
+        self._free = blocks[kv_blocks:]
         self._host_blocks = [BlockId(block) for block in range(sizes.host_blocks)]
         generator.shuffle(self._host_blocks)
         self._order = generator
@@ -85,7 +86,8 @@ class ExecutorDriver:
             ExecutorDriverError: the KV capacity is too small.
         """
         free = list(reversed(self._kv_blocks))
-        starts, blocks = [], []
+        starts = []
+        blocks = []
         for number, work in enumerate(sequences, len(self._started)):
             needed = -(-(work.start + work.tokens + SLACK_TOKENS) // self.sizes.block_size)
             if needed > len(free):
@@ -162,7 +164,8 @@ class ExecutorDriver:
         """
         if count > self.most_copied_blocks:
             raise ExecutorDriverError(f"{count} blocks are more than the {self.most_copied_blocks} of the largest copy")
-        device, host = tuple(self._order.sample(self._kv_blocks, count)), self._some_host_blocks(count)
+        device = tuple(self._order.sample(self._kv_blocks, count))
+        host = self._some_host_blocks(count)
         return self._transfer(Tier.HOST if target is Tier.DEVICE else Tier.DEVICE, target, host=host, device=device)
 
     def evict(self, digest: AdapterDigest) -> None:
@@ -205,7 +208,8 @@ class ExecutorDriver:
         self._executor.execute(StepPlan(0, drops=tuple(self._started), evictions=tuple(self._loaded)))
         for blocks in self._loaded.values():
             self._free.extend(blocks)
-        self._loaded, self._started = {}, []
+        self._loaded = {}
+        self._started = []
 
     def _blocks_of(self, ref: AdapterRef) -> int:
         geometry = self.sizes.local_geometry

@@ -165,7 +165,8 @@ def decode_limit_tok_s(cost: ModelCost, limits: MachineLimits, rows: int) -> flo
     One row reads every weight once and is bound by memory: bandwidth / (s · (P + A)). A batch is bound by its
     multiplications, B rows at the rate G measured with B rows: B / (2·P·B / G + adapters).
     """
-    read_bytes_s, flops_s = limits.read_gb_s * 1e9, limits.gemm_gflops[rows] * 1e9
+    read_bytes_s = limits.read_gb_s * 1e9
+    flops_s = limits.gemm_gflops[rows] * 1e9
     if rows == 1:
         return read_bytes_s / (cost.dtype_bytes * (cost.parameters + cost.mean_adapter()))
     return rows / (2 * cost.parameters * rows / flops_s + adapters_limit_s(cost, limits, rows))
@@ -189,7 +190,8 @@ def work_ceilings(
     cost: ModelCost, limits: MachineLimits, requests: int, prompt_tokens: int, output_tokens: int
 ) -> Ceilings:
     """Return the upper bounds of a batch of ``requests`` requests; ``limits`` has the rate at that many rows."""
-    decode, prefill = decode_limit_tok_s(cost, limits, requests), prefill_limit_tok_s(cost, limits)
+    decode = decode_limit_tok_s(cost, limits, requests)
+    prefill = prefill_limit_tok_s(cost, limits)
     seconds = requests * (prompt_tokens / prefill + (output_tokens - 1) / decode)
     return Ceilings(
         decode_tok_s=decode,

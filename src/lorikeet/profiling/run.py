@@ -111,7 +111,8 @@ def run_profile(
     """
     if settings.engine.pipeline_parallel > 1:
         raise ConfigError("pipeline_parallel: stages compute one after the other, so measure a profile with one")
-    how, folder = thoroughness, Path(settings.model.model)
+    how = thoroughness
+    folder = Path(settings.model.model)
     config = read_model_config(folder)
     dtype = torch_dtype(config.dtype if settings.model.dtype == "auto" else settings.model.dtype)
     room_bytes = max(

@@ -143,7 +143,9 @@ def _lora_decodes(adapters: Adapters) -> Iterator[Step]:
 
 def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
     firsts = [(rank, digests[0]) for rank, digests in adapters.items()]
-    small, middle, large = firsts[0], firsts[len(firsts) // 2], firsts[-1]
+    small = firsts[0]
+    middle = firsts[len(firsts) // 2]
+    large = firsts[-1]
     # A rank adds a thousandth to a chunk, so it takes many ranks and tokens to tell it from noise.
     chunks = (
         (16, (small, large)),
@@ -170,7 +172,8 @@ Tick = Callable[[], None]
 
 _GROUPS = ((KernelForm.UNPADDED, KernelForm.PADDED), (KernelForm.EINSUM,))
 """Forms that are measured between two runs of the base model, once in a round; disturbances outlast them."""
-_LEAST_ROUNDS, _MOST_S = 8, 90.0
+_LEAST_ROUNDS = 8
+_MOST_S = 90.0
 """Rounds in which every step with adapters is measured, and most seconds for one step.
 
 After so many seconds a step is not measured again, however imprecise: on a slow machine all rounds of the longest
@@ -202,7 +205,8 @@ class StepSweep:
         self._steps = steps
         self._tick = tick
         self._order = random.Random(0)
-        self._prepared, self._repeats = {}, {}
+        self._prepared = {}
+        self._repeats = {}
         for step in self._order.sample(steps, len(steps)):
             self._prepared[step] = driver.prepare(step)
             repeat = num_scheduler_steps if all(sequence.tokens == 1 and sequence.start > 0 for sequence in step) else 1

@@ -91,7 +91,8 @@ def measure_transfers(
     driver.write_host()
     geometry = driver.sizes.geometry
     block_bytes = geometry.block_bytes(driver.sizes.block_size)
-    reads, copies = _seconds_by_bytes(), _seconds_by_bytes()
+    reads = _seconds_by_bytes()
+    copies = _seconds_by_bytes()
     for turn in range(rounds + 1):
         for tier in _TIERS:
             for ref, *_ in adapters.refs.values():
@@ -142,7 +143,8 @@ def _read(driver: ExecutorDriver, ref: AdapterRef, target: Tier) -> float:
 def _link(seconds: Mapping[int, list[float]]) -> Link:
     """Fit a link to seconds by bytes."""
     found = fit_line(list(seconds), list(seconds.values()))
-    byte_s, error_s = max(float(found.values[1]), 1e-15), float(found.errors[1])
+    byte_s = max(float(found.values[1]), 1e-15)
+    error_s = float(found.errors[1])
     return Link(
         fixed=found.constant(0, "s"),
         bandwidth=Constant(1 / byte_s, "bytes/s", error_s / byte_s**2),

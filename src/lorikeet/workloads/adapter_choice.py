@@ -117,7 +117,8 @@ def _rank_shifting(choice: AdapterSequence) -> np.ndarray:
     count = len(set(choice.ranks))
     if count < 2:
         raise OptionError("rank-shifting needs adapters of at least two ranks")
-    first_s, last_s = choice.times_s.min(initial=np.inf), choice.times_s.max(initial=0.0)
+    first_s = choice.times_s.min(initial=np.inf)
+    last_s = choice.times_s.max(initial=0.0)
     passed = (choice.times_s - first_s) / (last_s - first_s) if last_s > first_s else np.zeros(len(choice.times_s))
     rest = 0.5 / (count - 1)
     shares = np.full((len(choice.times_s), count), rest)
@@ -140,7 +141,8 @@ def _by_rank(choice: AdapterSequence, weights: np.ndarray, within: float) -> np.
     chosen = np.zeros(requests, np.int64)
     ranks = np.array(choice.ranks)
     for index, rank in enumerate(sorted(set(choice.ranks))):
-        members, here = np.flatnonzero(ranks == rank), rank_indices == index
+        members = np.flatnonzero(ranks == rank)
+        here = rank_indices == index
         chosen[here] = members[_draw(choice, powers(len(members), within), int(here.sum()))]
     return chosen
 

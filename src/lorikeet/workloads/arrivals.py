@@ -74,13 +74,15 @@ class Rates(NamedTuple):
 
     def stretch(self, units: np.ndarray) -> np.ndarray:
         """Return the seconds at which the area under the rate reaches each of ``units`` (not negative)."""
-        times_s, per_s = np.array(self.times_s), np.array(self.per_s)
+        times_s = np.array(self.times_s)
+        per_s = np.array(self.per_s)
         lengths_s = np.diff(times_s)
         starts = np.concatenate([[0.0], np.cumsum(lengths_s * (per_s[:-1] + per_s[1:]) / 2)])
         # Side "left": an arrival at the end of a stretch with rate 0 comes before that stretch.
         line = np.maximum(np.searchsorted(starts, units, side="left") - 1, 0)
         slopes = np.append(np.diff(per_s) / lengths_s, 0.0)[line]
-        area, rate = units - starts[line], per_s[line]
+        area = units - starts[line]
+        rate = per_s[line]
         # The root of rate · s + slope · s² / 2 = area, in the form that is exact for slope 0.
         root = rate + np.sqrt(np.maximum(rate**2 + 2 * slopes * area, 0.0))
         return times_s[line] + 2 * area / np.where(root > 0, root, 1.0)

@@ -108,7 +108,8 @@ def sample_complete(
         most_tokens: of prompt and answer together; a conversation with a longer request is left out.
         least_turns: a conversation with fewer requests is left out.
     """
-    taken, requests = [], 0
+    taken = []
+    requests = 0
     for place in generator.permutation(len(conversations)).tolist():
         turns = conversations[place]
         if count is not None and requests >= count:

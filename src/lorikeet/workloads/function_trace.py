@@ -21,7 +21,8 @@ from lorikeet.workloads.workload import OptionError, WorkloadError
 FUNCTIONS = 40_000
 """Functions to take the most popular ones from: TOPPINGS (section 7.4) mentions about as many."""
 
-_HOURLY, _MINUTELY = 0.45, 0.81
+_HOURLY = 0.45
+_MINUTELY = 0.81
 """Shares of applications called at most once an hour, and at most once a minute."""
 
 _ID_COLUMNS = ("HashOwner", "HashApp", "HashFunction", "Trigger")
@@ -186,7 +187,9 @@ class _Stream:
     """Calls of one adapter, drawn as far as needed."""
 
     def __init__(self, share: float, shape: float, generator: np.random.Generator) -> None:
-        self._share, self._shape, self._generator = share, shape, generator
+        self._share = share
+        self._shape = shape
+        self._generator = generator
         self.times = np.array([generator.random() * generator.gamma(shape + 1, 1 / (shape * share))])
 
     def until(self, end: float) -> np.ndarray:

@@ -11,9 +11,11 @@ from lorikeet.workloads.workload import Range, WorkloadRequest
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 
-_OWN, _SHARED = 0, 1
+_OWN = 0
+_SHARED = 1
 
 
 def combine(*numbers: int) -> int:

@@ -47,7 +47,8 @@ def write_random_adapter(
     tensors = {}
     for layer in range(geometry.layers):
         for module in modules:
-            shape, r = geometry.modules[module], ranks[module]
+            shape = geometry.modules[module]
+            r = ranks[module]
             prefix = f"base_model.model.model.layers.{layer}.{PROJECTIONS[module]}"
             a = torch.randn(r, shape.in_features, generator=generator) / shape.in_features**0.5
             b = torch.randn(shape.out_features, r, generator=generator) * b_std

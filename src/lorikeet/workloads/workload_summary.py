@@ -53,7 +53,8 @@ class WorkloadSummary(NamedTuple):
 def summarise_workload(requests: Sequence[WorkloadRequest]) -> WorkloadSummary:
     """Return the figures of at least one request, in the order of arrival."""
     times_s = np.array([request.arrival_s for request in requests])
-    span_s, gaps_s = float(times_s[-1] - times_s[0]), np.diff(times_s)
+    span_s = float(times_s[-1] - times_s[0])
+    gaps_s = np.diff(times_s)
     counts = Counter(request.adapter for request in requests)
     return WorkloadSummary(
         requests=len(requests),
