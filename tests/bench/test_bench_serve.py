@@ -11,6 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
+from benchmarks import memory, offline
 from lorikeet.cli.app import app
 from tests.api.test_serve import serving
 from tests.bench.fake_server import FakeServer, running
@@ -122,9 +123,19 @@ def test_options_without_a_meaning_are_refused(server: FakeServer, flags: str) -
 
 def test_the_options_that_the_page_on_benchmarks_names_exist() -> None:
     page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
-    commands = typer.main.get_command(app).commands["bench"].commands.values()  # type: ignore[attr-defined]
+    bench_commands = typer.main.get_command(app).commands["bench"].commands.values()  # type: ignore[attr-defined]
+    commands = [*bench_commands, *map(typer.main.get_command, (memory.app, offline.app))]
     options = {name for each in commands for option in each.params for name in (*option.opts, *option.secondary_opts)}
-    named = set(re.findall(r"--[a-z][a-z-]*", "".join(re.findall(r"^lorikeet bench .*$|`[^`\n]+`", page, re.M))))
+    named = set(
+        re.findall(
+            r"--[a-z][a-z-]*",
+            "".join(
+                re.findall(
+                    r"^    (?:lorikeet bench|python -m benchmarks[.](?:memory|offline)) .*$|`[^`\n]+`", page, re.M
+                )
+            ),
+        )
+    )
     assert named
     assert named <= options | {"--help"}
 
