@@ -44,10 +44,10 @@ async def _alias(service: Service, name: str, of: str, replace: bool, access: Ac
     """Register a name for the version of another; raises as :func:`load_adapter`."""
     _check_enabled(service)
     _check_may_load(service, access, name)
-    target = await service.resolve(of, access=access, generates=False)
-    if target.adapter is None:
-        raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
-    with service.versions.hold(target.adapter):
+    target, lease = await service.lease(of, access=access, generates=False)
+    with lease:
+        if target.adapter is None:
+            raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
         return await _register(
             service,
             name,
@@ -358,7 +358,7 @@ def _forget_counts(service: Service, name: str) -> None:
 
 async def _drop_version(service: Service, record: AdapterRecord) -> int:
     """Free a version on every tier unless another name still points to it; return the bytes freed."""
-    await service.versions.all_sent(record.digest)
+    await service.leases.all_submitted(record.digest)
     if service.catalog.has(record.digest):
         return 0
     try:
@@ -557,7 +557,7 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
         action = "adapter pinned" if body.pinned else "adapter unpinned"
         await in_daemon_thread(lambda: service.catalog.note_change(sender.access.actor, action, target.name, {}))
     if body.warm:
-        await service.warm(target, sender)
+        await service.warm(name, sender)
     return _card(service, _record(service, target.name, sender.access))
 
 

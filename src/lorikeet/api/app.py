@@ -63,10 +63,10 @@ from lorikeet.serving.batches.batches import Batches
 from lorikeet.serving.batches.dispatch import Dispatcher
 from lorikeet.serving.batches.storage import BatchStorage
 from lorikeet.serving.large_bodies import PromptProcesses
+from lorikeet.serving.leases import AdapterLeases
 from lorikeet.serving.served_models import ServedModels
 from lorikeet.serving.service import Service
 from lorikeet.serving.stored_responses import StoredResponses
-from lorikeet.serving.versions import HeldVersions
 from lorikeet.tenants.keys import OPERATOR
 from lorikeet.tenants.tenants import Tenants
 
@@ -124,7 +124,7 @@ def create_service(
         client=client,
         catalog=catalog,
         chats=chats,
-        versions=HeldVersions(catalog),
+        leases=AdapterLeases(catalog),
         base_task=_base_task(chats),
         ranks=settings.engine.ranks,
         loader=AdapterLoader(settings.adapters, load, unload),

@@ -15,6 +15,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from lorikeet.chat.chat_output import AnswerPart, AnswerReader, whole_calls
+from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.conversation import content_text
 from lorikeet.chat.logprobs import (
     TextOffsets,
@@ -49,7 +50,8 @@ from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.chat_answer import ChatAnswer, start_chat
 from lorikeet.serving.generation import Generation, OutputDelta
 from lorikeet.serving.large_bodies import PreparedBody, PromptRoute, prepared_body
-from lorikeet.serving.service import GenerationSpec, JsonBody, Sender, SenderDep, Service, ServiceDep
+from lorikeet.serving.requests import GenerationSpec, Sender
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.serving.usage import metrics_of, token_counts, usage_of
 
 _DONE = b"data: [DONE]\n\n"
@@ -464,8 +466,21 @@ async def start_completion(
     Raises:
         ApiError: it cannot be served.
     """
-    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path, access=sender.access)
-    chat = await service.chat_of(target)
+    if prepared:
+        target, lease = prepared.target, prepared.lease
+    else:
+        target, lease = await service.lease(body.model, body.lora_path, access=sender.access)
+    with lease:
+        chat = await service.chats.settings_of(target.chat)
+        spec = _completion_spec(body, chat, prepared, default_max_tokens)
+        generation = await service.start(body, target, lease, spec, sender)
+    return StartedCompletion(generation, chat.text_processor, target.name)
+
+
+def _completion_spec(
+    body: CompletionRequest, chat: ChatSettings, prepared: PreparedBody | None, default_max_tokens: int
+) -> GenerationSpec:
+    """Return how prompts are completed; raises as :func:`start_completion`."""
     embeds: Sequence[PromptEmbeds] = prepared.embeds if prepared else ()
     if body.prompt_embeds is not None and not prepared:
         check_prompt_embeds(body)
@@ -482,7 +497,8 @@ async def start_completion(
         encoded = await chat.text_processor.encode(prompts, add_special_tokens=special, limits=limits)
         return [truncated(token_ids, body, chat.limits) for token_ids in encoded]
 
-    spec = GenerationSpec(
+    return GenerationSpec(
+        chat=chat,
         prompts=len(prompts),
         encode=encode,
         prompt_param="prompt",
@@ -493,7 +509,6 @@ async def start_completion(
         grammar=grammar_spec(body),
         embeds=embeds,
     )
-    return StartedCompletion(await service.start(body, target, spec, sender), chat.text_processor, target.name)
 
 
 @router.post("/v1/completions")
@@ -665,10 +680,10 @@ async def chat_completions(
 
 
 def _check_chat(body: ChatCompletionRequest) -> None:
-    refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
     _check_stream(body)
+    refuse_unsupported(body)
 
 
 def _chat_format(service: Service, body: ChatCompletionRequest, answer: ChatAnswer) -> ChatFormat:

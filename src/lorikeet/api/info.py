@@ -119,7 +119,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
         raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
     if prepared:
         return Response(prepared.answer, media_type="application/json")
-    chat = await service.chat_of(target)
+    chat = await service.chats.settings_of(target.chat)
     texts = chat.text_processor
     if body.messages is not None and chat.own is not None:
         read = await service.read_in_process(TOKENIZE_PATH, body, chat.own)
@@ -149,7 +149,7 @@ async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is out of vocabulary.", "tokens")
-    (text,) = await (await service.chat_of(target)).text_processor.decode_all([body.tokens])
+    (text,) = await (await service.chats.settings_of(target.chat)).text_processor.decode_all([body.tokens])
     return {"prompt": text}
 
 

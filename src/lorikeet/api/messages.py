@@ -55,7 +55,7 @@ async def count_tokens(http: Request, body: CountTokensRequest, service: Service
     if prepared := prepared_body(http):
         return Response(prepared.answer, media_type="application/json")
     target = await service.resolve(body.model, body.lora_path, access=sender.access, generates=False)
-    chat = await service.chat_of(target)
+    chat = await service.chats.settings_of(target.chat)
     asked = body.tokenize_body()
     assert asked.messages is not None
     if chat.own is not None:

@@ -14,8 +14,9 @@ from lorikeet.core.request import Pooling
 from lorikeet.http.errors import ApiError
 from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.generation import Generation
+from lorikeet.serving.requests import GenerationSpec, Sender
 from lorikeet.serving.served_models import ResolvedModel
-from lorikeet.serving.service import GenerationSpec, Sender, Service
+from lorikeet.serving.service import Service
 
 MAX_TEXTS = 2048
 """Texts of a request, as at OpenAI."""
@@ -100,7 +101,7 @@ class PooledRun:
         if not places:
             places = [f"{param}.{at}" for at in range(len(texts))] if len(texts) > 1 else [""]
         found: list[Vector] = []
-        with self._service.versions.hold(self._target.adapter):  # one version for all slices
+        with self._service.leases.take(self._target.adapter):  # one version for all slices
             for first in range(0, len(texts), _SLICE_TEXTS):
                 part = slice(first, first + _SLICE_TEXTS)
                 found += await self._slice(texts[part], pooling, param, places[part])
@@ -118,7 +119,7 @@ class PooledRun:
         return {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None}
 
     async def _slice(self, texts: Sequence[Text], pooling: Pooling, param: str, places: Sequence[str]) -> list[Vector]:
-        chat = await self._service.chat_of(self._target)
+        chat = await self._service.chats.settings_of(self._target.chat)
         body = CompletionRequest(
             model=self._target.name,
             prompt=[0],
@@ -143,8 +144,10 @@ class PooledRun:
         async def encode() -> list[list[int]]:
             return await off_the_loop(tokenized, sum(map(_length, texts)))
 
-        spec = GenerationSpec(len(texts), encode, param, 1, None, pooling=pooling)
-        generation = self._generation = await self._service.start(body, self._target, spec, self._sender)
+        spec = GenerationSpec(chat, len(texts), encode, param, 1, None, pooling=pooling)
+        with self._service.leases.take(self._target.adapter) as lease:
+            generation = await self._service.start(body, self._target, lease, spec, self._sender)
+        self._generation = generation
         try:
             async for _ in generation.deltas():
                 pass

@@ -33,7 +33,8 @@ from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.chat_answer import ChatAnswer, check_one_answer, start_chat
 from lorikeet.serving.large_bodies import PreparedBody, PromptRoute, prepare, prepared_body
-from lorikeet.serving.service import JsonBody, Sender, SenderDep, Service, ServiceDep
+from lorikeet.serving.requests import Sender
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.serving.stored_responses import BackgroundRun, StoredResponse
 from lorikeet.serving.usage import usage_of
 

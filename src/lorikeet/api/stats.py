@@ -30,7 +30,8 @@ from lorikeet.observe.sort_by import SortBy
 from lorikeet.observe.stats_stream import StatsQuery, stats_response
 from lorikeet.observe.traffic import AdapterTraffic
 from lorikeet.observe.waits import CAUSES, ORDER, PARTS, WAITS, parts_of
-from lorikeet.serving.service import Sender, Service, ServiceDep
+from lorikeet.serving.requests import Sender
+from lorikeet.serving.service import Service, ServiceDep
 from lorikeet.tenants.keys import Access
 
 

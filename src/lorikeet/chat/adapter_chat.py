@@ -1,7 +1,7 @@
 """Fits what an adapter's folder says about conversations to the base model, and applies it."""
 
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import msgspec
 from tokenizers import Tokenizer
@@ -12,6 +12,7 @@ from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.reasoning import REASONING_FORMATS
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.chat.tool_parsers import TOOL_FORMATS
+from lorikeet.http.threads import in_daemon_thread
 
 _MAX_TOKENIZERS = 8
 """Tokenizers with added tokens that are kept; adapters with the same tokens share one."""
@@ -57,6 +58,15 @@ class AdapterChats:
             added_tokens=added,
             eos_token_ids=tuple(each for each in chat.eos_token_ids if each < base.limits.vocabulary),
         )
+
+    async def settings_of(self, chat: AdapterChat) -> ChatSettings:
+        """Return the settings of an adapter as :meth:`settings`; a tokenizer is made in a thread.
+
+        Making a tokenizer takes up to a second; it is kept.
+        """
+        if not chat.added_tokens:
+            return self.settings(chat)
+        return await in_daemon_thread(partial(self.settings, chat))
 
     def settings(self, chat: AdapterChat) -> ChatSettings:
         """Return the settings of an adapter, given what differs from the base model."""

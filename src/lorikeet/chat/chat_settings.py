@@ -83,10 +83,13 @@ class ChatSettings:
         Raises:
             ApiError: 400, ``content`` is no JSON schema and functions may be called, or the functions are too many.
         """
+        without_calls = content or (GrammarSpec(GrammarKind.LARK, ANY_TEXT, THOUGHTS_BUDGET) if has_budget else None)
+        if use is None:
+            return without_calls
         tool_format = self.tool_format
-        is_free = content is None and use is not None and not use.is_forced
-        if use is None or tool_format is None or (is_free and not use.is_strict and not has_budget):
-            return content or (GrammarSpec(GrammarKind.LARK, ANY_TEXT, THOUGHTS_BUDGET) if has_budget else None)
+        is_free = content is None and not use.is_forced
+        if tool_format is None or (is_free and not use.is_strict and not has_budget):
+            return without_calls
         schema = None
         if content is not None and not use.is_forced:
             if content.kind is not GrammarKind.JSON_SCHEMA:

@@ -17,6 +17,8 @@ MAX_PARTS = 16
 MAX_MIXTURES = 32
 """That are kept. Each has files and memory of its own; the one that was not used for longest goes first."""
 PREFIX = "mixture-"
+MIXED = frozenset("*+")
+"""Characters of a mixture, which no adapter's name has."""
 _MAX_WEIGHT = 1000.0
 _SPELLED = re.compile(r"\s*([^*+\s]+)\s*(?:\*\s*(-?[0-9]*\.?[0-9]+(?:[eE]-?[0-9]+)?)\s*)?")
 
@@ -29,7 +31,7 @@ def spelled(model: str) -> list[tuple[str, float]] | None:
     Raises:
         ApiError: 400, there are too many, or a weight is too large.
     """
-    if "*" not in model and "+" not in model:
+    if not MIXED.intersection(model):
         return None
     found = [_SPELLED.fullmatch(part) for part in model.split("+")]
     parts = [(each[1], float(each[2] or 1.0)) for each in found if each is not None]

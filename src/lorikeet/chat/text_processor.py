@@ -543,12 +543,12 @@ class TextProcessor:
             raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
         plain = [plain_message(message, index) for index, message in enumerate(messages)]
         plain = with_system_prompt(plain, style.system_prompt)
-        tool_format = self.tool_format(style.tool_parser)
         tools = [tool.model_dump(exclude_unset=True) for tool in style.tools]
-        if not template.knows_calls:
-            plain = with_calls_as_text(plain, tool_format or DEFAULT_TOOL_FORMAT)
+        has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in plain)
+        if has_calls and not template.knows_calls:
+            plain = with_calls_as_text(plain, self.tool_format(style.tool_parser) or DEFAULT_TOOL_FORMAT)
         if tools and not template.knows_tools:
-            plain = with_instructions(plain, tools, tool_format or DEFAULT_TOOL_FORMAT)
+            plain = with_instructions(plain, tools, self.tool_format(style.tool_parser) or DEFAULT_TOOL_FORMAT)
         extra = {**style.extra, "tools": tools} if tools else style.extra
         try:
             if style.continue_final_message:

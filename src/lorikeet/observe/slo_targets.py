@@ -14,11 +14,15 @@ class SloTargets:
     Args:
         common: the server's targets.
         of_adapters: by name; a missing target is the server's, and 0 means none.
+
+    Attributes:
+        exist: whether any request has a target.
     """
 
     def __init__(self, common: Slo, of_adapters: Mapping[str, Slo]) -> None:
         self._common = _without_zeros(common)
         self._of_adapters = {name: _without_zeros(_with_defaults(slo, common)) for name, slo in of_adapters.items()}
+        self.exist = self._common != Slo() or bool(of_adapters)
 
     def of(self, adapter: str | None) -> Slo | None:
         """Return the targets of requests to an adapter, None for the base model; None if there are no targets."""

@@ -36,6 +36,7 @@ class AdapterLoader:
         now: returns seconds.
 
     Attributes:
+        is_enabled: whether there is a folder or a resolver to load adapters from.
         used_s: when each adapter that was loaded here was last used.
         pinned: names that are not removed for not being used, and whose versions are evicted last.
     """
@@ -57,11 +58,7 @@ class AdapterLoader:
         self.used_s: dict[str, float] = {}
         self.pinned: set[str] = set()
         self._expiring: asyncio.Task[None] | None = None
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether there is anything from which adapters are loaded."""
-        return self._folder is not None or bool(self._resolvers)
+        self.is_enabled = self._folder is not None or bool(self._resolvers)
 
     async def load(self, name: str) -> None:
         """Load an adapter that is not registered.

@@ -8,14 +8,14 @@ from typing import NamedTuple
 from lorikeet.chat.chat_output import AnswerPart, AnswerReader, ToolUse, tool_use
 from lorikeet.chat.chat_settings import THOUGHTS_BUDGET, ChatSettings
 from lorikeet.chat.protocol import ChatCompletionRequest, GenerationBody
-from lorikeet.chat.sampling import truncated
 from lorikeet.chat.structured_output import grammar_spec
 from lorikeet.core.plan import Token
 from lorikeet.http.errors import bad_request, not_supported
 from lorikeet.serving.generation import Generation
 from lorikeet.serving.large_bodies import PreparedBody
+from lorikeet.serving.requests import GenerationSpec, Sender
 from lorikeet.serving.served_models import ResolvedModel
-from lorikeet.serving.service import GenerationSpec, Sender, Service
+from lorikeet.serving.service import Service
 
 
 class AnswerStep(NamedTuple):
@@ -85,36 +85,55 @@ async def start_chat(
     Raises:
         ApiError: it cannot be accepted, or a field is not valid.
     """
-    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path, access=sender.access)
-    chat, use = await service.chat_of(target), tool_use(body)
-    chat.check_tools(use)
+    if prepared:
+        target, lease = prepared.target, prepared.lease
+    else:
+        target, lease = await service.lease(body.model, body.lora_path, access=sender.access)
+    with lease:
+        chat = await service.chats.settings_of(target.chat)
+        use: ToolUse | None = None
+        if body.tools:
+            use = tool_use(body)
+            chat.check_tools(use)
+        generation = await service.start(body, target, lease, _spec(service, body, chat, use, prepared), sender)
+    try:
+        readers = [
+            chat.reader(
+                use, choice.handle.request.prompt_token_ids, include_reasoning=body.include_reasoning is not False
+            )
+            for choice in generation.choices
+        ]
+    except BaseException:
+        generation.close()
+        raise
+    return ChatAnswer(target, chat, use, generation, [reader for reader in readers if reader is not None])
 
-    async def encode() -> list[list[int]]:
-        if prepared:
-            return prepared.prompts
-        return [truncated(await service.encode_chat(body, chat), body, chat.limits)]
 
+def _spec(
+    service: Service,
+    body: ChatCompletionRequest,
+    chat: ChatSettings,
+    use: ToolUse | None,
+    prepared: PreparedBody | None,
+) -> GenerationSpec:
+    """Return how a conversation is answered; raises as :func:`start_chat`."""
     budget = body.thinking_token_budget
     if budget is not None and (reason := chat.why_unbounded()):
         raise bad_request(f"{THOUGHTS_BUDGET}: {reason}", THOUGHTS_BUDGET)
-    spec = GenerationSpec(
+    content = grammar_spec(body)
+    return GenerationSpec(
+        chat=chat,
         prompts=1,
-        encode=encode,
+        encode=partial(service.encode_chat, body, chat, prepared),
         prompt_param="messages",
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
         kept_tokens=chat.kept_tokens(use),
-        grammar=chat.grammar(use, grammar_spec(body), has_budget=budget is not None),
+        grammar=chat.grammar(use, content, has_budget=budget is not None),
         thoughts=partial(chat.thoughts, most_tokens=budget),
     )
-    generation = await service.start(body, target, spec, sender)
-    readers = [
-        chat.reader(use, choice.handle.request.prompt_token_ids, include_reasoning=body.include_reasoning is not False)
-        for choice in generation.choices
-    ]
-    return ChatAnswer(target, chat, use, generation, [reader for reader in readers if reader is not None])
 
 
 def check_one_answer(body: GenerationBody) -> None:

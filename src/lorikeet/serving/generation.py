@@ -126,7 +126,8 @@ class ActiveChoice:
             return text
         shown, stop = self._scanner.push(text, may_stop=may_stop)
         if stop is not None:
-            self.finish_reason, self.stop_reason = FinishReason.STOP.value, stop
+            self.finish_reason = FinishReason.STOP.value
+            self.stop_reason = stop
             self.handle.abort(is_complete=True)
         return shown
 
@@ -189,10 +190,10 @@ class Generation:
             for index, handle in enumerate(map(client.submit, requests))
         ]
         loop = asyncio.get_running_loop()
-        too_late = ApiError(504, f"The request did not finish within {timeout_s:g} s.")
-        self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
+        self._timer = loop.call_later(timeout_s, self._time_out, timeout_s) if timeout_s > 0 else None
         self.read_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
-        self._end_reason, self._end_error = FinishReason.ABORT, ""
+        self._end_reason = FinishReason.ABORT
+        self._end_error = ""
         self.closed = asyncio.Event()
         for choice in self.choices:
             choice.handle.listen(partial(self._receive, choice))
@@ -242,8 +243,12 @@ class Generation:
 
     def stop(self, error: ApiError) -> None:
         """End the request with ``error``, which the reader gets next; it counts as failed, not as aborted."""
-        self._end_reason, self._end_error = FinishReason.ERROR, error.message
+        self._end_reason = FinishReason.ERROR
+        self._end_error = error.message
         self._deltas.put_nowait(error)
+
+    def _time_out(self, timeout_s: float) -> None:
+        self.stop(ApiError(504, f"The request did not finish within {timeout_s:g} s."))
 
     def _receive(self, choice: ActiveChoice, output: RequestOutput | EngineError) -> None:
         """Queue what an output of the engine adds to a choice; nothing after its end."""
@@ -269,7 +274,8 @@ class Generation:
 
     def _fail(self, choice: ActiveChoice, error: ApiError) -> None:
         # Of the other choices, which no client has aborted.
-        self._end_reason, self._end_error = FinishReason.ERROR, error.message
+        self._end_reason = FinishReason.ERROR
+        self._end_error = error.message
         choice.finish_reason = FinishReason.ERROR.value
         choice.handle.abort()  # if the failure was in this process, the engine may still compute it
         choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value, error.message)

@@ -31,6 +31,7 @@ from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate, check_content_ty
 from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.helper_processes import HelperProcesses
 from lorikeet.http.logs import log
+from lorikeet.serving.leases import Lease
 from lorikeet.serving.served_models import ResolvedModel
 from lorikeet.tenants.keys import Access
 
@@ -126,6 +127,7 @@ class PreparedBody(NamedTuple):
         answer: of a route of the tokenizer, the whole answer.
         arrival_s: monotonic time at which it had been received.
         target: the model that it was read for.
+        lease: keeps the version of that model.
         conversation: of the responses API, as a JSON array of items; empty if it is not stored.
         embeds: of the prompts, instead of their tokens.
     """
@@ -135,6 +137,7 @@ class PreparedBody(NamedTuple):
     answer: bytes
     arrival_s: float
     target: ResolvedModel
+    lease: Lease
     conversation: bytes = b""
     embeds: tuple[PromptEmbeds, ...] = ()
 
@@ -210,20 +213,20 @@ async def prepare(
         body: as it came.
         tenant: that sent it.
         access: what it may do.
-        holding: gets what keeps the model's version as long as the body is used.
+        holding: closes the lease of the model's version, unless the request was submitted until then.
 
     Raises:
         ApiError: as ``PromptProcesses.read`` and ``Service.resolve``.
     """
     arrival_s = time.monotonic()
-    targets: list[ResolvedModel] = []
+    models: list[tuple[ResolvedModel, Lease]] = []
 
     async def resolve(which: WhichModel) -> BodyNeeds:
         if service.loader.is_enabled and service.models.missing(which.model, which.lora_path):
             raise _NotLoaded(which.model, which.lora_path)
-        target: ResolvedModel = await service.resolve(which.model, which.lora_path, access=access, generates=False)
-        targets.append(target)
-        holding.enter_context(service.versions.hold(target.adapter))
+        target, lease = await service.lease(which.model, which.lora_path, access=access, generates=False)
+        holding.enter_context(lease)
+        models.append((target, lease))
         return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))
 
     try:
@@ -232,7 +235,7 @@ async def prepare(
         await service.resolve(missing.model, missing.lora_path, access=access, generates=False)
         read = await service.prompt_processes.read(path, body, resolve)
     prepared = PreparedBody(
-        unpacked(read), read.texts, read.answer, arrival_s, targets[-1], read.conversation, read.embeds
+        unpacked(read), read.texts, read.answer, arrival_s, *models[-1], read.conversation, read.embeds
     )
     return prepared, read.fields
 

@@ -11,7 +11,7 @@ import msgspec
 from lorikeet.adapters.catalog import AdapterCatalog, AdapterRecord
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterNotServed
-from lorikeet.chat.mixtures import PREFIX, spelled
+from lorikeet.chat.mixtures import MIXED, PREFIX, spelled
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.http.errors import ApiError, bad_request, hide_paths, model_not_found
 from lorikeet.tenants.keys import OPERATOR, Access
@@ -98,7 +98,7 @@ class ServedModels:
         Raises:
             ApiError: 400, the mixture is not valid.
         """
-        if not model or model in self._base:
+        if not model or model in self._base or not MIXED.intersection(model):
             return None
         prefix = next((f"{base}:" for base in self._base if model.startswith(f"{base}:")), "")
         parts = spelled(model.removeprefix(prefix))
@@ -139,8 +139,13 @@ class ServedModels:
             if is_asked:
                 check_use(access, self.base_names, model or self.base)
             return ResolvedModel(model if model in self.base_names else self.base, None)
-        if self._unversioned(model) in self._catalog:
-            return self._adapter(model, model, access)
+        plain = self._unversioned(model)
+        if access.may_use(plain):
+            record = self.record(plain)
+            if record is not None and (plain == model or _has_version(record, model)):
+                return ResolvedModel(plain, record.ref, record.chat)
+        elif plain in self._catalog:
+            check_use(access, (plain,), model)
         for base in self._base:
             if model.startswith(f"{base}:"):
                 return self._adapter(model.removeprefix(f"{base}:"), model, access)
@@ -150,7 +155,7 @@ class ServedModels:
         plain = self._unversioned(name)
         check_use(access, (plain,), asked)
         record = self.record(plain)
-        if record is None or (plain != name and not record.digest.startswith(name[len(plain) + 1 :])):
+        if record is None or not _has_version(record, name):
             raise model_not_found(asked)
         return ResolvedModel(plain, record.ref, record.chat)
 
@@ -213,6 +218,11 @@ class ServedModels:
             "max_model_len": self._max_model_tokens,
             "permission": [_permission(name, created)],
         }
+
+
+def _has_version(record: AdapterRecord, name: str) -> bool:
+    """Return whether a record is the version in ``name@version``; True for a name without one."""
+    return name == record.name or record.digest.startswith(name.removeprefix(f"{record.name}@"))
 
 
 def check_use(access: Access, names: Iterable[str], asked: str) -> None:

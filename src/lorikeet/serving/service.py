@@ -4,16 +4,14 @@
 """
 
 import asyncio
-import hashlib
 import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Sequence, Set
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import structlog
@@ -27,12 +25,12 @@ from lorikeet.adapters.mixture import Part
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
-from lorikeet.chat.grammar_process import GrammarChecked, GrammarSpec, Thoughts
+from lorikeet.chat.grammar_process import GrammarChecked
 from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.chat.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.chat.protocol import (
     Body,
-    ChatFields,
+    ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
     may_hold_surrogates,
@@ -40,12 +38,7 @@ from lorikeet.chat.protocol import (
 )
 from lorikeet.chat.sampling import (
     ModelLimits,
-    check_prompt,
-    check_some_token,
-    logit_bias_pairs,
-    of_prompt,
-    params_for_choice,
-    sampling_params,
+    truncated,
 )
 from lorikeet.chat.structured_output import GrammarChecks
 from lorikeet.chat.text_processor import TextProcessor
@@ -53,8 +46,8 @@ from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.request import Pooling, PromptEmbeds, Request, Slo
+from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.request import Request, Slo
 from lorikeet.http.body_gate import BodyGate, check_content_type
 from lorikeet.http.connections import ConnectionStats
 from lorikeet.http.errors import ApiError, bad_request, engine_unavailable
@@ -64,85 +57,37 @@ from lorikeet.http.tenancy import RateReport, admit
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.observe.length_prediction import AnswerLengthPredictor
 from lorikeet.observe.observer import RequestObserver
+from lorikeet.observe.shedding import TtftForecast
 from lorikeet.observe.slo_targets import SloTargets
 from lorikeet.observe.stats_stream import StatsStreams
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.batches.batches import Batches
-from lorikeet.serving.generation import Generation, TextOptions
-from lorikeet.serving.large_bodies import PromptProcesses, unpacked
+from lorikeet.serving.generation import Generation
+from lorikeet.serving.large_bodies import PreparedBody, PromptProcesses, unpacked
+from lorikeet.serving.leases import AdapterLeases, Lease, VersionChanged
 from lorikeet.serving.load_places import LoadPlaces
+from lorikeet.serving.requests import (
+    GenerationSpec,
+    Sender,
+    SharedFields,
+    cache_salt,
+    engine_requests,
+    text_options,
+)
 from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
 from lorikeet.serving.stored_responses import StoredResponses
-from lorikeet.serving.versions import HeldVersions
-from lorikeet.tenants.keys import Access
+from lorikeet.tenants.keys import Access, ApiKey
 from lorikeet.tenants.ledger import Grant
 from lorikeet.tenants.tenants import Tenants
 
 _INDEX = re.compile("[0-9]{1,10}")
 _SHOWN_CHARS = 200
 _ATTEMPTS = 3
-"""To find a mixture before another request's takes its place."""
+"""Tries to make a mixture before another request's takes its place."""
 
-_WARM_TOLD_S, _LOOK_S = 2.0, 0.02
-"""Most seconds to wait for gauges that show a warmed adapter, and between two looks."""
-
-
-@dataclass(frozen=True)
-class GenerationSpec:
-    """The part of a body in which the two completion routes differ.
-
-    Attributes:
-        prompts: number of prompts.
-        encode: returns their token ids.
-        prompt_param: field that holds them, for errors.
-        default_max_tokens: limit on an answer if the body sets none, as far as the context has space; None for all of
-            that space.
-        logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
-        prompt_logprobs: the same for the prompt.
-        arrival_s: monotonic time at which the body had been received; None for now.
-        kept_tokens: special tokens that stay in the text of an answer.
-        grammar: that the answers follow; None for none.
-        embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
-        thoughts: returns what may come before such an answer to a prompt.
-        pooling: that a vector of each prompt is wanted instead of an answer.
-    """
-
-    prompts: int
-    encode: Callable[[], Awaitable[list[list[int]]]]
-    prompt_param: str
-    default_max_tokens: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None = None
-    arrival_s: float | None = None
-    kept_tokens: frozenset[int] = frozenset()
-    grammar: GrammarSpec | None = None
-    embeds: Sequence[PromptEmbeds] = ()
-    thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
-    pooling: Pooling | None = None
-
-
-class Sender(NamedTuple):
-    """The origin of a request.
-
-    Attributes:
-        request_id: the client's ``X-Request-Id``, or a generated one.
-        tenant: that the request counts for; empty if it is not known.
-        is_batch: whether it is a line of a batch: no client waits for it.
-        access: what it may do.
-        report: gets what is left of its limits.
-        is_admin: whether it has an admin key, with which requests of all tenants are shown.
-    """
-
-    request_id: str
-    tenant: str
-    is_batch: bool
-    access: Access
-    report: RateReport
-    is_admin: bool = False
-
-    def may_see(self, tenant: str) -> bool:
-        """Return whether requests of a tenant are shown to it."""
-        return self.is_admin or tenant == self.tenant
+_WARM_TIMEOUT_S = 2.0
+"""Most seconds to wait for gauges that show a warmed adapter."""
+_WARM_POLL_S = 0.02
 
 
 def _set_event() -> asyncio.Event:
@@ -169,7 +114,7 @@ class Service:
     prompt_processes: PromptProcesses
     grammars: GrammarChecks
     observer: RequestObserver
-    versions: HeldVersions
+    leases: AdapterLeases
     loader: AdapterLoader
     mixtures: Mixtures
     responses: StoredResponses
@@ -198,8 +143,12 @@ class Service:
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
     stats_streams: StatsStreams = field(init=False)
+    shares_prefixes: bool = field(init=False)
+    """Whether tenants reuse each other's KV: if the settings say so, or if no keys keep tenants apart."""
 
     def __post_init__(self) -> None:
+        has_keys = bool(self.settings.api_keys) or self.tenants is not None
+        self.shares_prefixes = self.settings.shared_prefix_cache or not has_keys
         self.stats_streams = StatsStreams(lambda: self.gate.draining)
 
     @property
@@ -243,13 +192,23 @@ class Service:
                         check_use(access, (name,), name)
                     break
                 await self.loader.load(name)
-        while True:
-            target = self.models.resolve(model, lora_path, access)
-            if target.adapter is None or self.versions.hold_for_now(target.adapter):
-                break  # else another thread has just replaced it
+        target = self.models.resolve(model, lora_path, access)
         if target.adapter is not None:
             self.loader.use(target.name)
         return target
+
+    async def lease(
+        self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
+    ) -> tuple[ResolvedModel, Lease]:
+        """Resolve a model as :meth:`resolve`, and lease its version. The caller must close the lease.
+
+        Raises:
+            ApiError: as :meth:`resolve`.
+        """
+        while True:
+            target = await self.resolve(model, lora_path, access=access, generates=generates)
+            with suppress(VersionChanged):  # another thread has just replaced it
+                return target, self.leases.take(target.adapter)
 
     async def unloaded_names(self, access: Access) -> list[str]:
         """Return the names that would be loaded from the folder that is served, and that may be seen."""
@@ -296,16 +255,15 @@ class Service:
             parts.append((target.adapter, weight))
         chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
         for _ in range(_ATTEMPTS):
-            with ExitStack() as held:
+            with ExitStack() as leases:
                 for adapter, _ in parts:
-                    held.enter_context(self.versions.hold(adapter))
+                    leases.enter_context(self.leases.take(adapter))
                 name = await self._made(text, parts)
             record = self.models.record(name)
-            if record is None:  # somebody has removed it
-                self.mixtures.lost(name)
-            elif self.versions.hold_for_now(record.ref):
+            if record is not None:
                 named = msgspec.structs.replace(record.ref, name=AdapterName(text))
                 return ResolvedModel(text, named, msgspec.structs.replace(chat, task=AdapterTask()))
+            self.mixtures.lost(name)  # somebody has removed it
         raise ApiError(409, f"The mixture `{text}` has just changed; send the request again.")
 
     async def _made(self, text: str, parts: Sequence[Part]) -> str:
@@ -317,52 +275,53 @@ class Service:
             said = error.message.replace(f"adapter {own!r}", f"mixture {shown!r}").replace(own, shown)
             raise ApiError(error.status, said, param="model", type=error.type) from error
 
-    async def warm(self, target: ResolvedModel, sender: Sender) -> None:
+    async def warm(self, model: str | None, sender: Sender) -> None:
         """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.
 
-        Returns when that replica has told that it is there, or after two seconds.
+        Returns when the gauges of that replica show the adapter, or after two seconds.
 
         Raises:
-            ApiError: the engine cannot serve it.
+            ApiError: there is no such model, or the engine cannot serve it.
         """
-        body = CompletionRequest(model=target.name, prompt=[0], max_tokens=1)
 
         async def encode() -> list[list[int]]:
             return [[0]]
 
-        generation = await self.start(body, target, GenerationSpec(1, encode, "prompt", 1, None), sender)
+        target, lease = await self.lease(model, access=sender.access)
+        with lease:
+            body = CompletionRequest(model=target.name, prompt=[0], max_tokens=1)
+            spec = GenerationSpec(await self.chats.settings_of(target.chat), 1, encode, "prompt", 1, None)
+            generation = await self.start(body, target, lease, spec, sender)
         try:
             async for _ in generation.deltas():
                 pass
         finally:
             generation.close()
-        until_s = time.monotonic() + _WARM_TOLD_S
-        while not self._is_told_warm(target) and time.monotonic() < until_s:
-            await asyncio.sleep(_LOOK_S)
+        until_s = time.monotonic() + _WARM_TIMEOUT_S
+        while not self._shows_warm(target) and time.monotonic() < until_s:
+            await asyncio.sleep(_WARM_POLL_S)
 
-    def _is_told_warm(self, target: ResolvedModel) -> bool:
+    def _shows_warm(self, target: ResolvedModel) -> bool:
         """Whether the gauges, which come now and then, show an adapter on a device; True if there are none."""
         stats = [view.stats for view in self.client.views.values() if view.stats is not None]
         wanted = None if target.adapter is None or not stats else target.adapter.digest
         return wanted is None or any(wanted in each.resident_adapters for each in stats)
 
-    async def chat_of(self, target: ResolvedModel) -> ChatSettings:
-        """Return the chat settings of a model."""
-        if not target.chat.added_tokens:
-            return self.chats.settings(target.chat)
-        # To make a tokenizer takes up to a second; it is kept.
-        return await in_daemon_thread(partial(self.chats.settings, target.chat))
-
-    async def encode_chat(self, body: ChatFields, chat: ChatSettings) -> list[int]:
-        """Return the token ids of a conversation; raises as ``TextProcessor.encode_chat``.
+    async def encode_chat(
+        self, body: ChatCompletionRequest, chat: ChatSettings, prepared: PreparedBody | None
+    ) -> list[list[int]]:
+        """Return the token ids of a conversation, its only prompt; raises as ``TextProcessor.encode_chat``.
 
         An adapter's own template is rendered in another process.
         """
-        if chat.own is None:
-            limits = None if isinstance(body, GenerationBody) and body.truncates else chat.limits
-            return await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=limits)
-        (prompt,) = unpacked(await self.read_in_process(CHAT_PATH, body, chat.own))
-        return prompt
+        if prepared:
+            return prepared.prompts
+        if chat.own is not None:
+            (prompt,) = unpacked(await self.read_in_process(CHAT_PATH, body, chat.own))
+        else:
+            limits = chat.limits if body.truncate_prompt_tokens is None else None
+            prompt = await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=limits)
+        return [truncated(prompt, body, chat.limits)]
 
     async def read_in_process(self, path: str, body: Body, own: AdapterChat) -> BodyRead:
         """Read a body of an adapter that has a chat template or tokens of its own."""
@@ -374,71 +333,71 @@ class Service:
         return await self.prompt_processes.read(path, content, resolve, is_large=False)
 
     async def start(
-        self, body: GenerationBody, target: ResolvedModel, spec: GenerationSpec, sender: Sender
+        self, body: GenerationBody, target: ResolvedModel, lease: Lease, spec: GenerationSpec, sender: Sender
     ) -> Generation:
         """Accept a request and submit its sequences, ``n`` for each prompt, to the engine.
+
+        Args:
+            body: types and ranges of its fields are already checked.
+            target: the model.
+            lease: keeps its version; the end of the generation closes it. After an error the caller does.
+            spec: of the route.
+            sender: of the request.
 
         Raises:
             ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
         """
-        arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
-        sequences = spec.prompts * body.choices_per_prompt
+        choices = body.choices_per_prompt
+        sequences = spec.prompts * choices
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         background = sender.is_batch or body.service_tier == "flex"
-        has_target = not background and spec.pooling is None  # targets are of tokens
-        slo = None if not has_target else self.targets.of(None if target.adapter is None else target.adapter.name)
+        slo: Slo | None = None
+        if self.targets.exist and not background and spec.pooling is None:  # targets are of tokens
+            slo = self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
-            ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
+            gate = self.batch_gate if sender.is_batch else self.gate
+            ticket = gate.enter(sequences)
         except ApiError as error:
             if error.status == 429:
                 self.observer.refused(target.adapter, slo, sender.tenant, sequences, shed=False)
             raise
-        adapter = target.adapter
         grant: Grant | None = None
         try:
-            with self.versions.hold(adapter):
-                prompts = await spec.encode()
-                grammar: GrammarChecked | None = None
-                if spec.grammar is not None:
-                    answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
-                    grammar = await self.grammars.check(answer, sequences)
-                predicted: list[int | None] = [None] * len(prompts)
-                if spec.pooling is None:
-                    predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
-                chat = await self.chat_of(target)
-                requests = self._requests(
-                    body,
-                    adapter,
-                    chat,
-                    target.chat.task,
-                    spec,
-                    prompts,
-                    predicted,
-                    slo,
-                    sender,
-                    arrival_s,
-                    grammar,
-                    background=background,
-                )
-                self._shed(requests)
-                grant = await self._admit(requests, target, slo, sender)
-                if adapter is not None:
-                    self.used_adapters[adapter.digest] = adapter
-                    self.catalog.acquire(adapter.digest)
-                try:
-                    generation = Generation(
-                        self.client,
-                        requests,
-                        chat.text_processor,
-                        self._text_options(body, chat.limits, spec),
-                        self.observer,
-                        0.0 if sender.is_batch else self.settings.request_timeout_s,
-                        on_close=lambda: self._ended(generation, ticket, adapter, grant),
-                    )
-                except BaseException:
-                    if adapter is not None:
-                        self.catalog.release(adapter.digest)
-                    raise
+            prompts = await spec.encode()
+            grammar: GrammarChecked | None = None
+            if spec.grammar is not None:
+                answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
+                grammar = await self.grammars.check(answer, sequences)
+            predicted: list[int | None] = [None] * len(prompts)
+            if spec.pooling is None:
+                predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)
+            shared = SharedFields(
+                sender,
+                target,
+                choices,
+                time.monotonic() if spec.arrival_s is None else spec.arrival_s,
+                cache_salt(body, sender, self.cache_epoch, is_shared=self.shares_prefixes),
+                slo,
+                grammar,
+                background,
+            )
+            requests = engine_requests(body, spec, prompts, predicted, shared)
+            options = text_options(body, spec)
+            if self.observer.forecast is not None:
+                self._shed(requests, self.observer.forecast)
+            if self.tenants is not None and sender.access.key is not None:
+                grant = await self._admit(self.tenants, sender.access.key, requests, sender)
+            if target.adapter is not None:
+                self.used_adapters[target.adapter.digest] = target.adapter
+            generation = Generation(
+                self.client,
+                requests,
+                spec.chat.text_processor,
+                options,
+                self.observer,
+                0.0 if sender.is_batch else self.settings.request_timeout_s,
+                on_close=lambda: self._ended(generation, ticket, lease, grant),
+            )
         except BaseException as error:
             ticket.release()
             if grant is not None and self.tenants is not None:
@@ -446,6 +405,7 @@ class Service:
             if isinstance(error, EngineError):
                 raise engine_unavailable(error) from error
             raise
+        lease.submitted()
         self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
         self.generations.add(generation)
         return generation
@@ -468,123 +428,40 @@ class Service:
         for generation in self.generations:
             generation.stop(ApiError(503, "The server was stopped before the request had finished."))
 
-    async def _admit(
-        self, requests: list[Request], target: ResolvedModel, slo: Slo | None, sender: Sender
-    ) -> Grant | None:
+    async def _admit(self, tenants: Tenants, key: ApiKey, requests: list[Request], sender: Sender) -> Grant | None:
         """Take the places of a tenant's request; raises as ``tenancy.admit``."""
-        if self.tenants is None or sender.access.key is None:
-            return None
         try:
-            return await admit(
-                self.tenants.ledger, sender.access.key, requests, sender.report, is_batch=sender.is_batch
-            )
+            return await admit(tenants.ledger, key, requests, sender.report, is_batch=sender.is_batch)
         except ApiError as error:
             if error.status == 429:
-                self.observer.refused(target.adapter, slo, sender.tenant, len(requests), shed=False)
+                first = requests[0]
+                self.observer.refused(first.adapter, first.slo, sender.tenant, len(requests), shed=False)
             raise
 
-    def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None, grant: Grant | None) -> None:
+    def _ended(self, generation: Generation, ticket: Ticket, lease: Lease, grant: Grant | None) -> None:
         self.generations.discard(generation)
         ticket.release()
         if grant is not None and self.tenants is not None:
             choices = generation.choices
             used = sum(len(each.handle.request.prompt_token_ids) + each.completion_tokens for each in choices)
             self.tenants.ledger.release(grant, used)
-        if adapter is not None:
-            self.catalog.release(adapter.digest)
-
-    def _requests(
-        self,
-        body: GenerationBody,
-        adapter: AdapterRef | None,
-        chat: ChatSettings,
-        task: AdapterTask,
-        spec: GenerationSpec,
-        prompts: list[list[int]],
-        predicted: list[int | None],
-        slo: Slo | None,
-        sender: Sender,
-        arrival_s: float,
-        grammar: GrammarChecked | None,
-        *,
-        background: bool,
-    ) -> list[Request]:
-        requests: list[Request] = []
-        limits = chat.limits
-        cache_salt = self._cache_salt(body, sender)
-        logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * body.choices_per_prompt)
-        bad_words = chat.text_processor.bad_words(body.bad_words or ())
-        for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
-            embeds = spec.embeds[at] if spec.embeds else None
-            start = task.start(token_ids) if embeds is None or not task.invocation_token_ids else None
-            with of_prompt(f"{spec.prompt_param}.{at}" if len(prompts) > 1 else ""):
-                check_prompt(token_ids, limits, spec.prompt_param)
-            params = sampling_params(
-                body,
-                limits,
-                prompt_tokens=len(token_ids),
-                default_max_tokens=spec.default_max_tokens,
-                logprobs=spec.logprobs,
-                logit_bias=logit_bias,
-                grammar="" if grammar is None else grammar.grammar,
-                prompt_logprobs=spec.prompt_logprobs,
-                bad_words=bad_words,
-            )
-            if spec.grammar is None or grammar is None:
-                check_some_token(params, limits.vocabulary)
-            else:
-                check_some_token(params, limits.vocabulary, grammar.first, spec.grammar.param)
-            for choice in range(body.choices_per_prompt):
-                requests.append(
-                    Request(
-                        # The client's id may be in use, so a suffix makes it unique.
-                        request_id=RequestId(f"{sender.request_id}-{secrets.token_hex(4)}-{len(requests)}"),
-                        prompt_token_ids=token_ids,
-                        sampling=params_for_choice(params, choice),
-                        arrival_s=arrival_s,
-                        adapter=None if start is None else adapter,
-                        adapter_start=start or 0,
-                        priority=sender.access.priority(body.priority or 0),
-                        tenant=sender.tenant,
-                        tenant_weight=sender.access.weight,
-                        cache_salt=cache_salt if embeds is None else f"{cache_salt}\0{_digest(embeds)}",
-                        slo=slo,
-                        predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
-                        background=background,
-                        prompt_embeds=embeds,
-                        pooling=spec.pooling,
-                    )
-                )
-        return requests
-
-    def _cache_salt(self, body: GenerationBody, sender: Sender) -> str:
-        """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says.
-
-        Keys of a group count as one tenant.
-        """
-        has_keys = bool(self.settings.api_keys) or self.tenants is not None
-        is_shared = self.settings.shared_prefix_cache or not has_keys
-        key = sender.access.key
-        # No tenant's name begins with a control character.
-        owner = f"\1{key.settings.cache_group}" if key is not None and key.settings.cache_group else sender.tenant
-        tenant, salt = "" if is_shared else owner, body.cache_salt or ""
-        plain = f"{tenant}\0{salt}" if tenant or salt else ""
-        return f"{self.cache_epoch}\0{plain}" if self.cache_epoch else plain
+        lease.close()
 
     def reset_prefix_cache(self) -> None:
         """Let no later request reuse KV that is there now. Its blocks are evicted as room is needed."""
         self.cache_epoch = secrets.token_hex(8)  # random, so that no tenant or salt makes the same text
 
-    def _shed(self, requests: list[Request]) -> None:
+    def _shed(self, requests: list[Request], forecast: TtftForecast) -> None:
         """Refuse requests whose first token is predicted to miss its target, so that they do not delay others.
 
         Raises:
             ApiError: 429, with the time after which the queue may be short enough.
         """
-        request, forecast = requests[0], self.observer.forecast
-        if forecast is None or request.slo is None or request.slo.ttft_s is None:
+        request = requests[0]
+        if request.slo is None or request.slo.ttft_s is None:
             return
-        target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request, len(requests) - 1)
+        target_s = request.slo.ttft_s
+        predicted_s = forecast.ttft_s(request, len(requests) - 1)
         if predicted_s > target_s:
             self.observer.refused(request.adapter, request.slo, request.tenant, len(requests), shed=True)
             raise ApiError(
@@ -593,22 +470,6 @@ class Service:
                 f"target is {target_s:g} s; try again later.",
                 headers={"Retry-After": str(math.ceil(predicted_s - target_s))},
             )
-
-    def _text_options(self, body: GenerationBody, limits: ModelLimits, spec: GenerationSpec) -> TextOptions:
-        named = frozenset(body.stop_token_ids or ())
-        return TextOptions(
-            stops=body.stops,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            named_stop_tokens=named if body.ignore_eos else named - set(limits.eos_token_ids),
-            kept_tokens=spec.kept_tokens,
-            is_empty=body.most_tokens[0] == 0,
-        )
-
-
-def _digest(embeds: PromptEmbeds) -> str:
-    """Return what tells embeddings apart."""
-    return hashlib.sha256(embeds.dtype.encode() + embeds.data).hexdigest()
 
 
 async def _service(request: HttpRequest) -> Service:

@@ -89,7 +89,7 @@ async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: Sende
     )
     service.loader.pin(body.name, bool(body.pin))
     if body.preload:
-        await service.warm(await service.resolve(body.name, access=access), sender)
+        await service.warm(body.name, sender)
     return PlainTextResponse(f"Adapter {body.name} loaded.\n")
 
 

@@ -30,7 +30,8 @@ from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.http.errors import ApiError, bad_request, not_supported
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
-from lorikeet.serving.service import JsonBody, Sender, SenderDep, Service, ServiceDep
+from lorikeet.serving.requests import Sender
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 
 router = APIRouter()
 
@@ -308,7 +309,7 @@ async def health_generate(service: ServiceDep, sender: SenderDep) -> Response:
         raise ApiError(503, "The engine is not available.")
     try:
         async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            await service.warm(await service.resolve(None, access=sender.access), sender)
+            await service.warm(None, sender)
     except TimeoutError:
         raise ApiError(503, f"No token was generated within {_HEALTH_TIMEOUT_S:g} s.") from None
     except ApiError as error:

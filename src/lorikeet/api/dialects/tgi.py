@@ -30,7 +30,8 @@ from lorikeet.core.plan import Token
 from lorikeet.http.errors import ApiError
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.generation import OutputDelta
-from lorikeet.serving.service import JsonBody, Sender, SenderDep, Service, ServiceDep
+from lorikeet.serving.requests import Sender
+from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
 
 router = APIRouter()
 
