@@ -87,12 +87,12 @@ from lorikeet.memory.memory import AdapterSize, ComputedTokens, Memory
 from lorikeet.memory.packing import pack
 from lorikeet.memory.tree import block_keys
 from lorikeet.models.config import read_model_config
+from lorikeet.papers.chameleon.options import REFRESH_S
+from lorikeet.papers.chameleon.queue import ChameleonQueue
+from lorikeet.papers.chameleon.size_classes import RequestSize
 from lorikeet.policies import ADMISSION
 from lorikeet.presets import PRESETS
 from lorikeet.scheduling.admission import RunningRequest
-from lorikeet.scheduling.multilevel.options import REFRESH_S
-from lorikeet.scheduling.multilevel.queue import ChameleonQueue
-from lorikeet.scheduling.multilevel.size_classes import RequestSize
 from lorikeet.scheduling.state import StepTimeEstimator
 from lorikeet.simulator.scenario import Scenario
 from lorikeet.worker.batch import SequenceState

@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.papers.elora_work import Case, run_case
 from benchmarks.papers.measure import Run
 from lorikeet.memory.policies.base import MemoryView, extend_to_nodes
-from lorikeet.memory.policies.elora import Elora
 from lorikeet.memory.tree import Nodes, Scores
+from lorikeet.papers.elora.cost_model import Elora
 from lorikeet.policies import EVICTION
 
 

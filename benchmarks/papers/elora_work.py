@@ -26,8 +26,8 @@ from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.loop import Engine
 from lorikeet.memory.memory import Memory
-from lorikeet.memory.policies.elora import Elora
 from lorikeet.memory.tree import NodeKind
+from lorikeet.papers.elora.cost_model import Elora
 from lorikeet.workloads.adapter_choice import choose_adapters
 from lorikeet.workloads.arrivals import Rates, arrivals_until, at_rate
 from lorikeet.workloads.function_trace import Call, popularity, unit_calls

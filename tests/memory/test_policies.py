@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies.base import LOWEST, PrefetchPolicy
-from lorikeet.memory.policies.bfs import Bfs
-from lorikeet.memory.policies.elora import Elora
 from lorikeet.memory.policies.lru import Lru, LruWithReuse
-from lorikeet.memory.policies.rrip import Srrip
-from lorikeet.memory.policies.wom import Wom
 from lorikeet.memory.tree import BASE, DependencyTree
+from lorikeet.papers.elora.bfs import Bfs
+from lorikeet.papers.elora.cost_model import Elora
+from lorikeet.papers.elora.rrip import Srrip
+from lorikeet.papers.elora.wom import Wom
 from lorikeet.policies import EVICTION, PREFETCH
 from lorikeet.presets import PRESETS
 from tests.memory.trees import (

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies.base import MemoryView
-from lorikeet.memory.policies.chameleon import Chameleon
 from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.tree import BASE, DependencyTree
+from lorikeet.papers.chameleon.cache import Chameleon
 from lorikeet.policies import EVICTION
 from lorikeet.presets import PRESETS
 from tests.memory.trees import add_adapter, add_kv, view_of

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies.base import LOWEST
-from lorikeet.memory.policies.elora import (
+from lorikeet.memory.tree import BASE, DependencyTree
+from lorikeet.papers.elora.cost_model import (
     Elora,
     Factor,
     WindowMean,
     quantity_coefficient,
     required_adapters,
 )
-from lorikeet.memory.tree import BASE, DependencyTree
 from tests.memory.trees import add_adapter, add_kv, nodes_of, random_tree, view_of
 
 

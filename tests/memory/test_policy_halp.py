@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from lorikeet.memory.policies import halp
-from lorikeet.memory.policies.halp import Halp
 from lorikeet.memory.tree import DependencyTree, NodeKind
+from lorikeet.papers.elora import halp
+from lorikeet.papers.elora.halp import Halp
 from tests.memory.trees import add_adapter, arrive, leave, view_of
 
 

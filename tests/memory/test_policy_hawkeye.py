@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.memory.policies.hawkeye import Hawkeye, OptGen
 from lorikeet.memory.tree import DependencyTree
+from lorikeet.papers.elora.hawkeye import Hawkeye, OptGen
 from tests.memory.trees import add_adapter, add_kv, view_of
 
 

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from lorikeet.memory.policies import prefetch as prefetching
 from lorikeet.memory.policies.all_prefetch import AllPrefetch
 from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays_on_device
-from lorikeet.memory.policies.bfs import Bfs
-from lorikeet.memory.policies.chameleon import PROTECTED, WANTED, Chameleon
-from lorikeet.memory.policies.elora import Elora, Factor
-from lorikeet.memory.policies.histogram_prefetch import GapHistogram, HistogramPrefetch
 from lorikeet.memory.policies.lru import Lru
-from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches, NewestFirst
+from lorikeet.memory.policies.prefetch import NewestFirst
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
-from lorikeet.memory.policies.rrip import Srrip
 from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer
+from lorikeet.papers.chameleon.cache import PROTECTED, WANTED, Chameleon
+from lorikeet.papers.chameleon.histogram_prefetch import GapHistogram, HistogramPrefetch
+from lorikeet.papers.elora.bfs import Bfs
+from lorikeet.papers.elora.cost_model import Elora, Factor
+from lorikeet.papers.elora.prefetch import BestFirst, BestFirstFlat, Branches
+from lorikeet.papers.elora.rrip import Srrip
 from tests.memory.trees import (
     add_adapter,
     add_kv,

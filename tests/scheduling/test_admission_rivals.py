@@ -11,11 +11,11 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Admitted, Preempted
 from lorikeet.core.request import Request, Slo
 from lorikeet.memory.blocks import WaitReason
+from lorikeet.papers.chameleon.sjf import ShortestFirst
 from lorikeet.policies import ADMISSION
 from lorikeet.presets import Preset
 from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
 from lorikeet.scheduling.policies.fair import FairShares, Owner
-from lorikeet.scheduling.policies.sjf import ShortestFirst
 from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 

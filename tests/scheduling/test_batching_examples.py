@@ -7,12 +7,12 @@ import pytest
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.costs.iteration_costs import IterationCosts
-from lorikeet.scheduling.batching.credits import Credits, credit_transfers
-from lorikeet.scheduling.batching.dlora import DLora
-from lorikeet.scheduling.batching.dynamic import Decision, decide
+from lorikeet.papers.dlora.batching import DLora
+from lorikeet.papers.dlora.credits import Credits, credit_transfers
+from lorikeet.papers.dlora.dynamic import Decision, decide
+from lorikeet.papers.dlora.one_adapter import OneAdapter
+from lorikeet.papers.dlora.thresholds import Iteration, ThresholdParams, Thresholds
 from lorikeet.scheduling.batching.mode import LiveRequest, Unmerged
-from lorikeet.scheduling.batching.one_adapter import OneAdapter
-from lorikeet.scheduling.batching.thresholds import Iteration, ThresholdParams, Thresholds
 from tests.support.batching import A, B, C, batch_of, ids, live_of, run, setup_of
 
 EVERY = frozenset((A, B, C))

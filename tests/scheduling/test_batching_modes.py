@@ -9,12 +9,12 @@ import pytest
 
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
+from lorikeet.papers.dlora.merge_turns import CreditParams, MergeTurns
+from lorikeet.papers.dlora.mode_times import BreakEvenParams, ModeBatch, ModeTimes, lora_work
+from lorikeet.papers.dlora.one_adapter import OneAdapter
 from lorikeet.policies import BATCHING
 from lorikeet.presets import PRESETS
-from lorikeet.scheduling.batching.merge_turns import CreditParams, MergeTurns
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchWork, LiveRequest, Unmerged
-from lorikeet.scheduling.batching.mode_times import BreakEvenParams, ModeBatch, ModeTimes, lora_work
-from lorikeet.scheduling.batching.one_adapter import OneAdapter
 from tests.support.batching import RANK, A, B, C, batch_of, ids, live_of, run, setup_of, work_of
 from tests.support.policies import policy_values
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.scheduling.batching.dlora import DLora
-from lorikeet.scheduling.batching.merge_turns import CreditParams, MergeTurns, default_credit_params
+from lorikeet.papers.dlora.batching import DLora
+from lorikeet.papers.dlora.merge_turns import CreditParams, MergeTurns, default_credit_params
+from lorikeet.papers.dlora.mode_times import BreakEvenParams
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchWork, LiveRequest
-from lorikeet.scheduling.batching.mode_times import BreakEvenParams
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
 from tests.support.step_counts import examples
 

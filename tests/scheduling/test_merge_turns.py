@@ -2,9 +2,9 @@
 
 import pytest
 
-from lorikeet.scheduling.batching.merge_turns import CreditParams, Credits, MergeTurns
+from lorikeet.papers.dlora.merge_turns import CreditParams, Credits, MergeTurns
+from lorikeet.papers.dlora.mode_times import BreakEvenParams, BreakEvenThresholds, Iteration, ModeBatch
 from lorikeet.scheduling.batching.mode import BatchWork
-from lorikeet.scheduling.batching.mode_times import BreakEvenParams, BreakEvenThresholds, Iteration, ModeBatch
 from tests.support.batching import A, B, C, batch_of, ids, live_of, run, setup_of
 
 

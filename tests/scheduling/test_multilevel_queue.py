@@ -16,12 +16,12 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.memory.blocks import WaitReason
+from lorikeet.papers.chameleon.options import MultilevelOptions
+from lorikeet.papers.chameleon.queue import ChameleonQueue, InitialClasses, wait_in_steps
+from lorikeet.papers.chameleon.quotas import class_load
+from lorikeet.papers.chameleon.size_aware import SIZE_AWARE, SizeAwareQueue
+from lorikeet.papers.chameleon.size_classes import OUTPUT_ONLY_WEIGHTS, RequestSize, SizeClasses
 from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest
-from lorikeet.scheduling.multilevel.options import MultilevelOptions
-from lorikeet.scheduling.multilevel.queue import ChameleonQueue, InitialClasses, wait_in_steps
-from lorikeet.scheduling.multilevel.quotas import class_load
-from lorikeet.scheduling.multilevel.size_aware import SIZE_AWARE, SizeAwareQueue
-from lorikeet.scheduling.multilevel.size_classes import OUTPUT_ONLY_WEIGHTS, RequestSize, SizeClasses
 from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.state import StepTimeEstimator
 from tests.support.scripted import adapter as make_adapter

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from lorikeet.core.events import FinishReason, FirstToken
 from lorikeet.core.plan import StepPlan
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.papers.rivals.s_lora import Reservation
 from lorikeet.policies import ADMISSION
 from lorikeet.presets import PRESETS, PrefillApart, Preset
-from lorikeet.scheduling.policies.s_lora import Reservation
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.scheduling.test_multilevel_queue import World, admit
 from tests.scheduling.test_scheduler_and_policies import Telling

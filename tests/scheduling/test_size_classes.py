@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import RequestId
-from lorikeet.scheduling.multilevel.class_stats import SlidingWindow
-from lorikeet.scheduling.multilevel.quotas import ClassLoad, QuotaAccounting, SurplusShare, assign_quotas
-from lorikeet.scheduling.multilevel.size_classes import (
+from lorikeet.papers.chameleon.class_stats import SlidingWindow
+from lorikeet.papers.chameleon.quotas import ClassLoad, QuotaAccounting, SurplusShare, assign_quotas
+from lorikeet.papers.chameleon.size_classes import (
     OUTPUT_ONLY_WEIGHTS,
     KRule,
     RequestSize,

@@ -1,4 +1,4 @@
-"""Prefetch in the order of scores, parents before children (ELORA §V-B and VI-C)."""
+"""Prefetch by rank, parents before children: the most recently used nodes first."""
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lorikeet.memory.policies.base import PrefetchPolicy, is_prefetchable, stays_on_device
-from lorikeet.memory.tree import NO_NODE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
+from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 
 _SORTED = 256
 """Number of best nodes that are sorted first; doubled each time more are needed."""
@@ -16,21 +16,23 @@ _Key = tuple[float, float, int, int]
 """Negative score, negative last use, depth, node: of equal scores the newer node comes first, then the shallower."""
 
 
-class BestFirst(PrefetchPolicy):
-    """Names the nodes with the highest scores; the eviction policy's offset applies between adapters and KV.
+class RankedPrefetch(PrefetchPolicy):
+    """Names the nodes with the highest ranks; the eviction policy's offset applies between adapters and KV.
 
-    Candidates are nodes off the device whose parent is on the device, in flight to it, or was named before. With LRU
-    scores this is "newest first".
+    Candidates are nodes off the device whose parent is on the device, in flight to it, or was named before. Subclasses
+    define the ranks.
+
+    Attributes:
+        flat: whether every node is a candidate, wherever its parent is.
     """
 
     flat = False
-    """Whether every node is a candidate, wherever its parent is."""
 
     def targets(self, now: float) -> Iterator[int]:
         """Yield nodes, best first. The offset of adapters is read again for each, since it changes as they load."""
         tree = self.view.tree
-        ranks = self._ranks()
-        adapters, kv = _off_device(tree)
+        ranks = self.ranks()
+        adapters, kv = off_device(tree)
         is_open = np.ones(len(kv), np.bool_) if self.flat else stays_on_device(tree, tree.parent[kv])
         below = _Children(tree, kv[~is_open])
         best_adapters, best_kv = _Ranked(tree, adapters, ranks), _Ranked(tree, kv[is_open], ranks)
@@ -46,47 +48,20 @@ class BestFirst(PrefetchPolicy):
                 for child in below.of(node):
                     best_kv.add(child)
 
-    def _ranks(self) -> Scores:
+    def ranks(self) -> Scores:
         """Return the rank of each node; the highest is named first."""
-        return self.view.tree.score
+        raise NotImplementedError
 
 
-class BestFirstFlat(BestFirst):
-    """``BestFirst`` that ignores the tree (ELORA-WOM): every node is a candidate."""
-
-    flat = True
-
-
-class NewestFirst(BestFirst):
+class NewestFirst(RankedPrefetch):
     """Names the most recently used nodes, parents before children.
 
     For eviction policies whose scores say nothing about nodes off the device.
     """
 
-    def _ranks(self) -> Scores:
+    def ranks(self) -> Scores:
+        """Return the times of last use."""
         return self.view.tree.last_use_s
-
-
-class Branches(PrefetchPolicy):
-    """Names whole branches, an adapter and then its KV, the highest-scored branch first (ELORA §VIII-H, BFS)."""
-
-    def targets(self, now: float) -> Iterator[int]:
-        """Yield the nodes of each branch, parents before children."""
-        tree = self.view.tree
-        nodes = np.concatenate(_off_device(tree))
-        some = np.full(tree.end, NO_NODE)
-        some[tree.top[nodes]] = nodes
-        tops = np.flatnonzero(some != NO_NODE)
-        for top in tops[np.argsort(-tree.score[some[tops]], kind="stable")]:
-            branch = nodes[tree.top[nodes] == top]
-            named: set[int] = set()
-            for node in branch[np.argsort(tree.depth[branch], kind="stable")].tolist():
-                parent = int(tree.parent[node])
-                is_open = parent == NO_NODE or parent in named or bool(stays_on_device(tree, np.array([parent]))[0])
-                if is_open and is_prefetchable(tree, node):
-                    if tree.kind[node] == NodeKind.KV:
-                        named.add(node)
-                    yield node
 
 
 class _Ranked:
@@ -165,7 +140,7 @@ class _Children:
         return children
 
 
-def _off_device(tree: DependencyTree) -> tuple[Nodes, Nodes]:
+def off_device(tree: DependencyTree) -> tuple[Nodes, Nodes]:
     """Return the adapters off the device, and the KV that is on the host only; neither in a transfer."""
     end = tree.end
     kind, idle = tree.kind[:end], ~tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.dynamic import requests_of
+from lorikeet.papers.dlora.dynamic import requests_of
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from lorikeet.memory.policies.base import LOWEST, MemoryView
-from lorikeet.memory.policies.elora import Elora, Factor
 from lorikeet.memory.tree import NodeKind, Nodes, Scores
+from lorikeet.papers.elora.cost_model import Elora, Factor
 
 
 class Bfs(Elora):

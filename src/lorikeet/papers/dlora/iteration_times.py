@@ -7,9 +7,9 @@ from typing import Protocol
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.iteration_costs import IterationCosts
+from lorikeet.papers.dlora.mode_times import ModeTimes, lora_work
+from lorikeet.papers.dlora.thresholds import IterationTimes
 from lorikeet.scheduling.batching.mode import BatchingSetup, BatchWork, LiveRequest
-from lorikeet.scheduling.batching.mode_times import ModeTimes, lora_work
-from lorikeet.scheduling.batching.thresholds import IterationTimes
 
 
 class NotedTimes(IterationTimes, Protocol):

@@ -16,16 +16,16 @@ from math import inf
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.credits import AdapterType, apportioned, credit_transfers
-from lorikeet.scheduling.batching.dynamic import Decision, decide, requests_of
-from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
-from lorikeet.scheduling.batching.mode_times import (
+from lorikeet.papers.dlora.credits import AdapterType, apportioned, credit_transfers
+from lorikeet.papers.dlora.dynamic import Decision, decide, requests_of
+from lorikeet.papers.dlora.mode_times import (
     BreakEvenParams,
     BreakEvenThresholds,
     Iteration,
     ModeBatch,
     ModeTimes,
 )
+from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
 
 
 class CreditParams(NamedTuple):

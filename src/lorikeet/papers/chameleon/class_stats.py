@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.scheduling.multilevel.options import MultilevelOptions
-from lorikeet.scheduling.multilevel.quotas import assign_quotas, class_load
-from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses, find_classes, weighted_sizes
+from lorikeet.papers.chameleon.options import MultilevelOptions
+from lorikeet.papers.chameleon.quotas import assign_quotas, class_load
+from lorikeet.papers.chameleon.size_classes import RequestSize, SizeClasses, find_classes, weighted_sizes
 from lorikeet.scheduling.state import StepTimeEstimator
 
 

@@ -9,17 +9,17 @@ from typing import NamedTuple
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionView, tokens_needed
-from lorikeet.scheduling.multilevel.options import MultilevelOptions
-from lorikeet.scheduling.multilevel.queue import (
+from lorikeet.papers.chameleon.options import MultilevelOptions
+from lorikeet.papers.chameleon.queue import (
     LOOK_AHEAD,
     AdmittedEntry,
     ChameleonQueue,
     InitialClasses,
     WaitingEntry,
 )
-from lorikeet.scheduling.multilevel.quotas import SurplusShare
-from lorikeet.scheduling.multilevel.size_classes import KRule
+from lorikeet.papers.chameleon.quotas import SurplusShare
+from lorikeet.papers.chameleon.size_classes import KRule
+from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionView, tokens_needed
 
 SIZE_AWARE = MultilevelOptions(
     maximum_percentile=99.9,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from lorikeet.core.messages import QueueStats
-from lorikeet.scheduling.multilevel.quotas import SurplusShare
-from lorikeet.scheduling.multilevel.size_classes import PAPER_WEIGHTS, KRule, SizeWeights
+from lorikeet.papers.chameleon.quotas import SurplusShare
+from lorikeet.papers.chameleon.size_classes import PAPER_WEIGHTS, KRule, SizeWeights
 
 REFRESH_S = 300.0
 """T_refresh, given as an example in the paper."""

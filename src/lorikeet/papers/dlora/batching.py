@@ -14,16 +14,16 @@ from math import inf
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.credits import (
+from lorikeet.papers.dlora.credits import (
     PATIENCE,
     AdapterType,
     Credits,
     credit_transfers,
 )
-from lorikeet.scheduling.batching.dynamic import decide, requests_of
-from lorikeet.scheduling.batching.iteration_times import iteration_times
+from lorikeet.papers.dlora.dynamic import decide, requests_of
+from lorikeet.papers.dlora.iteration_times import iteration_times
+from lorikeet.papers.dlora.thresholds import Iteration, ThresholdParams, Thresholds
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
-from lorikeet.scheduling.batching.thresholds import Iteration, ThresholdParams, Thresholds
 
 
 class _Pending(NamedTuple):

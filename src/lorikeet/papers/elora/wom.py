@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lorikeet.memory.policies.base import MemoryView, extend_to_nodes
-from lorikeet.memory.policies.elora import Elora
 from lorikeet.memory.tree import Nodes, Scores
+from lorikeet.papers.elora.cost_model import Elora
 
 _NEVER = -np.inf
 

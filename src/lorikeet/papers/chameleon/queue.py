@@ -18,6 +18,10 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
+from lorikeet.papers.chameleon.class_stats import ClassStats
+from lorikeet.papers.chameleon.options import MultilevelOptions, QueueFigures
+from lorikeet.papers.chameleon.quotas import QuotaAccounting
+from lorikeet.papers.chameleon.size_classes import OUTPUT_ONLY_WEIGHTS, RequestSize
 from lorikeet.scheduling.admission import (
     Admission,
     AdmissionCandidate,
@@ -26,10 +30,6 @@ from lorikeet.scheduling.admission import (
     RunningRequest,
     tokens_needed,
 )
-from lorikeet.scheduling.multilevel.class_stats import ClassStats
-from lorikeet.scheduling.multilevel.options import MultilevelOptions, QueueFigures
-from lorikeet.scheduling.multilevel.quotas import QuotaAccounting
-from lorikeet.scheduling.multilevel.size_classes import OUTPUT_ONLY_WEIGHTS, RequestSize
 
 
 @dataclass(eq=False)

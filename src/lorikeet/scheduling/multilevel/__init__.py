@@ -1,1 +1,0 @@
-"""Chameleon's multi-level queue: size classes, token quotas, two-phase admission, bypass."""
