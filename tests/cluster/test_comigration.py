@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lorikeet.cluster.migration import solver
 from lorikeet.cluster.migration.problem import (
     CoMigrationSettings,
+    MigrationInstance,
     MigrationPlan,
-    MigrationProblem,
     MovableRequest,
     ReplicaLoad,
     ReviewOutcome,
@@ -60,11 +60,11 @@ def replicas(count: int = 2, device_bytes: int = 100 * GB, **more: Any) -> list[
 
 def problem_of(
     movable: Sequence[MovableRequest], settings: CoMigrationSettings = PRINTED, **more: Any
-) -> MigrationProblem:
-    return MigrationProblem.of(replicas(**more), movable, SIZES, settings)
+) -> MigrationInstance:
+    return MigrationInstance.of(replicas(**more), movable, SIZES, settings)
 
 
-def longest_s(problem: MigrationProblem, placement: Sequence[int]) -> float:
+def longest_s(problem: MigrationInstance, placement: Sequence[int]) -> float:
     return float(problem.running_s(np.array(placement)).max())
 
 
@@ -349,7 +349,7 @@ def test_a_plan_is_sound_and_never_raises_its_own_objective(
 
     if plan.moves and not full:
         # Counted anew over all replicas: those left out were less busy than the busiest.
-        everywhere = MigrationProblem.of(loads, movable, sizes, chosen)
+        everywhere = MigrationInstance.of(loads, movable, sizes, chosen)
         index = {load.replica: j for j, load in enumerate(loads)}
         placement = np.array([index[request.replica] for request in carried_out(movable, plan)])
         assert everywhere.running_s(everywhere.home).max() == pytest.approx(plan.before_s)
@@ -363,7 +363,7 @@ def test_the_relaxed_solution_is_a_vertex_and_no_plan_is_better(
     cluster: tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]],
 ) -> None:
     loads, movable, sizes = cluster
-    problem = MigrationProblem.of(loads, movable, sizes, PRINTED)
+    problem = MigrationInstance.of(loads, movable, sizes, PRINTED)
     if not movable:
         return
     relaxed = solver.solve_relaxed(problem, 0.0, 30.0)

@@ -43,7 +43,10 @@ _STEPS = "the engine itself decides how many steps are planned at once"
 _KERNELS = "the kernels are chosen by device (--kernels), and need no compiler options"
 _GRAMMARS = "grammars are compiled by llguidance"
 _TEXT_ONLY = "only text models are served"
-_ONE_MACHINE = "the ranks of a model are on one machine; --replicas with --ray-address uses several"
+_OTHER_MACHINES = (
+    "ranks on other machines join with --rank-address HOST:PORT here and `lorikeet rank HOST:PORT` there; --ray-address "
+    "starts whole replicas on other machines"
+)
 _OWN_CODE = "code of others does not run in the server"
 _ORIGINS = "pages of an allowed origin may use any"
 
@@ -169,9 +172,9 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--watchdog-timeout": ForeignFlag("use --step-timeout and --heartbeat-timeout"),
     "--skip-server-warmup": ForeignFlag("a short warm-up is part of the start", value=False),
     "--decode-log-interval": ForeignFlag("figures are at /metrics, and lorikeet top shows them"),
-    "--nnodes": ForeignFlag(_ONE_MACHINE, same=("1",), refuse=True),
-    "--node-rank": ForeignFlag(_ONE_MACHINE, same=("0",), refuse=True),
-    "--dist-init-addr": ForeignFlag(_ONE_MACHINE, refuse=True),
+    "--nnodes": ForeignFlag(_OTHER_MACHINES, same=("1",), refuse=True),
+    "--node-rank": ForeignFlag(_OTHER_MACHINES, same=("0",), refuse=True),
+    "--dist-init-addr": ForeignFlag(_OTHER_MACHINES, refuse=True),
     "--enable-ssl-refresh": ForeignFlag("a certificate that changes is always read again", value=False),
     "--ssl-ca-certs": ForeignFlag("put a proxy in front to ask clients for certificates", refuse=True),
 }

@@ -209,8 +209,8 @@ NO_ADAPTER = -1
 
 
 @dataclass(frozen=True)
-class MigrationProblem:
-    """n requests on m replicas with the k adapters that they need.
+class MigrationInstance:
+    """One instance of the migration problem: n requests on m replicas with the k adapters that they need.
 
     Attributes:
         requests, replicas, adapters: what the indices stand for.
@@ -245,7 +245,7 @@ class MigrationProblem:
         requests: Sequence[MovableRequest],
         adapter_bytes: Mapping[AdapterDigest, int],
         settings: CoMigrationSettings,
-    ) -> "MigrationProblem":
+    ) -> "MigrationInstance":
         """Build the problem for the requests on ``replicas``; others are left out.
 
         The migration factor depends on request and replica: 1 at home, and elsewhere (execution + earlier moves + this

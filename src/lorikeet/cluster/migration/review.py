@@ -9,8 +9,8 @@ from lorikeet.cluster.migration.problem import (
     CoMigrationSettings,
     Floats,
     Ints,
+    MigrationInstance,
     MigrationPlan,
-    MigrationProblem,
     MovableRequest,
     MoveTimes,
     ReplicaLoad,
@@ -132,9 +132,9 @@ class CoMigration:
         """
         if not any(self._is_short(load) for load in replicas):
             return MigrationPlan(ReviewOutcome.CALM)
-        everywhere = MigrationProblem.of(replicas, requests, adapter_bytes, self._settings)
+        everywhere = MigrationInstance.of(replicas, requests, adapter_bytes, self._settings)
         chosen = [replicas[j] for j in selected(self._running_s(everywhere), self._settings.selected)]
-        problem = MigrationProblem.of(chosen, requests, adapter_bytes, self._settings)
+        problem = MigrationInstance.of(chosen, requests, adapter_bytes, self._settings)
         if not problem.requests:
             return MigrationPlan(ReviewOutcome.NO_BETTER)
         before_s = float(self._running_s(problem).max())
@@ -155,13 +155,13 @@ class CoMigration:
         has_little = load.free_bytes < self._settings.free_share * load.device_bytes
         return has_little or load.queue_delay_s > self._settings.queue_delay_s
 
-    def _running_s(self, problem: MigrationProblem) -> Floats:
+    def _running_s(self, problem: MigrationInstance) -> Floats:
         """Return how long each replica runs without moves."""
         if self._settings.full:
             return problem.running_with_swaps_s(problem.home, problem.on_host)
         return problem.running_s(problem.home)
 
-    def _solve(self, problem: MigrationProblem) -> tuple[Ints, float] | None:
+    def _solve(self, problem: MigrationInstance) -> tuple[Ints, float] | None:
         """Return a placement and how long its busiest replica runs, computed for whole requests."""
         gap, limit_s = self._settings.gap, self._settings.time_limit_s
         if self._settings.full:
@@ -183,7 +183,7 @@ def selected(running_s: Floats, count: int) -> list[int]:
     return sorted(order if len(order) <= 2 * count else order[:count] + order[-count:])
 
 
-def _moves(problem: MigrationProblem, placement: Ints) -> tuple[RequestMove, ...]:
+def _moves(problem: MigrationInstance, placement: Ints) -> tuple[RequestMove, ...]:
     pairs = zip(problem.requests, placement.tolist(), strict=True)
     return tuple(
         RequestMove(request.request_id, request.adapter, request.replica, problem.replicas[j])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pulp
 
-from lorikeet.cluster.migration.problem import NO_ADAPTER, Flags, Floats, Ints, MigrationProblem
+from lorikeet.cluster.migration.problem import NO_ADAPTER, Flags, Floats, Ints, MigrationInstance
 
 MOVE_WEIGHT = 1e-3
 """Cost of a move in the objective, as a share of the mean execution time: a move that gains less is not made."""
@@ -57,7 +57,7 @@ def solve(model: pulp.LpProblem, solver: pulp.HiGHS) -> bool:
     return bool(model.sol_status == pulp.LpSolutionOptimal)
 
 
-def solve_relaxed(problem: MigrationProblem, gap: float, time_limit_s: float) -> RelaxedSolution | None:
+def solve_relaxed(problem: MigrationInstance, gap: float, time_limit_s: float) -> RelaxedSolution | None:
     """Choose whole adapters and shares of requests; None if that was not done in time.
 
     There are two runs. The first chooses where adapters are, with any solution for the requests. The second takes this
@@ -92,7 +92,7 @@ def solve_relaxed(problem: MigrationProblem, gap: float, time_limit_s: float) ->
     return RelaxedSolution(np.array([[pulp.value(share) for share in row] for row in shares]), float(longest.value()))
 
 
-def solve_full(problem: MigrationProblem, gap: float, time_limit_s: float) -> FullSolution | None:
+def solve_full(problem: MigrationInstance, gap: float, time_limit_s: float) -> FullSolution | None:
     """Choose whole requests, each on a device or a host, within both memories; None if not done in time.
 
     Args:
@@ -149,7 +149,7 @@ def _dot(weights: Iterable[float], values: Iterable[_Sum]) -> _Sum:
     return pulp.lpSum(float(weight) * value for weight, value in zip(weights, values, strict=True))
 
 
-def _relaxed(model: pulp.LpProblem, problem: MigrationProblem, shares: _Grid, adapters: _Grid) -> _Sum:
+def _relaxed(model: pulp.LpProblem, problem: MigrationInstance, shares: _Grid, adapters: _Grid) -> _Sum:
     """Minimise the time of the busiest replica, swapping what exceeds the memory of a replica; return that time."""
     overs = [model.add_variable(f"over_{j}", 0) for j in range(len(problem.replicas))]
     for j, over in enumerate(overs):
@@ -159,7 +159,7 @@ def _relaxed(model: pulp.LpProblem, problem: MigrationProblem, shares: _Grid, ad
 
 
 def _minimise_longest(
-    model: pulp.LpProblem, problem: MigrationProblem, placed: _Grid, adapters: _Grid, swaps: list[_Sum]
+    model: pulp.LpProblem, problem: MigrationInstance, placed: _Grid, adapters: _Grid, swaps: list[_Sum]
 ) -> _Sum:
     """Minimise the time of the busiest replica, with each request placed once; return that time."""
     longest = model.add_variable("longest", 0)
@@ -173,7 +173,7 @@ def _minimise_longest(
     return longest
 
 
-def _match(model: pulp.LpProblem, problem: MigrationProblem, placed: _Grid, adapters: _Grid) -> None:
+def _match(model: pulp.LpProblem, problem: MigrationInstance, placed: _Grid, adapters: _Grid) -> None:
     """Allow requests only where their adapters are."""
     for i, k in enumerate(problem.adapter_of):
         if k != NO_ADAPTER:
