@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from lorikeet import __version__
@@ -27,7 +27,7 @@ from lorikeet.observe.live_stats import (
     percentiles,
 )
 from lorikeet.observe.sort_by import SortBy
-from lorikeet.observe.stats_stream import StatsQuery, stats_response
+from lorikeet.observe.stats_stream import StatsQuery, StatsStreamQuery, stats_response
 from lorikeet.observe.traffic import AdapterTraffic
 from lorikeet.observe.waits import CAUSES, ORDER, PARTS, WAITS, parts_of
 from lorikeet.serving.requests import Sender
@@ -345,11 +345,9 @@ async def stats(service: ServiceDep, query: QueryDep) -> Response:
 
 
 @router.get("/v1/stats/stream")
-async def stream(
-    service: ServiceDep, query: QueryDep, interval_s: Annotated[float, Query(ge=0.2, le=5)] = 1.0
-) -> Response:
+async def stream(service: ServiceDep, query: Annotated[StatsStreamQuery, Depends()]) -> Response:
     """Send the same as server-sent events, one each ``interval_s``; only the first has the history."""
-    return service.stats_streams.response(partial(_look, service), query, interval_s)
+    return service.stats_streams.response(partial(_look, service), query)
 
 
 async def _look(service: Service, query: StatsQuery) -> dict[str, Any]:

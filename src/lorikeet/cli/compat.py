@@ -44,8 +44,8 @@ _KERNELS = "the kernels are chosen by device (--kernels), and need no compiler o
 _GRAMMARS = "grammars are compiled by llguidance"
 _TEXT_ONLY = "only text models are served"
 _OTHER_MACHINES = (
-    "ranks on other machines join with --rank-address HOST:PORT here and `lorikeet rank HOST:PORT` there; --ray-address "
-    "starts whole replicas on other machines"
+    "ranks on other machines join with --rank-address HOST:PORT here and `lorikeet rank HOST:PORT` there; "
+    "--ray-address starts whole replicas on other machines"
 )
 _OWN_CODE = "code of others does not run in the server"
 _ORIGINS = "pages of an allowed origin may use any"

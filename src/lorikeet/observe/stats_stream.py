@@ -1,15 +1,16 @@
 """What may be asked of ``/v1/stats``, and its answers as server-sent events: those of a server and of a router."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import Query
+from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from lorikeet.http.errors import ApiError
+from lorikeet.http.errors import ApiError, invalid_body
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream
 from lorikeet.observe.sort_by import SortBy
 
@@ -36,6 +37,32 @@ class StatsQuery:
     history: bool = False
 
 
+@dataclass(frozen=True)
+class StatsStreamQuery(StatsQuery):
+    """Which adapters a stream shows, and how often.
+
+    Attributes:
+        interval_s: seconds between two events.
+    """
+
+    interval_s: Annotated[float, Query(ge=0.2, le=5)] = 1.0
+
+
+_STREAM_QUERY = TypeAdapter(StatsStreamQuery)
+
+
+def read_stats_query(given: Mapping[str, str]) -> StatsStreamQuery:
+    """Read the query of a request for statistics, for a server without FastAPI's routes. Other fields are ignored.
+
+    Raises:
+        ApiError: 400 that names the first wrong field.
+    """
+    try:
+        return _STREAM_QUERY.validate_python(dict(given))
+    except ValidationError as error:
+        raise invalid_body([{**fault, "loc": ("query", *fault["loc"])} for fault in error.errors()]) from error
+
+
 Look = Callable[[StatsQuery], Awaitable[dict[str, Any]]]
 """Returns the body of ``/v1/stats``."""
 
@@ -60,7 +87,7 @@ class StatsStreams:
         self._is_ending = is_ending
         self.open = 0
 
-    def response(self, look: Look, query: StatsQuery, interval_s: float) -> Response:
+    def response(self, look: Look, query: StatsStreamQuery) -> Response:
         """Return a stream of what ``/v1/stats`` answers; only the first event has the history.
 
         Raises:
@@ -70,11 +97,11 @@ class StatsStreams:
             raise ApiError(429, f"{MOST_STREAMS} streams of statistics are open; try again later.")
 
         async def events() -> AsyncIterator[bytes]:
-            shown = query
+            shown: StatsQuery = query
             while not self._is_ending():
                 yield b"data: " + msgspec.json.encode(await look(shown)) + b"\n\n"
                 shown = replace(query, history=False)
-                await asyncio.sleep(interval_s)
+                await asyncio.sleep(query.interval_s)
 
         async def make() -> Response:
             return EventStream(events())

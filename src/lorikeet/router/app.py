@@ -2,12 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import fields
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -20,7 +18,7 @@ from lorikeet.http.errors import ApiError, bad_request, hide_paths, install_hand
 from lorikeet.http.logs import log
 from lorikeet.http.middleware import add_middleware
 from lorikeet.http.web import page_file
-from lorikeet.observe.stats_stream import StatsQuery, stats_response
+from lorikeet.observe.stats_stream import read_stats_query, stats_response
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxied_request import FORWARDED, RESPONSES
@@ -167,13 +165,12 @@ class _Routes:
 
     async def stats(self, http: Request) -> Response:
         """What the router does now, in the form of a server's own ``/v1/stats``."""
-        query, _ = _stats_query(http)
-        return await stats_response(self._parts.stats.snapshot, query)
+        return await stats_response(self._parts.stats.snapshot, read_stats_query(http.query_params))
 
     async def stats_stream(self, http: Request) -> Response:
         """The same as server-sent events."""
-        query, interval_s = _stats_query(http)
-        return self._parts.stats.streams.response(self._parts.stats.snapshot, query, interval_s)
+        query = read_stats_query(http.query_params)
+        return self._parts.stats.streams.response(self._parts.stats.snapshot, query)
 
     async def page(self, http: Request) -> Response:
         """The console, or a file of it."""
@@ -198,26 +195,6 @@ class _Routes:
             "/v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats, /ui, /health and /metrics of its "
             "own; docs/router.md lists all. Ask a backend at its own address for others; /v1/cluster lists backends.",
         )
-
-
-class _StreamQuery(BaseModel):
-    """What else a stream of statistics may ask for."""
-
-    interval_s: Annotated[float, Field(ge=0.2, le=5)] = 1.0
-
-
-_STATS_QUERY, _FIELDS = TypeAdapter(StatsQuery), {field.name for field in fields(StatsQuery)}
-
-
-def _stats_query(http: Request) -> tuple[StatsQuery, float]:
-    """Return what the query of a request for statistics asks for, and the seconds between two events."""
-    given = dict(http.query_params)
-    try:
-        interval_s = _StreamQuery.model_validate(given).interval_s
-        return _STATS_QUERY.validate_python({name: given[name] for name in _FIELDS & given.keys()}), interval_s
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise bad_request(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from error
 
 
 async def _read(http: Request, kind: Any) -> Any:
