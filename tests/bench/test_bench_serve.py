@@ -126,16 +126,9 @@ def test_the_options_that_the_page_on_benchmarks_names_exist() -> None:
     bench_commands = typer.main.get_command(app).commands["bench"].commands.values()  # type: ignore[attr-defined]
     commands = [*bench_commands, *map(typer.main.get_command, (memory.app, offline.app))]
     options = {name for each in commands for option in each.params for name in (*option.opts, *option.secondary_opts)}
-    named = set(
-        re.findall(
-            r"--[a-z][a-z-]*",
-            "".join(
-                re.findall(
-                    r"^    (?:lorikeet bench|python -m benchmarks[.](?:memory|offline)) .*$|`[^`\n]+`", page, re.M
-                )
-            ),
-        )
-    )
+    commands_shown = r"^    (?:lorikeet bench|python -m benchmarks[.](?:memory|offline)) .*$"
+    text = "".join(re.findall(commands_shown + r"|`[^`\n]+`", page, re.M))
+    named = set(re.findall(r"--[a-z][a-z-]*", text))
     assert named
     assert named <= options | {"--help"}
 
