@@ -5,7 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 DEVICE := $(if $(filter cuda,$(TORCH_BUILD)),--device cuda)
-TEST_PROCESSES ?= 2
+# More than cores: tests often wait for a process to start or for a clock.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 1); echo $$(( n < 4 ? 2 * n : 8 )))
 CASES ?= 15000
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,8 +16,8 @@ PIP_OPTIONS := --progress-bar off --disable-pip-version-check -c constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examples/adapters/*/adapter_config.json))
-# The tests of a file stay together, since they share engines and servers; files come in their order, since those with
-# few tests are not the short ones.
+# The tests of a file stay together, since they share engines and servers. Files with most slow tests come first
+# (tests/conftest.py).
 # Tests start hundreds of processes, which need not compile the same modules each.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 

@@ -96,6 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out long tests, and the cases outside the samples of marked matrices, unless ``--all`` is given."""
+    if hasattr(config, "workerinput"):
+        sampling.put_longest_files_first(items)
     if config.getoption("--all"):
         return
     items[:], left_out = sampling.sample_items(items)

@@ -67,6 +67,12 @@ def sample_items(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pyte
     )
 
 
+def put_longest_files_first(items: list[pytest.Item]) -> None:
+    """Sort files by their number of slow tests, so that the processes of pytest-xdist end at about the same time."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
+    items.sort(key=lambda item: -slow[item.path])
+
+
 def summary(left_out: Sequence[str]) -> list[str]:
     """Return a line for each test that was left out, wholly or in part, from the ids of the cases left out."""
     return [f"{test}: {count} cases" for test, count in sorted(Counter(i.split("[")[0] for i in left_out).items())]
