@@ -25,6 +25,7 @@ def expected(model: torch.nn.Module, context: list[int], continuation: list[int]
     return float(logprobs[range(len(chosen)), chosen].sum()), bool((logprobs.argmax(dim=-1) == chosen).all())
 
 
+@pytest.mark.long
 async def test_multiple_choice_equals_transformers_on_base_and_adapter(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     adapter = write_adapter(tmp_path / "mine", folder, seed=3)

@@ -33,6 +33,7 @@ async def answers(server: Server, models: Sequence[str], prompt: str) -> list[di
     return found
 
 
+@pytest.mark.long
 async def test_the_default_models_own_file_answers_as_the_model_converted_from_it(
     default_model_cache: Path, tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ async def test_a_base_quantised_on_load_answers_as_one_with_the_quantised_number
     assert len({answer["text"] for answer in found}) == 3
 
 
+@pytest.mark.long
 async def test_a_gguf_file_is_served_with_another_tokenizer_and_over_two_ranks(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": TOKENIZER.get_vocab_size()}
     made = make_checkpoint(tmp_path / "made", "llama", **sizes)

@@ -304,6 +304,7 @@ async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
         yield f"{url}/", hangs
 
 
+@pytest.mark.long
 async def test_a_download_that_hangs_does_not_keep_a_server_that_stops(model: Path, tmp_path: Path) -> None:
     async with hanging_source() as (url, hangs):
         flags = ("--allow-source", url, "--drain-timeout", "1")
@@ -357,6 +358,7 @@ async def hanging_hub() -> AsyncIterator[tuple[str, asyncio.Event]]:
         yield url, hangs
 
 
+@pytest.mark.long
 async def test_slow_model_download_does_not_keep_a_server_from_stopping(tmp_path: Path) -> None:
     async with hanging_hub() as (url, hangs):
         process = await asyncio.create_subprocess_exec(

@@ -398,6 +398,7 @@ class Tenant:
         return any(each in ("*", name) or (each.endswith("/*") and name.startswith(each[:-1])) for each in patterns)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_as_logged(
     start: Start, open_tenants: Callable[..., Tenants], clock: Clock, tmp_path: Path

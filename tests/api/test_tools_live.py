@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 
 
+@pytest.mark.long
 async def test_the_default_model_and_its_adapters_make_valid_calls(default_model_cache: Path, tmp_path: Path) -> None:
     flags = ("--adapter-dir", str(ADAPTERS), "--memory", "256MiB")
     async with serving(default_model_cache / NAME, tmp_path, *flags) as server:

@@ -44,6 +44,7 @@ async def check(server: Server, expected: Mapping[str, list[int]], prompt: list[
     assert len({tuple(answer) for answer in expected.values()}) == len(expected)
 
 
+@pytest.mark.long
 async def test_a_mixture_of_experts_with_an_adapter_on_its_experts(tmp_path: Path) -> None:
     base = make_base(tmp_path / "tiny", "qwen3_moe", vocab_size=TOKENIZER.get_vocab_size())
     TOKENIZER.save(str(tmp_path / "tiny/tokenizer.json"))

@@ -118,6 +118,7 @@ async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
     await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
+@pytest.mark.long
 async def test_streams_of_an_engine_that_is_stopped_go_on_with_another(model: Path) -> None:
     async with engine_process(live_settings(model, num_scheduler_steps=1, heartbeat_timeout_s=6.0)) as client:
         handles = [client.submit(greedy(str(seed), prompt(10, seed), 300)) for seed in range(3)]

@@ -194,6 +194,7 @@ async def test_streams_of_a_killed_replica_go_on_at_the_other(
     assert held == 3, "what lay in its folder was found again"
 
 
+@pytest.mark.long
 async def test_with_every_replica_down_requests_wait_for_the_first_that_is_back(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
@@ -301,6 +302,7 @@ async def test_without_the_orchestrator_requests_go_on_by_the_last_placement(
         assert client.describe().copies.fetches == 0
 
 
+@pytest.mark.long
 async def test_replicas_come_and_go_under_load(model: Path, adapters: dict[str, AdapterRef], tmp_path: Path) -> None:
     async with cluster(model, tmp_path, LeastLoaded(), replicas=1) as client:
         with pytest.raises(EngineError, match="the only one"):
@@ -320,6 +322,7 @@ async def test_replicas_come_and_go_under_load(model: Path, adapters: dict[str, 
         assert all(handle.deaths == 0 for handle in handles)
 
 
+@pytest.mark.long
 async def test_a_drained_replica_ends_what_it_has(client: ClusterClient, model: Path) -> None:
     await until(lambda: both_there(client), "both replicas are up")
     leaving = next(iter(client.views))

@@ -128,6 +128,7 @@ async def test_a_request_that_ends_before_it_is_let_go_is_not_moved(client: Clus
     assert client.describe().moves == before
 
 
+@pytest.mark.long
 async def test_a_replica_that_dies_before_it_has_let_a_request_go_loses_nothing(
     client: ClusterClient, adapter: AdapterRef, model: Path
 ) -> None:

@@ -259,6 +259,7 @@ async def test_a_second_start_ends_the_first_engine(make_host: Callable[[Replica
     assert second.returncode is None
 
 
+@pytest.mark.long
 async def test_an_engine_ends_with_its_actor_and_the_next_start_makes_another(
     make_host: Callable[[ReplicaId], RayHost], adapter: AdapterRef
 ) -> None:
@@ -519,6 +520,7 @@ async def restarted(placement: RayPlacement) -> None:
     await until(is_another, "another orchestrator answers")
 
 
+@pytest.mark.long
 async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: Callable[..., RayPlacement]) -> None:
     placement = make_placement()
     await placement.set_replicas(REPLICAS)

@@ -105,6 +105,7 @@ async def test_streams_outlive_a_local_replica(tmp_path: Path) -> None:
         await check_streams_outlive_a_replica(running, lambda engine: engine)
 
 
+@pytest.mark.long
 async def test_streams_outlive_the_actor_of_a_replica_on_ray(on_ray: Running) -> None:
     await check_streams_outlive_a_replica(on_ray, psutil.Process.parent)
 

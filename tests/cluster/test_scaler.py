@@ -119,6 +119,7 @@ def settings_of(model: Path, folder: Path, **engine: object) -> Settings:
     )
 
 
+@pytest.mark.long
 async def test_a_server_goes_by_its_profiles_operating_points(tmp_path: Path) -> None:
     """A replica bears a token per second here, so that the load is too high however slow this machine is just now."""
     model, slo = make_model(tmp_path / "model"), Slo(ttft_s=1.0)
