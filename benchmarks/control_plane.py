@@ -81,10 +81,12 @@ from lorikeet.core.plan import KernelForm, SequenceStart, StepPlan, StepResult, 
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import MODELS
-from lorikeet.engine.build import Replica, memory_rules
+from lorikeet.engine.build import Replica, memory_options
 from lorikeet.memory.blocks import SequenceLease, WaitReason
-from lorikeet.memory.memory import AdapterSize, ComputedTokens, Memory
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
 from lorikeet.memory.packing import pack
+from lorikeet.memory.prefix_insertion import ComputedTokens
 from lorikeet.memory.tree import block_keys
 from lorikeet.models.config import read_model_config
 from lorikeet.papers.chameleon.options import REFRESH_S
@@ -409,7 +411,7 @@ class _Filled:
         sizes = {ref.max_rank: _size(ref) for ref in refs[:2]}
         preset = PRESETS["elora"]
         block_bytes = GEOMETRY.block_bytes(BLOCK_TOKENS)
-        policies = (preset.eviction, preset.prefetch, memory_rules(preset))
+        policies = (preset.eviction, preset.prefetch, memory_options(preset))
         known = (lambda ref: sizes[ref.max_rank], *policies)
         self.memory = Memory(DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_TOKENS, block_bytes, *known)
         self.now = 0.0

@@ -20,7 +20,7 @@ from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fai
 from lorikeet.config import ModelSettings
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.machine import usable_cores
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 from lorikeet.costs.catalog import load_profile
 from lorikeet.models.model_folder import prepare_model
 from lorikeet.presets import resolve_preset

@@ -35,7 +35,7 @@ from benchmarks.offline_backends import OfflineBackend, OfflineBatch, OfflineRes
 from benchmarks.vllm_backend import DEFAULT_PYTHON, LARGEST_RANK
 from lorikeet.bench.statistics import median_interval
 from lorikeet.config import EngineSettings, ModelSettings, Settings
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 from lorikeet.kernels.devices import torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.profiling.machine_limits import (

@@ -27,10 +27,9 @@ from lorikeet.cli.http_client import ServerClient
 from lorikeet.cli.presets import about
 from lorikeet.cli.serve import build_settings
 from lorikeet.cli.serve_flags import name_settings
-from lorikeet.config import ConfigError, Settings
+from lorikeet.config import SECRET_VARIABLES, ConfigError, Settings
 from lorikeet.core.machine import memory_limit_bytes
-from lorikeet.core.secrets import SECRET_VARIABLES
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS, resolve_preset
 from lorikeet.terminal import show_ready

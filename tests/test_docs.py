@@ -19,7 +19,8 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import TransferDone
 from lorikeet.memory.blocks import SequenceLease
-from lorikeet.memory.memory import AdapterSize, Memory
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
 from lorikeet.policies import EVICTION
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.core.extras import DISTRIBUTION, install_command
+from lorikeet.core.text import DISTRIBUTION, install_command
 from tests.test_docs import ROOT, SOURCES, script
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -40,7 +40,7 @@ from lorikeet.costs.cold_prefill import assist_costs
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.prefill_pipeline import ComputePlace
 from lorikeet.costs.profile import Constant, CostProfile, Curve
-from lorikeet.costs.transfers import TransferModel
+from lorikeet.costs.transfer_model import TransferModel
 from lorikeet.presets import resolve_preset
 from lorikeet.workloads.arrivals import Rates, at_rate
 from lorikeet.workloads.recipe import Recipe

@@ -14,7 +14,17 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
-from lorikeet.core.suggestions import unknown_name
+from lorikeet.core.text import unknown_name
+
+SECRET_VARIABLES = (
+    "LORIKEET_SERVER__API_KEYS",
+    "LORIKEET_SERVER__ADMIN_KEYS",
+    "LORIKEET_ADAPTERS__REGISTRY_URL",
+    "LORIKEET_CLUSTER__REGISTRY_URL",
+    "LORIKEET_BACKEND_KEY",
+    "VLLM_API_KEY",
+)
+"""Environment variables with keys and passwords. They are removed once read: no engine or reader process has them."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -17,8 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from lorikeet.config import ConfigError, convert
-from lorikeet.core.extras import DISTRIBUTION
-from lorikeet.core.suggestions import unknown_name
+from lorikeet.core.text import DISTRIBUTION, unknown_name
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from lorikeet import plugins
 from lorikeet.config import ConfigError, Count, Seconds, convert
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.suggestions import unknown_name
+from lorikeet.core.text import unknown_name
 from lorikeet.plugins import split_options
 
 

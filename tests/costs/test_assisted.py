@@ -9,7 +9,7 @@ from lorikeet.costs.assist_costs import AssistCosts
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, host_layer_s, layer_arrivals_s
 from lorikeet.costs.profile import Constant, HostLora
-from lorikeet.costs.transfers import TransferModel
+from lorikeet.costs.transfer_model import TransferModel
 from lorikeet.presets import Preset
 from tests.support.profiles import round_profile
 

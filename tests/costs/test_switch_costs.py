@@ -6,7 +6,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import Constant, ProfileError, Switching
-from lorikeet.costs.transfers import MergeModel, TransferModel
+from lorikeet.costs.transfer_model import MergeModel, TransferModel
 from lorikeet.presets import MergeBy
 from tests.support.profiles import round_profile
 

@@ -7,7 +7,7 @@ from lorikeet.core.ids import AdapterDigest, AdapterName, BlockId
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import Constant, Link, ProfileError, Transfers
-from lorikeet.costs.transfers import LinkDirection, TransferLeg, TransferModel, TransferPath
+from lorikeet.costs.transfer_model import LinkDirection, TransferLeg, TransferModel, TransferPath
 from tests.support.profiles import GEOMETRY, round_profile
 
 BLOCK_BYTES = GEOMETRY.block_bytes(16)

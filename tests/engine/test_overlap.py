@@ -10,7 +10,7 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import SequenceStep, StepPlan
-from lorikeet.engine.build import memory_rules
+from lorikeet.engine.build import memory_options
 from lorikeet.presets import resolve_preset
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, TokenScript, adapter, request, token_by_seed
@@ -177,7 +177,7 @@ def test_a_plan_ends_when_the_memory_has_something_to_do() -> None:
     made.engine.submit(request("a", [1, 2], max_tokens=30))
     made.run()
     ends_s = {plan.max_duration_s for plan in made.plans if plan.repeat > 1}
-    assert LIMITS.multi_step_limit_s < max(ends_s) <= memory_rules(made.preset).tick_s
+    assert LIMITS.multi_step_limit_s < max(ends_s) <= memory_options(made.preset).tick_s
 
 
 def test_with_little_room_blocks_are_leased_for_fewer_steps() -> None:

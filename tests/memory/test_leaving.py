@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lorikeet.memory.blocks import SequenceLease
-from lorikeet.memory.memory import ComputedTokens
+from lorikeet.memory.prefix_insertion import ComputedTokens
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.memory.test_memory import ask, cached_tokens, words
 from tests.support.scripted import BLOCK_TOKENS, Bench, request

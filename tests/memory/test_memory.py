@@ -11,11 +11,12 @@ from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, Finish
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import SequenceLease, WaitReason
-from lorikeet.memory.memory import AdapterSize, Memory
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import MemoryView, PrefetchPolicy
 from lorikeet.memory.policies.lru import Lru
-from lorikeet.memory.rules import MemoryRules
-from lorikeet.memory.transfers import RouteTotals
+from lorikeet.memory.transfer_records import RouteTotals
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 from lorikeet.policies import EVICTION, PREFETCH
 from lorikeet.presets import PRESETS, HostKv, KvAfterFinish, Preset
@@ -781,7 +782,7 @@ def test_request_without_room_offers_only_evictable_blocks(
 
 
 def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:
-    memory = Memory(10, 0, 4, 1024, lambda ref: AdapterSize(ref.max_rank, 0), rules=MemoryRules(adapter_share=0.2))
+    memory = Memory(10, 0, 4, 1024, lambda ref: AdapterSize(ref.max_rank, 0), options=MemoryOptions(adapter_share=0.2))
     reason = memory.why_impossible(adapter("a", 3), 8)
     assert reason is not None
     assert "3 blocks of adapter" in reason

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.blocks import BlockPool
-from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import NO_NODE, DependencyTree, NodeKind
@@ -14,7 +14,7 @@ from tests.memory.trees import add_adapter, add_kv, random_tree
 
 def invalid(tree: DependencyTree) -> int:
     tiers = Tiers(tree, BlockPool(1), BlockPool(1), dependent=False)
-    return MemoryCounters(tiers, MemoryRules(dependent=False)).stats(1, 0, 0).invalid_kv_bytes
+    return MemoryCounters(tiers, MemoryOptions(dependent=False)).stats(1, 0, 0).invalid_kv_bytes
 
 
 def is_valid(tree: DependencyTree, node: int) -> bool:

@@ -196,11 +196,11 @@ def serve_as_peft(folder: Path, kind: str, model_impl: str = "transformers", **o
     ]
     again = [request("again", [*long, 9, 9, 9], ref, 6), request("base again", [*long[:30], 5], None, 6)]
     elements = geometry.block_elements(4)
-    least_blocks = MAX_MODEL_LEN // 4 + pack(geometry.full_ranks(8), geometry, elements).blocks
-    spare_blocks = least_blocks - pack(ref.ranks, geometry, elements).blocks
+    min_blocks = MAX_MODEL_LEN // 4 + pack(geometry.full_ranks(8), geometry, elements).blocks
+    spare_blocks = min_blocks - pack(ref.ranks, geometry, elements).blocks
     sequences = spare_blocks // 13 + 8  # of 50 tokens each
     crowd = [request(f"r{i}", random_ids(20, i), ref if i % 2 else None, 30) for i in range(sequences)]
-    memory_bytes = least_blocks * geometry.block_bytes(4)
+    memory_bytes = min_blocks * geometry.block_bytes(4)
     settings = settings_of(folder / "base", model_impl, memory_bytes=memory_bytes, max_num_seqs=sequences)
     outcome = run(settings, [first, again, crowd])
     assert sorted(outcome.prompts["scored"]) == list(range(1, len(long)))

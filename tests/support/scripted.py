@@ -12,10 +12,11 @@ from lorikeet.core.messages import ExportedKv
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.assist_costs import AssistCosts, AssistRecord
-from lorikeet.engine.build import memory_rules
+from lorikeet.engine.build import memory_options
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
-from lorikeet.memory.memory import AdapterSize, Memory
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
 from lorikeet.policies import ADMISSION, BATCHING
 from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.assist_planner import AssistPlanner
@@ -87,7 +88,7 @@ class Bench:
             adapter_size=lambda ref: AdapterSize(blocks_of(ref), 1024 * blocks_of(ref)),
             eviction=self.preset.eviction,
             prefetch=self.preset.prefetch,
-            rules=memory_rules(self.preset),
+            options=memory_options(self.preset),
             forecast=load,
         )
         assist = None if self.assist is None else ScriptedAssist(self.assist)

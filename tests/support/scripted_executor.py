@@ -10,7 +10,7 @@ from lorikeet.core.clock import VirtualClock
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart, SequenceStep, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
-from lorikeet.costs.transfers import LinkDirection, TransferLeg, TransferPath
+from lorikeet.costs.transfer_model import LinkDirection, TransferLeg, TransferPath
 from lorikeet.worker.links import ModelledTransferLink
 
 Place = tuple[Tier, BlockId]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.plan import Tier, Transfer, TransferDone
-from lorikeet.costs.transfers import LinkDirection, TransferLeg, TransferPath
+from lorikeet.costs.transfer_model import LinkDirection, TransferLeg, TransferPath
 from lorikeet.worker.links import ModelledTransferLink
 
 IN, OUT, READ = LinkDirection.IN, LinkDirection.OUT, LinkDirection.READ

@@ -44,10 +44,9 @@ from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterQuotaEx
 from lorikeet.adapters.sources import shown_source
 from lorikeet.adapters.url_reader import without_credentials
 from lorikeet.core.adapter import AdapterExtra, AdapterRef
-from lorikeet.core.extras import install_command
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size, install_command
 
 _DATABASES = ("sqlite", "postgresql")
 """Both support ``ON CONFLICT``; other databases are not supported."""

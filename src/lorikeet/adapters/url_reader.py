@@ -27,7 +27,7 @@ import msgspec
 
 from lorikeet.adapters.description import LENGTH_BYTES, MAX_HEADER_BYTES
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 
 _CHUNK_BYTES = 4 * 2**20
 _MAX_REDIRECTS = 5

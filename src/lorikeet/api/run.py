@@ -32,18 +32,18 @@ from lorikeet.client.supervisor import EngineError
 from lorikeet.config import ConfigError, ExecutorKind, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.chat_template import TemplateError
-from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
+from lorikeet.core.text import install_command
 from lorikeet.http.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.http.listening import ListeningServer, is_loopback, listen, listen_unix
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.http.tls import Certificate, open_certificate
-from lorikeet.memory.least import check_blocks, kept_geometry
 from lorikeet.memory.packing import pack
+from lorikeet.memory.sizing import check_blocks, stored_geometry
 from lorikeet.models.architectures import ARCHITECTURES
 from lorikeet.models.config import ModelConfig, max_model_len, read_model_config, wants_own_decoder
 from lorikeet.models.json_section import ModelConfigError
@@ -260,8 +260,11 @@ def _check_base(settings: Settings, model: ModelFolder) -> None:
         return
     config = read_model_config(model.path)
     if engine.profile:
-        from lorikeet.costs.applies import check_device, check_model  # take time to import, and few servers need them
         from lorikeet.costs.catalog import load_profile
+        from lorikeet.costs.profile_checks import (  # take time to import, and few servers need them
+            check_device,
+            check_model,
+        )
 
         profile = load_profile(engine.profile)
         check_model(profile, config.geometry(profile.geometry.dtype_bytes), model.names[0])
@@ -283,7 +286,7 @@ def _check_memory(settings: Settings, config: ModelConfig) -> None:
     if engine.memory_bytes:
         dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
         stage = config.stage(0, engine.pipeline_parallel)
-        geometry = kept_geometry(engine, stage.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel))
+        geometry = stored_geometry(engine, stage.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel))
         check_blocks(settings, geometry, longest_tokens, engine.memory_bytes // geometry.block_bytes(engine.block_size))
 
 

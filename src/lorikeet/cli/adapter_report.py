@@ -10,7 +10,7 @@ from lorikeet.adapters.description import AdapterDescription, ExtraTensor
 from lorikeet.cli.console import output
 from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import LORA_MODULES, SCORE, split_layer
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 
 if TYPE_CHECKING:  # it imports torch, which a description does not need
     from lorikeet.convert.algebra import Difference

@@ -13,7 +13,7 @@ from rich.table import Table
 from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 
 if TYPE_CHECKING:
     from lorikeet.adapters.description import AdapterDescription
@@ -345,7 +345,7 @@ def _peft() -> Any:
     """Return the module that uses PEFT, or say how to install it."""
     from importlib.util import find_spec
 
-    from lorikeet.core.extras import install_command
+    from lorikeet.core.text import install_command
 
     if find_spec("peft") is None:
         fail(f"this needs PEFT: run `{install_command('peers')}`")

@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 
 from lorikeet.cli.http_client import connector_to
-from lorikeet.core.json_lines import drop_partial_line
-from lorikeet.core.urls import unix_socket
+from lorikeet.http.urls import unix_socket
+from lorikeet.observe.json_lines import drop_partial_line
 from lorikeet.serving.batches.lines import (
     RequestLine,
     answer_line,

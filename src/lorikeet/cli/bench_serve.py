@@ -12,7 +12,7 @@ from rich.console import Console
 from lorikeet import __version__
 from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, note, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
-from lorikeet.core.urls import server_root, unix_socket
+from lorikeet.http.urls import server_root, unix_socket
 
 if TYPE_CHECKING:
     from lorikeet.bench.load_report import RequestRecord

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lorikeet.cli.console import fail
 from lorikeet.cli.http_client import DEFAULT_URL, AnswerError, ApiKey, ServerClient, Url
-from lorikeet.core.suggestions import unknown_name
+from lorikeet.core.text import unknown_name
 
 _HELP = (
     "/adapter NAME changes to that adapter (alone: back to the base), /adapters lists them, /new forgets, /quit ends"

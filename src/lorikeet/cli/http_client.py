@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from lorikeet.cli.console import fail
-from lorikeet.core.urls import server_root, unix_socket
+from lorikeet.http.urls import server_root, unix_socket
 
 if TYPE_CHECKING:  # it takes a third of the time in which all commands are imported, and ``serve`` needs none of it
     import aiohttp

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, parse_size, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 
 app = typer.Typer(help="Make and change the keys of tenants.", no_args_is_help=True)
 

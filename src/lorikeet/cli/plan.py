@@ -188,7 +188,7 @@ def _candidates(
 
 
 def _words(candidate: "Candidate") -> str:
-    from lorikeet.core.sizes import format_size
+    from lorikeet.core.text import format_size
 
     host = format_size(candidate.host_memory_bytes) if candidate.host_memory_bytes else "no host memory"
     return f"{candidate.replicas} × {candidate.hardware.profile}, {candidate.preset}, {host}"

@@ -92,9 +92,8 @@ def router(
     at another.
     """
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.config import ConfigError, check_keys, check_origins
+    from lorikeet.config import SECRET_VARIABLES, ConfigError, check_keys, check_origins
     from lorikeet.core.request import SloError, parse_slo
-    from lorikeet.core.secrets import SECRET_VARIABLES
     from lorikeet.http.connections import ConnectionLimits
     from lorikeet.presets import resolve_preset
     from lorikeet.router.run import RouterOptions, run_router

@@ -15,8 +15,7 @@ from lorikeet.chat.tool_parsers import TOOL_FORMATS
 from lorikeet.cli import serve_flags
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.serve_checks import check_settings
-from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
-from lorikeet.core.secrets import SECRET_VARIABLES
+from lorikeet.config import SECRET_VARIABLES, ConfigError, EngineSettings, Settings, load_settings
 from lorikeet.observe.slo_targets import read_targets
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]

@@ -21,8 +21,7 @@ from lorikeet.config import (
     Settings,
 )
 from lorikeet.core.machine import gpu_models, memory_limit_bytes, usable_cores
-from lorikeet.core.sizes import format_size
-from lorikeet.core.suggestions import unknown_name
+from lorikeet.core.text import format_size, unknown_name
 from lorikeet.models.quantization_config import ALIASES, ON_LOAD, QUANTIZATIONS
 from lorikeet.policies import BATCHING, POLICIES
 from lorikeet.presets import resolve_preset

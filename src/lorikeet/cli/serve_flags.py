@@ -14,7 +14,7 @@ import typer
 
 from lorikeet.cli.console import parse_size
 from lorikeet.config import ENVIRONMENT_PREFIX, Settings
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 
 _HALF_NAMES = {"half": "float16", "float": "float32"}
 _FORMAT_NAMES = {"safetensors": "auto", "gguf": "auto", "bitsandbytes": "auto"}

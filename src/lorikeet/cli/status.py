@@ -7,7 +7,7 @@ from rich.table import Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 
 
 def status(

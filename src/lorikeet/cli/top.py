@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lorikeet.cli.console import JsonFile, check_json_file, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 from lorikeet.observe.sort_by import SortBy
 
 _KINDS = (

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from lorikeet.cli.console import fail, output
 from lorikeet.config import ConfigError, ModelSettings
-from lorikeet.core.extras import install_command
 from lorikeet.core.machine import usable_cores
+from lorikeet.core.text import install_command
 
 if TYPE_CHECKING:
     from lorikeet.scheduling.prediction.learned import LengthModelInfo

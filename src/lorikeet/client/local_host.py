@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from itertools import count
 
-from lorikeet.core.secrets import SECRET_VARIABLES
+from lorikeet.config import SECRET_VARIABLES
 
 
 class ChildProcess:

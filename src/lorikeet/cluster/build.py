@@ -15,14 +15,14 @@ from lorikeet.cluster.placement.operating_points import EstimatedPoints, Operati
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions, RoutingPolicy, fit_models, models_of_costs
 from lorikeet.config import ConfigError, EngineSettings
-from lorikeet.core.extras import install_command
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Slo
+from lorikeet.core.text import install_command
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
-from lorikeet.costs.prior import profile_costs
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
-from lorikeet.costs.transfers import LinkDirection, TransferModel
+from lorikeet.costs.replica_estimates import profile_costs
+from lorikeet.costs.transfer_model import LinkDirection, TransferModel
 from lorikeet.presets import HostKv, MigrationProblem, Preset, resolve_preset
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128

@@ -41,9 +41,9 @@ from lorikeet.config import ReplicaStart, Settings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.machine import gpu_models
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.prior import prior_costs, prior_memory_bytes
 from lorikeet.costs.profile import CostProfile
-from lorikeet.memory.least import kept_geometry
+from lorikeet.costs.replica_estimates import estimate_costs, estimate_memory_bytes
+from lorikeet.memory.sizing import stored_geometry
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import Preset, resolve_preset
 
@@ -78,12 +78,12 @@ def cluster_options(settings: Settings) -> ClusterOptions:
     costs, memory_bytes, token_bytes = GENERIC, engine.memory_bytes, 0
     if not engine.profile:
         config = read_model_config(Path(settings.model.model))
-        geometry = kept_geometry(engine, config.geometry(dtype_bytes=2))
+        geometry = stored_geometry(engine, config.geometry(dtype_bytes=2))
         replicas = max(settings.cluster.replicas, settings.cluster.max_replicas)
         cores = engine.threads or max(1, (os.cpu_count() or 1) // replicas)
         gpus, ranks = gpu_models(), engine.ranks
-        costs = prior_costs(geometry, config.vocab_size, engine.device, cores, gpus, ranks)
-        memory_bytes = memory_bytes or prior_memory_bytes(geometry, config.vocab_size, engine.device, gpus, ranks)
+        costs = estimate_costs(geometry, config.vocab_size, engine.device, cores, gpus, ranks)
+        memory_bytes = memory_bytes or estimate_memory_bytes(geometry, config.vocab_size, engine.device, gpus, ranks)
         token_bytes = geometry.block_bytes(1)
     return ClusterOptions(
         ttft_s=settings.server.slo_ttft_s,

@@ -337,7 +337,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         modes: of the batching modes.
         queue: of the admission queue, None if it has no classes.
         assist: of host workers, None if there are none.
-        costs: of steps, as measured; those of loads are in ``memory.transfers``. None before enough is known.
+        costs: of steps, as measured; those of loads are in ``memory.transfer_records``. None before enough is known.
         hosted_adapters: digests of the adapters in the host tier.
         queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
             for those that were not refused, but are behind others.

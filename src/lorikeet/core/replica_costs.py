@@ -1,22 +1,22 @@
-"""What steps and loads cost on one replica, as a few numbers: the currency of routing, placement and reports.
+"""Costs of the steps and loads of one replica, as a few numbers that routing, placement and reports compare.
 
-They begin as a guess from the device and the sizes of the model (``costs.prior``), or come from a profile, and are
-replaced by what the replicas measure of their own steps.
+They are first estimated from the device and the model, or from a profile (``costs.replica_estimates``). Measurements
+replace them as soon as the replica has run some steps.
 """
 
 import msgspec
 
 
 class ReplicaCosts(msgspec.Struct, frozen=True):
-    """Costs of one replica. A step takes the sum of its parts.
+    """Costs of one replica in seconds. A step takes the sum of its parts.
 
     Attributes:
-        step_s: of every step.
-        prefill_token_s: per token of a prompt.
-        decode_s: per sequence that decodes.
-        lora_s: once, if the step has an adapter.
-        lora_prefill_s: per token of a prompt and rank, as the kernel form counts them.
-        lora_decode_s: the same of decodes, which read the weights of their adapter for one token each.
+        step_s: cost of every step.
+        prefill_token_s: cost per token of a prompt.
+        decode_s: cost per sequence that decodes.
+        lora_s: cost of a step with at least one adapter.
+        lora_prefill_s: cost per token of a prompt and rank, as the kernel form counts them.
+        lora_decode_s: cost per decode and rank; every decode reads the weights of its adapter for one token.
         load_s, load_bytes_per_s: an adapter of b bytes is loaded to the device in ``load_s + b / load_bytes_per_s``.
     """
 
@@ -30,7 +30,7 @@ class ReplicaCosts(msgspec.Struct, frozen=True):
     load_bytes_per_s: float = 25e9
 
     def prefill_s(self, tokens: float, rank: int = 0) -> float:
-        """Return by how much a prompt of so many tokens lengthens a step."""
+        """Return the seconds by which a prompt of so many tokens lengthens a step."""
         return tokens * (self.prefill_token_s + self.lora_prefill_s * rank)
 
     def decode_step_s(self, sequences: float, rank: float = 0.0) -> float:
@@ -47,9 +47,9 @@ class ReplicaCosts(msgspec.Struct, frozen=True):
         return self.step_s + self.prefill_s(prompt_tokens)
 
     def is_near(self, other: "ReplicaCosts", tolerance: float) -> bool:
-        """Return whether no part differs by more than ``tolerance`` of a typical step of either.
+        """Return whether typical steps and loads of both differ by at most the share ``tolerance``.
 
-        A part that hardly counts may change a lot without changing any decision.
+        A part that hardly counts in a step may differ by more, since it changes no decision.
         """
         return all(
             abs(mine - theirs) <= tolerance * max(mine, theirs)
@@ -59,45 +59,3 @@ class ReplicaCosts(msgspec.Struct, frozen=True):
                 (self.load_time_s(10e6), other.load_time_s(10e6)),
             )
         )
-
-
-ANSWER_SHARE = 1 / 16
-"""A running answer that is delayed counts as such a part of a request that waits for its first token. Chosen on the odd
-scenarios of benchmarks/auto and the 40 workloads of tests/simulator/test_host_tier."""
-
-UNLOADED_TIMES = 5.0
-"""Where no target is set, a latency counts as met up to this many times that of an unloaded replica."""
-
-BUSY_SHARE = 0.8
-"""Share of its throughput at which a replica still answers within ``UNLOADED_TIMES`` its unloaded TTFT.
-
-In a queue with exponential gaps and services, a request takes 1 / (1 - share) services in the mean.
-"""
-
-
-def estimated_load(
-    costs: ReplicaCosts,
-    rank: int,
-    prompt_tokens: int,
-    output_tokens: int,
-    max_batch: int,
-    tpot_s: float = 0.0,
-) -> float:
-    """Return how many tokens per second a replica serves within its targets if all adapters have this rank.
-
-    It decodes in the largest batch whose step stays within the TPOT target, and prefills beside that.
-
-    Args:
-        costs: of the replica.
-        rank: of every adapter.
-        prompt_tokens, output_tokens: of every request.
-        max_batch: most sequences in a step.
-        tpot_s: target; 0 for ``UNLOADED_TIMES`` that of one sequence alone.
-    """
-    limit_s = tpot_s or UNLOADED_TIMES * costs.decode_step_s(1, rank)
-    fixed_s = costs.decode_step_s(0, rank)
-    sequence_s = costs.decode_step_s(1, rank) - fixed_s
-    batch = max_batch if sequence_s <= 0 else (limit_s - fixed_s) / sequence_s
-    batch = min(max(batch, 1.0), float(max_batch))
-    request_s = costs.prefill_s(prompt_tokens, rank) + output_tokens * costs.decode_step_s(batch, rank) / batch
-    return BUSY_SHARE * (prompt_tokens + output_tokens) / max(request_s, 1e-9)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lorikeet import __version__
 from lorikeet.core.geometry import ModuleShape
-from lorikeet.core.suggestions import unknown_name
+from lorikeet.core.text import unknown_name
 from lorikeet.costs.devices import (
     COPY_S,
     DEVICE_MEMORY_SHARE,

@@ -13,7 +13,7 @@ from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import Groups
 from lorikeet.costs.assist_costs import UNIT_MODULES, AssistCosts, row_bytes, slice_rows
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
-from lorikeet.costs.transfers import LinkDirection, TransferModel
+from lorikeet.costs.transfer_model import LinkDirection, TransferModel
 from lorikeet.memory.packing import pack, runs_needed
 from lorikeet.presets import HostLayers, LayerGroups, Preset
 

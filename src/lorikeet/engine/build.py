@@ -14,13 +14,14 @@ from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.iterations import iteration_costs
+from lorikeet.costs.iteration_costs import iteration_costs
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
-from lorikeet.memory.memory import AdapterSize, Memory
+from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.packing import pack
 from lorikeet.memory.policies.base import StepForecast
-from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import NodeKind
 from lorikeet.policies import ADMISSION, BATCHING
 from lorikeet.presets import (
@@ -62,14 +63,14 @@ def build_memory(preset: Preset, sizes: EngineSizes, forecast: StepForecast | No
         _adapter_sizes(sizes),
         preset.eviction,
         preset.prefetch,
-        memory_rules(preset),
+        memory_options(preset),
         forecast,
     )
 
 
-def memory_rules(preset: Preset) -> MemoryRules:
+def memory_options(preset: Preset) -> MemoryOptions:
     """Return the memory options of a preset."""
-    return MemoryRules(
+    return MemoryOptions(
         keep_kv=preset.kv_after_finish is KvAfterFinish.KEPT,
         host_kv=preset.host_kv,
         dependent=preset.dependency_tree,

@@ -15,7 +15,7 @@ from lorikeet.core.clock import VirtualClock
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.messages import Abort, DropAdapter, ExportRequest, ImportKv, PinAdapters, RegisterAdapters, Submit
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
-from lorikeet.costs.transfers import TransferModel
+from lorikeet.costs.transfer_model import TransferModel
 from lorikeet.engine.build import assemble
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Planned, PlanRan, Received, Record, Recording, RequestExported, Transferred

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lorikeet.config import KERNELS
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 from lorikeet.kernels.interface import Kernels
 from lorikeet.kernels.native import DTYPES, NativeKernels, NativeUnavailableError, best_library
 from lorikeet.kernels.reference import ReferenceKernels

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError, WaitReason
+from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy
 from lorikeet.memory.reuse import KvReuse
-from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
@@ -252,7 +252,7 @@ class Evictor:
         tiers: frees and copies the blocks.
         eviction: scores the nodes.
         prefetch: is notified of nodes that are removed from the tree.
-        rules: of the preset.
+        options: of the preset.
         counters: count evictions.
         reuse: is told which KV leaves the device, where KV is copied ahead of its eviction.
         block_bytes: bytes of a block, for events.
@@ -268,7 +268,7 @@ class Evictor:
         tiers: Tiers,
         eviction: EvictionPolicy,
         prefetch: PrefetchPolicy,
-        rules: MemoryRules,
+        options: MemoryOptions,
         counters: MemoryCounters,
         reuse: KvReuse,
         block_bytes: int,
@@ -277,17 +277,17 @@ class Evictor:
         self._tree = tiers.tree
         self._eviction = eviction
         self._prefetch = prefetch
-        self._rules = rules
+        self._options = options
         self._counters = counters
         self._reuse = reuse
         self._block_bytes = block_bytes
         total = tiers.device.total
-        if rules.adapter_share is None:
+        if options.adapter_share is None:
             self._shares: tuple[_DeviceShare, ...] = (_DeviceShare((NodeKind.KV, NodeKind.ADAPTER), total),)
         else:
-            adapters = int(rules.adapter_share * total)
+            adapters = int(options.adapter_share * total)
             self._shares = (_DeviceShare((NodeKind.ADAPTER,), adapters), _DeviceShare((NodeKind.KV,), total - adapters))
-        self._device_queues = device_queues(self._tree, dependent=rules.dependent, deeper_first=eviction.deeper_first)
+        self._device_queues = device_queues(self._tree, dependent=options.dependent, deeper_first=eviction.deeper_first)
         self._host_queues = host_queues(self._tree)
         self._pinned: frozenset[AdapterDigest] = frozenset()
         self.allocation_failed = False
@@ -360,7 +360,7 @@ class Evictor:
 
         If so it counts as a failed allocation.
         """
-        lacks = bool(adapter) and self._rules.adapter_share is not None and adapter > self.available(NodeKind.ADAPTER)
+        lacks = bool(adapter) and self._options.adapter_share is not None and adapter > self.available(NodeKind.ADAPTER)
         self.allocation_failed |= lacks
         return lacks
 
@@ -437,10 +437,10 @@ class Evictor:
         parents = set(tree.parent[nodes].tolist())
         self._eviction.removed(nodes, now)
         self._counters.removed(nodes)
-        if self._rules.host_kv is HostKv.AHEAD:
+        if self._options.host_kv is HostKv.AHEAD:
             for node in nodes:
                 self._reuse.left(int(tree.top[node]), tree.key_of(node))
-        is_copied = self._rules.host_kv is HostKv.EVICTED and tiers.host.total
+        is_copied = self._options.host_kv is HostKv.EVICTED and tiers.host.total
         uncopied = [n for n in nodes if not tree.on_host[n]] if is_copied else []
         free = self.free_host_for_kv(len(uncopied), before=nodes[0]) if uncopied else 0
         stored = uncopied[len(uncopied) - free :]
@@ -575,7 +575,7 @@ class Evictor:
 
     def copy_to_host(self, nodes: Sequence[int], now: float) -> None:
         """Begin to copy pinned KV to the host as well: the first of ``nodes`` for which host blocks can be freed."""
-        stored = nodes[: self.free_host_for_kv(len(nodes))] if self._rules.host_kv is not HostKv.NONE else ()
+        stored = nodes[: self.free_host_for_kv(len(nodes))] if self._options.host_kv is not HostKv.NONE else ()
         if stored:
             self._eviction.removed(stored, now)  # until the copy ends: then ``inserted`` reports them again
             self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
@@ -663,7 +663,7 @@ class Evictor:
             if not even_pinned and self.is_pinned(nodes[0]):
                 return False
             top = int(self._tree.top[nodes[0]])
-            self._evict(nodes, now, missing if self._rules.adapter_chain else None)
+            self._evict(nodes, now, missing if self._options.adapter_chain else None)
             if self._eviction.whole_branches:
                 self._evict_branch(top, share, now)
         return self._free(share) >= blocks

@@ -7,7 +7,7 @@ import numpy as np
 from lorikeet.core.ids import BlockId
 from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.transfers import BlockCounts, HostCounts
+from lorikeet.memory.transfer_records import BlockCounts, HostCounts
 from lorikeet.memory.tree import NO_BLOCK, DependencyTree, NodeKind, NodeTransfer
 
 

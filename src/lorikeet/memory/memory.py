@@ -5,205 +5,33 @@ begins the transfers that a sequence waits for, and lets the eviction and prefet
 here copies bytes or waits: the executor does the copies, and reports when a transfer has ended.
 """
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, AdapterEvicted, AdapterLoaded
+from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import MemoryStats
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool, SequenceLease, TransferOutcome, WaitReason, arrived
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.integrity import check_accounts, check_tree
+from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
 from lorikeet.memory.kv_migration import KvMigration
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, StepForecast
+from lorikeet.memory.options import MemoryOptions
+from lorikeet.memory.policies.base import MemoryView, StepForecast
+from lorikeet.memory.prefix_insertion import ComputedTokens, PrefixInsertion
 from lorikeet.memory.reuse import KvReuse
-from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.transfers import BlockCounts, HostCounts, InflightTransfer
+from lorikeet.memory.transfer_records import BlockCounts, HostCounts, InflightTransfer
 from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer, block_keys
 from lorikeet.policies import EVICTION, PREFETCH
 from lorikeet.presets import HostKv
 
-
-class AdapterSize(NamedTuple):
-    """Size of a packed adapter.
-
-    Attributes:
-        blocks: number of blocks.
-        weight_bytes: bytes of the blocks that hold weights; the rest is waste.
-    """
-
-    blocks: int
-    weight_bytes: int
-
-
-class AdaptersThere(NamedTuple):
-    """The adapters on both tiers.
-
-    Attributes:
-        resident: those on the device, with the blocks of each.
-        hosted: those on the host.
-        waste_bytes: bytes in blocks on the device that hold no weights.
-    """
-
-    resident: dict[AdapterDigest, int]
-    hosted: tuple[AdapterDigest, ...]
-    waste_bytes: int
-
-
-class KnownAdapters:
-    """Adds adapter versions to the tree, and frees them.
-
-    Args:
-        tiers: holds the block accounts.
-        evictor: evicts adapters and their KV.
-        rules: of the preset.
-        size: returns the size of a packed adapter.
-        block_bytes: bytes of a block, for events and statistics.
-    """
-
-    def __init__(
-        self,
-        tiers: Tiers,
-        evictor: Evictor,
-        rules: MemoryRules,
-        size: Callable[[AdapterRef], AdapterSize],
-        block_bytes: int,
-    ) -> None:
-        self._tiers = tiers
-        self._tree = tiers.tree
-        self._evictor = evictor
-        self._rules = rules
-        self._size = size
-        self._block_bytes = block_bytes
-        self._slot_blocks = 0
-        self._weight_bytes: dict[int, int] = {}
-        self._there, self._there_as_of = AdaptersThere({}, (), 0), 0
-
-    def add(self, ref: AdapterRef) -> int:
-        """Add a new version to the tree, and return its node."""
-        size = self._size(ref)
-        node = self._tree.add_adapter(ref, self.device_blocks(ref), size.blocks)
-        self._weight_bytes[node] = size.weight_bytes
-        return node
-
-    def device_blocks(self, ref: AdapterRef) -> int:
-        """Return the blocks that a version takes on the device; with padded slots, those of the largest version so far.
-
-        A version that can never fit the device does not enlarge the slots.
-        """
-        blocks = self._size(ref).blocks
-        if self._rules.padded_slots and blocks <= self._evictor.limit(NodeKind.ADAPTER):
-            self._slot_blocks = blocks = max(self._slot_blocks, blocks)
-        return blocks
-
-    def missing_device_blocks(self, node: int) -> int:
-        """Return the blocks that an adapter off the device needs there; padded slots may have grown meanwhile."""
-        self._tree.size[node] = self.device_blocks(self._tree.adapters[node].ref)
-        return self._tree.missing_blocks(node)
-
-    def retire(self, digest: AdapterDigest, now: float) -> bool:
-        """Free a version that no request needs, and its KV, on both tiers; append an ``AdapterEvicted`` event.
-
-        Returns:
-            False if transfers of it are in flight. No new ones are started for it, and the caller retries.
-
-        Raises:
-            BlockError: a sequence uses it.
-        """
-        tree, node = self._tree, self._tree.adapter(digest)
-        if node is None:
-            self._evictor.events.append(AdapterEvicted(digest, now, 0, dropped=True))
-            return True
-        entry = tree.adapters[node]
-        entry.retired = True
-        below = list(tree.below(node))
-        if tree.moving[[node, *below]].any():
-            return False
-        if tree.pins[[node, *below]].any():
-            raise BlockError(f"adapter {digest[:12]} is in use")
-        freed = self._evictor.free_kv(below[::-1], now)
-        if tree.on_host[node]:
-            freed += len(entry.host_blocks)
-            self._tiers.drop_adapter_from_host(node)
-        if tree.on_device[node] or tree.kept[node]:
-            self._evictor.evict_adapter(node, now, other_blocks=freed, dropped=True)
-        else:
-            self._evictor.events.append(AdapterEvicted(digest, now, freed * self._block_bytes, dropped=True))
-        self._evictor.forget_adapter(node)
-        del self._weight_bytes[node]
-        return True
-
-    def evict_kv_without_adapter(self, node: int, now: float) -> None:
-        """Evict the KV of an adapter that is not on the device, where the preset does not allow such KV."""
-        tree = self._tree
-        if not self._rules.dependent or tree.on_device[node] or tree.moving[node] == NodeTransfer.IN:
-            return
-        self._evict_all(reversed(list(tree.below(node))), now)
-
-    def evict_kv_without_parent(self, node: int, now: float) -> None:
-        """Evict KV that has arrived after its parent was evicted, with all its descendants, where it is not allowed."""
-        tree = self._tree
-        if not self._rules.dependent or tree.kind[node] != NodeKind.KV or not tree.on_device[node]:
-            return
-        parent = int(tree.parent[node])
-        if tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN:
-            return
-        self._evict_all(reversed([node, *tree.descendants(node)]), now)
-
-    def _evict_all(self, nodes: Iterable[int], now: float) -> None:
-        """Evict those of ``nodes`` (later KV first) that are not pinned or in flight."""
-        tree = self._tree
-        idle = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
-        if idle:
-            self._evictor.evict_kv(idle, now)
-
-    def evict_if_not_kept(self, node: int, wanted: Container[int], now: float) -> None:
-        """Evict an unused adapter that no queued request wants, where the preset does not keep adapters."""
-        tree = self._tree
-        if self._rules.keep_adapters or node in wanted or self._evictor.is_pinned(node):
-            return
-        is_idle = node in tree.adapters and tree.on_device[node] and not tree.moving[node]
-        if is_idle and not tree.pins[node] and not tree.children_on_device[node]:
-            self._evictor.evict_adapter(node, now)
-
-    def there(self) -> AdaptersThere:
-        """Return the adapters on both tiers; not to be changed, since it is kept until one comes or goes.
-
-        Statistics are asked for many times a second, and most of the time no adapter has moved.
-        """
-        if self._there_as_of != self._tiers.adapter_changes:
-            tree, adapters = self._tree, self._tree.adapters
-            nodes = tree.adapters_on_device()
-            resident = {adapters[node].ref.digest: len(adapters[node].device_blocks) for node in nodes}
-            hosted = tuple([adapters[node].ref.digest for node in tree.adapters_on_host()])
-            weight_bytes = sum(map(self._weight_bytes.__getitem__, nodes))
-            waste_bytes = sum(resident.values()) * self._block_bytes - weight_bytes
-            self._there, self._there_as_of = AdaptersThere(resident, hosted, waste_bytes), self._tiers.adapter_changes
-        return self._there
-
-
-class ComputedTokens(NamedTuple):
-    """How much of a sequence has been computed.
-
-    Attributes:
-        lease: blocks of the sequence.
-        token_ids: prompt and output so far.
-        tokens: number of leading tokens whose KV is in the blocks.
-    """
-
-    lease: SequenceLease
-    token_ids: list[int]
-    tokens: int
-
-
-_PLAIN = MemoryRules()
+_PLAIN = MemoryOptions()
 _GHOSTS_PER_BLOCK = 2
 """Keys of evicted KV that are remembered for each block of both tiers."""
 
@@ -231,7 +59,7 @@ class Memory:
         block_bytes: bytes of a block, for reports.
         adapter_size: returns the blocks that an adapter takes when packed.
         eviction, prefetch: names of policies (``policies.EVICTION``, ``policies.PREFETCH``).
-        rules: memory options of the preset.
+        options: memory options of the preset.
         forecast: predicts steps for the policies; by default nothing is predicted.
     """
 
@@ -244,15 +72,15 @@ class Memory:
         adapter_size: Callable[[AdapterRef], AdapterSize],
         eviction: str = "lru",
         prefetch: str = "none",
-        rules: MemoryRules = _PLAIN,
+        options: MemoryOptions = _PLAIN,
         forecast: StepForecast | None = None,
     ) -> None:
         forecast = forecast or _NoForecast()
         self.block_size = block_size
         self.block_bytes = block_bytes
-        self._rules = rules
+        self._options = options
         self.tree = DependencyTree()
-        self.tiers = Tiers(self.tree, BlockPool(device_blocks), BlockPool(host_blocks), dependent=rules.dependent)
+        self.tiers = Tiers(self.tree, BlockPool(device_blocks), BlockPool(host_blocks), dependent=options.dependent)
         self._reuse = KvReuse(_GHOSTS_PER_BLOCK * (device_blocks + host_blocks))
         self._view = MemoryView(
             self.tree,
@@ -266,14 +94,14 @@ class Memory:
         )
         self._eviction = EVICTION[eviction](self._view)
         self._prefetch = PREFETCH[prefetch](self._view, self._eviction)
-        self.counters = MemoryCounters(self.tiers, rules)
+        self.counters = MemoryCounters(self.tiers, options)
         self.evictor = Evictor(
-            self.tiers, self._eviction, self._prefetch, rules, self.counters, self._reuse, block_bytes
+            self.tiers, self._eviction, self._prefetch, options, self.counters, self._reuse, block_bytes
         )
         self.swapper = Swapper(
-            self.tiers, self.evictor, self._eviction, self._prefetch, rules, self.counters, self._view, self._reuse
+            self.tiers, self.evictor, self._eviction, self._prefetch, options, self.counters, self._view, self._reuse
         )
-        self.adapters = KnownAdapters(self.tiers, self.evictor, rules, adapter_size, block_bytes)
+        self.adapters = KnownAdapters(self.tiers, self.evictor, options, adapter_size, block_bytes)
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
@@ -300,11 +128,11 @@ class Memory:
 
     def resident(self) -> dict[AdapterDigest, int]:
         """Return the adapters on the device and the blocks of each."""
-        return self.adapters.there().resident
+        return self.adapters.cached().resident
 
     def hosted(self) -> tuple[AdapterDigest, ...]:
         """Return the adapters in the host tier."""
-        return self.adapters.there().hosted
+        return self.adapters.cached().hosted
 
     @property
     def transfers_in_flight(self) -> int:
@@ -498,7 +326,7 @@ class Memory:
             return WaitReason.SLOT
         path = tree.match(keys[: (tokens - 1) // self.block_size])
         away = [node for node in path if not tree.on_device[node] and tree.moving[node] != NodeTransfer.IN]
-        may_compute = away and self._rules.host_kv is HostKv.AHEAD
+        may_compute = away and self._options.host_kv is HostKv.AHEAD
         if may_compute and not self._view.loading_kv_pays(len(away), self.blocks_for(tokens), is_waiting=True):
             del path[path.index(away[0]) :]
             away = []
@@ -554,7 +382,7 @@ class Memory:
 
     def commit(self, computed: Iterable[ComputedTokens], now: float) -> None:
         """Insert the full blocks of sequences into the tree, where other sequences find them."""
-        if self._rules.keep_kv:
+        if self._options.keep_kv:
             self._insertion.insert(computed, now)
 
     def suspend(
@@ -579,7 +407,7 @@ class Memory:
         """
         self._return_lease(lease, now)
         self._reuse.computed(lease.adapter, len(lease.path) - lease.cached_blocks)
-        if not self._rules.keep_kv:
+        if not self._options.keep_kv:
             for node in reversed(lease.path):
                 self.evictor.discard(node, now)
         self.adapters.evict_if_not_kept(lease.adapter, self._view.waiting, now)
@@ -593,7 +421,7 @@ class Memory:
             now: the time.
         """
         self._view.queued = queued
-        if self._rules.keep_adapters and not (self._eviction.follows_queue or self._prefetch.follows_queue):
+        if self._options.keep_adapters and not (self._eviction.follows_queue or self._prefetch.follows_queue):
             return
         nodes = {self.tree.adapter(digest): count for digest, count in wanted().items()}
         before = self._view.waiting
@@ -645,90 +473,11 @@ class Memory:
         """
         check_accounts(self.tiers, [block for lease in self._leases for block in lease.private])
         self.evictor.check_queues()
-        check_tree(self.tree, [[lease.adapter, *lease.path] for lease in self._leases], dependent=self._rules.dependent)
+        check_tree(
+            self.tree, [[lease.adapter, *lease.path] for lease in self._leases], dependent=self._options.dependent
+        )
 
     def stats(self) -> MemoryStats:
         """Return the statistics of the memory."""
-        there = self.adapters.there()
-        return self.counters.stats(self.block_bytes, there.waste_bytes, len(there.hosted))
-
-
-class PrefixInsertion:
-    """Inserts full blocks of KV into the tree, where other sequences find them by prefix.
-
-    The blocks of all sequences of a step are inserted together, since there are many.
-
-    Args:
-        tiers: records which blocks the new nodes have.
-        eviction: is notified of the new nodes.
-        block_size: tokens of KV in a block.
-    """
-
-    def __init__(self, tiers: Tiers, eviction: EvictionPolicy, block_size: int) -> None:
-        self._tiers = tiers
-        self._tree = tiers.tree
-        self._eviction = eviction
-        self._block_size = block_size
-
-    def insert(self, computed: Iterable[ComputedTokens], now: float) -> None:
-        """Extend the paths of leases by the blocks that have become full."""
-        new: dict[bytes, tuple[SequenceLease, list[bytes]]] = {}
-        for lease, token_ids, tokens in computed:
-            whole = tokens // self._block_size
-            if whole <= len(lease.path):
-                continue
-            if len(lease.keys) < whole:
-                digest = self._tree.digest(lease.adapter)
-                lease.keys = block_keys(
-                    digest, token_ids, self._block_size, lease.keys, salt=lease.salt, start=lease.adapter_start
-                )
-            while self._follow(lease, whole, now):
-                first = len(lease.path)
-                if lease.keys[first] not in new:
-                    new[lease.keys[first]] = lease, lease.keys[first:whole]
-                    break
-                self._insert_new(new.values(), now)  # another sequence of the step has computed the same tokens
-                new.clear()
-        self._insert_new(new.values(), now)
-
-    def _follow(self, lease: SequenceLease, whole: int, now: float) -> bool:
-        """Extend the path by nodes that other sequences have inserted meanwhile; return whether new blocks remain."""
-        tree, tiers, before = self._tree, self._tiers, len(lease.path)
-        is_new = False
-        for key in lease.keys[before:whole]:
-            node = tree.find(key)
-            is_new = node is None
-            if node is None or tree.moving[node] == NodeTransfer.IN:
-                break  # KV below a node in flight must not be found, as the copy may fail
-            if not tree.on_device[node]:
-                block = lease.blocks[len(lease.path)]
-                lease.private.remove(block)
-                tiers.adopt([node], [block])
-                self._eviction.inserted([node], now)
-            lease.path.append(node)
-        if followed := lease.path[before:]:
-            tiers.pin(followed)
-            tree.last_use_s[followed] = now
-        return is_new
-
-    def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:
-        if not new:
-            return
-        tops = [self._tops(lease, len(keys)) for lease, keys in new]
-        above = [lease.path[-1] if lease.path else top for (lease, _), (top, *_) in zip(new, tops, strict=True)]
-        nodes, blocks = [], []
-        branches = self._tree.add_kv(above, [keys for _, keys in new], now, tops)
-        for (lease, _), branch in zip(new, branches, strict=True):
-            mine = lease.blocks[len(lease.path) : len(lease.path) + len(branch)]
-            lease.private.difference_update(mine)
-            lease.path += branch
-            nodes += branch
-            blocks += mine
-        self._tiers.adopt(nodes, blocks)
-        self._eviction.inserted(nodes, now)
-        self._tiers.pin(nodes)
-
-    def _tops(self, lease: SequenceLease, count: int) -> list[int]:
-        """Return whose KV each of the next ``count`` blocks of a lease is: the base's before its adapter acts."""
-        of_base = max(0, lease.adapter_start // self._block_size - len(lease.path))
-        return [BASE] * min(of_base, count) + [lease.adapter] * (count - of_base)
+        cached = self.adapters.cached()
+        return self.counters.stats(self.block_bytes, cached.waste_bytes, len(cached.hosted))

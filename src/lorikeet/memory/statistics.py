@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lorikeet.core.messages import DecisionTimes, MemoryStats, RouteStats, TierBytes
-from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 
@@ -26,12 +26,12 @@ class MemoryCounters:
 
     Args:
         tiers: holds the block accounts.
-        rules: of the preset.
+        options: of the preset.
     """
 
-    def __init__(self, tiers: Tiers, rules: MemoryRules) -> None:
+    def __init__(self, tiers: Tiers, options: MemoryOptions) -> None:
         self._tiers = tiers
-        self._dependent = rules.dependent
+        self._dependent = options.dependent
         self._adapter_queries = self._adapter_hits = 0
         self._kv_queries_tokens = self._kv_hits_tokens = self._kv_host_hits_tokens = 0
         self._prefetched = self._prefetched_used = 0

@@ -12,12 +12,12 @@ from itertools import islice
 
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier
 from lorikeet.memory.eviction import Evictor
+from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, PrefetchPolicy, is_prefetchable
 from lorikeet.memory.reuse import KvReuse
-from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.transfers import KV_BLOCKS_PER_TRANSFER, InflightTransfer
+from lorikeet.memory.transfer_records import KV_BLOCKS_PER_TRANSFER, InflightTransfer
 from lorikeet.memory.tree import NodeKind
 from lorikeet.presets import HostKv
 
@@ -44,13 +44,13 @@ tier no other one starts for as long, unless one succeeds, since all files may b
 
 
 class Swapper:
-    """Evicts and prefetches between steps, as the policies and rules of the preset say.
+    """Evicts and prefetches between steps, as the policies and options of the preset say.
 
     Args:
         tiers: starts the transfers.
         evictor: frees blocks.
         eviction, prefetch: policies of the preset.
-        rules: of the preset.
+        options: of the preset.
         counters: count prefetches and ticks.
         view: expected times of steps and copies.
         reuse: of KV, by adapter.
@@ -62,7 +62,7 @@ class Swapper:
         evictor: Evictor,
         eviction: EvictionPolicy,
         prefetch: PrefetchPolicy,
-        rules: MemoryRules,
+        options: MemoryOptions,
         counters: MemoryCounters,
         view: MemoryView,
         reuse: KvReuse,
@@ -74,15 +74,15 @@ class Swapper:
         self._reuse = reuse
         self._eviction = eviction
         self._prefetch = prefetch
-        self._rules = rules
+        self._options = options
         self._counters = counters
-        prefetch_share = _HOST_PREFETCH_SHARE if rules.host_kv is not HostKv.NONE and rules.keep_kv else 1.0
+        prefetch_share = _HOST_PREFETCH_SHARE if options.host_kv is not HostKv.NONE and options.keep_kv else 1.0
         self._max_prefetched_host_blocks = prefetch_share * tiers.host.total
         self._to_read: OrderedDict[int, None] = OrderedDict()
         self._reads = 0
         self._reads_paused_until_s = -math.inf
         self._retry_s: dict[int, float] = {}
-        self._due_s = 0.0 if rules.tick_s else math.inf
+        self._due_s = 0.0 if options.tick_s else math.inf
         self._is_idle = True
         self._is_evicting = False
         self._next_prefetch_s = math.inf
@@ -106,28 +106,28 @@ class Swapper:
         self._counters.observe(now)
         if now < self._due_s:
             return
-        self._due_s = now + self._rules.tick_s
+        self._due_s = now + self._options.tick_s
         started_s = time.perf_counter()
         self._evictor.rescore_all(now)
         in_flight = len(self._tiers.transfers)
         total, unused = self._tiers.device.total, self._evictor.unused()
-        if self._rules.host_kv is HostKv.AHEAD and total - unused >= self._rules.prefetch_below * total:
+        if self._options.host_kv is HostKv.AHEAD and total - unused >= self._options.prefetch_below * total:
             self._copy_ahead(now)
-        wanted = round((1 - self._rules.evict_to) * total)
+        wanted = round((1 - self._options.evict_to) * total)
         is_full = unused == 0 or self._evictor.allocation_failed
         self._evictor.allocation_failed = False
-        evicts_early = self._rules.host_kv is HostKv.EVICTED  # otherwise evicted blocks are free immediately
+        evicts_early = self._options.host_kv is HostKv.EVICTED  # otherwise evicted blocks are free immediately
         self._is_evicting = evicts_early and (is_full or self._is_evicting) and unused < wanted
         if self._is_evicting:
             self._evictor.evict_until_free(wanted, now, _EVICTIONS_PER_TICK)
         elif self._prefetch.below_watermark_only and self._has_room(total - unused):
-            self._prefetch_nodes(round((1 - self._rules.prefetch_below) * total), now)
+            self._prefetch_nodes(round((1 - self._options.prefetch_below) * total), now)
         self._is_idle = len(self._tiers.transfers) == in_flight and not self._is_evicting
         self._counters.ticked(time.perf_counter() - started_s)
 
     def _has_room(self, used: int) -> bool:
         """Whether the swapper prefetches while so many blocks of the device are in use."""
-        below = self._rules.prefetch_below * self._tiers.device.total
+        below = self._options.prefetch_below * self._tiers.device.total
         return used < below or used - self._evictor.worthless() < below
 
     def after_admission(self, now: float) -> None:
@@ -221,7 +221,7 @@ class Swapper:
                 continue
             size = tree.missing_blocks(node)
             short = size + len(batch) + leave_free - self._tiers.device.free
-            if short > 0 and self._rules.host_kv is HostKv.AHEAD:
+            if short > 0 and self._options.host_kv is HostKv.AHEAD:
                 self._evictor.evict_worthless(size + len(batch) + leave_free, now)
                 short = size + len(batch) + leave_free - self._tiers.device.free
             below = self._prefetch.evicts_below(node) if short > 0 else -math.inf

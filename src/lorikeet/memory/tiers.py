@@ -13,7 +13,7 @@ import numpy as np
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
-from lorikeet.memory.transfers import (
+from lorikeet.memory.transfer_records import (
     KV_BLOCKS_PER_TRANSFER,
     BlockCounts,
     HostCounts,

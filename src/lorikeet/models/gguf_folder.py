@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 from lorikeet.models.default import split_digits, whole_folder
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, gguf_config, read_gguf
 from lorikeet.models.json_section import ModelConfigError

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 from lorikeet.kernels.quantized import QuantizedWeight, quantized_weight
 from lorikeet.models.gguf import GgufFile, GgufTensor, interleaved_heads, norms_are_one_more
 from lorikeet.models.json_section import ModelConfigError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import PREFIXES, PRODUCTS, UNUSED_PARTS
 from lorikeet.core.messages import LOADING_WEIGHTS
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 from lorikeet.kernels.interface import LayerWeights, Weight
 from lorikeet.kernels.quantized import GROUP, QuantizedWeight, QuantizedWeightError, quantize, stacked
 from lorikeet.models.config import ROW_PARALLEL, ModelConfig

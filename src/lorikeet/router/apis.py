@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
-from lorikeet.core.urls import server_root
+from lorikeet.http.urls import server_root
 from lorikeet.router.adapters import RoutedAdapter
 
 Fields = dict[str, Any]

@@ -21,7 +21,6 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.core.request import Slo
-from lorikeet.core.urls import server_root
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
 from lorikeet.http.body_gate import BodyGate
@@ -29,6 +28,7 @@ from lorikeet.http.connections import ConnectionLimits, limited_http, raise_file
 from lorikeet.http.listening import ListeningServer, listen
 from lorikeet.http.logs import log
 from lorikeet.http.tls import Certificate, open_certificate
+from lorikeet.http.urls import server_root
 from lorikeet.presets import describe_preset, resolve_preset
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.app import create_app

@@ -1,7 +1,7 @@
 """The requests of an engine and its measured step times, and the delays that they predict."""
 
 from lorikeet.core.ids import RequestId
-from lorikeet.core.replica_costs import ANSWER_SHARE
+from lorikeet.costs.replica_estimates import ANSWER_SHARE
 from lorikeet.scheduling.state import Sequence, StepTimeEstimator
 from lorikeet.scheduling.step_costs import Utilization
 

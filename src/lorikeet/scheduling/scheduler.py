@@ -27,7 +27,8 @@ from lorikeet.core.plan import NOT_FINITE, PACKING_ORDER, StepPlan, StepResult, 
 from lorikeet.core.request import Request
 from lorikeet.costs.iteration_costs import IterationCosts
 from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
-from lorikeet.memory.memory import ComputedTokens, Memory
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.prefix_insertion import ComputedTokens
 from lorikeet.presets import ColdStart, PrefillApart, Preset
 from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue
 from lorikeet.scheduling.assist_planner import AssistPlanner

@@ -49,7 +49,7 @@ from lorikeet.core.messages import DropAdapter, ExportedKv, ImportKv, RegisterAd
 from lorikeet.core.process_tuning import rare_gc
 from lorikeet.core.request import Request, Slo
 from lorikeet.costs.profile import Constant, CostProfile, Link
-from lorikeet.costs.transfers import LinkDirection
+from lorikeet.costs.transfer_model import LinkDirection
 from lorikeet.presets import resolve_preset
 from lorikeet.simulator.operating_points import Show, operating_points_for
 from lorikeet.simulator.replica import EPOCH, EngineMessage, PendingMove, SimulatedReplica

@@ -12,9 +12,9 @@ from lorikeet.bench.in_process import MissBudget
 from lorikeet.bench.load_report import LoadFigures
 from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, probe_requests
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.extras import install_command
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.process_tuning import return_freed_memory
+from lorikeet.core.text import install_command
 from lorikeet.costs.assist_costs import assisted_modules
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile

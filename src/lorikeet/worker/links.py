@@ -1,9 +1,9 @@
 """Models of the transfer link: when each transfer ends, from the times of its parts.
 
-Each direction (:class:`lorikeet.costs.transfers.LinkDirection`) carries one transfer at a time, the most urgent first:
-demanded transfers, then prefetches, each in the order of their start. A more urgent transfer preempts the running one,
-which continues afterwards. (Live copies are preempted between groups of blocks; here at any time.) The directions are
-independent of each other.
+Each direction (:class:`lorikeet.costs.transfer_model.LinkDirection`) carries one transfer at a time, the most urgent
+first: demanded transfers, then prefetches, each in the order of their start. A more urgent transfer preempts the
+running one, which continues afterwards. (Live copies are preempted between groups of blocks; here at any time.) The
+directions are independent of each other.
 """
 
 import threading
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from lorikeet.core.plan import Transfer, TransferDone
-from lorikeet.costs.transfers import LinkDirection, TransferLeg, TransferPath
+from lorikeet.costs.transfer_model import LinkDirection, TransferLeg, TransferPath
 
 
 class TransferLink(Protocol):

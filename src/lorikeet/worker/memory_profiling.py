@@ -22,8 +22,8 @@ from lorikeet.kernels.lora import LoraWeights
 from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
-from lorikeet.memory.least import check_blocks, least_blocks
 from lorikeet.memory.packing import pack
+from lorikeet.memory.sizing import check_blocks, min_blocks
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
 from lorikeet.worker.batch import SequenceState as RankSequence
@@ -234,7 +234,7 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     step_bytes = measured_step_bytes(settings, model, longest_tokens)
     block_bytes = model.geometry.block_bytes(engine.block_size)
     sequence_blocks = -(-longest_tokens // engine.block_size)
-    least = least_blocks(settings, model.geometry, longest_tokens)
+    least = min_blocks(settings, model.geometry, longest_tokens)
     if engine.memory_bytes:
         blocks = engine.memory_bytes // block_bytes
     else:

@@ -15,14 +15,14 @@ from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.messages import BaseInfo
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
-from lorikeet.core.sizes import format_size
-from lorikeet.costs.applies import check_model
+from lorikeet.core.text import format_size
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, layer_arrivals_s, prefill_s
-from lorikeet.costs.iterations import iteration_costs
+from lorikeet.costs.iteration_costs import iteration_costs
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile
-from lorikeet.costs.transfers import MergeModel, TransferModel
+from lorikeet.costs.profile_checks import check_model
+from lorikeet.costs.transfer_model import MergeModel, TransferModel
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import Preset

@@ -20,7 +20,7 @@ from lorikeet.kernels.devices import torch_dtype
 from lorikeet.kernels.interface import Batch, Kernels
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
 from lorikeet.kernels.quantized import GROUP
-from lorikeet.memory.least import kept_geometry
+from lorikeet.memory.sizing import stored_geometry
 from lorikeet.models.config import (
     BaseConfig,
     ModelConfig,
@@ -187,13 +187,13 @@ def load_rank(
         )
     kernels = _kernels(settings, dtype, device)
     packed = pack_weights(weights, kernels, keep_plain=merges)
-    geometry = kept_geometry(settings.engine, share.geometry(dtype.itemsize, group.size))
+    geometry = stored_geometry(settings.engine, share.geometry(dtype.itemsize, group.size))
     merger = None
     if merges:
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     decoder = Decoder(share, packed, kernels, group, geometry.kv_bits)
-    whole = kept_geometry(settings.engine, config.geometry(dtype.itemsize))
+    whole = stored_geometry(settings.engine, config.geometry(dtype.itemsize))
     return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
 
 
@@ -228,7 +228,7 @@ def _load_transformers(
     stored = f"dequantised from {names.get(method, method)}" if method else ""
     if bits:
         stored = f"int{bits} in groups of {GROUP}, quantised from {str(dtype).removeprefix('torch.')}"
-    geometry = kept_geometry(settings.engine, decoder.geometry)
+    geometry = stored_geometry(settings.engine, decoder.geometry)
     return RankModel(config, decoder, kernels, dtype, device, geometry, weights=stored)
 
 

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from lorikeet.core.replica_costs import ReplicaCosts, estimated_load
+from lorikeet.core.replica_costs import ReplicaCosts
+from lorikeet.costs.replica_estimates import estimated_load
 
 
 class Points(Protocol):

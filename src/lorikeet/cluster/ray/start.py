@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lorikeet.core.extras import install_command
+from lorikeet.core.text import install_command
 
 OBJECT_STORE_BYTES = 512 * 2**20
 """Of an embedded Ray. It holds only adapters in transit; what does not fit is spilled to disk."""

@@ -16,7 +16,8 @@ from lorikeet.cluster.routing.base import (
 )
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
-from lorikeet.core.replica_costs import UNLOADED_TIMES, ReplicaCosts
+from lorikeet.core.replica_costs import ReplicaCosts
+from lorikeet.costs.replica_estimates import UNLOADED_TIMES
 
 
 class ToppingsCosts(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from lorikeet.core.json_lines import drop_partial_line
 from lorikeet.http.errors import bad_request, unexpected_failure
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread, off_the_loop
+from lorikeet.observe.json_lines import drop_partial_line
 from lorikeet.serving.batches.dispatch import Answer, Dispatcher
 from lorikeet.serving.batches.lines import (
     RequestLine,

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from lorikeet.config import BatchSettings
-from lorikeet.core.sizes import format_size
+from lorikeet.core.text import format_size
 from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.logs import log
 from lorikeet.serving.batches.lines import FileSummary, check_requests

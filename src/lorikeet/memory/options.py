@@ -5,7 +5,7 @@ import msgspec
 from lorikeet.presets import HostKv
 
 
-class MemoryRules(msgspec.Struct, frozen=True):
+class MemoryOptions(msgspec.Struct, frozen=True):
     """What the memory keeps, and when the swapper moves it.
 
     Attributes:

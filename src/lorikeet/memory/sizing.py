@@ -4,14 +4,13 @@ import msgspec
 
 from lorikeet.config import MEMORY_BITS, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.sizes import format_size
-from lorikeet.core.suggestions import unknown_name
+from lorikeet.core.text import format_size, unknown_name
 from lorikeet.memory.packing import pack
 
 _SMALLEST_RANK = 8
 
 
-def kept_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeometry:
+def stored_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeometry:
     """Return a geometry with the forms in which an engine keeps adapters and KV.
 
     Raises:
@@ -43,7 +42,7 @@ def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> in
         raise ConfigError(f"block_size: {error}; make blocks larger, or disable adapters") from error
 
 
-def least_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int) -> int:
+def min_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int) -> int:
     """Return the blocks of the longest sequence and a small adapter; raises as :func:`adapter_blocks`.
 
     Args:
@@ -61,7 +60,7 @@ def check_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: in
         ConfigError: it does not; the message says how much is needed.
     """
     least, block_bytes = (
-        least_blocks(settings, geometry, longest_tokens),
+        min_blocks(settings, geometry, longest_tokens),
         geometry.block_bytes(settings.engine.block_size),
     )
     if blocks >= least:

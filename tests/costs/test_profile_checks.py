@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from lorikeet.core import machine
-from lorikeet.costs.applies import check_device, check_model
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
+from lorikeet.costs.profile_checks import check_device, check_model
 
 A100, XEON = load_profile("a100-80-llama-2-7b"), "Intel(R) Xeon(R) Platinum 8369B CPU @ 2.90GHz"
 MEASURED = msgspec.structs.replace(A100, name="mine", device=f"{XEON}, 2 threads")
