@@ -148,8 +148,8 @@ class CrossOriginGuard:
     """Middleware that refuses requests that may change state and come from a web page of an origin not allowed.
 
     Browsers send some requests without a preflight (no-cors) and only hide the answer from the page. A request without
-    an Origin or Sec-Fetch-Site header does not come from a browser. The rules are those of Go's
-    ``http.CrossOriginProtection``, https://pkg.go.dev/net/http.
+    an Origin or Sec-Fetch-Site header does not come from a browser. The rules are those of
+    ``CrossOriginProtection`` of Go (https://pkg.go.dev/net/http).
 
     Args:
         app: the wrapped application.

@@ -1,7 +1,7 @@
 """Samples tokens from logits: edits logits on the host where a request needs it, and calls ``Kernels.choose``.
 
 The order is: log probabilities to report (of the unmodified distribution), bias, penalties, forbidden tokens (by
-``allowed_token_ids``, ``bad_words``, ``min_tokens`` and the grammar), and then, in ``kernels.choose``, temperature,
+``allowed_token_ids``, ``bad_words``, ``min_tokens`` and the grammar), and then, in ``Kernels.choose``, temperature,
 min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there tokens are forbidden before the penalties.
 """
 

@@ -250,7 +250,7 @@ class Ring:
         Args:
             ticket: its number.
             step: its step, whose adapters the slices refer to.
-            site: product of a layer (``worker.site_of``).
+            site: number of a product of a layer (``worker.host_lora.worker.site_of``).
             cut: number of the cut of its rows.
         """
         at = self._offsets.descriptor(ticket)
