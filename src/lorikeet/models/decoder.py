@@ -1,37 +1,30 @@
-"""The decoder: a Llama-shaped transformer over paged KV, composed of kernels."""
+"""The decoder: a Llama-shaped transformer over paged KV, composed of kernels.
+
+This file is the model alone. What adapters change is behind ``models.layer_ops``.
+"""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from lorikeet.kernels.activation import Activation
-from lorikeet.kernels.extras import (
-    ProductShare,
-    adjust_logits,
-    embed,
-    prepare_product,
-    prepare_vocabulary,
-    replace_products,
-    scaled_inputs,
-)
 from lorikeet.kernels.interface import (
     Assist,
     Batch,
-    HeadNorms,
     Kernels,
     LayersShape,
-    LayerWeights,
     RotaryPairs,
     Rotation,
-    Weight,
     fits_one_call,
     kv_view,
 )
-from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraWeights
+from lorikeet.models.adapted_ops import adapted_ops
+from lorikeet.models.adapter_preparation import AdapterPreparation, product_shares
 from lorikeet.models.architectures import LLAMA_NORMS
-from lorikeet.models.config import ROW_PARALLEL, ModelConfig
+from lorikeet.models.config import ModelConfig
+from lorikeet.models.layer_ops import DecoderLayer, LayerOps, Norm, decoder_layer
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.rotary import Rotary
 from lorikeet.models.weights import DecoderWeights, lora_targets
@@ -39,6 +32,13 @@ from lorikeet.models.weights import DecoderWeights, lora_targets
 
 class Decoder:
     """A decoder-only transformer, or one rank's share of it.
+
+    Args:
+        config: configuration of the whole model, or of the rank's pipeline stage.
+        weights: weights of this rank, of one dtype and on one device.
+        kernels: kernel backend.
+        group: the ranks of the model, for all-reduce and the other stages.
+        kv_bits: bits of an element of keys and values, see ``ModelGeometry``.
 
     Attributes:
         fits_graphs: whether its steps can be captured, if the kernels can.
@@ -49,22 +49,13 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: RankGroup, kv_bits: int = 0
     ) -> None:
-        """Create a decoder.
-
-        Args:
-            config: configuration of the whole model, or of the rank's pipeline stage.
-            weights: weights of this rank, of one dtype and on one device.
-            kernels: kernel backend.
-            group: the ranks of the model, for all-reduce and the other stages.
-            kv_bits: as of ``ModelGeometry``.
-        """
         geometry = config.geometry(dtype_bytes=weights.embedding.element_size(), tensor_parallel=group.size)
+        targets = lora_targets(geometry)
         self._config = config
         self._kv_bits = kv_bits
         self._weights = weights
         self._kernels = kernels
         self._group = group
-        self._targets = lora_targets(geometry)
         # Layers without rotation have number -1: the last embedding, which rotates nothing.
         still: tuple[None, ...] = (None,) if -1 in config.rotations else ()
         ropes = (*config.ropes, *still)
@@ -82,7 +73,7 @@ class Decoder:
             eps=config.rms_norm_eps / config.residual_multiplier**2,
             scale=config.head_dim**-0.5 if scale is None else scale,
             windows=config.windows[: len(weights.layers)],
-            targets=tuple(self._targets.values()),
+            targets=tuple(targets.values()),
             rotations=tuple(number % len(ropes) for number in config.rotations[: len(weights.layers)]),
             pairs=RotaryPairs(config.rotary_dim, config.rotates_neighbours),
             norm_offset=config.norm_offset,
@@ -90,17 +81,14 @@ class Decoder:
             softcap=config.attention_softcap,
             has_gelu=config.activation is not Activation.SILU,
         )
+        self._layers = tuple(
+            decoder_layer(index, layer, self._shape, targets, config.norms)
+            for index, layer in enumerate(weights.layers)
+        )
+        self._final_norm = Norm(weights.final_norm, "norm.weight", 0)
+        self._ops = LayerOps(kernels, self._shape)
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
-        self._norms: dict[tuple[int, str], Tensor] = {}
-        self._shares: dict[str, ProductShare] = {}
-        if group.size > 1:
-            for product, targets in self._targets.items():
-                modules = {target.module for target in targets.each}
-                outputs = {name: config.module_shard(name, group.rank, group.size).outputs for name in modules}
-                splits_inputs = modules <= ROW_PARALLEL
-                self._shares[product] = ProductShare(
-                    outputs, group.all_reduce if splits_inputs else None, not splits_inputs or group.rank == 0
-                )
+        self._preparation = AdapterPreparation(self._layers, weights, kernels, product_shares(config, targets, group))
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of the first ``layers`` layers with the same tensors, to measure the time of a layer.
@@ -114,54 +102,28 @@ class Decoder:
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
         """View ``arena [blocks, elements]`` as :meth:`hidden` takes it."""
-        kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
-        kv_heads, layers = kv_heads // self._group.size or 1, len(self._weights.layers)
-        return kv_view(arena, layers, block_size, kv_heads, head_dim, bits=self._kv_bits)
+        kv_heads = self._shape.kv_heads // self._group.size or 1
+        return kv_view(arena, len(self._layers), block_size, kv_heads, self._shape.head_dim, bits=self._kv_bits)
 
-    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Compute one step; return the logits ``[S, vocab]`` of its sample rows. As :meth:`hidden` and :meth:`head`."""
-        return self.head(self.hidden(batch, kv), batch.head_lora)
-
-    @torch.inference_mode()
     def prepare(self, adapter: LoraWeights) -> None:
         """Compute what of an adapter depends on the base, into its blocks; once for each time it is loaded."""
-        kernels, weights = self._kernels, self._weights
-        for index, layer in enumerate(weights.layers):
-            for product, targets in self._targets.items():
-                weight: Weight = getattr(layer, product)
-                prepare_product(
-                    adapter,
-                    index,
-                    targets,
-                    getattr(layer, f"{product}_bias"),
-                    partial(self._product, weight),
-                    partial(self._row_norms, index, product, weight),
-                    self._shares.get(product),
-                )
-        head = weights.lm_head
-        prepare_vocabulary(
-            adapter, weights.embedding, lambda x: kernels.logits(x, head), lambda: kernels.row_norms(head)
-        )
+        self._preparation.prepare(adapter)
 
-    def _row_norms(self, index: int, product: str, weight: Weight) -> Tensor:
-        """Return the norms of the rows of a weight, computed once."""
-        if (index, product) not in self._norms:
-            self._norms[index, product] = self._kernels.row_norms(weight)
-        return self._norms[index, product]
-
-    def _product(self, weight: Weight, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, weight, None)
+    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Compute a step, and return the logits ``[S, vocab]`` of its sample rows; see :meth:`hidden`."""
+        return self.head(self.hidden(batch, kv), batch.head_lora)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`, in the dtype of ``Kernels.logits``.
 
-        ``lora`` has the adapters of these rows, if any has an output layer of its own.
+        Args:
+            hidden: ``[S, hidden]``.
+            lora: the adapters of these rows, if any has an output layer of its own.
         """
         config = self._config
         logits = self._kernels.logits(hidden, self._weights.lm_head)
-        if lora is not None:
-            logits = adjust_logits(logits, hidden, lora, is_tied=config.tie_word_embeddings)
+        logits = self._ops_for(lora).adjust_logits(logits, hidden, is_tied=config.tie_word_embeddings)
         if config.logits_scaling != 1:
             logits = logits / config.logits_scaling
         if cap := config.logits_softcap:
@@ -180,37 +142,45 @@ class Decoder:
                 place.
 
         Returns:
-            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``. Of all pipeline stages but the last,
-            which send the residual stream to the next instead, ``[0, hidden]``.
+            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``. All pipeline stages but the last send
+            the residual stream to the next, and return ``[0, hidden]``.
         """
-        config, rows = self._config, len(batch.token_ids)
-        if config.is_first:
-            x = self._embedded(batch)
-        else:
-            dtype, device = self._weights.embedding.dtype, batch.token_ids.device
-            x = self._group.receive(torch.empty(rows, config.hidden_size, dtype=dtype, device=device))
-        if not config.is_last:  # the next stage needs every row
+        rows = len(batch.token_ids)
+        x = self._embedded(batch) if self._config.is_first else self._received(batch)
+        if not self._config.is_last:  # the next stage needs every row
             batch = replace(batch, sample_rows=torch.arange(rows, device=x.device))
         cos, sin = self._rotary(batch.positions, x.dtype)
-        in_one_call = self._in_one_call if fits_one_call(batch) else None
-        adapted = batch.lora is not None and batch.lora.has_extras and batch.lora.adjusted("vector")
-        if adapted and config.norms != LLAMA_NORMS:
-            in_one_call = None  # it knows Llama's norms of adapters only
-        x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
-        if not config.is_last:
+        if self._in_one_call is not None and self._fits_one_call(batch):
+            x, delta = self._in_one_call(x, cos, sin, kv, batch)
+        else:
+            x, delta = self._by_kernels(x, cos, sin, kv, batch)
+        if not self._config.is_last:
             self._group.send(x + delta)
             return x[:0]
-        return self._norm(x, delta, self._weights.final_norm, batch.sample_lora, 0, "norm")
+        return self._ops_for(batch.sample_lora).norm(x, delta, self._final_norm)
+
+    def _ops_for(self, lora: LoraBatch | None, assist: Assist | None = None) -> LayerOps:
+        if lora is None and assist is None:
+            return self._ops
+        return adapted_ops(self._kernels, self._shape, lora, assist)
+
+    def _fits_one_call(self, batch: Batch) -> bool:
+        """Whether the one call knows everything that the batch needs; of adapters' norms it knows those of Llama."""
+        lora = batch.lora
+        if lora is not None and lora.has_extras and self._config.norms != LLAMA_NORMS and lora.adjusted("vector"):
+            return False
+        return fits_one_call(batch)
+
+    def _received(self, batch: Batch) -> Tensor:
+        """Return the residual stream of the previous pipeline stage, ``[T, hidden]``."""
+        shape = (len(batch.token_ids), self._config.hidden_size)
+        return self._group.receive(
+            torch.empty(shape, dtype=self._weights.embedding.dtype, device=batch.token_ids.device)
+        )
 
     def _embedded(self, batch: Batch) -> Tensor:
         """Return the residual stream before the first layer, ``[T, hidden]``."""
-        weights = self._weights
-        adapted = batch.lora if batch.lora is not None and batch.lora.has_extras else None
-        if adapted is None:
-            x = weights.embedding[batch.token_ids]
-        else:
-            x = weights.embedding[batch.token_ids.clamp(max=len(weights.embedding) - 1)]
-            embed(x, batch.token_ids, adapted)
+        x = self._ops_for(batch.lora).embed(self._weights.embedding, batch.token_ids)
         if self._embedding_scale != 1:
             x *= self._embedding_scale
         if batch.embeds is not None:
@@ -218,117 +188,41 @@ class Decoder:
             x[rows] = embeds.to(x.dtype)
         return x if self._embedding_factor == 1 else x * self._embedding_factor
 
-    def _norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor | None, lora: LoraBatch | None, layer: int, path: str
-    ) -> Tensor:
-        """Add ``delta`` to ``x`` in place and return the norm, of some rows with the weight of their adapter.
-
-        Without a weight it is ``x`` itself.
-        """
-        kernels, eps, offset = self._kernels, self._shape.eps, self._shape.norm_offset
-        if weight is None:
-            if delta is not None:
-                x += delta
-            return x
-        out = kernels.add_norm(x, delta, weight, eps, offset)
-        if lora is not None and lora.has_extras:
-            for segment in lora.adjusted("vector"):
-                own = segment.extras.vector("vector", layer, f"{path}.weight")
-                if own is not None:
-                    rows = slice(segment.start, segment.stop)
-                    out[rows] = kernels.add_norm(x[rows], None, own, eps, offset)
-        return out
-
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute all layers kernel by kernel; arguments and result are those of ``kernels.interface.Layers``.
+        """Compute all layers kernel by kernel, with the arguments of ``kernels.interface.Layers``.
 
         Returns:
             The residual stream and the output of the last MLP, which is not added to it yet; both ``[rows, hidden]``.
         """
-        weights, shape = self._weights, self._shape
-        lora, delta = batch.lora, None
-        before, after, before_mlp, after_mlp = (f"layers.{{}}.{name}" for name in self._config.norms)
-        for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
-            normed = self._norm(x, delta, layer.input_norm, lora, index, before)
-            number = shape.rotations[index]
-            rotation = Rotation(cos[number], sin[number], shape.pairs)
-            mixed = self._attention(index, layer, normed, rotation, batch, layer_kv)
-            if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
-                x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
+        ops = self._ops_for(batch.lora, batch.assist)
+        delta = None
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            normed = ops.norm(x, delta, layer.input_norm)
+            number = self._shape.rotations[layer.number]
+            rotation = Rotation(cos[number], sin[number], self._shape.pairs)
+            mixed = self._attention(ops, layer, normed, rotation, batch, layer_kv)
+            if layer is self._layers[-1] and len(batch.sample_rows) < len(x):
+                x = x[batch.sample_rows]
+                mixed = mixed[batch.sample_rows]
+                ops = self._ops_for(batch.sample_lora, batch.assist)
             # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.
-            out = self._adapted(mixed, layer.o, layer.o_bias, lora, index, "o", batch.assist)
-            delta = self._group.all_reduce(out)
-            if layer.attention_norm is not None:
-                delta = self._norm(delta, None, layer.attention_norm, lora, index, after)
-            normed = self._norm(x, delta, layer.post_norm, lora, index, before_mlp)
-            delta = self._mlp(index, layer, normed, lora, batch.assist)
-            if layer.mlp_norm is not None:
-                delta = self._norm(delta, None, layer.mlp_norm, lora, index, after_mlp)
+            delta = self._group.all_reduce(ops.linear(mixed, layer.o))
+            delta = ops.norm(delta, None, layer.attention_norm)
+            normed = ops.norm(x, delta, layer.post_norm)
+            delta = self._group.all_reduce(self._mlp(ops, layer, normed))
+            delta = ops.norm(delta, None, layer.mlp_norm)
         assert delta is not None, "a decoder has layers"
         return x, delta
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, rotation: Rotation, batch: Batch, kv: Tensor
+        self, ops: LayerOps, layer: DecoderLayer, x: Tensor, rotation: Rotation, batch: Batch, kv: Tensor
     ) -> Tensor:
-        kernels, shape = self._kernels, self._shape
-        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch.lora, index, "qkv", batch.assist)
-        norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = HeadNorms(layer.q_norm, layer.k_norm, shape.eps, shape.norm_offset, shape.has_whole_norms)
-        if norms is not None and batch.lora is not None and batch.lora.has_extras:
-            self._rotate_apart(index, qkv, rotation, kv, batch, norms)
-        else:
-            kernels.rotary_store(qkv, rotation, kv, batch, norms)
-        return kernels.attention(qkv, kv, batch, shape.scale, shape.windows[index], shape.softcap)
+        qkv = ops.linear(x, layer.qkv)
+        ops.rotary_store(qkv, layer, rotation, kv, batch)
+        window = self._shape.windows[layer.number]
+        return self._kernels.attention(qkv, kv, batch, self._shape.scale, window, self._shape.softcap)
 
-    def _rotate_apart(
-        self, index: int, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms
-    ) -> None:
-        """Rotate and store, the rows of each adapter that has head norms of its own for themselves."""
-        assert batch.lora is not None
-        cuts, done = [], 0
-        for segment in batch.lora.adjusted("vector"):
-            q, k = (segment.extras.vector("vector", index, f"layers.{{}}.self_attn.{x}_norm.weight") for x in "qk")
-            if q is not None or k is not None:
-                own = norms._replace(q=norms.q if q is None else q, k=norms.k if k is None else k)
-                cuts += [(done, segment.start, norms), (segment.start, segment.stop, own)]
-                done = segment.stop
-        for start, stop, chosen in [*cuts, (done, len(qkv), norms)]:
-            if start < stop:
-                rows = slice(start, stop)
-                part = replace(batch, slot_blocks=batch.slot_blocks[rows], slot_offsets=batch.slot_offsets[rows])
-                own_rows = rotation._replace(cos=rotation.cos[rows], sin=rotation.sin[rows])
-                self._kernels.rotary_store(qkv[rows], own_rows, kv, part, chosen)
-
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None, assist: Assist | None) -> Tensor:
-        kernels = self._kernels
-        gate_up = self._adapted(x, layer.gate_up, layer.gate_up_bias, lora, index, "gate_up", assist)
-        inner = kernels.gelu_mul(gate_up) if self._shape.has_gelu else kernels.silu_mul(gate_up)
-        out = self._adapted(inner, layer.down, layer.down_bias, lora, index, "down", assist)
-        return self._group.all_reduce(out)
-
-    def _adapted(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        lora: LoraBatch | None,
-        index: int,
-        product: str,
-        assist: Assist | None,
-    ) -> Tensor:
-        """Return ``x`` times the weight, plus the LoRA delta if an adapter of the batch has one of the modules."""
-        if assist is not None:
-            lora = assist.begin(product, index, x, lora)
-        targets = self._targets[product]
-        has_extras = lora is not None and lora.has_extras
-        if lora is not None and has_extras:
-            x = scaled_inputs(x, lora, index, targets)
-        delta = LoraDelta(lora, index, targets) if lora is not None and lora.changes(targets) else None
-        out = self._kernels.linear(x, weight, bias, delta)
-        if lora is not None and has_extras:
-            replace_products(out, x, bias, lora, index, targets)
-            self._kernels.scale_and_shift(out, lora, index, targets)
-        if assist is not None:
-            assist.finish(out)
-        return out
+    def _mlp(self, ops: LayerOps, layer: DecoderLayer, x: Tensor) -> Tensor:
+        gate_up = ops.linear(x, layer.gate_up)
+        gated = self._kernels.gelu_mul(gate_up) if self._shape.has_gelu else self._kernels.silu_mul(gate_up)
+        return ops.linear(gated, layer.down)

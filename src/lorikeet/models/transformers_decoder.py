@@ -28,6 +28,7 @@ from lorikeet.models.config import TransformersConfig, read_eos_token_ids
 from lorikeet.models.gguf import GGUF_FILE, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
 from lorikeet.models.json_section import ModelConfigError, read_json_section
+from lorikeet.models.layer_ops import Product
 from lorikeet.models.loading import Progress, WeightError
 from lorikeet.models.quantization_config import read_quantization
 from lorikeet.models.transformers_attention import (
@@ -521,14 +522,9 @@ class TransformersDecoder:
                 [self._quantized.pop(module) for module in modules if module in self._quantized],
                 keep=id(modules[0].weight) in self._embeddings,
             )
-            adapted = AdaptedLinear(
-                weight,
-                torch.cat(biases) if biases else None,
-                self._kernels,
-                step,
-                group[0].layer,
-                lora.targets(*(linear.name for linear in group)),
-            )
+            bias = torch.cat(biases) if biases else None
+            targets = lora.targets(*(linear.name for linear in group))
+            adapted = AdaptedLinear(Product(weight, bias, group[0].layer, targets), self._kernels, step)
             fused = FusedLinear(adapted, outputs)
             for number, module in enumerate(modules):
                 module.forward = adapted if len(group) == 1 else fused.forward(number)

@@ -20,6 +20,7 @@ from lorikeet.core.geometry import ExpertsPath, split_layer
 from lorikeet.kernels.interface import Kernels
 from lorikeet.kernels.lora import LoraBatch, LoraSegment
 from lorikeet.kernels.quantized import QuantizedWeight, quantize
+from lorikeet.models.layer_ops import Product
 from lorikeet.models.transformers_modules import AdaptedLinear, LoraModules, StepLora
 
 _MARKS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
@@ -184,7 +185,7 @@ class AdaptedExperts:
                 plain, packed = experts.weight(parameter, i), quantized.get((parameter, i))
                 weight = kernels.pack(plain) if packed is None else kernels.pack(packed, plain.dtype)
                 bias = experts.bias(parameter, i)
-                found.append(AdaptedLinear(weight, bias, kernels, step, experts.layer, targets))
+                found.append(AdaptedLinear(Product(weight, bias, experts.layer, targets), kernels, step))
             old = getattr(experts.module, parameter)
             empty = torch.full((1,), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
             setattr(experts.module, parameter, nn.Parameter(empty, requires_grad=False))

@@ -23,10 +23,12 @@ from lorikeet.core.geometry import (
     ReplaceableWeights,
     split_layer,
 )
-from lorikeet.kernels.extras import adjust_logits, embed, prepare_product, replace_products, scaled_inputs
+from lorikeet.kernels.extras import adjust_logits, embed, prepare_product
 from lorikeet.kernels.interface import Kernels, Weight
-from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight, quantize, stacked
+from lorikeet.models.adapted_ops import adapted_linear
+from lorikeet.models.layer_ops import Product
 
 _EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
 """A path of one of several experts, which see some of the rows only."""
@@ -228,61 +230,43 @@ class AdaptedLinear:
     """The ``forward`` of a linear layer, with the adapters of the step.
 
     Args:
-        weight: packed.
-        bias: None for none.
-        kernels: the backend.
-        step: has the adapters.
-        layer: of the model.
-        targets: its modules; None: adapters do not change it.
+        product: its packed weight, bias and modules.
+        kernels: the kernel backend.
+        step: holds the adapters of the step.
     """
 
-    def __init__(
-        self,
-        weight: Weight,
-        bias: Tensor | None,
-        kernels: Kernels,
-        step: StepLora,
-        layer: int,
-        targets: LoraTargets | None,
-    ) -> None:
-        self._weight, self._bias, self._kernels, self._step = weight, bias, kernels, step
-        self._layer, self._targets = layer, targets
+    def __init__(self, product: Product, kernels: Kernels, step: StepLora) -> None:
+        self._base = product
+        self._kernels = kernels
+        self._step = step
         self._norms: Tensor | None = None
 
     def prepare(self, adapter: LoraWeights) -> None:
         """Compute what of an adapter with extras depends on the weight."""
-        if self._targets is not None:
-            prepare_product(adapter, self._layer, self._targets, self._bias, self._product, self._row_norms)
+        base = self._base
+        if base.targets is not None:
+            prepare_product(adapter, base.layer, base.targets, base.bias, self._times_weight, self._row_norms)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, self._weight, None)
+    def _times_weight(self, x: Tensor) -> Tensor:
+        return self._kernels.linear(x, self._base.weight, None)
 
     def _row_norms(self) -> Tensor:
         if self._norms is None:
-            self._norms = self._kernels.row_norms(self._weight)
+            self._norms = self._kernels.row_norms(self._base.weight)
         return self._norms
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ + b``, plus the LoRA delta of each row's adapter."""
-        flat, lora = x.reshape(-1, x.shape[-1]), self._step.lora
-        if lora is not None and self._targets is not None:
-            is_changed = lora.has_extras or lora.changes(self._targets)
+        flat = x.reshape(-1, x.shape[-1])
+        lora = self._step.lora
+        if lora is not None and self._base.targets is not None:
+            is_changed = lora.has_extras or lora.changes(self._base.targets)
             assert not is_changed or len(flat) == self._step.rows, "a module sees other rows than those of the step"
         return self.compute(flat, lora).view(*x.shape[:-1], -1)
 
     def compute(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         """Return the same for ``x [rows, in]``, with the adapters of these rows."""
-        if lora is None or self._targets is None:
-            return self._kernels.linear(x, self._weight, self._bias)
-        layer, targets = self._layer, self._targets
-        if lora.has_extras:
-            x = scaled_inputs(x, lora, layer, targets)
-        delta = LoraDelta(lora, layer, targets) if lora.changes(targets) else None
-        out = self._kernels.linear(x, self._weight, self._bias, delta)
-        if lora.has_extras:
-            replace_products(out, x, self._bias, lora, layer, targets)
-            self._kernels.scale_and_shift(out, lora, layer, targets)
-        return out
+        return adapted_linear(self._kernels, x, self._base, lora)
 
 
 class FusedLinear:
