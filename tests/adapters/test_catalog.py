@@ -13,6 +13,7 @@ from sqlalchemy.engine import Engine
 from lorikeet.adapters import manifest
 from lorikeet.adapters import store as store_module
 from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters
+from lorikeet.adapters.checkpoint import AdapterChecks
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
@@ -437,26 +438,26 @@ def test_weights_that_overflow_the_dtype_of_the_server_are_not_registered(
 ) -> None:
     write_adapter(sources / "strong", lora_alpha=1e7)
     with pytest.raises(AdapterError, match=r"strong: .*q of layer 0: too large for float16"):
-        open_catalog(dtype="float16").register("x", "strong")
+        open_catalog(checks=AdapterChecks("float16")).register("x", "strong")
     assert not versions(settings)
-    open_catalog(dtype="bfloat16").register("x", "strong")
+    open_catalog(checks=AdapterChecks("bfloat16")).register("x", "strong")
 
 
 def test_weights_of_a_server_of_another_dtype_are_not_served_where_they_overflow(
     open_catalog: Open, sources: Path
 ) -> None:
     write_adapter(sources / "strong", lora_alpha=1e7)
-    before = open_catalog(dtype="bfloat16")
+    before = open_catalog(checks=AdapterChecks("bfloat16"))
     record = before.register("x", "strong").record
     before.register("y", "formal")
     before.close()
-    catalog = open_catalog(dtype="float16")
+    catalog = open_catalog(checks=AdapterChecks("float16"))
     assert catalog.notes == ("adapter 'x' is registered, but its weights are too large for float16",)
     assert [ref.name for ref in catalog.versions()] == ["y"]
     with pytest.raises(AdapterNotServed, match="'x' is registered, but its weights are too large for float16"):
         catalog.get("x")
     catalog.close()
-    assert open_catalog(dtype="float32").get("x") == record
+    assert open_catalog(checks=AdapterChecks("float32")).get("x") == record
 
 
 def test_a_sharded_adapter_is_served(open_catalog: Open, sources: Path) -> None:

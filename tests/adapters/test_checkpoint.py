@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
+from lorikeet.adapters.checkpoint import AdapterChecks, DescribeOptions, describe_folder
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.tensors import largest_bits, read_entries
@@ -161,15 +161,18 @@ def test_weights_that_overflow_the_dtype_of_the_model_are_refused(
 ) -> None:
     write_adapter(tmp_path, lora_alpha=alpha)
     if fits:
-        check(tmp_path, dtype=dtype)
+        check(tmp_path, checks=AdapterChecks(dtype))
     else:
-        assert refusal(tmp_path, dtype=dtype) == f"{WEIGHTS}: q of layer 0: too large for {dtype} once scaled"
+        assert (
+            refusal(tmp_path, checks=AdapterChecks(dtype))
+            == f"{WEIGHTS}: q of layer 0: too large for {dtype} once scaled"
+        )
 
 
 def test_products_that_overflow_are_refused(tmp_path: Path) -> None:
     tensors = {name: tensor * np.float32(1e30) for name, tensor in lora_tensors().items()}
     check(write_adapter(tmp_path, tensors))
-    assert "too large for bfloat16" in refusal(tmp_path, dtype="bfloat16")
+    assert "too large for bfloat16" in refusal(tmp_path, checks=AdapterChecks("bfloat16"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"r": NaN}', "[" * 100_000, '{"a": "' + "x" * 2**20 + '"}'])

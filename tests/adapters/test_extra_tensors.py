@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
+from lorikeet.adapters.checkpoint import AdapterChecks, DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.core.geometry import ModelGeometry, ReplaceableWeights
 from tests.adapters.builders import HIDDEN, LAYERS, Tensors, geometry, key, lora_tensors, write_adapter
@@ -90,11 +90,11 @@ def test_ia3_on_an_input_of_several_products_is_refused_with_and_without_a_base(
 def test_a_server_of_low_rank_matrices_says_why(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, with_ones(**MAGNITUDES), use_dora=True)
     with pytest.raises(AdapterError, match="magnitude of q, magnitude of v: merges adapters"):
-        describe_folder(folder, DescribeOptions(BASE, only_low_rank="merges adapters"))
+        describe_folder(folder, DescribeOptions(BASE, AdapterChecks(only_low_rank="merges adapters")))
 
 
 def test_tensor_parallel_ranks_take_vectors_but_no_whole_linear_layers(tmp_path: Path) -> None:
-    options = DescribeOptions(BASE, only_vectors="ranks do not split these")
+    options = DescribeOptions(BASE, AdapterChecks(only_vectors="ranks do not split these"))
     describe_folder(write_adapter(tmp_path / "dora", with_ones(**MAGNITUDES), use_dora=True), options)
     whole = with_ones(**{"base_model.model.model.layers.0.self_attn.o_proj.weight": (HIDDEN, HIDDEN)})
     folder = write_adapter(tmp_path / "whole", whole, modules_to_save=["o_proj"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lorikeet.adapters.checkpoint import DescribeOptions, ServedBase, describe_folder
+from lorikeet.adapters.checkpoint import AdapterChecks, DescribeOptions, ServedBase, describe_folder
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
@@ -149,7 +149,7 @@ def test_an_adapter_is_accepted_or_its_key_is_named(shape: Shape, tmp_path: Path
     def describe() -> AdapterDescription:
         base = geometry(shape.base)
         folder = write_like(tmp_path / "adapter", shape, base)
-        return describe_folder(folder, DescribeOptions(base, read_weights=True, base=served))
+        return describe_folder(folder, DescribeOptions(base, AdapterChecks(base=served), read_weights=True))
 
     if shape.refused:
         with pytest.raises((AdapterError, ModelConfigError), match=shape.refused):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorikeet.adapters.checkpoint import DescribeOptions, ServedBase, describe_folder
+from lorikeet.adapters.checkpoint import AdapterChecks, DescribeOptions, ServedBase, describe_folder
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import reference
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
@@ -198,7 +198,9 @@ def test_the_base_that_an_adapter_names_is_compared(tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
 
     def warnings(*names: str, **options: Any) -> tuple[str, ...]:
-        return describe_folder(folder, DescribeOptions(geometry, base=ServedBase(names, **options))).warnings
+        return describe_folder(
+            folder, DescribeOptions(geometry, AdapterChecks(base=ServedBase(names, **options)))
+        ).warnings
 
     (warning,) = warnings("Base-7B")
     assert warning.startswith(

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.checkpoint import AdapterChecks
 from lorikeet.api.app import create_app, create_service
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
@@ -83,7 +84,12 @@ def start(tmp_path: Path, sources: Path) -> Start:
         limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,), hidden=HIDDEN)
         chats = AdapterChats(ChatSettings(TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {})), limits))
         catalog = AdapterCatalog(
-            settings.adapters, "base", GEOMETRY, reserved_names=("base",), dtype="bfloat16", fit_chat=chats.fit
+            settings.adapters,
+            "base",
+            GEOMETRY,
+            reserved_names=("base",),
+            checks=AdapterChecks("bfloat16"),
+            fit_chat=chats.fit,
         )
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
         service = create_service(

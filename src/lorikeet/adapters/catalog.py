@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lorikeet.adapters.chat import NO_OVERRIDES, AdapterChat, ChatOverrides, as_text
-from lorikeet.adapters.checkpoint import ServedBase
+from lorikeet.adapters.checkpoint import NO_CHECKS, AdapterChecks
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
@@ -119,17 +119,15 @@ class AdapterCatalog:
         base_name: name of the base model, part of its identity in the registry.
         geometry: sizes of the whole base model.
         reserved_names: names that adapters may not have, besides ``base_name``.
-        dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
+        checks: the checks of adapters that depend on the engine.
         accept: called with every new adapter before it is registered; raises AdapterError to refuse it.
-        fit_chat: called with what a new adapter's folder says about conversations; returns what differs from the base
-            model, or raises AdapterError.
+        fit_chat: called with the chat settings of a new adapter's folder; returns those that differ from the base
+            model's, or raises AdapterError.
         now: returns Unix seconds.
-        only_low_rank, only_vectors: as of ``AdapterStore``.
-        base: the base model, compared with the one that an adapter names; None: it is not compared.
-        stored: what was read before; None to read now.
+        stored: the registry's content if it was read before; None to read it now.
 
     Attributes:
-        dtype: as given.
+        dtype: dtype in which adapters are served; "" for any.
         notes: lines for the start-up log about adapters that cannot be served.
 
     Raises:
@@ -143,21 +141,18 @@ class AdapterCatalog:
         geometry: ModelGeometry,
         *,
         reserved_names: Sequence[str] = (),
-        dtype: str = "",
+        checks: AdapterChecks = NO_CHECKS,
         accept: Callable[[AdapterRef], None] = lambda _: None,
         fit_chat: Callable[[AdapterChat], AdapterChat] = lambda chat: chat,
         now: Callable[[], float] = time.time,
-        base: ServedBase | None = None,
-        only_low_rank: str = "",
-        only_vectors: str = "",
         stored: StoredAdapters | None = None,
     ) -> None:
         stored = stored or StoredAdapters(settings)
-        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base, only_low_rank, only_vectors)
+        self._store = AdapterStore(_store_dir(settings), settings, geometry, checks)
         self._registry = stored.registry
         self._registry.base = base_identity(base_name, geometry)
         self._reserved = {base_name, *reserved_names}
-        self.dtype = dtype
+        self.dtype = checks.dtype
         self._accept, self._fit_chat, self._now = accept, fit_chat, now
         self._changes = threading.Lock()  # held while store and registry are written
         self._state = threading.Lock()  # guards the fields below; never held during input or output

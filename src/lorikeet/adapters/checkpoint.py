@@ -76,26 +76,43 @@ def _last_part(name: str) -> str:
     return name.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
 
 
-class DescribeOptions(msgspec.Struct, frozen=True):
-    """What to check besides the files themselves.
+class AdapterChecks(msgspec.Struct, frozen=True):
+    """The checks of an adapter that depend on the engine that will serve it.
 
     Attributes:
-        geometry: sizes of the whole base model, and the names of its modules; None checks no fit, and takes any name.
-        dtype: dtype in which the adapter will be served, a key of ``numbers.KEPT_AS``; "" checks no overflow.
-        max_rank: larger ranks are refused; 0 for no limit.
-        max_bytes: larger weights are refused; 0 for no limit.
-        read_weights: whether to read the weights: to compute the digest, and to refuse NaN, infinity and overflow.
-        merge: whether to write the weights file of a sharded adapter, and to delete its shards.
-        read_chat: whether to read what the folder says about conversations.
-        overrides: what counts instead of that.
-        checks_fit: False takes only the names from the geometry.
-        base: the base model; None compares no names.
+        dtype: dtype in which the adapter will be served, a key of ``KEPT_AS``; weights that overflow it are refused. ""
+            for any.
+        base: the base model, compared with the name in the adapter's config; None compares no names.
         only_low_rank: why only low-rank matrices on linear modules can be served; "" if all can.
         only_vectors: why neither whole weights nor factors of inputs of linear modules can be served; "" if they can.
     """
 
-    geometry: ModelGeometry | None = None
     dtype: str = ""
+    base: ServedBase | None = None
+    only_low_rank: str = ""
+    only_vectors: str = ""
+
+
+NO_CHECKS = AdapterChecks()
+
+
+class DescribeOptions(msgspec.Struct, frozen=True):
+    """The checks of an adapter's folder, besides those of the files themselves.
+
+    Attributes:
+        geometry: sizes of the whole base model, and the names of its modules; None checks no fit, and takes any name.
+        checks: the checks that depend on the engine.
+        max_rank: larger ranks are refused; 0 for no limit.
+        max_bytes: larger weights are refused; 0 for no limit.
+        read_weights: whether to read the weights: to compute the digest, and to refuse NaN, infinity and overflow.
+        merge: whether to write the weights file of a sharded adapter, and to delete its shards.
+        read_chat: whether to read the folder's chat template and tokenizer settings.
+        overrides: settings that replace those.
+        checks_fit: False takes only the names from the geometry.
+    """
+
+    geometry: ModelGeometry | None = None
+    checks: AdapterChecks = NO_CHECKS
     max_rank: int = 0
     max_bytes: int = 0
     read_weights: bool = False
@@ -103,9 +120,6 @@ class DescribeOptions(msgspec.Struct, frozen=True):
     read_chat: bool = False
     overrides: ChatOverrides = NO_OVERRIDES
     checks_fit: bool = True
-    base: ServedBase | None = None
-    only_low_rank: str = ""
-    only_vectors: str = ""
 
 
 def describe_folder(
@@ -133,8 +147,8 @@ def describe_folder(
     _check_present(folder)
     on_stage(CONFIG_FILE)
     config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
-    if options.base is not None:
-        warnings += _check_base(base_model, revision, options.base)
+    if options.checks.base is not None:
+        warnings += _check_base(base_model, revision, options.checks.base)
     on_stage(f"the header of {WEIGHTS_FILE}")
     weights = _Weights(folder)
     if options.max_bytes and weights.size > options.max_bytes:
@@ -157,10 +171,11 @@ def describe_folder(
     warnings += warnings_of_parts
     extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
     warnings += warnings_of_extras
-    if extras and options.only_low_rank:
-        raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
-    if options.only_vectors and (split := [each for each in extras if each.is_split]):
-        raise AdapterError(f"{WEIGHTS_FILE}: {summary(split)}: {options.only_vectors}")
+    checks = options.checks
+    if extras and checks.only_low_rank:
+        raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {checks.only_low_rank}")
+    if checks.only_vectors and (split := [each for each in extras if each.is_split]):
+        raise AdapterError(f"{WEIGHTS_FILE}: {summary(split)}: {checks.only_vectors}")
     if extras and config.alora_invocation_tokens:  # they would change the KV before the invocation
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: not supported with alora_invocation_tokens")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
@@ -181,7 +196,7 @@ def describe_folder(
     digest, largest = "", 0.0
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
-        largest = _check_weights(weights, modules, extras, options.dtype, on_chunk)
+        largest = _check_weights(weights, modules, extras, checks.dtype, on_chunk)
         digest = _digest(config, weights, on_chunk)
     shards = tuple(file.name for file in weights.shards)
     if options.merge and shards:

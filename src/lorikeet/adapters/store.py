@@ -13,7 +13,7 @@ import msgspec
 
 from lorikeet.adapters.chat import NO_OVERRIDES, ChatOverrides
 from lorikeet.adapters.chat_files import CHAT_FILES
-from lorikeet.adapters.checkpoint import DescribeOptions, ServedBase
+from lorikeet.adapters.checkpoint import NO_CHECKS, AdapterChecks, DescribeOptions
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
 from lorikeet.adapters.manifest import check_unchanged, largest_of, write_manifest
@@ -62,7 +62,7 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
     Raises:
         AdapterError: it is not valid, does not fit, or is sharded.
     """
-    found = describe(folder, DescribeOptions(geometry, dtype, read_weights=True))
+    found = describe(folder, DescribeOptions(geometry, AdapterChecks(dtype), read_weights=True))
     if found.shards:
         raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
     ranks, extras = found.ranks(geometry), found.extras_of(geometry)
@@ -88,9 +88,7 @@ class AdapterStore:
         root: folder of the store; created if missing.
         settings: allowed sources and limits.
         geometry: sizes of the base model, for validation.
-        dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
-        base: the base model, compared with the one that an adapter names; None: it is not compared.
-        only_low_rank, only_vectors: as of ``DescribeOptions``.
+        checks: the checks of adapters that depend on the engine.
     """
 
     def __init__(
@@ -98,26 +96,20 @@ class AdapterStore:
         root: Path,
         settings: AdapterSettings,
         geometry: ModelGeometry,
-        dtype: str = "",
-        base: ServedBase | None = None,
-        only_low_rank: str = "",
-        only_vectors: str = "",
+        checks: AdapterChecks = NO_CHECKS,
     ) -> None:
         self._versions = versions_dir(root)
         self._incoming = root / "incoming"
         self._settings = settings
         self._geometry = geometry
-        self._checks = DescribeOptions(
+        self._options = DescribeOptions(
             geometry,
-            dtype,
+            checks,
             settings.max_rank,
             settings.max_bytes,
             read_weights=True,
             merge=True,
             read_chat=True,
-            base=base,
-            only_low_rank=only_low_rank,
-            only_vectors=only_vectors,
         )
         self._names = DescribeOptions(geometry)
         for folder in (self._versions, self._incoming):
@@ -173,7 +165,7 @@ class AdapterStore:
     def overflows(self, digest: AdapterDigest) -> bool:
         """Return whether a stored version, which may be from a server of another dtype, is too large for this dtype."""
         # float16 alone has a smaller range than the others: only then there is something to read.
-        return self._checks.dtype == "float16" and not fits(largest_of(self.folder(digest)), "float16")
+        return self._options.checks.dtype == "float16" and not fits(largest_of(self.folder(digest)), "float16")
 
     @contextmanager
     def stage(
@@ -196,7 +188,7 @@ class AdapterStore:
                 folder.mkdir()
             fetch(source, self._settings, folder, trusted)
             try:
-                found = describe(folder, msgspec.structs.replace(self._checks, overrides=overrides))
+                found = describe(folder, msgspec.structs.replace(self._options, overrides=overrides))
             except AdapterStoreError:
                 raise
             except AdapterError as error:

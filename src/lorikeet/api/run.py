@@ -18,7 +18,7 @@ import uvloop
 from anyio import to_thread
 
 from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters, registry_url
-from lorikeet.adapters.checkpoint import ServedBase
+from lorikeet.adapters.checkpoint import AdapterChecks, ServedBase
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.adapters import follow_registry
 from lorikeet.api.app import create_app, create_service
@@ -417,16 +417,18 @@ def _open_catalog(
         model.identity,
         engine_info.geometry,
         reserved_names=reserved,
-        dtype=base.dtype,
+        checks=AdapterChecks(
+            base.dtype,
+            ServedBase(
+                (model.identity, *model.names, *model.aliases, *sources.base_aliases),
+                model.revision,
+                sources.strict_base,
+            ),
+            _why_only_low_rank(settings),
+            _why_only_vectors(settings),
+        ),
         accept=accept,
         fit_chat=chats.fit,
-        base=ServedBase(
-            (model.identity, *model.names, *model.aliases, *sources.base_aliases),
-            model.revision,
-            sources.strict_base,
-        ),
-        only_low_rank=_why_only_low_rank(settings),
-        only_vectors=_why_only_vectors(settings),
         stored=stored,
     )
 

@@ -90,7 +90,7 @@ def inspect(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that --check computes.")] = 16,
 ) -> None:
     """Print what a PEFT folder contains, or why it cannot be served. Needs no server."""
-    from lorikeet.adapters.checkpoint import DescribeOptions
+    from lorikeet.adapters.checkpoint import AdapterChecks, DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe
     from lorikeet.cli import adapter_report
@@ -99,7 +99,7 @@ def inspect(
     base_folder = _base_folder(base) if base or check else None
     geometry, dtype = (None, "") if base_folder is None else _sizes(base_folder)
     try:
-        found = describe(folder, DescribeOptions(geometry, dtype, read_weights=True, read_chat=True))
+        found = describe(folder, DescribeOptions(geometry, AdapterChecks(dtype), read_weights=True, read_chat=True))
         fits = str(base_folder) if base_folder is not None and (geometry is not None or check) else ""
         description = adapter_report.describe(folder, found, fits)
         if base_folder is not None and check:

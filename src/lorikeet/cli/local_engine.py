@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from lorikeet.adapters.checkpoint import AdapterChecks
 from lorikeet.adapters.description import INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import AdapterStore, adapted, reference
@@ -92,7 +93,7 @@ def _adapter(folder: Path, geometry: ModelGeometry, dtype: str, scratch: Path) -
         AdapterError: it is not valid, or does not fit model or dtype.
     """
     if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
-        store = AdapterStore(scratch, AdapterSettings(), geometry, dtype)
+        store = AdapterStore(scratch, AdapterSettings(), geometry, AdapterChecks(dtype))
         try:
             _, merged = store.add(str(folder), trusted=True)
         finally:
