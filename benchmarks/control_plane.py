@@ -97,7 +97,7 @@ from lorikeet.presets import PRESETS
 from lorikeet.scheduling.admission import RunningRequest
 from lorikeet.scheduling.state import StepTimeEstimator
 from lorikeet.simulator.scenario import Scenario
-from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.batch import RankSequence
 from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
 from lorikeet.worker.sampler import Sampler
 from lorikeet.workloads.prompts import DEFAULT_IDS
@@ -373,7 +373,7 @@ def _sampled(vocabulary: int, grammar: str, masks: GrammarMasks, dtype: torch.dt
     generator = torch.Generator().manual_seed(0)
     sampler = Sampler(default_kernels().choose, masks)
     params = SamplingParams(max_tokens=MASKED_STEPS + 1, temperature=0.0, grammar=grammar)
-    rows = [SequenceState(SequenceStart(RequestId(str(i)), [1, i], 2, params, None)) for i in range(ROWS_OF_STEP)]
+    rows = [RankSequence(SequenceStart(RequestId(str(i)), [1, i], 2, params, None)) for i in range(ROWS_OF_STEP)]
     own_s = []
     beside_s = []
     for _ in range(MASKED_STEPS):

@@ -52,8 +52,7 @@ from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import WeightLayout
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.profiling.model_shapes import MODEL_SHAPES
-from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
-from lorikeet.worker.batch import SequenceState as RunningSequence
+from lorikeet.worker.batch import BatchRow, RankSequence, build_batch, lora_batch
 from lorikeet.worker.decode_graphs import DecodeGraphs
 from lorikeet.worker.memory_profiling import EagerDevice, compile_kernels
 from lorikeet.worker.rank_setup import RankModel
@@ -405,7 +404,7 @@ class _Model:
         for number, (rows, tokens, name) in enumerate(sequences):
             adapter = AdapterDigest(name) if name else None
             start = SequenceStart(RequestId(str(number)), [0] * tokens, tokens, SamplingParams(1), adapter)
-            sequence = RunningSequence(start)
+            sequence = RankSequence(start)
             sequence.add_blocks(map(BlockId, range(-(-tokens // BLOCK_TOKENS))))
             made.append(BatchRow(sequence, tokens - rows, rows, samples=True))
         return made

@@ -12,7 +12,7 @@ import pytest
 
 from lorikeet.config import ConfigError, LengthPredictor, ServerSettings
 from lorikeet.engine.length_predictor_training import file_sha256
-from lorikeet.models.sentences import DIMENSIONS
+from lorikeet.engine.sentence_encoder import DIMENSIONS
 from lorikeet.observe import length_prediction
 from lorikeet.observe.length_prediction import AnswerLengthPredictor, PredictorProcess, open_length_predictor
 from lorikeet.scheduling.prediction.history import LengthHistory

@@ -12,7 +12,7 @@ from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.lora import LoraWeights
-from lorikeet.worker.batch import BatchRow, GrowingInts, SequenceState, adapter_rows, build_batch
+from lorikeet.worker.batch import BatchRow, GrowingInts, RankSequence, adapter_rows, build_batch
 
 BLOCK_TOKENS = 4
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def test_a_growing_array_holds_what_was_appended(parts: list[list[int]]) -> None
     assert array.values.tolist() == [7] + [value for part in parts for value in part]
 
 
-def sequence(number: int, length: int, adapter: AdapterDigest | None = None) -> SequenceState:
+def sequence(number: int, length: int, adapter: AdapterDigest | None = None) -> RankSequence:
     """A sequence with recognisable token ids and scattered blocks."""
     start = SequenceStart(
         RequestId(f"r{number}"),
@@ -61,7 +61,7 @@ def sequence(number: int, length: int, adapter: AdapterDigest | None = None) -> 
         SamplingParams(max_tokens=1),
         adapter,
     )
-    made = SequenceState(start)
+    made = RankSequence(start)
     made.add_blocks([BlockId(100 * number + 7 * i) for i in range(-(-length // BLOCK_TOKENS))])
     return made
 

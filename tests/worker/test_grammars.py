@@ -15,7 +15,7 @@ from lorikeet.chat.grammar_process import GrammarKind, GrammarSpec, Marker, Thou
 from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.sampling import choose
-from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.batch import RankSequence
 from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks, device_addends
 from lorikeet.worker.sampler import Sampler
 from tests.support.api_server import END, TOKENIZER
@@ -71,14 +71,14 @@ def test_thoughts_may_come_before_an_answer_that_follows_a_grammar(kind: str, gr
         assert not takes(spec, text), text
 
 
-def sequence(text: str, outputs: list[int] | None = None, **params: Any) -> SequenceState:
+def sequence(text: str, outputs: list[int] | None = None, **params: Any) -> RankSequence:
     sampling = SamplingParams(
         **{"max_tokens": 100, "temperature": 0.0, "stop_token_ids": (END,), **params}, grammar=text
     )
-    return SequenceState(SequenceStart("r", [1, 2, *(outputs or [])], 2, sampling, None))
+    return RankSequence(SequenceStart("r", [1, 2, *(outputs or [])], 2, sampling, None))
 
 
-def allowed(masks: GrammarMasks, each: SequenceState) -> set[int]:
+def allowed(masks: GrammarMasks, each: RankSequence) -> set[int]:
     masked = masks.begin([each]).result()
     (addends,) = masked.addends_for(torch.zeros(1, VOCABULARY))
     assert torch.equal(addends, device_addends(masked.bits, torch.zeros(1, VOCABULARY))[0])
@@ -121,7 +121,7 @@ def test_a_sequence_reads_its_new_tokens_only_and_a_resumed_one_all(compiler: Gr
 def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: GrammarCompiler) -> None:
     masks = GrammarMasks(compiler, CPU, torch.float32)
     sampler = Sampler(choose, masks)
-    free = SequenceState(SequenceStart("f", [1, 2], 2, SamplingParams(max_tokens=9, temperature=0.0), None))
+    free = RankSequence(SequenceStart("f", [1, 2], 2, SamplingParams(max_tokens=9, temperature=0.0), None))
     bound = sequence(grammar("regex", "a+b"), temperature=1.0, seed=3)
     said, logits = "", torch.zeros(2, VOCABULARY)
     logits[:, one("}")] = 5.0

@@ -20,20 +20,20 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.kernels.sampling import choose, gumbel_noise
 from lorikeet.models.config import read_model_config
-from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.batch import RankSequence
 from lorikeet.worker.sampler import _NONE_ALLOWED, Sampler, bias_of, edit_logits
 from tests.kernels.choices import VOCAB, filters, kept_slowly
 from tests.support.live import greedy, live_settings, make_model, prompt
 
 
-def row(prompt: list[int] | None = None, outputs: list[int] | None = None, **params: Any) -> SequenceState:
+def row(prompt: list[int] | None = None, outputs: list[int] | None = None, **params: Any) -> RankSequence:
     """A sequence to sample for; greedy unless told otherwise."""
     prompt, outputs = [1, 2] if prompt is None else prompt, outputs or []
     sampling = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **params})
-    return SequenceState(SequenceStart("r", prompt + outputs, len(prompt), sampling, None))
+    return RankSequence(SequenceStart("r", prompt + outputs, len(prompt), sampling, None))
 
 
-def sample(logits: torch.Tensor, rows: list[SequenceState]) -> list[Token | str]:
+def sample(logits: torch.Tensor, rows: list[RankSequence]) -> list[Token | str]:
     return Sampler(choose).sample(logits, rows)
 
 

@@ -33,7 +33,7 @@ def train_predictor(
         fail(f"--output: there is no folder {output.absolute().parent}", code=2)
     try:
         from lorikeet.engine.length_predictor_training import read_logs, train_from_logs
-        from lorikeet.models.sentence_files import SentenceModelError
+        from lorikeet.scheduling.prediction.sentence_model import SentenceModelError
     except ModuleNotFoundError as error:
         if error.name != "sklearn":
             raise

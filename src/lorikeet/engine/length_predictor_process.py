@@ -17,7 +17,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from lorikeet.core.process_tuning import NICE
-from lorikeet.models.sentences import SentenceEncoder
+from lorikeet.engine.sentence_encoder import SentenceEncoder
 from lorikeet.scheduling.prediction.learned import LengthModel
 from lorikeet.scheduling.prediction.messages import (
     PredictionBatch,

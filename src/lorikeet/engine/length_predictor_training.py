@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from lorikeet.engine.length_predictor_process import prompt_text
-from lorikeet.models.sentences import SentenceEncoder
+from lorikeet.engine.sentence_encoder import SentenceEncoder
 from lorikeet.scheduling.prediction.learned import LengthModel
 from lorikeet.scheduling.prediction.messages import TEXT_TOKENS
 from lorikeet.scheduling.prediction.training import Samples, train

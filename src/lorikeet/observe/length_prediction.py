@@ -20,7 +20,6 @@ from prometheus_client.registry import Collector
 
 from lorikeet.config import ConfigError, LengthPredictor, ServerSettings
 from lorikeet.http.logs import log
-from lorikeet.models.sentence_files import SentenceModelError, find_sentence_model
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.metric_families import MetricFamilies
 from lorikeet.scheduling.prediction.history import LengthHistory
@@ -35,6 +34,7 @@ from lorikeet.scheduling.prediction.messages import (
     frame,
     take_frames,
 )
+from lorikeet.scheduling.prediction.sentence_model import SentenceModelError, find_sentence_model
 
 MAX_PENDING = 32
 """Most requests queued at the predictor process; beyond that it is busy and gets no more."""

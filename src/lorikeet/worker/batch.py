@@ -58,7 +58,7 @@ class GrowingInts:
             self._buffer = grown
 
 
-class SequenceState:
+class RankSequence:
     """State of one sequence on a rank.
 
     Attributes:
@@ -90,7 +90,7 @@ class SequenceState:
         self.pooled_sum: Tensor | None = None
 
     @property
-    def origin(self) -> "SequenceState":
+    def origin(self) -> "RankSequence":
         """Itself; of a :class:`DraftedSequence` its sequence."""
         return self
 
@@ -126,7 +126,7 @@ class DraftedSequence:
         token_ids: its tokens and those drafted ones.
     """
 
-    def __init__(self, origin: SequenceState, token_ids: Ints) -> None:
+    def __init__(self, origin: RankSequence, token_ids: Ints) -> None:
         self.origin = origin
         self.sampling: SamplingParams = origin.sampling
         self.prompt_tokens = origin.prompt_tokens
@@ -134,7 +134,7 @@ class DraftedSequence:
         self.token_ids = GrowingInts(token_ids)
 
 
-def drafted_sequences(sequence: SequenceState, draft: Sequence[int]) -> list[DraftedSequence]:
+def drafted_sequences(sequence: RankSequence, draft: Sequence[int]) -> list[DraftedSequence]:
     """Return what a sequence is before each token that a step with a draft yields, by how many drafted ones came."""
     known = len(sequence.token_ids)
     token_ids = np.concatenate((sequence.token_ids.values, np.array(draft, dtype=np.int64)))
@@ -159,7 +159,7 @@ class BatchRow(NamedTuple):
         draft: the last of the tokens, which are not known yet; logits before and after each are sampled.
     """
 
-    sequence: SequenceState
+    sequence: RankSequence
     start: int
     tokens: int
     samples: bool

@@ -25,8 +25,7 @@ from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.memory.packing import pack
 from lorikeet.memory.sizing import check_blocks, min_blocks
 from lorikeet.presets import resolve_preset
-from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
-from lorikeet.worker.batch import SequenceState as RankSequence
+from lorikeet.worker.batch import BatchRow, RankSequence, build_batch, lora_batch
 from lorikeet.worker.decode_graphs import build_graphs, padded_rows
 from lorikeet.worker.rank_setup import RankModel
 

@@ -11,7 +11,7 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import Pooled
 from lorikeet.core.request import PoolingKind
 from lorikeet.kernels.lora import LoraWeights
-from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.batch import RankSequence
 
 
 class PooledRows(NamedTuple):
@@ -24,7 +24,7 @@ class PooledRows(NamedTuple):
         tokens: number of rows, and of tokens.
     """
 
-    sequence: SequenceState
+    sequence: RankSequence
     first: int
     position: int
     tokens: int
@@ -53,7 +53,7 @@ def pool(
     done = [(sequence, vector) for sequence, vector in vectors if vector is not None]
     if not done:
         return ()
-    by_head: dict[AdapterDigest | None, list[tuple[SequenceState, Tensor]]] = {}
+    by_head: dict[AdapterDigest | None, list[tuple[RankSequence, Tensor]]] = {}
     for sequence, vector in done:
         scores = sequence.pooling is not None and sequence.pooling.scores
         by_head.setdefault(sequence.adapter if scores else None, []).append((sequence, vector))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lorikeet.core.plan import PromptLogprobs, PromptToken
 from lorikeet.kernels.devices import to_device
-from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.batch import RankSequence
 
 _SLICE_ROWS = 64
 """Rows whose logits are held at once: those of a whole prompt would take gigabytes."""
@@ -24,7 +24,7 @@ class ScoredRows(NamedTuple):
         tokens: number of rows, and of tokens.
     """
 
-    sequence: SequenceState
+    sequence: RankSequence
     first: int
     position: int
     tokens: int

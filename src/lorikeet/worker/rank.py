@@ -1,7 +1,7 @@
 """One rank: keeps sequences and runs its share of the decoder for each step of a plan."""
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Pooled, PromptLogprobs, SequenceStep, StepPlan
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
-from lorikeet.worker.batch import BatchRow, SequenceState, build_batch, check_rows, lora_batch
+from lorikeet.worker.batch import BatchRow, RankSequence, build_batch, check_rows, lora_batch
 from lorikeet.worker.host_lora.assisted_step import HostLoraSide
 from lorikeet.worker.pooling import PooledRows, pool
 from lorikeet.worker.prompt_logprobs import ScoredRows, score_prompts
@@ -67,7 +67,7 @@ class Rank:
         self._kv = model.decoder.view_kv(arena, block_size)
         self._block_size = block_size
         self._transfers = transfers
-        self._sequences: dict[RequestId, SequenceState] = {}
+        self._sequences: dict[RequestId, RankSequence] = {}
 
     def apply(self, plan: StepPlan) -> float:
         """Apply a plan before its first step: drops, evictions, starts, transfers, new blocks, merging.
@@ -86,7 +86,7 @@ class Rank:
         for digest in plan.evictions:
             self._transfers.evict(digest)
         for start in plan.starts:
-            self._sequences[start.request_id] = SequenceState(start)
+            self._sequences[start.request_id] = RankSequence(start)
         for transfer in plan.transfers:
             self._transfers.start(transfer)
         if plan.urgent:
@@ -159,12 +159,12 @@ class Rank:
         digests = {self.sequence(step.request_id).adapter for step in plan.sequences}
         return any(digest is not None and self._transfers.adapters.has_extras(digest) for digest in digests)
 
-    def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
+    def append(self, steps: Sequence[SequenceStep], token_ids: Sequence[int]) -> None:
         """Append one sampled token to the sequence of each of ``steps``, which are the steps that sample."""
         for step, token_id in zip(steps, token_ids, strict=True):
             self.sequence(step.request_id).add_token(token_id)
 
-    def sequence(self, request_id: RequestId) -> SequenceState:
+    def sequence(self, request_id: RequestId) -> RankSequence:
         """Return a sequence.
 
         Raises:
@@ -187,7 +187,7 @@ class Rank:
         return BatchRow(sequence, start, step.tokens, step.samples, scored, pooled, step.draft)
 
     def _outputs(
-        self, hidden: Tensor, rows: Seq[BatchRow], lora: LoraBatch | None = None, *, samples: bool
+        self, hidden: Tensor, rows: Sequence[BatchRow], lora: LoraBatch | None = None, *, samples: bool
     ) -> StepOutput:
         """Return what a step yields, from the hidden states of the rows that need them.
 
@@ -212,7 +212,7 @@ class Rank:
         if not (scored or pooled):
             return StepOutput(self._decoder.head(hidden, lora))
 
-        def head(chosen: Seq[int]) -> Tensor:
+        def head(chosen: Sequence[int]) -> Tensor:
             numbers = to_device(torch.tensor(chosen, dtype=torch.int64), hidden.device)
             return self._decoder.head(hidden[numbers], None if lora is None else lora.select_rows(chosen))
 
@@ -220,7 +220,7 @@ class Rank:
         return StepOutput(head(sampled), score_prompts(head, scored), vectors)
 
     def _adapters(
-        self, rows: Seq[BatchRow], plan: StepPlan
+        self, rows: Sequence[BatchRow], plan: StepPlan
     ) -> tuple[dict[AdapterDigest, LoraWeights], list[PartialAdapter]]:
         """Return the weights of each adapter in the batch, and the adapters that have arrived in part only."""
         weights: dict[AdapterDigest, LoraWeights] = {}

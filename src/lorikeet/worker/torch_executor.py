@@ -17,8 +17,7 @@ from lorikeet.core.plan import NOT_FINITE, Pooled, PromptLogprobs, StepPlan, Ste
 from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import ColdStart, resolve_preset
-from lorikeet.worker.batch import SequenceState as RankSequence
-from lorikeet.worker.batch import drafted_sequences
+from lorikeet.worker.batch import RankSequence, drafted_sequences
 from lorikeet.worker.decode_graphs import DecodeGraphs, build_graphs
 from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
 from lorikeet.worker.host_lora.assisted_step import HostLoraLeader

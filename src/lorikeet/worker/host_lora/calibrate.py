@@ -23,7 +23,7 @@ from lorikeet.costs.assist_costs import UNIT_MODULES, AssistCosts, qkv_share, ro
 from lorikeet.memory.packing import pack
 from lorikeet.models.decoder import Decoder
 from lorikeet.presets import HostLayers, LayerGroups, Preset
-from lorikeet.worker.batch import BatchRow, SequenceState, build_batch
+from lorikeet.worker.batch import BatchRow, RankSequence, build_batch
 from lorikeet.worker.host_lora.pool import HostPool, HostRows
 from lorikeet.worker.host_lora.worker import HostAdapter, ProductWidths
 from lorikeet.worker.rank_setup import RankModel
@@ -208,7 +208,7 @@ def measure_device(
         blocks = -(-tokens // block_size)
         if times and (sum(seconds for _, seconds in times) > _MAX_DEVICE_S or blocks > len(arena)):
             break
-        sequence = SequenceState(SequenceStart(RequestId(""), [0] * tokens, tokens, SamplingParams(max_tokens=1), None))
+        sequence = RankSequence(SequenceStart(RequestId(""), [0] * tokens, tokens, SamplingParams(max_tokens=1), None))
         sequence.add_blocks(BlockId(block) for block in range(blocks))
         batch = build_batch([BatchRow(sequence, 0, tokens, True)], {}, block_size, arena.device)
         batch = replace(batch, sample_rows=torch.arange(tokens, device=arena.device))

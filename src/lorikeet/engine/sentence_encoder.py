@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import BertModel
 from transformers.utils import logging as transformers_logging
 
-from lorikeet.models.sentence_files import SentenceModelError, find_sentence_model
+from lorikeet.scheduling.prediction.sentence_model import SentenceModelError, find_sentence_model
 
 DIMENSIONS = 384
 
