@@ -24,7 +24,7 @@ from lorikeet.adapters.description import (
 )
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.experts import check_parameters, describe_experts, parameter_of
-from lorikeet.adapters.extra_tensors import LowRank, Named, find_extras, is_of_vocabulary, named, summary
+from lorikeet.adapters.extra_tensors import LowRankTensors, Named, find_extras, is_of_vocabulary, named, summary
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.peft_config import (
@@ -166,7 +166,7 @@ def describe_folder(
     resolver = BaseModules(options.geometry)
     if config.target_parameters:
         check_parameters(config.target_parameters, resolver)
-        pairs = [LowRank(parameter_of(name, resolver, matcher.covers_parameter), a, b) for name, a, b in pairs]
+        pairs = [LowRankTensors(parameter_of(name, resolver, matcher.covers_parameter), a, b) for name, a, b in pairs]
     served, warnings_of_parts = _served(pairs, others, resolver, options.geometry)
     warnings += warnings_of_parts
     extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
@@ -370,7 +370,7 @@ def begin_digest(config_file: Path) -> "hashlib._Hash":
     return _digest_of_config(read_config(config_file).config)
 
 
-def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRank], list[Named]]:
+def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRankTensors], list[Named]]:
     """Return the matrices of each linear layer that the file names, and its other tensors."""
     others: list[Named] = []
     halves: dict[str, dict[str, TensorEntry]] = {}
@@ -399,7 +399,7 @@ def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRank], list[Named
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {entry.name} has no matching lora_{'B' if side == 'A' else 'A'}"
             )
-    return [LowRank(name, sides["A"], sides["B"]) for name, sides in halves.items()], others
+    return [LowRankTensors(name, sides["A"], sides["B"]) for name, sides in halves.items()], others
 
 
 def _unsupported(tensor: str) -> AdapterError:
@@ -407,8 +407,8 @@ def _unsupported(tensor: str) -> AdapterError:
 
 
 def _served(
-    pairs: Sequence[LowRank], others: Sequence[Named], resolver: BaseModules, geometry: ModelGeometry | None
-) -> tuple[list[LowRank], list[str]]:
+    pairs: Sequence[LowRankTensors], others: Sequence[Named], resolver: BaseModules, geometry: ModelGeometry | None
+) -> tuple[list[LowRankTensors], list[str]]:
     """Return the modules with A and B that text requests use, and a warning if there are others.
 
     Raises:
@@ -432,7 +432,7 @@ def _served(
     ]
 
 
-def _described(pair: LowRank, matcher: ModuleMatcher, resolver: BaseModules) -> Iterator[ModuleTensors]:
+def _described(pair: LowRankTensors, matcher: ModuleMatcher, resolver: BaseModules) -> Iterator[ModuleTensors]:
     """Yield the LoRA of each module of a linear layer: a fused one has several, which share A."""
     rank, scaling = matcher.rank_and_scaling(pair.name)
     place = resolver.place(pair.name)
@@ -497,7 +497,7 @@ def _check_fit(each: ModuleTensors, geometry: ModelGeometry, max_rank: int) -> N
 def _check_coverage(
     config: LoraConfig,
     matcher: ModuleMatcher,
-    pairs: Sequence[LowRank],
+    pairs: Sequence[LowRankTensors],
     modules: Sequence[ModuleTensors],
     resolver: BaseModules,
     others: set[str],

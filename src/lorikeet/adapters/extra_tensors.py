@@ -44,7 +44,7 @@ class Named(NamedTuple):
     entry: TensorEntry
 
 
-class LowRank(NamedTuple):
+class LowRankTensors(NamedTuple):
     """The two matrices of one module: ``a [rank, in_features]`` and ``b [out_features, rank]``.
 
     ``name`` is its full name as the adapter spells it, which PEFT's patterns match.
@@ -84,7 +84,7 @@ def _vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry | None
 
 def find_extras(
     tensors: Sequence[Named],
-    low_rank: Sequence[LowRank],
+    low_rank: Sequence[LowRankTensors],
     config: LoraConfig,
     matcher: ModuleMatcher,
     resolver: BaseModules,
@@ -127,7 +127,7 @@ class _Finder:
         self._config, self._matcher, self._resolver, self._geometry = config, matcher, resolver, geometry
         self.warnings: list[str] = []
 
-    def head(self, pair: LowRank) -> list[ExtraTensor]:
+    def head(self, pair: LowRankTensors) -> list[ExtraTensor]:
         """Return A and B of the output layer."""
         module = _vocabulary(pair.name, self._resolver, self._geometry)
         if module != HEAD:
@@ -301,7 +301,7 @@ def _check_complete(
     config: LoraConfig,
     matcher: ModuleMatcher,
     tensors: Sequence[Named],
-    low_rank: Sequence[LowRank],
+    low_rank: Sequence[LowRankTensors],
 ) -> None:
     """Check that what the config announces is there, and that nothing else is.
 

@@ -13,7 +13,7 @@ from lorikeet.core.geometry import LORA_MODULES, SCORE, split_layer
 from lorikeet.core.text import format_size
 
 if TYPE_CHECKING:  # it imports torch, which a description does not need
-    from lorikeet.convert.algebra import Difference
+    from lorikeet.convert.algebra import AdapterDifference
 
 _NOT_OF_MODULES = frozenset({"vector", "rows"})
 """Kinds of extras that are of no linear module."""
@@ -116,7 +116,9 @@ def show(description: dict[str, Any]) -> None:
 
 
 def show_differences(
-    config: Mapping[str, tuple[Any, Any]], modules: "Sequence[Difference]", tensors: "Sequence[Difference]"
+    config: Mapping[str, tuple[Any, Any]],
+    modules: "Sequence[AdapterDifference]",
+    tensors: "Sequence[AdapterDifference]",
 ) -> None:
     """Print how two adapters differ, as of ``lora_algebra.Differences``."""
     console = output()
@@ -129,15 +131,15 @@ def show_differences(
         console.print("the adapters add the same")
 
 
-def _differences(kind: str, size: str, differences: "Sequence[Difference]") -> Table:
+def _differences(kind: str, size: str, differences: "Sequence[AdapterDifference]") -> Table:
     """Return a table with a row for the same module or tensor of all layers.
 
     Args:
         kind: ``module`` or ``tensor``.
-        size: what ``Difference.ranks`` are of it.
+        size: what ``AdapterDifference.ranks`` are of it.
         differences: of one kind.
     """
-    by_path: dict[str, list[tuple[int, Difference]]] = {}
+    by_path: dict[str, list[tuple[int, AdapterDifference]]] = {}
     for each in differences:
         path, layer = split_layer(each.name)
         by_path.setdefault(path, []).append((layer, each))

@@ -120,7 +120,7 @@ METHODS: dict[str, Callable[[Sequence[Weighted], int], LowRank]] = {"cat": _cat,
 # --- difference -------------------------------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
+class AdapterDifference(NamedTuple):
     """How a module or another tensor differs between two adapters.
 
     Attributes:
@@ -144,8 +144,8 @@ class Differences(NamedTuple):
     """
 
     config: dict[str, tuple[Any, Any]]
-    modules: list[Difference]
-    tensors: list[Difference]
+    modules: list[AdapterDifference]
+    tensors: list[AdapterDifference]
 
 
 _COMPARED = sorted({*LoraConfig.__struct_fields__, "base_model_name_or_path", "revision"} - {"target_modules"})
@@ -163,11 +163,13 @@ def diff(first: Path, second: Path) -> Differences:
     values = {key: (_value(one.config, key), _value(two.config, key)) for key in _COMPARED}
     config = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
     modules = [
-        Difference(name, (0 if a is None else a.rank, 0 if b is None else b.rank), _relative(a, b))
+        AdapterDifference(name, (0 if a is None else a.rank, 0 if b is None else b.rank), _relative(a, b))
         for name, a, b in _both(one.modules, two.modules)
     ]
     tensors = [
-        Difference(name, (0 if a is None else a.numel(), 0 if b is None else b.numel()), _relative_of_tensors(a, b))
+        AdapterDifference(
+            name, (0 if a is None else a.numel(), 0 if b is None else b.numel()), _relative_of_tensors(a, b)
+        )
         for name, a, b in _both(one.others, two.others)
     ]
     return Differences(config, modules, tensors)

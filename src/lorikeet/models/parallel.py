@@ -1,7 +1,7 @@
 """The ranks that share one model.
 
-Each has some of every layer (tensor parallelism, https://arxiv.org/abs/1909.08053), or whole layers (pipeline
-parallelism), or some of the layers of one stage.
+Each rank has a part of every layer (tensor parallelism, https://arxiv.org/abs/1909.08053), or whole layers (pipeline
+parallelism), or a part of the layers of one stage.
 """
 
 from datetime import timedelta
@@ -15,9 +15,12 @@ class RankGroup(Protocol):
     """The ranks of one engine. Every rank must make the same calls in the same order.
 
     Attributes:
-        number: of the rank among all. Rank 0 is in the last stage, so that it has the output layer and samples.
-        rank, size: the tensor-parallel rank among the ranks of its stage, and their number.
-        stage, stages: the pipeline stage, counted from that with the embedding, and their number.
+        number: number of the rank among all ranks. Rank 0 is in the last stage, so that it has the output layer and
+            samples.
+        rank: tensor-parallel rank within its stage.
+        size: number of tensor-parallel ranks of a stage.
+        stage: pipeline stage; stage 0 has the embedding.
+        stages: number of pipeline stages.
     """
 
     number: int
@@ -35,19 +38,22 @@ class RankGroup(Protocol):
         ...
 
     def receive(self, x: Tensor) -> Tensor:
-        """Overwrite ``x`` with what the stage before sends, and return it."""
+        """Overwrite ``x`` with the tensor that the previous stage sends, and return it."""
         ...
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with that of rank ``src``, and return it."""
+        """Overwrite ``tensor`` with the tensor of rank ``src``, and return it."""
         ...
 
 
 class SingleRankGroup:
     """A group of one rank, which holds the whole model."""
 
-    number = rank = stage = 0
-    size = stages = 1
+    number: int = 0
+    rank: int = 0
+    size: int = 1
+    stage: int = 0
+    stages: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return ``x``."""
@@ -65,31 +71,19 @@ class SingleRankGroup:
         return tensor
 
 
-class NoReduceGroup:
+class NoReduceGroup(SingleRankGroup):
     """A rank of several that computes without the others, for measurements; its results are meaningless.
 
     Args:
-        group: the group of the rank.
+        group: the rank's group.
     """
 
     def __init__(self, group: RankGroup) -> None:
-        self.number, self.rank, self.size = group.number, group.rank, group.size
-        self.stage, self.stages = group.stage, group.stages
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
-
-    def send(self, x: Tensor) -> None:
-        """Do nothing."""
-
-    def receive(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
-
-    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Return ``tensor``."""
-        return tensor
+        self.number = group.number
+        self.rank = group.rank
+        self.size = group.size
+        self.stage = group.stage
+        self.stages = group.stages
 
 
 class DistributedRankGroup:
@@ -108,18 +102,21 @@ class DistributedRankGroup:
         """Join the group; returns when all ranks have joined.
 
         Args:
-            number: of the rank of this process, from 0.
+            number: number of the rank of this process, from 0.
             size: number of tensor-parallel ranks of a stage.
             init_method: rendezvous address, e.g. ``tcp://127.0.0.1:29500`` or ``file:///...``.
             backend: ``gloo`` or ``nccl``.
             timeout_s: time after which a call fails if other ranks have not made it.
             stages: number of pipeline stages.
         """
-        timeout, ranks = timedelta(seconds=timeout_s), size * stages
+        timeout = timedelta(seconds=timeout_s)
+        ranks = size * stages
         dist.init_process_group(backend, init_method=init_method, rank=number, world_size=ranks, timeout=timeout)
         self.number = number
-        self.rank, self.size = number % size, size
-        self.stage, self.stages = stages - 1 - number // size, stages
+        self.rank = number % size
+        self.size = size
+        self.stage = stages - 1 - number // size
+        self.stages = stages
         # Every rank must make every group, in the same order.
         firsts = range(0, ranks, size) if size < ranks else ()
         groups = {first: dist.new_group(list(range(first, first + size)), timeout=timeout) for first in firsts}
@@ -136,12 +133,12 @@ class DistributedRankGroup:
         dist.send(x, self.number - self.size)
 
     def receive(self, x: Tensor) -> Tensor:
-        """Overwrite ``x`` with what such a rank of the stage before sends, and return it."""
+        """Overwrite ``x`` with the tensor of such a rank of the previous stage, and return it."""
         dist.recv(x, self.number + self.size)
         return x
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with that of rank ``src`` and return it."""
+        """Overwrite ``tensor`` with the tensor of rank ``src`` and return it."""
         dist.broadcast(tensor, src)
         return tensor
 

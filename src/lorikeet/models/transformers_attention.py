@@ -164,7 +164,7 @@ def register() -> None:
     AttentionMaskInterface.register(PROBE, _mark)
 
 
-class Probe:
+class AttentionProbe:
     """Writes down the attention calls of a forward pass; computes causal attention, whatever the mask is.
 
     Attributes:

@@ -35,10 +35,10 @@ from lorikeet.models.transformers_attention import (
     PROBE,
     STEP,
     AttentionCall,
+    AttentionProbe,
     LayerKv,
     Mask,
     PagedPass,
-    Probe,
     UnsupportedAttention,
     handling,
     layer_views,
@@ -427,7 +427,7 @@ class TransformersDecoder:
         def see_layer(name: str) -> Callable[..., None]:
             return lambda *_: ran.add(name)
 
-        probe = Probe()
+        probe = AttentionProbe()
         if type(self._model).__name__ in OLDER:
             replace_attention(self._model)
         self._attend_by(PROBE)
