@@ -1,5 +1,5 @@
-// What adapters change beside LoRA: factors and summands of a product's outputs, and the weights of norms. Passed by Python
-// as 64-bit integers and addresses.
+// What adapters change beside LoRA: factors and summands of a product's outputs, and the weights of norms. Python fills the
+// records in; see records.h.
 #pragma once
 
 #include <cstdint>

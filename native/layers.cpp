@@ -4,49 +4,16 @@
 
 #include "adjusts.h"
 #include "calls.h"
+#include "records.h"
 
 namespace lorikeet {
 namespace {
 
-// Weights are those of lorikeet_linear(); what a model has not is null, a window 0 if there is none.
-struct Layer {
-  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *attention_norm, *post_norm, *gate_up,
-      *gate_up_bias, *down, *down_bias, *mlp_norm;
-  int64_t window, rotation;
-};
-
 constexpr int64_t kLayerModules = 7;  // of a layer: LORA_MODULES
-
-struct Model {
-  const Layer* layers;
-  int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes;
-  int64_t rotary_dims, rotates_neighbours, whole_norms, gelu;
-};
 
 // The numbers of a model that are no integers.
 struct Reals {
   double eps, scale, norm_offset, softcap;
-};
-
-// Null for products that no adapter changes.
-struct Adapted {
-  const void *qkv, *o, *gate_up, *down;
-};
-
-struct Step {
-  int64_t rows, samples;       // rows whose output is wanted,
-  const int64_t* sample_rows;  // which
-  char* x;                     // [rows, hidden]; comes out as it is before the last MLP is added
-  const char *cos, *sin;  // [rotations, rows, head_dim]
-  char* kv;
-  int64_t kv_bytes, layer_stride, block_stride, block_tokens;
-  const int64_t *slot_blocks, *slot_offsets, *row_starts, *contexts, *tables;
-  int64_t table_stride, sequences;
-  const void *adapters, *sample_adapters;
-  Adapted targets;
-  const Adjusts *adjusts, *sample_adjusts;  // null if no adapter has any
-  Adapted all_targets;
-  char *normed, *qkv, *mixed, *delta, *gate_up, *gated;  // room for [rows, ...]; delta comes out too
 };
 
 // Keeps only the chosen rows, in their order; `room` is a buffer of their size.
@@ -67,7 +34,7 @@ bool any(const Adjusts* adjusts, int64_t first, const void* targets) {
   return false;
 }
 
-void layers(const Model& m, const Step& s, const Reals& reals, int64_t threads) {
+void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t threads) {
   const int64_t mixed = m.heads * m.head_dim, qkv = mixed + 2 * m.kv_heads * m.head_dim;
   const void* adapters = s.adapters;
   const Adjusts* adjusts = s.adjusts;
@@ -118,11 +85,12 @@ void layers(const Model& m, const Step& s, const Reals& reals, int64_t threads) 
     product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o, s.all_targets.o, m.hidden);
     norm_output(layer.attention_norm);
     in = norm(s.delta, layer.post_norm, 2 * index + 1);
-    if (s.targets.gate_up || any(adjusts, index * kLayerModules, s.all_targets.gate_up) || m.gelu ||
+    const bool is_gelu = m.activation == Activation::kGeluTanh;
+    if (s.targets.gate_up || any(adjusts, index * kLayerModules, s.all_targets.gate_up) || is_gelu ||
         !lorikeet_linear_gated(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
       product(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up, s.all_targets.gate_up,
               2 * m.inner);
-      (m.gelu ? lorikeet_gelu_mul : lorikeet_silu_mul)(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
+      (is_gelu ? lorikeet_gelu_mul : lorikeet_silu_mul)(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
     }
     product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, s.targets.down, s.all_targets.down, m.hidden);
     norm_output(layer.mlp_norm);
@@ -132,9 +100,9 @@ void layers(const Model& m, const Step& s, const Reals& reals, int64_t threads) 
 }  // namespace
 }  // namespace lorikeet
 
-// model, step: addresses of the records above, whose members are 64-bit integers and addresses.
 LORIKEET_EXPORT void lorikeet_layers(
-    const void* model, const void* step, double eps, double scale, double norm_offset, double softcap, int64_t threads) {
+    const lorikeet::Model* model, const lorikeet::LayersStep* step, double eps, double scale, double norm_offset,
+    double softcap, int64_t threads) {
   const lorikeet::Reals reals{eps, scale, norm_offset, softcap};
-  lorikeet::layers(*(const lorikeet::Model*)model, *(const lorikeet::Step*)step, reals, threads);
+  lorikeet::layers(*model, *step, reals, threads);
 }

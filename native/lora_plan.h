@@ -12,6 +12,7 @@
 
 #include "adjusts.h"
 #include "parallel.h"
+#include "records.h"
 #include "simd.h"
 #include "tile_unit.h"
 
@@ -55,21 +56,7 @@ class ZeroRing {
   int64_t at_ = 0;
 };
 
-// The arguments from Python, as 64-bit integers and addresses; see lorikeet_linear.
 constexpr int64_t kModules = 7;  // of a layer: LORA_MODULES
-struct Piece {
-  int64_t a, bt, rows;  // addresses
-  const float* scale(int64_t row) const { return (const float*)a - rows + row; }  // of codes; not aligned
-};
-struct Segment {
-  int64_t start, stop;
-  const Piece* pieces;
-  const int64_t* index;
-};
-struct Adapters {
-  const Segment* segments;
-  int64_t count, padded_rank, bits;  // of a stored element; 0: as of the product
-};
 
 // One module of up to kPartRows rows of a segment.
 struct Part {

@@ -1,4 +1,4 @@
-// Whether this machine can run this library.
+// Whether this machine can run this library, and whether Python has the same records.
 #if defined(__AMX_BF16__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -6,8 +6,10 @@
 #endif
 
 #include <cstdint>
+#include <cstring>
 
 #include "parallel.h"
+#include "records.h"
 
 #if defined(__AMX_BF16__)
 namespace {
@@ -39,4 +41,20 @@ LORIKEET_EXPORT int64_t lorikeet_supported() {
 #else
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
+}
+
+// The size of a record of records.h in bytes; 0 if there is no such record.
+LORIKEET_EXPORT int64_t lorikeet_record_bytes(const char* name) {
+  using namespace lorikeet;
+  const struct {
+    const char* name;
+    int64_t bytes;
+  } records[] = {
+      {"Weight", sizeof(Weight)},         {"Adapters", sizeof(Adapters)}, {"Adjusts", sizeof(Adjusts)},
+      {"Layer", sizeof(Layer)},           {"Model", sizeof(Model)},       {"ProductTargets", sizeof(ProductTargets)},
+      {"LayersStep", sizeof(LayersStep)},
+  };
+  for (const auto& record : records)
+    if (!std::strcmp(record.name, name)) return record.bytes;
+  return 0;
 }

@@ -11,7 +11,8 @@ WORST: dict[str, float] = {}
 Draw = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 """Seed → results on random values: the kernel's, torch's in the same dtype, and the exact one in fp64."""
 
-_ELEMENTS, _DRAWS = 1000, 50
+_ELEMENTS = 1000
+_DRAWS = 50
 
 
 def check_error(kernel: str, draw: Draw, bound: float = 2.0) -> None:

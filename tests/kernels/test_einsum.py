@@ -38,12 +38,14 @@ def test_the_einsum_form_gives_what_the_reference_gives(
     adapters: list[dict[str, list[int]]], runs: list[tuple[int, int, int]]
 ) -> None:
     held = [weights(adapter, seed) for seed, adapter in enumerate(adapters)]
-    segments, row = [], 0
+    segments = []
+    row = 0
     for gap, rows, adapter in runs:  # the same adapter may occur twice, some rows have none
         segments.append(LoraSegment(row + gap, row + gap + rows, held[adapter % len(held)]))
         row += gap + rows
     torch.manual_seed(row)
-    x, out = torch.randn(row + 1, 12), torch.randn(row + 1, 18)
+    x = torch.randn(row + 1, 12)
+    out = torch.randn(row + 1, 18)
     expected = out.clone()
     delta = LoraDelta(LoraBatch(segments), 1, LoraTargets(*TARGETS))
     add_lora(expected, x, delta)
@@ -54,7 +56,8 @@ def test_the_einsum_form_gives_what_the_reference_gives(
 def test_an_adapter_that_overflows_leaves_the_rows_of_others_alone() -> None:
     large = LoraWeights({(1, "q"): ((torch.full((2, 12), 3e38), torch.ones(2, 10)),)}, layers=2)
     segments = [LoraSegment(0, 1, large), LoraSegment(1, 2, weights({"q": [4], "k": []}, 0))]
-    x, out = torch.full((3, 12), 2.0), torch.zeros(3, 18)
+    x = torch.full((3, 12), 2.0)
+    out = torch.zeros(3, 18)
     add_lora_einsum(out, x, LoraDelta(LoraBatch(segments), 1, LoraTargets(*TARGETS)))
     assert not out[0].isfinite().all()
     assert out[1:].isfinite().all()
@@ -84,7 +87,8 @@ def test_half_precision_is_rounded_once_or_twice(widens: bool, monkeypatch: pyte
         {key: tuple((a.bfloat16(), bt.bfloat16()) for a, bt in each) for key, each in adapter.pieces.items()}, layers=2
     )
     torch.manual_seed(0)
-    x, out = torch.randn(5, 12).bfloat16(), torch.zeros(5, 18).bfloat16()
+    x = torch.randn(5, 12).bfloat16()
+    out = torch.zeros(5, 18).bfloat16()
     expected = torch.zeros(5, 18)
     whole = LoraWeights(
         {key: tuple((a.float(), bt.float()) for a, bt in each) for key, each in half.pieces.items()}, layers=2

@@ -58,7 +58,9 @@ class Wrapper:
         assert causal
         self.tables = [each.tolist() for each in tables]
         self.sizes = num_qo_heads, num_kv_heads, head_dim_qk, page_size
-        self.scale, self.window_left, self.cap = sm_scale, window_left, logits_soft_cap
+        self.scale = sm_scale
+        self.window_left = window_left
+        self.cap = logits_soft_cap
         self.dtypes = q_data_type, kv_data_type
         self.plans += 1
 
@@ -103,7 +105,8 @@ class Paged(attention.Case):
     """KV in a layer of an arena, so that its pages have a stride."""
 
     def batch(self, *, of_a_graph: bool = False) -> Batch:
-        none, rows = torch.zeros(0, dtype=torch.int64), torch.zeros(len(self.q), dtype=torch.int64)
+        none = torch.zeros(0, dtype=torch.int64)
+        rows = torch.zeros(len(self.q), dtype=torch.int64)
         tables = torch.where(self.tables < len(self.kv), self.tables, 0)
         host = None if of_a_graph else HostMetadata(self.row_starts, self.contexts, tables, none)
         return Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none, host=host)
@@ -124,7 +127,8 @@ def test_it_is_told_what_each_row_sees(kernels: TritonKernels, shape: attention.
 
 def test_a_step_is_planned_once_for_all_its_layers_of_a_window(kernels: TritonKernels) -> None:
     case = Paged(attention.Shape([(3, 40), (1, 7)]), torch.float32)
-    first, second = case.batch(), case.batch()
+    first = case.batch()
+    second = case.batch()
     Wrapper.made.clear()
     fresh: TritonKernels = type(kernels)(CPU)  # type: ignore[call-arg]
     for batch, layers in ((first, 3), (second, 2)):
@@ -167,8 +171,10 @@ def test_auto_takes_it_where_it_is_installed_and_says_what_is_wrong_with_it(
 def test_the_library_itself_computes_the_same(head_dim: int, window: int | None) -> None:
     gpu = torch.device("cuda")
     case = Paged(attention.Shape([(1, 700), (30, 30), (64, 400)], head_dim=head_dim), torch.bfloat16)
-    batch, placed = case.batch(), ("row_starts", "contexts", "block_tables")
-    case.q, case.kv = case.q.to(gpu), case.kv.to(gpu)
+    batch = case.batch()
+    placed = ("row_starts", "contexts", "block_tables")
+    case.q = case.q.to(gpu)
+    case.kv = case.kv.to(gpu)
     there = replace(batch, **{name: getattr(batch, name).to(gpu) for name in placed})
     kernels = choose_kernels("auto", torch.bfloat16, gpu)
     assert isinstance(kernels, TritonKernels)

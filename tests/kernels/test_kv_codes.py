@@ -38,7 +38,8 @@ def stored(values: torch.Tensor, kernels: NativeKernels | ReferenceKernels) -> t
 def test_attention_over_codes_is_that_over_the_numbers_they_mean(
     instruction_set: str, dtype: torch.dtype, shape: Shape
 ) -> None:
-    case, library = Case(shape, dtype), load_library(instruction_set)
+    case = Case(shape, dtype)
+    library = load_library(instruction_set)
     codes = kv_codes(case.kv)
     case.kv = kv_from_codes(codes, dtype)
     expected = case.native(library, 2)

@@ -43,7 +43,9 @@ def coded(
     geometry = ModelGeometry(2, 1, 1, shapes, dtype.itemsize, lora_bits=8)
     by_layer = {module: (1, rank) for module, rank in ranks.items()}
     packing = pack(by_layer, geometry, block_rows * max(map(geometry.row_elements, shapes)))
-    generator, written, exact = np.random.default_rng(seed), [], {}
+    generator = np.random.default_rng(seed)
+    written = []
+    exact = {}
     for layer in range(2):
         for module, shape in shapes.items():
             if rank := by_layer.get(module, (0, 0))[layer]:
@@ -51,7 +53,8 @@ def coded(
                 bt = generator.standard_normal((rank, shape.out_features), np.float32) * generator.uniform(0.01, 1)
                 bt = bt.astype(np.float32)
                 written.append((layer, module, a, bt))
-                (codes, of_a), (other, of_b) = to_codes(a), to_codes(bt)
+                codes, of_a = to_codes(a)
+                other, of_b = to_codes(bt)
                 scaled = other * (of_a * of_b).astype(np.float64)[:, None]
                 if layer == 1:
                     exact[module] = torch.from_numpy(codes.astype(np.float64)), torch.from_numpy(scaled)
@@ -82,7 +85,8 @@ class Case:
             start = row + draw(st.integers(0, 1))
             row = start + draw(st.integers(1, 3) | st.integers(1, 90))
             self.segments.append((start, row, draw(st.integers(0, len(self.adapters) - 1))))
-        self.x, self.weight = torch.empty(row, inputs, dtype=dtype), torch.empty(columns[-1], inputs, dtype=dtype)
+        self.x = torch.empty(row, inputs, dtype=dtype)
+        self.weight = torch.empty(columns[-1], inputs, dtype=dtype)
         self.redraw(draw(st.integers(0, 99)))
 
     def redraw(self, seed: int) -> None:
@@ -155,7 +159,8 @@ def row_case(rows: int, rank: int = 40, inputs: int = 576) -> Case:
     case.targets = [LoraTarget("down", 0, 100)]
     case.adapters = [coded(shapes, {"down": rank}, 20, torch.bfloat16, 3)]
     case.segments = [(0, rows, 0)]
-    case.x, case.weight = torch.empty(rows, inputs).bfloat16(), torch.empty(100, inputs).bfloat16()
+    case.x = torch.empty(rows, inputs).bfloat16()
+    case.weight = torch.empty(100, inputs).bfloat16()
     case.redraw(1)
     return case
 
@@ -163,7 +168,8 @@ def row_case(rows: int, rank: int = 40, inputs: int = 576) -> Case:
 @SETS
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(instruction_set: str, bad: float) -> None:
-    case, kernels = row_case(20), native(instruction_set)
+    case = row_case(20)
+    kernels = native(instruction_set)
     before = case.run(kernels)
     case.x[5, 70] = bad
     found = case.run(kernels)
@@ -189,11 +195,13 @@ def test_rows_with_a_large_element_are_as_exact_as_others(instruction_set: str, 
 
 @SETS
 def test_a_row_of_codes_has_the_same_bits_in_any_company(instruction_set: str) -> None:
-    case, kernels = row_case(64), native(instruction_set)
+    case = row_case(64)
+    kernels = native(instruction_set)
     together = case.run(kernels)
     x = case.x
     for row in (0, 8, 33, 63):
-        case.x, case.segments = x[row : row + 1].clone(), [(0, 1, 0)]
+        case.x = x[row : row + 1].clone()
+        case.segments = [(0, 1, 0)]
         assert torch.equal(case.run(kernels)[0], together[row])
 
 

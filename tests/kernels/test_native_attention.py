@@ -39,7 +39,8 @@ class Case:
         contexts = [context for _, context in shape.sequences]
         blocks = [-(-context // shape.block_size) for context in contexts]
         numbers = (torch.randperm(sum(blocks), generator=generator) + 1).split(blocks)
-        self.shape, self.heads = shape, shape.kv_heads * shape.group
+        self.shape = shape
+        self.heads = shape.kv_heads * shape.group
         self.row_starts = torch.tensor([0, *rows]).cumsum(0)
         self.contexts = torch.tensor(contexts)
         # Padded with a block that is not there.
@@ -56,7 +57,8 @@ class Case:
 
     def native(self, library: ctypes.CDLL, threads: int, *, only: int | None = None) -> Tensor:
         """Return ``[rows, heads * head_dim]``; with ``only`` that of one sequence, alone in the call."""
-        shape, first = self.shape, only or 0
+        shape = self.shape
+        first = only or 0
         sequences = len(self.contexts) if only is None else 1
         starts = self.row_starts[first : first + sequences + 1]
         out = self.q.new_full((len(self.q), self.heads * shape.head_dim), torch.nan)
@@ -87,7 +89,8 @@ class Case:
 
     def by_torch(self, dtype: torch.dtype) -> Tensor:
         """Return the same, computed by torch in ``dtype``."""
-        shape, outputs = self.shape, []
+        shape = self.shape
+        outputs = []
         for index, (rows, context) in enumerate(shape.sequences):
             start = int(self.row_starts[index])
             table = self.tables[index, : -(-context // shape.block_size)]

@@ -34,7 +34,8 @@ def test_add_norm(instruction_set: str, rows: int, hidden: int, added: bool, off
     native = kernels(instruction_set)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = random(rows, hidden, dtype=dtype, seed=3 * seed), random(hidden, dtype=dtype, seed=3 * seed + 1)
+        x = random(rows, hidden, dtype=dtype, seed=3 * seed)
+        weight = random(hidden, dtype=dtype, seed=3 * seed + 1)
         delta = random(rows, hidden, dtype=dtype, seed=3 * seed + 2) if added else None
         sums = {name: x.clone() for name in ("native", "torch")}
         found = native.add_norm(sums["native"], delta, weight, 1e-5, offset)
@@ -51,7 +52,8 @@ def test_add_norm(instruction_set: str, rows: int, hidden: int, added: bool, off
 @instruction_sets
 @given(rows, st.one_of(st.integers(1, 70), st.just(1536)), gates, dtypes)
 def test_gates(instruction_set: str, rows: int, columns: int, gate: str, dtype: torch.dtype) -> None:
-    by_torch, native = getattr(REFERENCE, gate), getattr(kernels(instruction_set), gate)
+    by_torch = getattr(REFERENCE, gate)
+    native = getattr(kernels(instruction_set), gate)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         gate_up = random(rows, 2 * columns, dtype=dtype, seed=seed) * 4
@@ -75,7 +77,9 @@ def test_gates_of_what_is_far_out_or_not_a_number(instruction_set: str, gate: st
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_may_be_written_over_its_input(instruction_set: str, dtype: torch.dtype) -> None:
     """What attention and MLP give is normalised in place."""
-    library, x, weight = load_library(instruction_set), random(5, 70, dtype=dtype), random(70, dtype=dtype, seed=1)
+    library = load_library(instruction_set)
+    x = random(5, 70, dtype=dtype)
+    weight = random(70, dtype=dtype, seed=1)
     expected = kernels(instruction_set).add_norm(x.clone(), None, weight, 1e-5, 1.0)
     address = x.data_ptr()
     library.lorikeet_add_norm(address, None, weight.data_ptr(), address, 5, 70, 1e-5, 1.0, x.element_size(), 2)
@@ -88,14 +92,16 @@ class Heads:
     def __init__(
         self, rows: int, heads: int, kv_heads: int, head_dim: int, norms: str, pairs: str, dtype: torch.dtype, seed: int
     ) -> None:
-        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
         self.qkv = random(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=4 * seed)
         dims = max(2, head_dim // 4 * 2) if "partial" in pairs else head_dim
         angle = random(rows, head_dim // 2, dtype=torch.float32, seed=4 * seed + 1) * 3
         angle[:, dims // 2 :] = 0
         angle = angle.repeat(1, 2)
         self.pairs = RotaryPairs(dims, "neighbours" in pairs)
-        self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        self.cos = angle.cos().to(dtype)
+        self.sin = angle.sin().to(dtype)
         sizes = (heads * head_dim, kv_heads * head_dim) if "whole" in norms else (head_dim, head_dim)
         weights = (random(size, dtype=dtype, seed=4 * seed + i) for i, size in zip((2, 3), sizes, strict=True))
         self.norms = HeadNorms(*weights, 1e-5, float("offset" in norms), "whole" in norms) if norms else None

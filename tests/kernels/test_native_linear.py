@@ -49,7 +49,8 @@ def test_the_error_is_at_most_twice_that_of_torch(
 def test_logits_are_the_fp32_sums_of_which_a_product_is_the_rounding(
     instruction_set: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
-    native, generator = kernels(instruction_set), torch.Generator().manual_seed(rows)
+    native = kernels(instruction_set)
+    generator = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (rows, outputs))
     packed = native.pack(weight)
     logits = native.logits(x, packed)
@@ -64,7 +65,8 @@ def test_long_sums(instruction_set: str, dtype: torch.dtype) -> None:
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(seed)
-        x, weight = torch.randn(3, 9001).to(dtype), torch.randn(50, 9001).to(dtype)
+        x = torch.randn(3, 9001).to(dtype)
+        weight = torch.randn(50, 9001).to(dtype)
         return (
             native.linear(x, native.pack(weight), None),
             F.linear(x, weight),
@@ -80,8 +82,10 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
     instruction_set: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
-    x, weight = torch.randn(1043, 300).to(dtype), torch.randn(100, 300).to(dtype)
-    native, alone = kernels(instruction_set), kernels(instruction_set, threads=1)
+    x = torch.randn(1043, 300).to(dtype)
+    weight = torch.randn(100, 300).to(dtype)
+    native = kernels(instruction_set)
+    alone = kernels(instruction_set, threads=1)
     together = native.linear(x, native.pack(weight), None)
     packed = alone.pack(weight)
     for row in (0, 7, 8, 37, 69, 511, 512, 1042):
@@ -94,10 +98,12 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
 def test_gated_at_once_has_the_bits_of_one_after_the_other(
     instruction_set: str, rows: int, inputs: int, columns: int, biased: bool, threads: int
 ) -> None:
-    native, generator = kernels(instruction_set, threads), torch.Generator().manual_seed(rows)
+    native = kernels(instruction_set, threads)
+    generator = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (rows, 2 * columns))
     bias = torch.randn(2 * columns, generator=generator).bfloat16() if biased else None
-    packed, out = native.pack(weight), torch.full((rows, columns), 7.0).bfloat16()
+    packed = native.pack(weight)
+    out = torch.full((rows, columns), 7.0).bfloat16()
     assert isinstance(packed, PanelWeight)
     address = None if bias is None else bias.data_ptr()
     gated = load_library(instruction_set).lorikeet_linear_gated(
@@ -110,7 +116,8 @@ def test_gated_at_once_has_the_bits_of_one_after_the_other(
 @instruction_sets
 def test_rows_may_be_part_of_wider_ones(instruction_set: str) -> None:
     torch.manual_seed(2)
-    wide, weight = torch.randn(5, 40).bfloat16(), torch.randn(9, 24).bfloat16()
+    wide = torch.randn(5, 40).bfloat16()
+    weight = torch.randn(9, 24).bfloat16()
     native = kernels(instruction_set)
     packed = native.pack(weight)
     assert packed.shape == (9, 24)
@@ -125,9 +132,11 @@ def test_a_weight_is_repacked_where_it_lies(instruction_set: str, dtype: torch.d
     torch.manual_seed(3)
     x, old, new = (torch.randn(rows, 31).to(dtype) for rows in (3, 100, 100))
     native = kernels(instruction_set)
-    packed, other = native.pack(old), native.pack(new)
+    packed = native.pack(old)
+    other = native.pack(new)
     assert isinstance(packed, PanelWeight)
-    address, panels = packed.address, packed.panels.data_ptr()
+    address = packed.address
+    panels = packed.panels.data_ptr()
     native.repack(new, packed)
     assert (packed.address, packed.panels.data_ptr()) == (address, panels)
     assert torch.equal(native.linear(x, packed, None), native.linear(x, other, None))

@@ -15,7 +15,8 @@ from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTarget,
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from tests.kernels.exactness import check_error
 
-LAYERS, LAYER = 2, 1
+LAYERS = 2
+LAYER = 1
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="the native module was not built")
 
@@ -50,7 +51,8 @@ def weights(
 def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
     """Rows without an adapter between segments, adapters that occur twice, modules that are left alone."""
     inputs = draw(st.integers(1, 150) | st.sampled_from([32, 64, 576]))
-    column, targets = draw(st.integers(0, 3)), []
+    column = draw(st.integers(0, 3))
+    targets = []
     for module in draw(st.sampled_from([("q", "k", "v"), ("gate", "up"), ("down",)])):
         targets.append(LoraTarget(module, column, draw(st.integers(1, 100) | st.sampled_from([32, 64, 192]))))
         column += targets[-1].outputs + draw(st.integers(0, 2))
@@ -60,7 +62,8 @@ def cases(draw: st.DrawFn, dtype: torch.dtype) -> Case:
         weights(inputs, tuple(targets), {target.module: draw(pieces) for target in targets}, dtype, seed + i)
         for i in range(draw(st.integers(1, 3)))
     ]
-    row, segments = 0, []
+    row = 0
+    segments = []
     for _ in range(draw(st.integers(0, 5))):
         start = row + draw(st.integers(0, 2))
         row = start + draw(st.integers(1, 8) | st.integers(1, 150))
@@ -177,7 +180,8 @@ def test_padding_changes_no_bit(instruction_set: str, dtype: torch.dtype, data: 
 def test_a_row_has_the_same_bits_alone_and_in_a_long_prefill(instruction_set: str) -> None:
     targets = (LoraTarget("q", 0, 100),)
     adapter = weights(96, targets, {"q": [20, 13]}, torch.bfloat16, 1)
-    x, weight = torch.randn(200, 96).bfloat16(), torch.randn(100, 96).bfloat16()
+    x = torch.randn(200, 96).bfloat16()
+    weight = torch.randn(100, 96).bfloat16()
     all_rows = run(Case(targets, [(0, 200, adapter)], x, weight), instruction_set)
     for row in (0, 63, 64, 199):
         alone = run(Case(targets, [(0, 1, adapter)], x[row : row + 1], weight), instruction_set)
@@ -187,7 +191,8 @@ def test_a_row_has_the_same_bits_alone_and_in_a_long_prefill(instruction_set: st
 def test_a_row_that_overflows_leaves_the_rows_of_others_alone(instruction_set: str) -> None:
     targets = (LoraTarget("q", 0, 40),)
     adapter = weights(24, targets, {"q": [9]}, torch.float32, 1)
-    x, weight = torch.randn(3, 24), torch.randn(40, 24)
+    x = torch.randn(3, 24)
+    weight = torch.randn(40, 24)
     calm = run(Case(targets, [(0, 3, adapter)], x, weight), instruction_set)
     x[1] = torch.finfo(torch.float32).max
     wild = run(Case(targets, [(0, 3, adapter)], x, weight), instruction_set)
@@ -199,7 +204,8 @@ def test_layers_and_modules_without_weights_are_the_base_models(instruction_set:
     targets = (LoraTarget("q", 0, 10), LoraTarget("k", 10, 10))
     adapter = weights(16, targets, {"k": [4]}, torch.float32, 1)
     case = Case(targets, [(0, 2, adapter)], torch.randn(2, 16), torch.randn(20, 16))
-    base, found = product(case, instruction_set), run(case, instruction_set)
+    base = product(case, instruction_set)
+    found = run(case, instruction_set)
     assert torch.equal(found[:, :10], base[:, :10])
     assert not torch.equal(found[:, 10:], base[:, 10:])
     assert torch.equal(run(case, instruction_set, layer=LAYER - 1), base)

@@ -28,7 +28,9 @@ instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruct
 @st.composite
 def weights(draw: st.DrawFn) -> QuantizedWeight:
     """Of both widths, with zeros or offsets, scales of both dtypes, and groups that the inputs need not fill."""
-    bits, outputs, inputs = draw(st.sampled_from([4, 8])), draw(sizes), draw(sizes)
+    bits = draw(st.sampled_from([4, 8]))
+    outputs = draw(sizes)
+    inputs = draw(sizes)
     group = draw(st.sampled_from([2, 16, 32, 64, inputs + inputs % 2]))
     shape = outputs, -(-inputs // group)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -55,7 +57,8 @@ def test_a_product_has_the_bits_of_one_with_the_dequantised_weight(
     outputs, inputs = weight.shape
     x = torch.randn(rows, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
-    packed, plain = native.pack(weight, dtype), native.pack(weight.dequantized(dtype))
+    packed = native.pack(weight, dtype)
+    plain = native.pack(weight.dequantized(dtype))
     assert torch.equal(native.linear(x, packed, bias), native.linear(x, plain, bias))
     assert torch.equal(native.logits(x, packed), native.logits(x, plain))
     assert packed.shape == weight.shape
@@ -68,11 +71,14 @@ def test_few_rows_of_many_inputs_have_the_bits_of_the_dequantised_weight(
     instruction_set: str, bits: int, group: int
 ) -> None:
     generator = torch.Generator().manual_seed(group)
-    native, outputs, inputs = kernels(instruction_set), 75, 1010
+    native = kernels(instruction_set)
+    outputs = 75
+    inputs = 1010
     levels = torch.randint(0, 2**bits, (outputs, inputs), generator=generator)
     scales = torch.rand(outputs, -(-inputs // group), generator=generator)
     weight = quantized_weight(levels, scales.half().float(), -7 * scales, bits=bits, group=group)
-    packed, plain = native.pack(weight, torch.bfloat16), native.pack(weight.dequantized(torch.bfloat16))
+    packed = native.pack(weight, torch.bfloat16)
+    plain = native.pack(weight.dequantized(torch.bfloat16))
     for rows in (1, 2, 16, 17, 31, 32, 33):
         x = torch.randn(rows, inputs, generator=generator).bfloat16()
         assert torch.equal(native.linear(x, packed, None), native.linear(x, plain, None))
@@ -82,8 +88,10 @@ def test_few_rows_of_many_inputs_have_the_bits_of_the_dequantised_weight(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gated_at_once_has_the_bits_of_one_after_the_other(instruction_set: str, bits: int) -> None:
     torch.manual_seed(bits)
-    native, x = kernels(instruction_set), torch.randn(40, 96).bfloat16()
-    packed, out = native.pack(quantize(torch.randn(128, 96), bits), torch.bfloat16), torch.zeros(40, 64).bfloat16()
+    native = kernels(instruction_set)
+    x = torch.randn(40, 96).bfloat16()
+    packed = native.pack(quantize(torch.randn(128, 96), bits), torch.bfloat16)
+    out = torch.zeros(40, 64).bfloat16()
     assert isinstance(packed, PanelWeight)
     gated = load_library(instruction_set).lorikeet_linear_gated(
         x.data_ptr(), 96, packed.address, None, out.data_ptr(), 40, 2
@@ -95,8 +103,10 @@ def test_gated_at_once_has_the_bits_of_one_after_the_other(instruction_set: str,
 @instruction_sets
 def test_a_row_has_the_same_bits_in_any_company(instruction_set: str) -> None:
     torch.manual_seed(1)
-    native, alone = kernels(instruction_set), kernels(instruction_set, threads=1)
-    x, weight = torch.randn(1043, 320).bfloat16(), quantize(torch.randn(100, 320), 4)
+    native = kernels(instruction_set)
+    alone = kernels(instruction_set, threads=1)
+    x = torch.randn(1043, 320).bfloat16()
+    weight = quantize(torch.randn(100, 320), 4)
     together = native.linear(x, native.pack(weight, torch.bfloat16), None)
     packed = alone.pack(weight, torch.bfloat16)
     for row in (0, 7, 8, 37, 69, 511, 512, 1042):
@@ -111,7 +121,8 @@ def test_a_quantised_weight_cannot_be_overwritten(instruction_set: str) -> None:
 
 
 def test_the_reference_multiplies_with_the_dequantised_weight() -> None:
-    weight, x = quantize(torch.randn(20, 48), 4), torch.randn(3, 48).bfloat16()
+    weight = quantize(torch.randn(20, 48), 4)
+    x = torch.randn(3, 48).bfloat16()
     reference = ReferenceKernels()
     found = reference.linear(x, reference.pack(weight, torch.bfloat16), None)
     assert torch.equal(found, x @ weight.dequantized(torch.bfloat16).T)
@@ -135,7 +146,8 @@ def test_cuts_and_joints_keep_the_numbers(weight: QuantizedWeight, data: st.Data
 
 def test_weights_of_several_formats_are_joined_in_the_wider_one() -> None:
     torch.manual_seed(0)
-    one, other = quantize(torch.randn(6, 64), 4), quantize(torch.randn(5, 64), 8, group=16)
+    one = quantize(torch.randn(6, 64), 4)
+    other = quantize(torch.randn(5, 64), 8, group=16)
     offsets = quantized_weight(
         torch.randint(0, 16, (3, 64)), torch.rand(3, 2).half().float(), torch.rand(3, 2), bits=4, group=32
     )
@@ -184,7 +196,8 @@ def test_the_error_is_at_most_that_of_round_to_nearest(kind: str) -> None:
     for bits, reference in ((4, Type.Q4_0), (8, Type.Q8_0)):
         found = quantize(weight, bits)
         theirs = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), reference), reference)
-        mine, nearest = errors(weight, found.dequantized(torch.float32)), errors(weight, torch.from_numpy(theirs))
+        mine = errors(weight, found.dequantized(torch.float32))
+        nearest = errors(weight, torch.from_numpy(theirs))
         # By group to a rounding of the scale to float16, which the library makes after it has chosen the codes.
         assert (mine <= nearest * 1.01 + 1e-20).all()
         assert mine.sum() <= nearest.sum()

@@ -19,7 +19,8 @@ def drive(kernels: ReferenceKernels | RecordingKernels, lora: LoraBatch | None) 
     torch.manual_seed(0)
     row = torch.tensor([0])
     batch = Batch(row, row, row, row, torch.tensor([0, 1]), row + 1, row[None], row, lora)
-    x, kv = torch.randn(1, 8), kv_view(torch.zeros(1, 32), 1, 2, 1, 8)[0]
+    x = torch.randn(1, 8)
+    kv = kv_view(torch.zeros(1, 32), 1, 2, 1, 8)[0]
     qkv = torch.cat((x, x, x), dim=1)
     kernels.rotary_store(qkv, Rotation(torch.ones(1, 8), torch.zeros(1, 8), RotaryPairs(8)), kv, batch, None)
     mixed = kernels.attention(qkv, kv, batch, 1.0, None)

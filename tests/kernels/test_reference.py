@@ -14,13 +14,17 @@ from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraPieces, LoraSegment,
 from lorikeet.kernels.reference import ReferenceKernels, add_lora, rms_norm, rotated
 
 KERNELS = ReferenceKernels()
-BLOCK_TOKENS, KV_HEADS, HEADS, HEAD_DIM = 4, 2, 6, 8
+BLOCK_TOKENS = 4
+KV_HEADS = 2
+HEADS = 6
+HEAD_DIM = 8
 
 
 @st.composite
 def lora_batches(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, list[int]]]]:
     """Return the number of rows, and for each adapter its rows and the sizes of its pieces; gaps are base rows."""
-    segments, row = [], 0
+    segments = []
+    row = 0
     for _ in range(draw(st.integers(1, 5))):
         start = row + draw(st.integers(0, 2))
         row = start + draw(st.integers(1, 4))
@@ -45,7 +49,8 @@ def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: 
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 12, generator=generator).to(dtype)
     out = torch.randn(rows, 15, generator=generator).to(dtype)
-    expected, segments = out.double(), []
+    expected = out.double()
+    segments = []
     for start, stop, pieces in plan:
         factors = tuple(
             (torch.randn(r, 12, generator=generator).to(dtype), torch.randn(r, 10, generator=generator).to(dtype))
@@ -57,7 +62,8 @@ def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: 
             a, bt = (torch.cat(parts).double() for parts in zip(*factors, strict=True))
             expected[start:stop, column : column + 10] += x[start:stop].double() @ a.T @ bt
     untouched = out.clone()
-    lora, v = LoraBatch(segments), LoraTargets(LoraTarget("v", column, 10))
+    lora = LoraBatch(segments)
+    v = LoraTargets(LoraTarget("v", column, 10))
     add_lora(out, x, LoraDelta(lora, 0, v))
     add_lora(out, x, LoraDelta(lora, 1, LoraTargets(LoraTarget("q", column, 10))))
     assert torch.equal(out, untouched)
@@ -105,7 +111,8 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, position: int, window: int 
 def test_attention_finds_each_sequences_keys_in_scattered_blocks(window: int | None) -> None:
     """Two decodes of different lengths (padded table), a prefill from scratch and one after cached tokens."""
     torch.manual_seed(5)
-    contexts, new = [6, 13, 5, 11], [1, 1, 5, 3]
+    contexts = [6, 13, 5, 11]
+    new = [1, 1, 5, 3]
     tables = [[7, 2], [3, 9, 1, 6], [8, 4], [11, 5, 12]]
     # Blocks hold NaN where no token was written: nobody may be reached by what another sequence left behind.
     arena = torch.full((13, BLOCK_TOKENS * 2 * KV_HEADS * HEAD_DIM), float("nan"))
@@ -146,10 +153,12 @@ def test_rotary_store_rotates_queries_and_writes_only_each_rows_slot(
     arena = torch.zeros(3, 2 * BLOCK_TOKENS * 2 * KV_HEADS * HEAD_DIM)
     kv = kv_view(arena, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM)
     q, k, v = torch.randn(2, HEADS + 2 * KV_HEADS, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-    qkv, angle = torch.cat((q, k, v), dim=1).flatten(1), torch.rand(2, HEAD_DIM)
+    qkv = torch.cat((q, k, v), dim=1).flatten(1)
+    angle = torch.rand(2, HEAD_DIM)
     rotation = Rotation(angle.cos(), angle.sin(), RotaryPairs(HEAD_DIM))
     if norms is not None:
-        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+        q = rms_norm(q, norms.q, norms.eps)
+        k = rms_norm(k, norms.k, norms.eps)
     k = rotated(k, rotation)
     none = torch.zeros(0, dtype=torch.int64)
     slots = torch.tensor([2, 0]), torch.tensor([3, 1])
@@ -162,7 +171,8 @@ def test_rotary_store_rotates_queries_and_writes_only_each_rows_slot(
 
 def test_rms_norm_is_computed_wide_and_cast_before_the_weight() -> None:
     torch.manual_seed(1)
-    x, weight = (torch.randn(3, 64) * 10).bfloat16(), torch.randn(64).bfloat16()
+    x = (torch.randn(3, 64) * 10).bfloat16()
+    weight = torch.randn(64).bfloat16()
     wide = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
     found = KERNELS.add_norm(x, None, weight, 1e-5)
     assert found.dtype == torch.bfloat16
@@ -170,7 +180,8 @@ def test_rms_norm_is_computed_wide_and_cast_before_the_weight() -> None:
 
 
 def test_add_norm_leaves_the_sum_in_x() -> None:
-    x, delta = torch.ones(1, 4), torch.arange(4.0)[None]
+    x = torch.ones(1, 4)
+    delta = torch.arange(4.0)[None]
     found = KERNELS.add_norm(x, delta, torch.ones(4), 0.0)
     assert x.tolist() == [[1.0, 2.0, 3.0, 4.0]]
     torch.testing.assert_close(found, x / 7.5**0.5)
@@ -178,7 +189,8 @@ def test_add_norm_leaves_the_sum_in_x() -> None:
 
 def test_rotary_turns_the_two_halves_of_a_head_as_complex_numbers() -> None:
     torch.manual_seed(2)
-    x, angle = torch.randn(5, 3, 8), torch.rand(5, 4) * 6
+    x = torch.randn(5, 3, 8)
+    angle = torch.rand(5, 4) * 6
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(5, 4), angle)[:, None]
     both = torch.cat((angle, angle), dim=-1)
     found = rotated(x, Rotation(both.cos(), both.sin(), RotaryPairs(8)))
@@ -193,13 +205,16 @@ def test_silu_mul_takes_the_gate_from_the_first_half() -> None:
 
 def test_linear_multiplies_by_the_transposed_weight_and_adds_the_bias() -> None:
     torch.manual_seed(4)
-    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    x = torch.randn(3, 4)
+    weight = torch.randn(5, 4)
+    bias = torch.randn(5)
     torch.testing.assert_close(KERNELS.linear(x, weight, bias), x @ weight.T + bias)
     torch.testing.assert_close(KERNELS.linear(x, weight, None), x @ weight.T)
 
 
 def test_a_weight_is_repacked_where_it_lies() -> None:
-    old, new = torch.randn(4, 3), torch.randn(4, 3)
+    old = torch.randn(4, 3)
+    new = torch.randn(4, 3)
     kernels = ReferenceKernels()
     packed = kernels.pack(old)
     assert isinstance(packed, torch.Tensor)

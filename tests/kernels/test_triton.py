@@ -59,9 +59,11 @@ rows = st.integers(1, 9)
 @given(rows, st.one_of(st.integers(1, 70), st.just(576)), st.booleans(), st.sampled_from([0.0, 1.0]), dtypes)
 def test_add_norm(rows: int, hidden: int, added: bool, offset: float, dtype: torch.dtype) -> None:
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = random(rows, hidden, dtype=dtype, seed=3 * seed), random(hidden, dtype=dtype, seed=3 * seed + 1)
+        x = random(rows, hidden, dtype=dtype, seed=3 * seed)
+        weight = random(hidden, dtype=dtype, seed=3 * seed + 1)
         delta = random(rows, hidden, dtype=dtype, seed=3 * seed + 2) if added else None
-        own, by_torch = x.clone(), x.clone()
+        own = x.clone()
+        by_torch = x.clone()
         found, torchs = (
             backend.add_norm(each, delta, weight, 1e-5, offset)
             for backend, each in ((TRITON, own), (REFERENCE, by_torch))
@@ -130,7 +132,8 @@ class Paged(attention.Case):
     """A call of the attention kernel; its KV is a layer of an arena, so that it is strided."""
 
     def batch(self, *, of_a_graph: bool) -> Batch:
-        none, rows = torch.zeros(0, dtype=torch.int64), torch.zeros(len(self.q), dtype=torch.int64)
+        none = torch.zeros(0, dtype=torch.int64)
+        rows = torch.zeros(len(self.q), dtype=torch.int64)
         tables = torch.where(self.tables < len(self.kv), self.tables, 0)
         host = None if of_a_graph else HostMetadata(self.row_starts, self.contexts, tables, none)
         return Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none, host=host)
@@ -140,7 +143,8 @@ class Paged(attention.Case):
         arena = torch.stack((torch.full_like(self.kv, torch.nan), self.kv), dim=1)
         qkv = torch.cat((self.q, self.q[:, : (2 * shape.kv_heads - 2) * shape.head_dim]), dim=1)
         batch = self.batch(of_a_graph=of_a_graph)
-        scale, window = shape.head_dim**-0.5, shape.window or None
+        scale = shape.head_dim**-0.5
+        window = shape.window or None
         return TRITON.attention(qkv, arena[:, 1], batch, scale, window, shape.softcap)
 
 
@@ -386,7 +390,8 @@ def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, m
     monkeypatch.setattr(triton_lora, kernel, shrinks)
     targets = (LoraTarget("q", 0, 140), LoraTarget("v", 150, 64))
     adapters = [lora.weights(inputs, targets, {"q": pieces, "v": [3]}, dtype, 7) for pieces in ([5, 30], [64, 8])]
-    weight, x = random(214, inputs, dtype=dtype, seed=1) / 30, random(2 * rows, inputs, dtype=dtype, seed=2)
+    weight = random(214, inputs, dtype=dtype, seed=1) / 30
+    x = random(2 * rows, inputs, dtype=dtype, seed=2)
     case = lora.Case(targets, [(0, rows, adapters[0]), (rows, 2 * rows, adapters[1])], x, weight)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -407,7 +412,8 @@ def test_lora_of_a_prompt_beside_decodes_launches_no_empty_programs(
     monkeypatch.setattr(triton_lora, "expand", expands)
     targets = (LoraTarget("q", 0, 140),)
     adapters = [lora.weights(96, targets, {"q": [rank]}, dtype, rank) for rank in (5, 30, 64)]
-    weight, x = random(140, 96, dtype=dtype, seed=1) / 30, random(265, 96, dtype=dtype, seed=2)
+    weight = random(140, 96, dtype=dtype, seed=1) / 30
+    x = random(265, 96, dtype=dtype, seed=2)
     segments = [(0, 1, adapters[0]), (1, 200, adapters[1]), (200, 201, adapters[2]), (201, 265, adapters[0])]
     case = lora.Case(targets, segments, x, weight)
 
@@ -517,7 +523,8 @@ def test_a_row_that_is_not_finite_has_no_token(programs: int, dtype: torch.dtype
 def test_a_row_with_one_token_has_that_one(programs: int, temperature: float) -> None:
     logits = torch.full((len(BORDERS), VOCAB), -torch.inf)
     logits[range(len(BORDERS)), BORDERS] = -3.0
-    top_k, top_p = [0, 2, 0, 2, 2, 0, 0], [1.0, 1.0, 0.5, 0.5, 1.0, 0.5, 0.0]
+    top_k = [0, 2, 0, 2, 2, 0, 0]
+    top_p = [1.0, 1.0, 0.5, 0.5, 1.0, 0.5, 0.0]
     assert TRITON.choose(logits, parameters(len(BORDERS), temperature, top_k, top_p)).tolist() == BORDERS
 
 
@@ -526,7 +533,8 @@ def test_a_row_with_one_token_has_that_one(programs: int, temperature: float) ->
 def test_equal_logits_at_a_boundary_stay_together(dtype: torch.dtype) -> None:
     """All that are kept are drawn sooner or later, and no other: of six tokens, three are equal."""
     filters = [(1, 1.0, 1), (2, 1.0, 4), (4, 1.0, 4), (5, 1.0, 5), (0, 0.35, 4), (4, 0.2, 1), (0, 0.0, 1)]
-    order, draws = [3, 2, 4, 0, 5, 1], 7
+    order = [3, 2, 4, 0, 5, 1]
+    draws = 7
     logits = torch.tensor([1.0, -0.5, 1.0, 1.25, 1.0, 0.75], dtype=dtype).repeat(draws * len(filters), 1)
     top_k, top_p, kept = zip(*filters, strict=True)
     asked = parameters(len(logits), 3.0, top_k * draws, top_p * draws, seed=19)
@@ -555,7 +563,9 @@ def test_filters_find_their_boundary_among_numbers_of_any_size(shift: float, dty
 @pytest.mark.parametrize("sign", [1, -1])
 def test_filters_tell_numbers_apart_between_which_there_is_none(sign: int, dtype: torch.dtype) -> None:
     """A boundary that is one off shows in a token more or less that can be drawn."""
-    bits, count, draws = torch.int32 if dtype == torch.float32 else torch.int16, 9, 6
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    count = 9
+    draws = 6
     following = torch.ones((), dtype=dtype).view(bits) + torch.arange(count, dtype=bits)
     logits = (following.view(dtype) * sign).repeat(draws * (count - 1), 1)
     asked = parameters(len(logits), 1.0, list(range(1, count)) * draws, seed=5)
@@ -623,7 +633,9 @@ def test_chosen_tokens_are_the_references(
 
 
 def test_plain_products_are_the_librarys() -> None:
-    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
+    x = torch.randn(5, 8)
+    weight = torch.randn(6, 8)
+    bias = torch.randn(6)
     packed = TRITON.pack(weight)
     assert_equal(TRITON.linear(x, packed, bias), ReferenceKernels().linear(x, weight, bias))
     TRITON.repack(weight * 2, packed)

@@ -83,7 +83,8 @@ what an H100 took for them.
 """
 
 META = torch.device("meta")
-BLOCK_TOKENS, MAX_SEGMENT_ROWS = 16, 64
+BLOCK_TOKENS = 16
+MAX_SEGMENT_ROWS = 64
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -143,7 +144,8 @@ class Kernel(msgspec.Struct):
         if self.error:
             return [self.error]
         found = [] if self.code_bytes else ["has no code"]
-        kib, most = self.shared / 1024, SHARED_KIB[target]
+        kib = self.shared / 1024
+        most = SHARED_KIB[target]
         if kib > most:
             found.append(f"wants {kib:.1f} KiB of shared memory, there are {most}")
         if self.registers * 32 * self.warps > REGISTERS:
@@ -214,7 +216,8 @@ class Launch(msgspec.Struct):
     def compiled(self) -> Kernel:
         """Compile it."""
         kernel = self.compile()
-        kernel.programs, kernel.steps = self.programs, self.steps
+        kernel.programs = self.programs
+        kernel.steps = self.steps
         return kernel
 
 
@@ -297,7 +300,8 @@ def _kernel(function: Any, compiled: Any, log: str) -> Kernel:
     def largest(pattern: str) -> int:
         return max(map(int, re.findall(pattern, log)))
 
-    made, source = compiled.metadata, compiled.src
+    made = compiled.metadata
+    source = compiled.src
     constants = {function.arg_names[path[0]]: value for path, value in source.constants.items()}
     return Kernel(
         function.__name__,
@@ -323,7 +327,8 @@ class _Adapters(dict[AdapterDigest, LoraWeights]):
 
     def __missing__(self, name: AdapterDigest) -> LoraWeights:
         modules, rank = re.findall("[a-z]+|[0-9]+", name)[:2]
-        layers, shapes = range(self._model.config.layers), self._model.geometry.modules
+        layers = range(self._model.config.layers)
+        shapes = self._model.geometry.modules
 
         def rows(width: int) -> Tensor:
             return torch.empty(int(rank), width, dtype=self._model.dtype, device=META)
@@ -352,7 +357,8 @@ class _Model:
         with TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(SHAPES[name] | {"num_hidden_layers": 2}))
             config = read_model_config(Path(folder))
-        kernels, geometry = TritonKernels(), config.geometry(dtype.itemsize)
+        kernels = TritonKernels()
+        geometry = config.geometry(dtype.itemsize)
         weights = WeightLayout(config, dtype, META, 0, 1).weights
         if bits:
             products = [
@@ -419,7 +425,8 @@ def _quantized(weight: Any, bits: int) -> QuantizedWeight:
 
 
 def _choices(rows: int) -> SamplingTensors:
-    floats, ints = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
+    floats = torch.zeros(rows)
+    ints = torch.zeros(rows, dtype=torch.int64)
     return SamplingTensors(floats, ints, floats, floats, ints, ints)
 
 
@@ -538,7 +545,8 @@ def launch_wrong(place: torch.device) -> list[Tensor]:
 def compile_all(target: int, written: Path, *, sampled: bool) -> None:
     """Compile for a target in this process, which has not imported the kernels for the interpreter."""
     assert not INTERPRETED
-    ours, wrong = Launches(target), Launches(target)
+    ours = Launches(target)
+    wrong = Launches(target)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda: divmod(target, 10))
         with ours.launching():
@@ -619,7 +627,8 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(compiled: Compiled) -> Non
 
 
 def test_no_kernel_is_forgotten(compiled: Compiled) -> None:
-    launched, called = "@triton.jit\ndef two(x): each(x)", "@triton.jit(noinline=True)\ndef each(x): pass"
+    launched = "@triton.jit\ndef two(x): each(x)"
+    called = "@triton.jit(noinline=True)\ndef each(x): pass"
     assert kernels_of(launched, called, "def of_python(): each(1)") == {"two"}
     ours = kernels_of(*(source.read_text() for source in SOURCES))
     assert ours == compiled.launched == {kernel.name for kernel in compiled.kernels}

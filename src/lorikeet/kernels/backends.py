@@ -22,8 +22,9 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
 
     Args:
         name: one of ``config.KERNELS``; ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention if
-            that is installed. If that cannot be used it is the reference backend, whose name then includes the reason.
-        dtype, device: of weights, adapters and KV.
+            that is installed. Where neither can be used it is the reference backend, whose name then gives the reason.
+        dtype: dtype of weights, adapters and KV.
+        device: device that holds them.
 
     Raises:
         ValueError: the name is unknown, the backend cannot be used here, or FlashInfer is installed but broken.
@@ -60,7 +61,7 @@ def _flashinfer_kernels(device: torch.device) -> Kernels:
 
 
 class TritonUnavailableError(RuntimeError):
-    """The Triton kernels cannot be used here; the message says why."""
+    """The Triton kernels cannot be used here; the message gives the reason."""
 
 
 def _triton_kernels(device: torch.device) -> Kernels:

@@ -1,6 +1,6 @@
 """The extras of an adapter on the device, as views of pool blocks.
 
-Extras are what an adapter has beside LoRA's A and B, such as DoRA's magnitudes (``core.adapter.AdapterExtra``).
+Extras are the tensors of an adapter besides LoRA's A and B, such as DoRA's magnitudes (``core.adapter.AdapterExtra``).
 ``docs/decisions/adapter-extras.md`` describes the kinds.
 """
 
@@ -22,7 +22,7 @@ class ExtraMatrix(NamedTuple):
 
     Attributes:
         pieces: runs of its rows, ``[rows, columns]`` each, in order.
-        tokens: of rows of the vocabulary, which tokens they are.
+        tokens: token ids of the rows, if these belong to the vocabulary.
     """
 
     pieces: tuple[Tensor, ...]
@@ -35,7 +35,7 @@ class ExtraMatrix(NamedTuple):
 
     @property
     def vector(self) -> Tensor:
-        """All elements, in order; of a matrix in one piece as a view."""
+        """All elements in order; a view if the matrix has one piece."""
         return self.pieces[0].flatten() if len(self.pieces) == 1 else torch.cat([p.flatten() for p in self.pieces])
 
     def rows_of(self, numbers: Tensor) -> Tensor:
@@ -62,16 +62,16 @@ class ExtraWeights:
     """The extras of one adapter.
 
     Args:
-        matrices: by kind, layer and module.
-        geometry: of the model.
+        matrices: matrices by kind, layer and module.
+        geometry: sizes of the model.
 
     Attributes:
-        is_prepared: whether what is computed on the device has been.
-        kinds: those of linear modules and vectors.
-        vocabulary: embedding or head, if it has extras of them.
-        fits_one_call: whether the native kernels can apply them in the one call that computes all layers. That knows
-            factors and summands of outputs and norms of the residual stream, but no whole weights, factors of inputs
-            or norms of heads.
+        is_prepared: whether the extras that depend on the base have been computed.
+        kinds: kinds of the extras of linear modules and vectors.
+        vocabulary: embedding or head, if the adapter has extras of it.
+        fits_one_call: whether the native kernels can apply the extras in the one call that computes all layers. The
+            call supports factors and summands of outputs and norms of the residual stream, but no whole weights,
+            factors of inputs or norms of heads.
     """
 
     def __init__(self, matrices: Mapping[tuple[str, int, str], ExtraMatrix], geometry: ModelGeometry) -> None:
@@ -104,7 +104,7 @@ class ExtraWeights:
         return None if found is None else found.vector
 
     def affine(self, layer: int, module: str) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factors of a module's output, and what is added to it."""
+        """Return the factors of a module's output, and its summands."""
         return self._affine.get((layer, module), (None, None))
 
     def drop_shift(self, layer: int, module: str) -> None:
@@ -115,7 +115,8 @@ class ExtraWeights:
     def tables(self) -> tuple[int, int]:
         """Return the addresses of tables of addresses, as ``native/adjusts.h`` has them; valid while this lives.
 
-        One is of the factors and summands, by layer and module; the other of the norms, by layer, 0 if there are none.
+        The first table has the factors and summands by layer and module; the second has the norms by layer, and its
+        address is 0 if there are none.
         """
         assert self.is_prepared
         if self._tables is None:

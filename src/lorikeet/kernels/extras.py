@@ -30,14 +30,14 @@ def scaled_inputs(x: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) 
 def replace_products(
     out: Tensor, x: Tensor, bias: Tensor | None, lora: LoraBatch, layer: int, targets: LoraTargets
 ) -> None:
-    """Overwrite the output of modules of which adapters have whole weights.
+    """Overwrite the outputs of modules for which adapters have whole weights.
 
     Args:
         out: ``[T, out]``, changed.
-        x: ``[T, in]``, its input.
-        bias: of the base, ``[out]``.
+        x: ``[T, in]``, the input of the product.
+        bias: the base's bias, ``[out]``.
         lora: the adapters.
-        layer: of the model.
+        layer: index of the layer.
         targets: the modules of the product.
     """
     for segment in lora.adjusted("weight"):
@@ -69,7 +69,8 @@ def scale_and_shift(out: Tensor, lora: LoraBatch, layer: int, targets: LoraTarge
 def embed(x: Tensor, token_ids: Tensor, lora: LoraBatch) -> None:
     """Replace the embeddings ``x [T, hidden]`` of tokens where adapters have their own, in place."""
     for segment in lora.adjusted_vocabulary(EMBEDDING):
-        rows, extras = slice(segment.start, segment.stop), segment.extras
+        rows = slice(segment.start, segment.stop)
+        extras = segment.extras
         ids = token_ids[rows]
         if (weight := extras.get("weight", 0, EMBEDDING)) is not None:
             x[rows] = weight.rows_of(ids.clamp(max=weight.rows - 1)).to(x.dtype)
@@ -78,7 +79,8 @@ def embed(x: Tensor, token_ids: Tensor, lora: LoraBatch) -> None:
                 x[rows][ids == token] = row.to(x.dtype)
         if (scale := extras.vector("scale", 0, EMBEDDING)) is not None:
             x[rows] *= scale
-        a, b = extras.get("a", 0, EMBEDDING), extras.get("b", 0, EMBEDDING)
+        a = extras.get("a", 0, EMBEDDING)
+        b = extras.get("b", 0, EMBEDDING)
         if a is not None and b is not None:
             found = a.rows_of(ids.clamp(max=a.rows - 1)) @ torch.cat(b.pieces)
             x[rows] += found if scale is None else found * scale
@@ -97,15 +99,18 @@ def adjust_logits(logits: Tensor, hidden: Tensor, lora: LoraBatch, *, is_tied: b
         The logits; minus infinity for tokens that an adapter's smaller vocabulary lacks.
     """
     for segment in lora.adjusted_vocabulary(EMBEDDING, HEAD):
-        rows, extras = slice(segment.start, segment.stop), segment.extras
-        x, part = hidden[rows].to(logits.dtype), logits[rows]
+        rows = slice(segment.start, segment.stop)
+        extras = segment.extras
+        x = hidden[rows].to(logits.dtype)
+        part = logits[rows]
         if (weight := extras.get("weight", 0, HEAD)) is not None:
             part[:, : weight.rows] = weight.product(x)
             part[:, weight.rows :] = -torch.inf
         trained = extras.get("rows", 0, HEAD) or (extras.get("rows", 0, EMBEDDING) if is_tied else None)
         if trained is not None:
             part[:, torch.tensor(trained.tokens, device=part.device)] = trained.product(x)
-        a, b = extras.get("a", 0, HEAD), extras.get("b", 0, HEAD)
+        a = extras.get("a", 0, HEAD)
+        b = extras.get("b", 0, HEAD)
         if a is not None and b is not None:
             found = b.product(a.product(x))
             part[:, : found.shape[1]] += found
@@ -130,10 +135,10 @@ class ProductShare(NamedTuple):
     """A tensor-parallel rank's share of a product.
 
     Attributes:
-        outputs: by module, which of its outputs the rank computes. Their factors and summands are at the beginning of
+        outputs: the outputs of each module that the rank computes. Their factors and summands are at the beginning of
             vectors as long as those of the whole model.
-        total: returns the sum of a tensor over the ranks, where each has some of the inputs.
-        adds_bias: whether the rank adds what is added once, such as biases.
+        total: returns the sum of a tensor over the ranks, if each has a part of the inputs.
+        adds_bias: whether the rank adds biases, and whatever else is added once.
     """
 
     outputs: Mapping[str, slice]
@@ -150,19 +155,19 @@ def prepare_product(
     norms: Callable[[], Tensor],
     share: ProductShare | None = None,
 ) -> None:
-    """Compute what changes the outputs of a product of the base, into the blocks of an adapter.
+    """Compute the factors and summands of a product of the base, into the blocks of an adapter.
 
     DoRA's factors are magnitude / ‖W + sBA‖, row by row (https://arxiv.org/abs/2402.09353, section 4). The square of
     that norm is ‖W‖² + 2 sB·(AWᵀ) + sB·(AAᵀ)sBᵀ, so the sum of W and sBA is never made.
 
     Args:
-        weights: of the adapter, changed.
-        layer: of the model.
+        weights: weights of the adapter, changed.
+        layer: index of the layer.
         targets: the modules of the product.
-        bias: of the base, ``[out]``.
+        bias: the base's bias, ``[out]``.
         product: returns ``x [n, in]`` times the base's weight, ``[n, out]``.
         norms: returns the norm of each row of the base's weight, fp32 ``[out]``.
-        share: of the rank; None if it computes the whole product.
+        share: the rank's share; None if it computes the whole product.
     """
     extras = weights.extras
     assert extras is not None
@@ -213,16 +218,17 @@ def dora_norms(
     """Return the norms of the rows of W + sBA, fp64 ``[out]``.
 
     Args:
-        norms: of the rows of W, ``[out]``.
+        norms: norms of the rows of W, ``[out]``.
         pieces: rows of A ``[r, in]`` and of sBᵀ ``[r, out]``.
         product: returns ``a Wᵀ``, ``[r, out]`` with ``part`` of its columns.
-        part: which columns those are.
-        total: returns the sum over ranks of which each has some of the inputs.
+        part: those columns.
+        total: returns the sum over the ranks, if each has a part of the inputs.
     """
     squares = norms.double().square()
     if pieces:
         a, bt = (torch.cat(side) for side in zip(*pieces, strict=True))
-        wide, b = a.double(), bt.double()
+        wide = a.double()
+        b = bt.double()
         squares += 2 * (b * product(a)[:, part].double()).sum(0) + (b * ((wide @ wide.T) @ b)).sum(0)
     if total is not None:
         squares = total(squares)
@@ -235,10 +241,10 @@ def prepare_vocabulary(
     """Compute DoRA's factors of embedding and output layer, into the blocks of an adapter.
 
     Args:
-        weights: of the adapter, changed.
-        embedding: of the base, ``[vocab, hidden]``.
+        weights: weights of the adapter, changed.
+        embedding: the base's embedding, ``[vocab, hidden]``.
         logits: returns ``x [n, hidden]`` times the base's output layer, ``[n, vocab]``.
-        norms: returns the norm of each row of that.
+        norms: returns the norm of each row of the output layer.
     """
     extras = weights.extras
     assert extras is not None

@@ -35,5 +35,6 @@ class Slabs:
         padded_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if padded_bytes > len(self._slab):
             self._slab = allocate(max(padded_bytes, _SLAB_BYTES), torch.uint8)
-        piece, self._slab = self._slab[:size_bytes], self._slab[padded_bytes:]
+        piece = self._slab[:size_bytes]
+        self._slab = self._slab[padded_bytes:]
         return piece.view(dtype)

@@ -1,6 +1,6 @@
 """The interface of a kernel backend, and the values that it takes.
 
-Every backend computes the same functions. The reference backend in plain torch is what the others are checked against.
+Every backend computes the same functions. The others are checked against the reference backend, in plain torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import KV_SCALE_BYTES
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.activation import Activation
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -43,9 +44,9 @@ def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> t
     """Split a batch into decodes (one row) and prefills (more rows).
 
     Args:
-        row_starts: as of ``Batch``, on the host.
-        contexts: as of ``Batch``, on the host.
-        device: gets the indices, by a copy that is not waited for.
+        row_starts: see ``Batch``; on the host.
+        contexts: see ``Batch``; on the host.
+        device: device of the indices. The call does not wait for their copy.
     """
     rows = row_starts.diff()
     ones = int((rows == 1).sum())
@@ -54,7 +55,8 @@ def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> t
     if ones in (0, len(rows)):
         return (BatchPart(None, len(rows), int(rows.amax()), int(contexts.amax())),)
     order = (rows != 1).argsort(stable=True)
-    numbers, ordered = to_device(order, device), contexts[order]
+    numbers = to_device(order, device)
+    ordered = contexts[order]
     return (
         BatchPart(numbers[:ones], ones, 1, int(ordered[:ones].amax())),
         BatchPart(numbers[ones:], len(rows) - ones, int(rows.amax()), int(ordered[ones:].amax())),
@@ -62,14 +64,14 @@ def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> t
 
 
 class Assist(Protocol):
-    """Host LoRA for adapters of which not all layers are on the device."""
+    """Host LoRA for adapters that are not yet on the device with all layers."""
 
     def begin(self, product: str, layer: int, x: Tensor, lora: LoraBatch | None) -> LoraBatch | None:
         """Start host LoRA for some adapters; return those for the device, None if there are none.
 
         Args:
-            product: a key of ``core.geometry.PRODUCTS``; they are called in that order.
-            layer: of the model; called for each layer in order.
+            product: a key of ``core.geometry.PRODUCTS``; calls are in that order.
+            layer: index of the layer; calls are in order.
             x: ``[rows, in]``, the input of the product.
             lora: all adapters of these rows: ``lora`` or ``sample_lora`` of the batch.
         """
@@ -103,9 +105,9 @@ class Batch:
         block_tables: int64 ``[n, N]``, padded with block 0.
         sample_rows: int64 ``[S]``, rows that need logits, each once; in row order if these are all rows.
         lora: the adapters, None if no row has one.
-        assist: host LoRA, if adapters of ``lora`` are in flight. None if all are loaded.
-        embeds: rows, int64 ``[E]``, and the embeddings that they have instead of their tokens', ``[E, hidden]``; None
-            if no row has.
+        assist: host LoRA, if adapters of ``lora`` are being loaded; None if all are loaded.
+        embeds: rows, int64 ``[E]``, and the embeddings ``[E, hidden]`` that replace those of their tokens; None if
+            there are no such rows.
         host: copies on the host; None in a graph.
     """
 
@@ -168,8 +170,8 @@ class HeadNorms(NamedTuple):
     Attributes:
         q, k: weights, ``[head_dim]`` each, of heads by themselves (Qwen3), or ``[heads * head_dim]`` and
             ``[kv_heads * head_dim]``, of all heads of a token together (OLMo 2).
-        eps: is added to the mean square.
-        offset: is added to the weights, in fp32.
+        eps: summand of the mean square.
+        offset: summand of the weights, in fp32.
         is_whole: whether all heads of a token are normalised together.
     """
 
@@ -181,10 +183,10 @@ class HeadNorms(NamedTuple):
 
 
 class RotaryPairs(NamedTuple):
-    """Which elements of a head a rotary embedding rotates.
+    """The elements of a head that a rotary embedding rotates.
 
     Attributes:
-        dims: number of elements that are rotated, the first ones; the others stay as they are.
+        dims: number of elements that are rotated. They are the first of a head; the rest stays unchanged.
         are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), and not i with ``dims / 2 + i``.
     """
 
@@ -196,8 +198,8 @@ class Rotation(NamedTuple):
     """The rotary embedding of a step's rows on a layer.
 
     Attributes:
-        cos, sin: ``[T, head_dim]``: of each pair, then, from ``head_dim / 2`` on, of each pair again.
-        pairs: which elements of a head are rotated.
+        cos, sin: ``[T, head_dim]``: one value for each pair, and from ``head_dim / 2`` on the same values again.
+        pairs: the elements of a head that are rotated.
     """
 
     cos: Tensor
@@ -206,7 +208,7 @@ class Rotation(NamedTuple):
 
 
 class Kernels(Protocol):
-    """A kernel backend. Arguments are not changed unless the docstring says so."""
+    """A kernel backend. A method changes an argument only if its docstring states it."""
 
     name: str
     threads: int
@@ -217,14 +219,16 @@ class Kernels(Protocol):
     """Whether adapters may be kept as codes (``LoraWeights.bits``), and keys and values (:func:`kv_view`)."""
 
     def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a context in which each thread is pinned to one of ``cores``, which are as many as threads."""
+        """Return a context in which each thread is pinned to one of ``cores``; there is a core for each thread."""
         ...
 
     def pack(self, weight: "Tensor | QuantizedWeight", dtype: torch.dtype | None = None) -> Weight:
         """Return ``weight [out, in]`` in the layout of :meth:`linear`; the weight itself if the layout is plain.
 
-        ``dtype`` is that of the products with a quantised weight, which is needed for such only. The product is that
-        of the weight dequantised to this dtype.
+        Args:
+            weight: plain or quantised.
+            dtype: dtype of the products with a quantised weight, which equal those with the weight dequantised to it.
+                A plain weight needs none.
         """
         ...
 
@@ -237,7 +241,7 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
+        """Return ``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
 
         With a ``delta``, ``x[rows] @ Aᵀ @ Bᵀ`` is added in columns ``[column, column + outputs)`` for each segment and
         target. Segments whose adapter does not change (layer, module) are skipped. Ranks may differ.
@@ -247,7 +251,7 @@ class Kernels(Protocol):
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
         """Multiply outputs of a product by the factors of adapters, and add their summands, in place.
 
-        ``out [T, out]`` is that of :meth:`linear`, with the delta. Sums are fp32, and rounded once.
+        ``out [T, out]`` is the result of :meth:`linear`, with the delta. Sums are fp32, and rounded once.
         """
         ...
 
@@ -286,7 +290,7 @@ class Kernels(Protocol):
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
-        """Causal attention of the queries in ``qkv`` over the paged ``kv``, with grouped heads.
+        """Return the causal attention of the queries in ``qkv`` over the paged ``kv``, with grouped heads.
 
         ``window`` limits a token to the ``window`` latest positions, its own included. With a ``softcap`` the scaled
         scores are ``softcap * tanh(score / softcap)``.
@@ -295,11 +299,11 @@ class Kernels(Protocol):
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up`` for ``gate_up [T, 2 * n]``; returns ``[T, n]``."""
+        """Return ``silu(gate) * up``, ``[T, n]``, for ``gate_up [T, 2 * n]``."""
         ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """``gelu(gate) * up`` likewise, with the approximation of GELU by tanh."""
+        """Return ``gelu(gate) * up``, ``[T, n]``, with the approximation of GELU by tanh."""
         ...
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
@@ -319,7 +323,8 @@ def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim
     """
     blocks = arena.shape[0]
     if bits:
-        arena, head_dim = arena.view(torch.int8), head_dim + KV_SCALE_BYTES
+        arena = arena.view(torch.int8)
+        head_dim = head_dim + KV_SCALE_BYTES
     return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)
 
 
@@ -331,9 +336,9 @@ class LayerWeights:
 
     Attributes:
         input_norm, post_norm: ``[hidden]``, before attention and before the MLP.
-        attention_norm, mlp_norm: ``[hidden]``, of what attention and MLP add to the residual stream.
+        attention_norm, mlp_norm: ``[hidden]``, for the outputs of attention and MLP before they are added.
         qkv, qkv_bias: queries, keys and values, stacked.
-        q_norm, k_norm: as of ``HeadNorms``.
+        q_norm, k_norm: see ``HeadNorms``.
         o, o_bias: split by input over ranks. Only rank 0 has the bias, since partial products are summed.
         gate_up, gate_up_bias: gate and up, stacked.
         down, down_bias: split like ``o``.
@@ -356,20 +361,20 @@ class LayerWeights:
 
 
 class LayersShape(NamedTuple):
-    """Parameters of layers beside their weights.
+    """Parameters of layers besides their weights.
 
     Attributes:
-        heads, kv_heads, head_dim: of attention.
-        eps: of all norms.
-        scale: of attention scores.
+        heads, kv_heads, head_dim: sizes of attention.
+        eps: summand of the mean square in all norms.
+        scale: factor of attention scores.
         windows: sliding window of each layer; None for full attention.
         targets: LoRA targets of the four fused products: qkv, o, gate_up, down.
-        rotations: by layer, the index of its rotary embedding in cos and sin.
-        pairs: as of :class:`Rotation`.
-        norm_offset: is added to the weights of norms.
+        rotations: for each layer, the index of its rotary embedding in cos and sin.
+        pairs: see :class:`Rotation`.
+        norm_offset: summand of the weights of norms.
         has_whole_norms: whether all heads of a token are normalised together.
-        softcap: of attention scores; 0: none.
-        has_gelu: whether the MLP is gated by GELU, and not by SiLU.
+        softcap: soft cap of attention scores; 0 for none.
+        activation: the function that gates the MLP.
     """
 
     heads: int
@@ -384,7 +389,7 @@ class LayersShape(NamedTuple):
     norm_offset: float = 0.0
     has_whole_norms: bool = False
     softcap: float = 0.0
-    has_gelu: bool = False
+    activation: Activation = Activation.SILU
 
 
 Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch], tuple[Tensor, Tensor]]

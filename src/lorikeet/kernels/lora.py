@@ -13,6 +13,7 @@ from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.extra_weights import ExtraWeights
+from lorikeet.kernels.native_records import AdaptersRecord, AdjustsRecord
 
 Segment = tuple[int, int, int, int]
 """First row, row after the last, address of the adapter's piece table, address of its piece index."""
@@ -45,10 +46,10 @@ class LoraWeights:
     Attributes:
         rank: the largest rank of any module on any layer.
         modules: modules that the adapter changes.
-        extras: what the adapter has beside A and B; None: nothing.
+        extras: the tensors of the adapter besides A and B; None if there are none.
         table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
             then module as in the geometry; here as in ``LORA_MODULES``.
-        index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); slots as of ``LoraTargets``.
+        index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); see ``LoraTargets`` for slots.
         score: rows of the score head, ``[labels, hidden]`` together; empty if the adapter has none.
         bits: 8 if A and Bᵀ are codes, with the scales of a piece before its A (``memory.packing.write_pieces``); 0 if
             they are of the dtype. ``pieces`` are of the dtype in any case.
@@ -59,7 +60,8 @@ class LoraWeights:
 
     def __init__(self, pieces: LoraPieces, layers: int) -> None:
         rows: list[tuple[int, int, int]] = []
-        index, rank = [0], 0
+        index = [0]
+        rank = 0
         for layer in range(layers):
             for module in LORA_MODULES:
                 found = pieces.get((layer, module), ())
@@ -87,8 +89,14 @@ class LoraWeights:
     ) -> "LoraWeights":
         """Make it from addresses. Views of hundreds of pieces take milliseconds; native kernels do not need them."""
         made = cls.__new__(cls)
-        made.rank, made.modules, made.table, made.index = rank, modules, table, index
-        made._make_pieces, made._on_device, made.extras, made.bits = make_pieces, None, None, bits
+        made.rank = rank
+        made.modules = modules
+        made.table = table
+        made.index = index
+        made._make_pieces = make_pieces
+        made._on_device = None
+        made.extras = None
+        made.bits = bits
         return made
 
     @cached_property
@@ -111,7 +119,7 @@ class LoraWeights:
 
 
 class LoraSegment(NamedTuple):
-    """Rows ``start`` to ``stop`` (half-open) of the batch, which use one adapter."""
+    """Rows ``start`` to ``stop`` (half-open) of the batch, all of one adapter."""
 
     start: int
     stop: int
@@ -140,12 +148,12 @@ class LoraTargets:
     Args:
         targets: each module's columns.
         modules: all modules of a layer, in packing order.
-        slots: as of ``ModelGeometry.module_slots``.
+        slots: see ``ModelGeometry.module_slots``.
 
     Attributes:
         each: the targets.
         modules: names of their modules.
-        numbers: int64 ``[1 + 3 * targets]``: their number, then each one's index in a layer, column, outputs.
+        numbers: int64 ``[1 + 3 * targets]``: the number of targets, then index in a layer, column and outputs of each.
         slots: entries of one layer in the index of ``LoraWeights``.
         are_aligned: whether all columns and outputs are multiples of 16.
     """
@@ -173,9 +181,9 @@ class LoraBatch:
 
     Attributes:
         segments: disjoint, in row order.
-        form: how mixed ranks are computed.
+        form: form in which mixed ranks are computed.
         modules: modules that any of the adapters changes on any layer.
-        largest_rank: of all adapters; a ``padded`` batch pads to it.
+        largest_rank: largest rank of the adapters; a ``padded`` batch pads to it.
         segment_rows: rows of the longest segment.
     """
 
@@ -217,14 +225,13 @@ class LoraBatch:
         ]
 
     @cached_property
-    def adjusts(self) -> Tensor | None:
-        """What adapters change beside A and B in linear modules and norms, as ``native/adjusts.h`` has it; or None."""
-        rows = [(*found[:2], *found.extras.tables()) for found in self.adjusted("scale", "shift", "vector")]
+    def adjusts(self) -> AdjustsRecord | None:
+        """The changes of linear modules and norms besides LoRA, for native kernels; None if there are none."""
+        rows = [(start, stop, *extras.tables()) for start, stop, extras in self.adjusted("scale", "shift", "vector")]
         if not rows:
             return None
-        segments = torch.tensor(rows, dtype=torch.int64)
-        self._adjusted_rows = segments  # kept, since its address is in the other
-        return torch.tensor([segments.data_ptr(), len(rows)], dtype=torch.int64)
+        self._adjusted_rows = torch.tensor(rows, dtype=torch.int64)  # kept alive, since the record has its address
+        return AdjustsRecord(segments=self._adjusted_rows.data_ptr(), count=len(rows))
 
     @cached_property
     def table(self) -> Tensor:
@@ -233,14 +240,14 @@ class LoraBatch:
         return torch.tensor(rows, dtype=torch.int64)
 
     @cached_property
-    def numbers(self) -> Tensor:
-        """Int64 ``[4]``: address of :attr:`table`, number of segments, the rank to pad to, 0 for none, and the bits.
-
-        All adapters of a batch are kept in the same form.
-        """
-        padded_rank = self.largest_rank if self.form is KernelForm.PADDED else 0
-        bits = self.segments[0].weights.bits if self.segments else 0
-        return torch.tensor([self.table.data_ptr(), len(self.segments), padded_rank, bits], dtype=torch.int64)
+    def record(self) -> AdaptersRecord:
+        """The adapters as native kernels read them. All adapters of a batch are stored in the same form."""
+        return AdaptersRecord(
+            segments=self.table.data_ptr(),
+            count=len(self.segments),
+            padded_rank=self.largest_rank if self.form is KernelForm.PADDED else 0,
+            bits=self.segments[0].weights.bits if self.segments else 0,
+        )
 
     @classmethod
     def from_table(
@@ -256,16 +263,19 @@ class LoraBatch:
         """Make a batch for a graph, whose kernels read only the table; its content may change between replays.
 
         Args:
-            table: as returned by :meth:`on`; unused segments have no rows.
-            form: how mixed ranks are computed; not ``EINSUM``.
+            table: the result of :meth:`on`; unused segments have no rows.
+            form: form in which mixed ranks are computed; not ``EINSUM``.
             modules: modules that any adapter in the table may change.
             largest_rank: largest rank of any adapter in the table; with ``PADDED`` the rank to which all are padded.
             segment_rows: most rows of a segment in the table.
             is_aligned: whether all weights start at multiples of 16 bytes.
         """
         made = cls((), form)
-        made.segment_rows, made.is_aligned = segment_rows, is_aligned
-        made.modules, made._on_device, made.largest_rank = modules, table, largest_rank
+        made.segment_rows = segment_rows
+        made.is_aligned = is_aligned
+        made.modules = modules
+        made._on_device = table
+        made.largest_rank = largest_rank
         return made
 
     @cached_property

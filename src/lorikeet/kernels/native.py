@@ -26,6 +26,15 @@ from lorikeet.kernels.interface import (
     kv_head_dim,
 )
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
+from lorikeet.kernels.native_records import (
+    LayerRecord,
+    LayersStepRecord,
+    ModelRecord,
+    NativeActivation,
+    ProductTargetsRecord,
+    WeightRecord,
+    differing_record,
+)
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
 from lorikeet.kernels.sampling import SamplingTensors
@@ -33,9 +42,12 @@ from lorikeet.kernels.sampling import SamplingTensors
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
 """Best first."""
 
-_ADDRESS, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_ADDRESS = ctypes.c_void_p
+_INT = ctypes.c_int64
+_FLOAT = ctypes.c_double
 _SIGNATURES = {
     "lorikeet_supported": (),
+    "lorikeet_record_bytes": (ctypes.c_char_p,),
     "lorikeet_packed_elements": (_INT,) * 3,
     "lorikeet_pack": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_linear": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT, _ADDRESS, _INT, _ADDRESS),
@@ -57,11 +69,16 @@ _SIGNATURES = {
     "lorikeet_place": (_ADDRESS, _INT, _INT),
     "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),
 }
-_RESULTS = {"lorikeet_supported": _INT, "lorikeet_packed_elements": _INT, "lorikeet_linear_gated": ctypes.c_bool}
+_RESULTS = {
+    "lorikeet_supported": _INT,
+    "lorikeet_record_bytes": _INT,
+    "lorikeet_packed_elements": _INT,
+    "lorikeet_linear_gated": ctypes.c_bool,
+}
 
 
 class NativeUnavailableError(RuntimeError):
-    """No native library can be used; the message says why."""
+    """No native library can be used; the message gives the reason."""
 
 
 @cache
@@ -89,6 +106,10 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
             ) from None
         function.argtypes = arguments
         function.restype = _RESULTS.get(name)
+    if (record := differing_record(library.lorikeet_record_bytes)) is not None:
+        raise NativeUnavailableError(
+            f"the native module for {instruction_set} is of another version ({record} differs): install Lorikeet again"
+        )
     if not library.lorikeet_supported():
         raise NativeUnavailableError(f"this CPU lacks {instruction_set}")
     return library
@@ -122,10 +143,10 @@ def best_library() -> tuple[str, ctypes.CDLL]:
 
 
 class QuantizedPanels(NamedTuple):
-    """What a quantised ``PanelWeight`` has beside its codes.
+    """The parts of a quantised ``PanelWeight`` besides its codes.
 
     Attributes:
-        bits, group, zero: as of ``QuantizedWeight``.
+        bits, group, zero: see ``QuantizedWeight``.
         scales, offsets: ``[panels, groups, columns]``.
     """
 
@@ -142,29 +163,33 @@ class PanelWeight:
     Args:
         panels: the packed elements, or codes.
         shape: ``[out, in]``.
-        item_bytes: bytes of an element of products with it.
-        quantized: the rest of a quantised weight.
+        item_bytes: bytes of an element of products with the weight.
+        quantized: the other parts of a quantised weight; None if it is plain.
 
     Attributes:
-        shape, panels, quantized: as given.
-        outputs, item_bytes: number of outputs, and as given.
-        address: address of a ``Weight`` of ``native/panels.h``.
+        outputs: number of outputs.
+        address: address of its ``WeightRecord``.
     """
 
     def __init__(
         self, panels: Tensor, shape: torch.Size, item_bytes: int, quantized: QuantizedPanels | None = None
     ) -> None:
         self.shape = shape
-        self.outputs, inputs = shape
+        self.outputs = shape[0]
         self.item_bytes = item_bytes
         self.panels = panels
         self.quantized = quantized
-        numbers = [panels.data_ptr(), inputs, self.outputs, item_bytes, *(0,) * 6]
+        self._record = WeightRecord(
+            packed=panels.data_ptr(), inputs=shape[1], outputs=self.outputs, item_bytes=item_bytes
+        )
         if quantized is not None:
-            bits, group, zero, scales, offsets = quantized
-            numbers[4:] = [bits, group, zero, scales.data_ptr(), _address(offsets), scales.element_size()]
-        self._numbers = torch.tensor(numbers, dtype=torch.int64)
-        self.address = self._numbers.data_ptr()
+            self._record.bits = quantized.bits
+            self._record.group = quantized.group
+            self._record.zero = quantized.zero
+            self._record.scales = quantized.scales.data_ptr()
+            self._record.offsets = _address(quantized.offsets)
+            self._record.scale_bytes = quantized.scales.element_size()
+        self.address = self._record.address
 
     @property
     def nbytes(self) -> int:
@@ -251,70 +276,128 @@ class NativeLayers:
     Args:
         library: from :func:`load_library`.
         weights: packed.
-        shape: parameters beside the weights.
+        shape: parameters besides the weights.
         threads: returns the number of threads of a step.
     """
 
     def __init__(
         self, library: ctypes.CDLL, weights: Sequence[LayerWeights], shape: LayersShape, threads: Callable[[], int]
     ) -> None:
-        self._library, self._weights, self._shape, self._threads = library, weights, shape, threads
-        rows = zip(weights, shape.windows, shape.rotations, strict=True)
-        records = [_record(layer, window or 0, rotation) for layer, window, rotation in rows]
-        self._records = torch.tensor(records, dtype=torch.int64)
+        self._library = library
+        self._weights = weights
+        self._shape = shape
+        self._threads = threads
         down = weights[0].down
         assert isinstance(down, PanelWeight)
         hidden, inner = down.shape
-        self._model = _int64(
-            self._records.data_ptr(), len(weights), hidden, shape.heads, shape.kv_heads, shape.head_dim, inner,
-            down.item_bytes, *shape.pairs, shape.has_whole_norms, shape.has_gelu,
-        )  # fmt: skip
+        rows = zip(weights, shape.windows, shape.rotations, strict=True)
+        self._records = (LayerRecord * len(weights))(
+            *(_record(layer, window, number) for layer, window, number in rows)
+        )
+        self._model = ModelRecord(
+            layers=ctypes.addressof(self._records),
+            count=len(weights),
+            hidden=hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            inner=inner,
+            item_bytes=down.item_bytes,
+            rotary_dims=shape.pairs.dims,
+            rotates_neighbours=shape.pairs.are_neighbours,
+            whole_norms=shape.has_whole_norms,
+            activation=NativeActivation.of(shape.activation),
+        )
         mixed = shape.heads * shape.head_dim
         qkv = mixed + 2 * shape.kv_heads * shape.head_dim
-        self._widths = hidden, qkv, mixed, hidden, 2 * inner, inner
+        self._widths = (hidden, qkv, mixed, hidden, 2 * inner, inner)
+        self._all_targets = ProductTargetsRecord(*(targets.numbers.data_ptr() for targets in shape.targets))
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute all layers of a step; arguments and results as of ``kernels.interface.Layers``."""
-        rows, samples = len(x), len(batch.sample_rows)
+        """Compute all layers of a step, with the arguments and results of ``kernels.interface.Layers``."""
+        rows = len(x)
+        samples = len(batch.sample_rows)
         normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
         assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
         assert len(kv) == len(self._weights)
         assert kv.dtype in (x.dtype, torch.int8)
-        step = _int64(
-            rows, samples, batch.sample_rows.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            kv.data_ptr(), kv.itemsize, kv.stride(0), kv.stride(1), kv.shape[3],
-            batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr(), batch.row_starts.data_ptr(),
-            batch.contexts.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(batch.contexts),
-            _numbers(batch.lora), _numbers(batch.sample_lora),
-            *(_changed(batch.lora, targets) for targets in self._shape.targets),
-            _adjusts(batch.lora), _adjusts(batch.sample_lora),
-            *(targets.numbers.data_ptr() for targets in self._shape.targets),
-            *(tensor.data_ptr() for tensor in (normed, qkv, mixed, delta, gate_up, gated)),
-        )  # fmt: skip
         shape = self._shape
-        numbers = shape.eps, shape.scale, shape.norm_offset, shape.softcap
-        self._library.lorikeet_layers(self._model, step, *numbers, self._threads())
+        step = LayersStepRecord(
+            rows=rows,
+            samples=samples,
+            sample_rows=batch.sample_rows.data_ptr(),
+            x=x.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            kv=kv.data_ptr(),
+            kv_bytes=kv.itemsize,
+            layer_stride=kv.stride(0),
+            block_stride=kv.stride(1),
+            block_tokens=kv.shape[3],
+            slot_blocks=batch.slot_blocks.data_ptr(),
+            slot_offsets=batch.slot_offsets.data_ptr(),
+            row_starts=batch.row_starts.data_ptr(),
+            contexts=batch.contexts.data_ptr(),
+            tables=batch.block_tables.data_ptr(),
+            table_stride=batch.block_tables.shape[1],
+            sequences=len(batch.contexts),
+            adapters=_adapters(batch.lora),
+            sample_adapters=_adapters(batch.sample_lora),
+            targets=ProductTargetsRecord(*(_changed(batch.lora, targets) for targets in shape.targets)),
+            adjusts=_adjusts(batch.lora),
+            sample_adjusts=_adjusts(batch.sample_lora),
+            all_targets=self._all_targets,
+            normed=normed.data_ptr(),
+            qkv=qkv.data_ptr(),
+            mixed=mixed.data_ptr(),
+            delta=delta.data_ptr(),
+            gate_up=gate_up.data_ptr(),
+            gated=gated.data_ptr(),
+        )
+        self._library.lorikeet_layers(
+            self._model.address,
+            step.address,
+            shape.eps,
+            shape.scale,
+            shape.norm_offset,
+            shape.softcap,
+            self._threads(),
+        )
         return x[:samples], delta[:samples]
 
 
-def _record(layer: LayerWeights, window: int, rotation: int) -> list[int]:
-    """Return the fields of a ``Layer`` of ``native/layers.cpp``."""
-    return [
-        _address(layer.input_norm), _packed(layer.qkv), _address(layer.qkv_bias), _address(layer.q_norm),
-        _address(layer.k_norm), _packed(layer.o), _address(layer.o_bias), _address(layer.attention_norm),
-        _address(layer.post_norm), _packed(layer.gate_up), _address(layer.gate_up_bias), _packed(layer.down),
-        _address(layer.down_bias), _address(layer.mlp_norm), window, rotation,
-    ]  # fmt: skip
+def _record(layer: LayerWeights, window: int | None, rotation: int) -> LayerRecord:
+    return LayerRecord(
+        input_norm=_address(layer.input_norm),
+        qkv=_packed(layer.qkv),
+        qkv_bias=_address(layer.qkv_bias),
+        q_norm=_address(layer.q_norm),
+        k_norm=_address(layer.k_norm),
+        o=_packed(layer.o),
+        o_bias=_address(layer.o_bias),
+        attention_norm=_address(layer.attention_norm),
+        post_norm=_address(layer.post_norm),
+        gate_up=_packed(layer.gate_up),
+        gate_up_bias=_address(layer.gate_up_bias),
+        down=_packed(layer.down),
+        down_bias=_address(layer.down_bias),
+        mlp_norm=_address(layer.mlp_norm),
+        window=window or 0,
+        rotation=rotation,
+    )
 
 
-_TILE_COLUMNS, _TILE_DEPTH = 32, 32
-"""Columns of a panel for the tile unit, and inputs of a tile."""
+_TILE_COLUMNS = 32
+"""Columns of a panel for the tile unit."""
+_TILE_DEPTH = 32
+"""Inputs of a tile."""
 
 
 def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
     """Return codes of 4 bits in the order of ``native/tile_codes.h``: by panel, step, four rows and input."""
     outputs, inputs = weight.shape
-    panels, steps = -(-outputs // _TILE_COLUMNS), -(-inputs // _TILE_DEPTH)
+    panels = -(-outputs // _TILE_COLUMNS)
+    steps = -(-inputs // _TILE_DEPTH)
     packed = slabs.allocate(panels * steps * _TILE_COLUMNS * _TILE_DEPTH // 2, torch.uint8)
     parts = packed.view(panels, steps, -1).split(_PANELS_AT_ONCE)
     for codes, first in zip(parts, range(0, outputs, _PANELS_AT_ONCE * _TILE_COLUMNS), strict=True):
@@ -327,12 +410,8 @@ def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
     return packed
 
 
-def _int64(*numbers: int) -> "ctypes.Array[ctypes.c_int64]":
-    return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _packed(weight: Weight) -> int:
@@ -340,26 +419,28 @@ def _packed(weight: Weight) -> int:
     return weight.address
 
 
-def _numbers(lora: LoraBatch | None) -> int:
-    return 0 if lora is None else lora.numbers.data_ptr()
+def _adapters(lora: LoraBatch | None) -> int | None:
+    return None if lora is None else lora.record.address
 
 
-def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int:
-    """Return the address of ``targets`` if any adapter changes one of them, else 0."""
-    return targets.numbers.data_ptr() if lora is not None and lora.changes(targets) else 0
+def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int | None:
+    """Return the address of ``targets`` if any adapter changes one of them."""
+    return targets.numbers.data_ptr() if lora is not None and lora.changes(targets) else None
 
 
-def _adjusts(lora: LoraBatch | None) -> int:
-    """Return the address of what adapters change beside LoRA, 0 if they change no more."""
+def _adjusts(lora: LoraBatch | None) -> int | None:
+    """Return the address of the changes besides LoRA; None if there are none."""
     adjusts = None if lora is None or not lora.has_extras else lora.adjusts
-    return 0 if adjusts is None else adjusts.data_ptr()
+    return None if adjusts is None else adjusts.address
 
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that the native functions support."""
 
-_PANELS_AT_ONCE, _IDENTITY_ROWS = 64, 256
-"""Of weights whose norms are computed: bounds the memory for them."""
+_PANELS_AT_ONCE = 64
+"""Panels whose norms are computed together; bounds the memory for them."""
+_IDENTITY_ROWS = 256
+"""Rows of the identity with which a quantised weight is multiplied at once; bounds the memory for them."""
 
 _NO_LORA = (0, 0, 0)
 """Arguments without LoRA, for the address of the adapters, the layer and the address of the targets."""
@@ -369,7 +450,7 @@ class NativeKernels:
     """The native backend. ``kernels.interface.Kernels`` documents what each method computes.
 
     Args:
-        instruction_set: of the library; part of the name.
+        instruction_set: the library's instruction set; part of the name.
         library: from :func:`load_library`.
     """
 
@@ -443,7 +524,8 @@ class NativeKernels:
     def repack(self, weight: Tensor, packed: Weight) -> None:
         """Overwrite the panels."""
         assert isinstance(packed, PanelWeight)
-        panels, plain = packed.panels, weight.contiguous()
+        panels = packed.panels
+        plain = weight.contiguous()
         if packed.quantized is not None:
             raise ValueError("a quantised weight cannot be overwritten")
         if plain.shape != packed.shape or plain.dtype != panels.dtype:
@@ -459,14 +541,14 @@ class NativeKernels:
         return NativeLayers(self._library, weights, shape, lambda: self._threads)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """The product and its LoRA delta, read in place, in one call; einsums run in torch."""
+        """Multiply, and add the LoRA delta, in one call; einsums run in torch."""
         assert isinstance(weight, PanelWeight)
         rows = x.shape[0]
         out = x.new_empty(rows, weight.outputs)
         numbers = _NO_LORA
         if delta is not None and delta.lora.form is not KernelForm.EINSUM:
             layer = delta.layer * delta.targets.slots // len(LORA_MODULES)  # the library counts layers of seven
-            numbers = delta.lora.numbers.data_ptr(), layer, delta.targets.numbers.data_ptr()
+            numbers = (delta.lora.record.address, layer, delta.targets.numbers.data_ptr())
         self._library.lorikeet_linear(
             x.data_ptr(),
             x.stride(0),
@@ -482,21 +564,27 @@ class NativeKernels:
         return out
 
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
-        """In one call for all adapters."""
+        """Adjust the outputs for all adapters in one call."""
         if lora.adjusts is not None:
-            first, bytes_ = layer * targets.slots, out.element_size()
-            address, to = lora.adjusts.data_ptr(), targets.numbers.data_ptr()
-            self._library.lorikeet_adjust(out.data_ptr(), out.stride(0), address, first, to, bytes_, self._threads)
+            self._library.lorikeet_adjust(
+                out.data_ptr(),
+                out.stride(0),
+                lora.adjusts.address,
+                layer * targets.slots,
+                targets.numbers.data_ptr(),
+                out.element_size(),
+                self._threads,
+            )
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """In fp32: the sums are fp32 already."""
+        """Return fp32 logits, since the sums are fp32 already."""
         assert isinstance(weight, PanelWeight)
         out = x.new_empty(len(x), weight.outputs, dtype=torch.float32)
         self._library.lorikeet_logits(x.data_ptr(), x.stride(0), weight.address, out.data_ptr(), len(x), self._threads)
         return out
 
     def row_norms(self, weight: Weight) -> Tensor:
-        """From the panels; the rows of a quantised weight are taken out of it by products with the identity."""
+        """Compute the norms from the panels. Products with the identity give the rows of a quantised weight."""
         assert isinstance(weight, PanelWeight)
         outputs, inputs = weight.shape
         if weight.quantized is None:
@@ -516,7 +604,7 @@ class NativeKernels:
         return squares.sqrt()
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """In one pass over memory."""
+        """Add and normalise in one pass over memory."""
         rows, hidden = x.shape
         out = torch.empty_like(x)
         self._library.lorikeet_add_norm(
@@ -534,8 +622,9 @@ class NativeKernels:
         return out
 
     def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
-        """In one pass over memory."""
-        (_, _, block_size, kv_heads, _), head_dim = kv.shape, kv_head_dim(kv)
+        """Normalise, rotate and store in one pass over memory."""
+        _, _, block_size, kv_heads, _ = kv.shape
+        head_dim = kv_head_dim(kv)
         cos, sin, (dims, are_neighbours) = rotation
         rows, columns = qkv.shape
         self._library.lorikeet_rotary_store(
@@ -567,8 +656,9 @@ class NativeKernels:
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
-        """Decodes and prefills in one call."""
-        (_, _, block_size, kv_heads, _), head_dim = kv.shape, kv_head_dim(kv)
+        """Compute decodes and prefills in one call."""
+        _, _, block_size, kv_heads, _ = kv.shape
+        head_dim = kv_head_dim(kv)
         rows, columns = qkv.shape
         heads = columns // head_dim - 2 * kv_heads
         out = qkv.new_empty((rows, heads * head_dim))
@@ -598,11 +688,11 @@ class NativeKernels:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """In one pass over memory."""
+        """Gate in one pass over memory."""
         return self._gated(self._library.lorikeet_silu_mul, gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """In one pass over memory."""
+        """Gate in one pass over memory."""
         return self._gated(self._library.lorikeet_gelu_mul, gate_up)
 
     def _gated(self, function: Callable[..., None], gate_up: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class QuantizedWeightError(ValueError):
-    """Codes, scales and sizes do not fit together; the message says which."""
+    """Codes, scales and sizes do not fit together; the message names them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class QuantizedWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight ``[out, in]``, computed in fp32 and rounded once."""
-        levels, scales = self.levels().float(), self._spread(self.scales)
+        levels = self.levels().float()
+        scales = self._spread(self.scales)
         if self.offsets is None:
             return levels.sub_(self.zero).mul_(scales).to(dtype)
         return levels.mul_(scales).add_(self._spread(self.offsets)).to(dtype)
@@ -106,7 +107,8 @@ class QuantizedWeight:
             return self
         if self.group % group or group % 2:
             raise QuantizedWeightError(f"groups of {self.group} inputs cannot become groups of {group}")
-        count, times = -(-self.inputs // group), self.group // group
+        count = -(-self.inputs // group)
+        times = self.group // group
 
         def repeated(values: Tensor) -> Tensor:
             return values.repeat_interleave(times, dim=1)[:, :count].contiguous()
@@ -156,7 +158,7 @@ def quantized_weight(
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return weights that read the same inputs as one, outputs one after the other, in the wider of their formats."""
+    """Join weights that read the same inputs into one, in the widest of their formats; outputs stay in order."""
     if len(parts) == 1:
         return parts[0]
     if len({part.bits for part in parts}) > 1:
@@ -200,15 +202,15 @@ GROUP = 32
 """Inputs of a group of weights that are quantised on load."""
 
 _CHUNK_ELEMENTS = 2**17
-"""Weights that are quantised at a time: few enough for the caches."""
+"""Elements that are quantised at a time, few enough for the caches."""
 
 
 def quantize(weight: Tensor, bits: int, group: int = GROUP) -> QuantizedWeight:
-    """Quantise a weight ``[out, in]``: symmetric, no group's squared error above that of round-to-nearest.
+    """Quantise a weight ``[out, in]`` symmetrically, with no larger squared error of a group than round-to-nearest.
 
     Scales are float16. For 8 bits the largest magnitude of a group becomes 127. For 4 bits three scales are tried for
-    each group: the largest magnitude becomes -8 (as in GGUF's Q4_0) or 7, or the scale fits the codes of the better of
-    both best, by least squares.
+    each group: the largest magnitude becomes -8 (like in GGUF's Q4_0) or 7, or the scale fits the
+    codes of the better of both by least squares.
     """
     rows = weight.split(max(1, _CHUNK_ELEMENTS // weight.shape[1]))
     return stacked([_quantize_rows(some, bits, group) for some in rows])
@@ -218,7 +220,8 @@ def _quantize_rows(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
     outputs, inputs = weight.shape
     groups = -(-inputs // group)
     wide = torch.nn.functional.pad(weight.float(), (0, groups * group - inputs)).view(outputs, groups, group)
-    least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    least = -(2 ** (bits - 1))
+    most = 2 ** (bits - 1) - 1
     largest = wide.gather(2, wide.abs().argmax(dim=2, keepdim=True))
     chosen = _rounded(wide, largest.abs() / most, least, most)
     if bits == 4:
@@ -244,7 +247,7 @@ def _rounded(wide: Tensor, scale: Tensor, least: int, most: int) -> _Rounded:
 
 
 def _better(one: _Rounded, other: _Rounded) -> _Rounded:
-    """Return the one with the smaller error, by group."""
+    """Return each group from the argument in which its error is smaller."""
     is_better = other.error < one.error
     return _Rounded(*(torch.where(is_better, b, a) for a, b in zip(one, other, strict=True)))
 

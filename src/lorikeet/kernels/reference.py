@@ -97,7 +97,7 @@ class ReferenceKernels:
         """Return None: layers run kernel by kernel."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """``x @ weightᵀ + bias``, then the LoRA delta. A quantised weight is dequantised for each product."""
+        """Multiply, then add the LoRA delta. A quantised weight is dequantised for each product."""
         plain = weight.dequantized(x.dtype) if isinstance(weight, QuantizedWeight) else weight
         assert isinstance(plain, Tensor)
         out = F.linear(x, plain, bias)
@@ -107,15 +107,15 @@ class ReferenceKernels:
         return out
 
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
-        """Segment by segment."""
+        """Adjust the outputs segment by segment."""
         scale_and_shift(out, lora, layer, targets)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """In the weights' dtype."""
+        """Return logits in the weights' dtype."""
         return self.linear(x, weight, None)
 
     def row_norms(self, weight: Weight) -> Tensor:
-        """Of the weight as it is, or dequantised."""
+        """Compute the norms of the plain or dequantised weight."""
         plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
         assert isinstance(plain, Tensor)
         return row_norms(plain)
@@ -127,7 +127,7 @@ class ReferenceKernels:
         return rms_norm(x, weight, eps, offset)
 
     def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
-        """Norm, rotate, and store keys and values in their slots."""
+        """Normalise and rotate, and store keys and values in their slots."""
         q, k, v = split_heads(qkv, kv)
         if norms is not None:
             norm_heads(q, norms.q, norms)
@@ -143,7 +143,8 @@ class ReferenceKernels:
         """Decodes together, prefills one by one."""
         if kv.dtype == torch.int8:
             used, tables = batch.block_tables.unique(return_inverse=True)
-            kv, batch = kv_from_codes(kv[used], qkv.dtype), replace(batch, block_tables=tables)
+            kv = kv_from_codes(kv[used], qkv.dtype)
+            batch = replace(batch, block_tables=tables)
             batch = batch if batch.host is None else replace(batch, host=batch.host._replace(block_tables=tables))
         if softcap:
             heads = split_heads(qkv, kv)[0]
@@ -156,7 +157,8 @@ class ReferenceKernels:
         decodes = torch.tensor([i for i, count in enumerate(counts) if count == 1], device=q.device)
         if len(decodes):
             rows = batch.row_starts[decodes]
-            tables, at = batch.block_tables[decodes], batch.contexts[decodes]
+            tables = batch.block_tables[decodes]
+            at = batch.contexts[decodes]
             tables = tables[:, : -(-int(at.max()) // kv.shape[2])]
             out[rows] = _decode(q[rows], kv, tables, at, scale, window)
         for i, count in enumerate(counts):
@@ -167,12 +169,12 @@ class ReferenceKernels:
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up``."""
+        """Return ``silu(gate) * up``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """``gelu(gate) * up``."""
+        """Return ``gelu(gate) * up``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
@@ -182,7 +184,7 @@ class ReferenceKernels:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """RMS norm over the last dimension in fp32.
+    """Return the RMS norm over the last dimension, computed in fp32.
 
     It is cast back before the weight is applied, in Llama's order, or after it, in Gemma's, if that has an offset.
     """
@@ -204,7 +206,8 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
         return x
     cos, sin = (each[:, None, : dims // 2] for each in rotation[:2])
     if are_neighbours:
-        first, second = x[..., 0:dims:2], x[..., 1:dims:2]
+        first = x[..., 0:dims:2]
+        second = x[..., 1:dims:2]
         found = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     else:
         first, second = x[..., :dims].chunk(2, dim=-1)
@@ -228,13 +231,15 @@ def kv_codes(rows: Tensor) -> Tensor:
 
 def kv_from_codes(kv: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the keys and values ``[…, head_dim]`` that codes ``[…, head_dim + 2]`` mean."""
-    codes, scale = kv[..., :-KV_SCALE_BYTES], kv[..., -KV_SCALE_BYTES:].contiguous().view(torch.bfloat16)
+    codes = kv[..., :-KV_SCALE_BYTES]
+    scale = kv[..., -KV_SCALE_BYTES:].contiguous().view(torch.bfloat16)
     return (codes.float() * scale.float()).to(dtype)
 
 
 def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View ``qkv`` as q ``[T, heads, head_dim]`` and k, v ``[T, kv_heads, head_dim]``, with sizes from ``kv``."""
-    kv_heads, head_dim = kv.shape[-2], kv_head_dim(kv)
+    kv_heads = kv.shape[-2]
+    head_dim = kv_head_dim(kv)
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return q, k, v
@@ -250,7 +255,8 @@ def add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     lora, layer, targets = delta
     for module, column, outputs in targets.each:
         for group in _groups(lora.segments, layer, module):
-            first, last = group[0].segment.start, group[-1].segment.stop
+            first = group[0].segment.start
+            last = group[-1].segment.stop
             a, b = (_joined([piece[side] for member in group for piece in member.pieces]) for side in (0, 1))
             inner = x[first:last] @ a.T
             if len(group) > 1:
@@ -286,17 +292,21 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
     """Zero ``inner [rows, ranks of the group]`` except for each segment's rows at its own ranks."""
-    own, first, rank = torch.zeros_like(inner), group[0].segment.start, 0
+    own = torch.zeros_like(inner)
+    first = group[0].segment.start
+    rank = 0
     for member in group:
-        rows, ranks = slice(member.segment.start - first, member.segment.stop - first), slice(rank, rank + member.rank)
+        rows = slice(member.segment.start - first, member.segment.stop - first)
+        ranks = slice(rank, rank + member.rank)
         own[rows, ranks] = inner[rows, ranks]
         rank += member.rank
     return own
 
 
 def _decode(q: Tensor, kv: Tensor, tables: Tensor, at: Tensor, scale: float, window: int | None) -> Tensor:
-    """One query ``[D, heads, head_dim]`` per sequence. The heads of a group take the place of query positions."""
-    block_size, kv_heads = kv.shape[2], kv.shape[3]
+    """Compute one query ``[D, heads, head_dim]`` per sequence; the heads of a group take the place of positions."""
+    block_size = kv.shape[2]
+    kv_heads = kv.shape[3]
     # index_select copies whole blocks and is ten times as fast as indexing.
     gathered = kv.index_select(0, tables.flatten()).unflatten(0, tables.shape)
     position = torch.arange(tables.shape[1] * block_size, device=q.device)
@@ -314,7 +324,7 @@ def _decode(q: Tensor, kv: Tensor, tables: Tensor, at: Tensor, scale: float, win
 
 
 def _prefill(q: Tensor, kv: Tensor, table: Tensor, context: int, scale: float, window: int | None) -> Tensor:
-    """Queries ``[T, heads, head_dim]`` of one sequence over its whole context, cached part included."""
+    """Compute queries ``[T, heads, head_dim]`` of one sequence over its whole context."""
     gathered = kv.index_select(0, table)
     k, v = (gathered[:, part].flatten(0, 1)[:context].transpose(0, 1) for part in (0, 1))
     position = torch.arange(context, device=q.device)
@@ -338,15 +348,16 @@ def attend_plainly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention with what ``Kernels.attention`` lacks, on any device; scores are fp32.
+    """Return causal attention with options that ``Kernels.attention`` lacks, on any device; scores are fp32.
 
     Args:
         q: ``[T, heads, key_dim]``.
-        keys, values: a layer's in the arena, ``[blocks, block_size, kv_heads, key_dim]`` and ``[..., value_dim]``.
+        keys, values: those of a layer in the arena, ``[blocks, block_size, kv_heads, key_dim]`` and ``[...,
+            value_dim]``.
         batch: the step.
-        scale: of the scores.
-        window: a token sees so many latest positions, its own included; None: all.
-        softcap: the scores are ``softcap * tanh(score / softcap)``; None: as they are.
+        scale: factor of the scores.
+        window: number of latest positions that a token sees, its own included; None for all.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them unchanged.
         sinks: ``[heads]``, logits that take part in the softmax without a value; None for none.
 
     Returns:
@@ -355,7 +366,8 @@ def attend_plainly(
     block_size, kv_heads = keys.shape[1:3]
     out = q.new_empty(len(q), q.shape[1], values.shape[-1])
     there = batch if batch.host is None else batch.host
-    starts, contexts = there.row_starts.tolist(), there.contexts.tolist()
+    starts = there.row_starts.tolist()
+    contexts = there.contexts.tolist()
     by_rows: dict[int, list[int]] = {}
     for i, (start, stop) in enumerate(pairwise(starts)):
         by_rows.setdefault(stop - start, []).append(i)

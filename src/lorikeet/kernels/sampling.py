@@ -15,11 +15,11 @@ from torch import Tensor
 from lorikeet.kernels.devices import to_device
 
 CANDIDATES = (128, 2048)
-"""Top-p sorts only so many of the most likely tokens first; sorting the whole vocabulary is slow and rarely needed."""
+"""Numbers of most likely tokens that top-p sorts first; sorting the whole vocabulary is slow and rarely needed."""
 
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures choose the most likely token; in fp32 the probabilities of others would be 0 anyway."""
+"""At lower temperatures the most likely token is chosen; in fp32 other probabilities would be 0 anyway."""
 
 
 class SamplingTensors(NamedTuple):
@@ -71,7 +71,7 @@ def lowest_kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
 
     Args:
         logits: fp32 ``[vocab]``, already divided by the temperature.
-        top_k, top_p, min_p: the filters, as of ``SamplingTensors``.
+        top_k, top_p, min_p: the filters, see ``SamplingTensors``.
 
     Returns:
         fp32 scalar, ``-inf`` if nothing is filtered.

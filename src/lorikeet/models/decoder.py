@@ -79,7 +79,7 @@ class Decoder:
             norm_offset=config.norm_offset,
             has_whole_norms=config.qk_norm == "whole",
             softcap=config.attention_softcap,
-            has_gelu=config.activation is not Activation.SILU,
+            activation=config.activation,
         )
         self._layers = tuple(
             decoder_layer(index, layer, self._shape, targets, config.norms)
@@ -87,6 +87,8 @@ class Decoder:
         )
         self._final_norm = Norm(weights.final_norm, "norm.weight", 0)
         self._ops = LayerOps(kernels, self._shape)
+        gates = {Activation.SILU: kernels.silu_mul, Activation.GELU_TANH: kernels.gelu_mul}
+        self._gate = gates[config.activation]
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
         self._preparation = AdapterPreparation(self._layers, weights, kernels, product_shares(config, targets, group))
 
@@ -224,5 +226,4 @@ class Decoder:
 
     def _mlp(self, ops: LayerOps, layer: DecoderLayer, x: Tensor) -> Tensor:
         gate_up = ops.linear(x, layer.gate_up)
-        gated = self._kernels.gelu_mul(gate_up) if self._shape.has_gelu else self._kernels.silu_mul(gate_up)
-        return ops.linear(gated, layer.down)
+        return ops.linear(self._gate(gate_up), layer.down)

@@ -52,7 +52,8 @@ def attention(
     are ``softcap * tanh(score / softcap)``. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16
     products.
     """
-    index, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
     sequence = tl.load(numbers + index, mask=is_part != 0, other=index)
     begin = tl.load(row_starts + sequence)
     count = tl.load(row_starts + sequence + 1) - begin
@@ -93,7 +94,8 @@ def attention(
             key = tl.load(kv + offset[:, None] + lane[None, :], mask=held, other=0.0)
             value = tl.load(kv + part_stride + offset[:, None] + lane[None, :], mask=held, other=0.0)
             if WIDE:
-                key, value = key.to(tl.float32), value.to(tl.float32)
+                key = key.to(tl.float32)
+                value = value.to(tl.float32)
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             if CAPPED:
                 score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * score / softcap)))
@@ -125,10 +127,14 @@ def join_splits(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute ``out[row, head]``, the weighted mean of the results of a sequence's splits."""
-    index, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    index = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
     sequence = tl.load(numbers + index, mask=is_part != 0, other=index)
-    row, context = tl.load(row_starts + sequence), tl.load(contexts + sequence)
-    split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    row = tl.load(row_starts + sequence)
+    context = tl.load(contexts + sequence)
+    split = tl.arange(0, SPLITS)
+    lane = tl.arange(0, WIDTH)
     tokens = context - _first_seen(context - 1, window, TOKENS)
     is_split = (split < splits) & (split * _share(tokens, usual, splits, TOKENS, LEAST) < tokens)
     is_lane = lane < DIM

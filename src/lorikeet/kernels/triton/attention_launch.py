@@ -18,14 +18,18 @@ class _Tile(NamedTuple):
     warps: int
 
 
-_FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
+_FEW = _Tile(64, 64, 4)
+_MANY = _Tile(128, 64, 8)
 _FP32_TILE = _Tile(32, 32, 4)
 """For fp32, which does not use tensor cores; larger tiles take 15 s to compile."""
-_LEAST_ROWS, _MOST_SPLITS = 16, 16
+_LEAST_ROWS = 16
+_MOST_SPLITS = 16
 _LONG_SPLIT = 4096
 """Tokens per split of a long context, if there are enough programs."""
-_LONG_PROGRAMS, _LEAST_LONG_SPLITS = 4096, 4
-"""Most programs, and least number of splits, when contexts may be long. Unused programs return immediately."""
+_LONG_PROGRAMS = 4096
+"""Most programs when contexts may be long. Unused programs return immediately."""
+_LEAST_LONG_SPLITS = 4
+"""Least number of splits when contexts may be long."""
 _LEAST_SPLIT = 1024
 """Least tokens of a split when the device is busy without splits."""
 
@@ -35,7 +39,7 @@ class Splits(NamedTuple):
 
     Attributes:
         usual: enough to keep the device busy.
-        most: for long sequences. Programs for so many splits are launched.
+        most: enough for long sequences. This many splits are launched.
     """
 
     usual: int

@@ -35,7 +35,8 @@ def add_norm(
 @triton.jit
 def gated(gate_up, out, columns, GELU: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """Compute ``silu(gate) * up``, or ``gelu(gate) * up`` if ``GELU``, for a part of one row."""
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
     wait_for_previous(PDL)
     gate = tl.load(gate_up + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
@@ -55,39 +56,49 @@ def rotary_store(
     HALF: tl.constexpr, PAIRS: tl.constexpr, NEIGHBOURS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
     NORMED: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """For some heads of one row, rotate queries in place, rotate keys into the row's slot, and copy values there.
+    """Rotate queries of some heads of a row in place, rotate their keys into its slot, and copy values there.
 
     A lane has a pair of elements. The first ``PAIRS`` pairs are rotated: neighbours, or elements ``PAIRS`` apart; the
     elements after them stay as they are, since the cos of their pairs is 1. Padding rows, whose block is -1, are not
     stored.
     """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, WIDTH)
     is_lane = lane < HALF
-    is_query, is_value = head < heads, head >= heads + kv_heads
+    is_query = head < heads
+    is_value = head >= heads + kv_heads
     inside = (head < heads + 2 * kv_heads)[:, None] & is_lane[None, :]
     if NEIGHBOURS:
         is_rotated = lane < PAIRS
-        one, other = tl.where(is_rotated, 2 * lane, PAIRS + lane), tl.where(is_rotated, 2 * lane + 1, HALF + lane)
+        one = tl.where(is_rotated, 2 * lane, PAIRS + lane)
+        other = tl.where(is_rotated, 2 * lane + 1, HALF + lane)
     else:
-        one, other = tl.where(lane < PAIRS, lane, PAIRS + lane), tl.where(lane < PAIRS, PAIRS + lane, HALF + lane)
+        one = tl.where(lane < PAIRS, lane, PAIRS + lane)
+        other = tl.where(lane < PAIRS, PAIRS + lane, HALF + lane)
     wait_for_previous(PDL)
     place = qkv + row * row_stride + (head * 2 * HALF)[:, None]
     first = tl.load(place + one[None, :], mask=inside, other=0.0)
     second = tl.load(place + other[None, :], mask=inside, other=0.0)
-    low, high = first.to(tl.float32), second.to(tl.float32)
+    low = first.to(tl.float32)
+    high = second.to(tl.float32)
     if NORMED:
         scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
-        low, high = low * scale, high * scale
+        low = low * scale
+        high = high * scale
         low_weight = _norm_of(q_norm, k_norm, one, is_lane, is_query)
         high_weight = _norm_of(q_norm, k_norm, other, is_lane, is_query)
         if OFFSET:
-            low_weight, high_weight = low_weight + offset, high_weight + offset
+            low_weight = low_weight + offset
+            high_weight = high_weight + offset
         else:
             # Rounded before and after the weight is applied, as torch does.
-            low, high = low.to(first.dtype).to(tl.float32), high.to(first.dtype).to(tl.float32)
-        low, high = low * low_weight, high * high_weight
-        low, high = low.to(first.dtype).to(tl.float32), high.to(first.dtype).to(tl.float32)
+            low = low.to(first.dtype).to(tl.float32)
+            high = high.to(first.dtype).to(tl.float32)
+        low = low * low_weight
+        high = high * high_weight
+        low = low.to(first.dtype).to(tl.float32)
+        high = high.to(first.dtype).to(tl.float32)
     angle = row * 2 * HALF + lane
     cos_low = tl.load(cos + angle, mask=is_lane, other=0.0).to(tl.float32)[None, :]
     cos_high = tl.load(cos + angle + HALF, mask=is_lane, other=0.0).to(tl.float32)[None, :]

@@ -40,7 +40,7 @@ class FlashInferKernels(TritonKernels):
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
-        """Attention with the plan of this step and window; Triton's attention in a graph."""
+        """Compute attention with the plan of this step and window; in a graph, with Triton."""
         if batch.host is None:
             return super().attention(qkv, kv, batch, scale, window, softcap)
         block_size, kv_heads, head_dim = kv.shape[2:]

@@ -57,10 +57,14 @@ _LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS)
 """Tiles by most rows of a segment and most segments."""
 
 _NORM_WARPS = 4
-_ROTARY_HEADS, _ROTARY_WARPS = 16, 4
-_COLUMNS, _GATE_WARPS = 1024, 4
-_DRAWN, _DRAW_WARPS = 1024, 4
-_FILTERED, _FILTER_WARPS = 8192, 16
+_ROTARY_HEADS = 16
+_ROTARY_WARPS = 4
+_COLUMNS = 1024
+_GATE_WARPS = 4
+_DRAWN = 1024
+_DRAW_WARPS = 4
+_FILTERED = 8192
+_FILTER_WARPS = 16
 """One program filters a row, in a dozen passes or so. For the draw a row is split."""
 
 
@@ -96,7 +100,7 @@ class TritonKernels:
         """Return None: kernels are launched one by one ahead of the device, or by a graph."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """``x @ weightᵀ + bias``, then the LoRA delta."""
+        """Multiply, then add the LoRA delta."""
         if isinstance(weight, QuantizedWeight):
             out = quantized_linear(x, weight, bias)
         else:
@@ -108,15 +112,15 @@ class TritonKernels:
         return out
 
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
-        """Segment by segment."""
+        """Adjust the outputs segment by segment."""
         scale_and_shift(out, lora, layer, targets)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """In the weights' dtype."""
+        """Return logits in the weights' dtype."""
         return self.linear(x, weight, None)
 
     def row_norms(self, weight: Weight) -> Tensor:
-        """Of the weight as it is, or dequantised."""
+        """Compute the norms of the plain or dequantised weight."""
         plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
         assert isinstance(plain, Tensor)
         return row_norms(plain)
@@ -132,7 +136,7 @@ class TritonKernels:
         return out
 
     def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
-        """Norm, rotate, and store keys and values in their slots."""
+        """Normalise and rotate, and store keys and values in their slots."""
         kv_heads, head_dim = kv.shape[-2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         half = head_dim // 2
@@ -158,15 +162,16 @@ class TritonKernels:
         return paged_attention(qkv, kv, batch, scale, window, softcap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up``."""
+        """Return ``silu(gate) * up``."""
         return self._gated(gate_up, has_gelu=False)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """``gelu(gate) * up``."""
+        """Return ``gelu(gate) * up``."""
         return self._gated(gate_up, has_gelu=True)
 
     def _gated(self, gate_up: Tensor, *, has_gelu: bool) -> Tensor:
-        rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+        rows = gate_up.shape[0]
+        columns = gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, columns)
         grid = (rows, tiles_of(columns, _COLUMNS))
         elementwise.gated[grid](gate_up, out, columns, has_gelu, _COLUMNS, **launch(_GATE_WARPS))
@@ -176,7 +181,8 @@ class TritonKernels:
         """Sample in four launches; the vocabulary is split if there are few rows."""
         rows, vocab = logits.shape
         temperature, top_k, top_p, min_p, seed, position = parameters
-        stride, place = logits.stride(0), logits.device
+        stride = logits.stride(0)
+        place = logits.device
         parts, width = _parts(PROGRAMS // max(rows, 1), vocab, _DRAWN, sampling.MOST_PARTS)
         values = torch.empty(2, rows, parts, dtype=torch.float32, device=place)
         tokens = torch.empty(2, rows, parts, dtype=torch.int32, device=place)
@@ -197,7 +203,8 @@ class TritonKernels:
 
 def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     batch = delta.lora
-    segments, ranks = len(batch.on(x.device)), batch.largest_rank
+    segments = len(batch.on(x.device))
+    ranks = batch.largest_rank
     if segments and ranks:
         tiles = _tiles(_segment_rows(batch), segments, ranks)
         _expand(out, _shrink(x, delta, tiles), delta, tiles.expand)
@@ -207,10 +214,13 @@ def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
     """Return fp32 ``[parts, targets, T, rank]``, parts of sums over the inputs."""
     batch, layer, targets = delta
     tables = batch.on(x.device)
-    ranks, inputs, count = batch.largest_rank, x.shape[1], len(targets.each)
+    ranks = batch.largest_rank
+    inputs = x.shape[1]
+    count = len(targets.each)
     tile, _, programs = lora_tiles
     tile = tile._replace(width=tile.width * 2 // x.element_size())  # equally many bytes in fp32, to fit shared memory
-    tiles, rank_tiles = tiles_of(_segment_rows(batch), tile.rows), tiles_of(ranks, tile.ranks)
+    tiles = tiles_of(_segment_rows(batch), tile.rows)
+    rank_tiles = tiles_of(ranks, tile.ranks)
     parts, part_inputs = _parts(programs // (len(tables) * tiles * rank_tiles * count), inputs, tile.width)
     padded = tiles_of(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
     inner = torch.empty(parts, count, len(x), padded, dtype=torch.float32, device=x.device)
@@ -218,7 +228,8 @@ def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
     tensors = x, inner, tables, targets.on(x.device), layer * targets.slots, inputs, _padded_rank(batch)
     strides = x.stride(0), inner_stride, target_stride, part_stride
     shape = tile.ranks, tile.width, batch.is_aligned and inputs % 16 == 0
-    grid, options = (len(tables), tiles * rank_tiles, count * parts), launch(tile.warps, tile.stages)
+    grid = (len(tables), tiles * rank_tiles, count * parts)
+    options = launch(tile.warps, tile.stages)
     if tile.rows == 1:
         lora.shrink_row[grid](*tensors, parts, part_inputs, *strides, *shape, **options)
     else:

@@ -34,7 +34,7 @@ def launch(warps: int, stages: int = 0) -> dict[str, int | bool]:
     """Return launch options, with ``PDL``, which is the last argument of every kernel.
 
     Args:
-        warps: of a program.
+        warps: number of warps of a program.
         stages: pipeline stages, the number of tiles in flight; 0 for Triton's choice.
     """
     options: dict[str, int | bool] = {"num_warps": warps, "PDL": _has_pdl()}

@@ -2,7 +2,7 @@
 
 There are two launches, as in Punica's SGMV (Chen et al., MLSys 2024): ``shrink`` multiplies rows with A, to their
 adapter's rank, and ``expand`` with B, to the outputs. With few rows, inputs are split among programs (split-K). Tables
-on the device tell which rows use which adapter and where its pieces are, so the same launches serve any mix of
+on the device hold the adapter of each row and the addresses of its pieces, so the same launches serve any mix of
 adapters.
 
 Each kernel has a variant for segments of one row, which is bound by reading the adapter: tiles of tensor cores would be
@@ -42,16 +42,19 @@ def _piece(table, each, kind, ALIGNED: tl.constexpr):
     a = tl.load(table + 3 * each).to(tl.pointer_type(kind))
     b = tl.load(table + 3 * each + 1).to(tl.pointer_type(kind))
     if ALIGNED:  # otherwise the compiler reads element by element, as it cannot know the alignment
-        a, b = tl.multiple_of(a, 16), tl.multiple_of(b, 16)
+        a = tl.multiple_of(a, 16)
+        b = tl.multiple_of(b, 16)
     return a, b, tl.load(table + 3 * each + 2)
 
 
 @triton.jit
 def _columns(targets, target, EVEN: tl.constexpr):
     """Return the number of outputs of a target and its first column."""
-    outputs, start = tl.load(targets + 3 + 3 * target), tl.load(targets + 2 + 3 * target)
+    outputs = tl.load(targets + 3 + 3 * target)
+    start = tl.load(targets + 2 + 3 * target)
     if EVEN:
-        outputs, start = tl.multiple_of(outputs, 16), tl.multiple_of(start, 16)
+        outputs = tl.multiple_of(outputs, 16)
+        start = tl.multiple_of(start, 16)
     return outputs, start
 
 
@@ -65,12 +68,15 @@ def shrink(
     """Compute ``inner[part, target, row, rank] = x[row] @ A[rank]`` over one part of the inputs.
 
     A program computes a tile of rows of one segment and a tile of ranks, so that steps with few rows also have enough
-    programs to read adapters at memory bandwidth. ``padded_rank`` above 0 computes so many ranks of every adapter, with
-    0 for missing ones. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16 products.
+    programs to read adapters at memory bandwidth. A ``padded_rank`` above 0 is the number of ranks that are computed
+    for every adapter, with 0 for missing ones. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16
+    products.
     """
     segment = tl.program_id(0)
-    tile, rank_tile = tl.program_id(1) // rank_tiles, tl.program_id(1) % rank_tiles
-    target, part = tl.program_id(2) // parts, tl.program_id(2) % parts
+    tile = tl.program_id(1) // rank_tiles
+    rank_tile = tl.program_id(1) % rank_tiles
+    target = tl.program_id(2) // parts
+    part = tl.program_id(2) % parts
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
     row = begin + tile * ROWS + tl.arange(0, ROWS)
@@ -102,7 +108,8 @@ def shrink(
                         other=0.0,
                     )
                     if WIDE:
-                        mine, a = mine.to(tl.float32), a.to(tl.float32)
+                        mine = mine.to(tl.float32)
+                        a = a.to(tl.float32)
                     sums += tl.dot(mine, a, input_precision="ieee")
             done += ranks
         place = inner + part * part_stride + target * target_stride + row[:, None] * inner_stride + rank[None, :]
@@ -121,8 +128,10 @@ def expand(
     The parts of the inputs are summed first, in order, and rounded like torch's first product. ``EVEN``: columns and
     outputs of all targets are multiples of 16.
     """
-    segment, tile = tl.program_id(0), tl.program_id(1)
-    target, column_tile = tl.program_id(2) // column_tiles, tl.program_id(2) % column_tiles
+    segment = tl.program_id(0)
+    tile = tl.program_id(1)
+    target = tl.program_id(2) // column_tiles
+    column_tile = tl.program_id(2) % column_tiles
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     outputs, start = _columns(targets, target, EVEN)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
@@ -130,7 +139,8 @@ def expand(
     column = column_tile * WIDTH + tl.arange(0, WIDTH)
     wait_for_previous(PDL)
     if begin + tile * ROWS < end and piece < last and column_tile * WIDTH < outputs:
-        is_row, is_column = row < end, column < outputs
+        is_row = row < end
+        is_column = column < outputs
         sums = tl.zeros([ROWS, WIDTH], tl.float32)
         done = tl.cast(0, tl.int64)
         for each in range(piece, last):
@@ -151,7 +161,8 @@ def expand(
                 )
                 shrunk = shrunk.to(b.dtype)
                 if WIDE:
-                    shrunk, b = shrunk.to(tl.float32), b.to(tl.float32)
+                    shrunk = shrunk.to(tl.float32)
+                    b = b.to(tl.float32)
                 sums += tl.dot(shrunk, b, input_precision="ieee")
             done += ranks
         place = out + row[:, None] * out_stride + start + column[None, :]
@@ -163,10 +174,12 @@ def expand(
 @triton.jit
 def _rank_rows(table, piece, last, rank, width, AT: tl.constexpr, kind: tl.constexpr, ALIGNED: tl.constexpr):
     """Return pointers to the A (``AT`` 0) or B (1) rows of ranks, which of the ranks exist, and the total rank."""
-    address, is_rank = rank * 0, rank < 0
+    address = rank * 0
+    is_rank = rank < 0
     done = tl.cast(0, tl.int64)
     for each in range(piece, last):
-        begin, ranks = tl.load(table + 3 * each + AT), tl.load(table + 3 * each + 2)
+        begin = tl.load(table + 3 * each + AT)
+        ranks = tl.load(table + 3 * each + 2)
         own = rank - done
         is_own = (own >= 0) & (own < ranks)
         address = tl.where(is_own, begin + own * width * (kind.primitive_bitwidth // 8), address)
@@ -183,8 +196,10 @@ def shrink_row(
     RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute :func:`shrink` for segments of one row. It prefetches the next tile of A while it multiplies one."""
-    segment, rank_tile = tl.program_id(0), tl.program_id(1)
-    target, part = tl.program_id(2) // parts, tl.program_id(2) % parts
+    segment = tl.program_id(0)
+    rank_tile = tl.program_id(1)
+    target = tl.program_id(2) // parts
+    part = tl.program_id(2) % parts
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     row, _end, table, piece, last = _pieces(segments, segment, layer_module)
     rank = (rank_tile * RANKS + tl.arange(0, RANKS)).to(tl.int64)
@@ -218,7 +233,8 @@ def expand_row(
 ):  # fmt: skip
     """Compute :func:`expand` for segments of one row. It prefetches the next tile of B while it multiplies one."""
     segment = tl.program_id(0)
-    target, column_tile = tl.program_id(1) // column_tiles, tl.program_id(1) % column_tiles
+    target = tl.program_id(1) // column_tiles
+    column_tile = tl.program_id(1) % column_tiles
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     outputs, start = _columns(targets, target, EVEN)
     row, _end, table, piece, last = _pieces(segments, segment, layer_module)

@@ -13,15 +13,23 @@ from lorikeet.kernels.triton.launch import INTERPRETED, launch, tiles_of, wait_f
 
 MOST_ROWS = 64
 """For more rows the weight is unpacked once: tiles of rows would each unpack it."""
-_ROWS, _OUTPUTS, _INPUTS, _WARPS, _STAGES = 16, 32, 128, 4, 3
-_UNPACKED_OUTPUTS, _UNPACKED_INPUTS, _UNPACK_WARPS = 8, 512, 4
+_ROWS = 16
+_OUTPUTS = 32
+_INPUTS = 128
+_WARPS = 4
+_STAGES = 3
+_UNPACKED_OUTPUTS = 8
+_UNPACKED_INPUTS = 512
+_UNPACK_WARPS = 4
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Return ``x @ weightᵀ + bias``, ``[rows, out]``."""
     rows, inputs = x.shape
     outputs = len(weight.codes)
-    codes, scales, offsets = weight.codes, weight.scales, weight.offsets
+    codes = weight.codes
+    scales = weight.scales
+    offsets = weight.offsets
     shape = inputs, float(weight.zero), codes.stride(0), scales.stride(0)
     if rows > MOST_ROWS:
         plain = x.new_empty(outputs, inputs)
@@ -79,7 +87,8 @@ def multiply(
         place = x + row[:, None] * x_stride + k[None, :]
         value = tl.load(place, mask=(row < rows)[:, None] & (k < inputs)[None, :], other=0.0)
         if INTERPRETED:
-            value, weight = value.to(tl.float32), weight.to(tl.float32)
+            value = value.to(tl.float32)
+            weight = weight.to(tl.float32)
         sums = tl.dot(value, weight, sums, input_precision="ieee")
     if BIAS:
         sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]

@@ -19,20 +19,30 @@ MOST_PARTS = 256
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _MOST_PARTS = tl.constexpr(MOST_PARTS)
-_MULTIPLY_0, _MULTIPLY_1 = tl.constexpr(0xD2E7470EE14C6C93), tl.constexpr(0xCA5A826395121157)
-_WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBB67AE8584CAA73B)
+_MULTIPLY_0 = tl.constexpr(0xD2E7470EE14C6C93)
+_MULTIPLY_1 = tl.constexpr(0xCA5A826395121157)
+_WEYL_0 = tl.constexpr(0x9E3779B97F4A7C15)
+_WEYL_1 = tl.constexpr(0xBB67AE8584CAA73B)
 
 
 @triton.jit
 def _philox(word_0, word_1, key):
     """Return the four words of a block; the counter's upper words and the key's second are 0."""
-    word_2, word_3 = word_0 * 0, word_0 * 0
-    multiply_0, multiply_1 = word_2 + _MULTIPLY_0, word_2 + _MULTIPLY_1
-    key_0, key_1 = word_2 + key, word_2
+    word_2 = word_0 * 0
+    word_3 = word_0 * 0
+    multiply_0 = word_2 + _MULTIPLY_0
+    multiply_1 = word_2 + _MULTIPLY_1
+    key_0 = word_2 + key
+    key_1 = word_2
     for _ in tl.static_range(10):
-        high_0, low_0 = tl.umulhi(word_0, multiply_0), word_0 * multiply_0
-        high_1, low_1 = tl.umulhi(word_2, multiply_1), word_2 * multiply_1
-        word_0, word_1, word_2, word_3 = high_1 ^ word_1 ^ key_0, low_1, high_0 ^ word_3 ^ key_1, low_0
+        high_0 = tl.umulhi(word_0, multiply_0)
+        low_0 = word_0 * multiply_0
+        high_1 = tl.umulhi(word_2, multiply_1)
+        low_1 = word_2 * multiply_1
+        word_0 = high_1 ^ word_1 ^ key_0
+        word_1 = low_1
+        word_2 = high_0 ^ word_3 ^ key_1
+        word_3 = low_0
         key_0 += _WEYL_0
         key_1 += _WEYL_1
     return word_0, word_1, word_2, word_3
@@ -68,14 +78,19 @@ def _store_best(values, tokens, place, value, token):
 @triton.jit
 def largest(logits, values, tokens, vocab, part_width, row_stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """Find the largest logit of one part of a row, and the first token that has it."""
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    begin, lane = part * part_width, tl.arange(0, WIDTH)
-    best, chosen = tl.full([WIDTH], float("-inf"), tl.float32), tl.zeros([WIDTH], tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    begin = part * part_width
+    lane = tl.arange(0, WIDTH)
+    best = tl.full([WIDTH], float("-inf"), tl.float32)
+    chosen = tl.zeros([WIDTH], tl.int32)
     wait_for_previous(PDL)
     for at in range(begin, begin + part_width, WIDTH):
         value = _logits(logits + row * row_stride, at + lane, vocab)
         better = (value > best) | (value != value)  # a NaN is kept
-        best, chosen = tl.where(better, value, best), tl.where(better, at + lane, chosen)
+        best = tl.where(better, value, best)
+        chosen = tl.where(better, at + lane, chosen)
     _store_best(values, tokens, row * parts + part, best, chosen)
 
 
@@ -123,16 +138,20 @@ def _highest_with(wanted, row_logits, vocab, lowest, top, scale, BY_MASS: tl.con
     seven there are fewer passes, but longer ones.
     """
     dtype: tl.constexpr = row_logits.dtype.element_ty
-    lane, log_base = tl.arange(0, WIDTH), 1.4426950408889634 / scale  # so that a weight takes one multiplication
-    place, step = _rank_of(lowest, dtype), tl.full([], 1 << (dtype.primitive_bitwidth - 2), tl.int64)
+    lane = tl.arange(0, WIDTH)
+    log_base = 1.4426950408889634 / scale  # so that a weight takes one multiplication
+    place = _rank_of(lowest, dtype)
+    step = tl.full([], 1 << (dtype.primitive_bitwidth - 2), tl.int64)
     reach = tl.maximum(_rank_of(top, dtype) - place, 0)  # the rank of a NaN may be below all others
     while step > reach:
         step = step // 4
     while step > 0:
-        low, middle = _number_at(place + step, dtype), _number_at(place + 2 * step, dtype)
+        low = _number_at(place + step, dtype)
+        middle = _number_at(place + 2 * step, dtype)
         high = _number_at(place + 3 * step, dtype)
         from_low = tl.zeros([WIDTH], tl.float32)
-        from_middle, from_high = from_low, from_low
+        from_middle = from_low
+        from_high = from_low
         for at in range(0, vocab, WIDTH):
             value = _logits(row_logits, at + lane, vocab)
             weight = tl.exp2((value - top) * log_base) if BY_MASS else 1.0
@@ -160,13 +179,17 @@ def filter_rows(
     """Find the lowest scaled logit of a row that min-p, top-k and top-p keep, in this order; -inf without filters."""
     row = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
-    temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
-    top_p, min_p = tl.load(top_ps + row), tl.load(min_ps + row)
+    temperature = tl.load(temperatures + row)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row)
+    min_p = tl.load(min_ps + row)
     least = tl.full([], float("-inf"), tl.float32)
     by_number = (top_k > 0) & (top_k < vocab)
     if (temperature >= _GREEDY_BELOW) & (by_number | (top_p < 1) | (min_p > 0)):
-        row_logits, lane = logits + row * row_stride, tl.arange(0, WIDTH)
-        top, kept = _top(values, row, parts), least
+        row_logits = logits + row * row_stride
+        lane = tl.arange(0, WIDTH)
+        top = _top(values, row, parts)
+        kept = least
         if min_p > 0:
             least = tl.log(min_p)
         if by_number:
@@ -190,28 +213,36 @@ def draw(
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Draw the best token of one part of a row among scaled logits of at least ``lowest``; nothing for greedy rows."""
-    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    begin, lane = part * part_width, tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    begin = part * part_width
+    lane = tl.arange(0, WIDTH)
     wait_for_previous(PDL)
     temperature = tl.load(temperatures + row)
     if temperature >= _GREEDY_BELOW:
-        top, least = _top(values, row, parts), tl.load(lowest + row)
-        seed, position = tl.load(seeds + row).to(tl.uint64), tl.load(positions + row).to(tl.uint64)
-        best, chosen = tl.full([WIDTH], float("-inf"), tl.float32), tl.zeros([WIDTH], tl.int32)
+        top = _top(values, row, parts)
+        least = tl.load(lowest + row)
+        seed = tl.load(seeds + row).to(tl.uint64)
+        position = tl.load(positions + row).to(tl.uint64)
+        best = tl.full([WIDTH], float("-inf"), tl.float32)
+        chosen = tl.zeros([WIDTH], tl.int32)
         for at in range(begin, begin + part_width, WIDTH):
             value = _scaled(_logits(logits + row * row_stride, at + lane, vocab), top, temperature)
             kept = value >= least
             if tl.max(kept.to(tl.int32), axis=0) > 0:  # skip the noise, which is most of the work
                 value = tl.where(kept, value + _gumbel(at, seed, position, WIDTH), float("-inf"))
                 better = value > best
-                best, chosen = tl.where(better, value, best), tl.where(better, at + lane, chosen)
+                best = tl.where(better, value, best)
+                chosen = tl.where(better, at + lane, chosen)
         _store_best(values, tokens, (tl.num_programs(0) + row) * parts + part, best, chosen)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def join(temperatures, values, tokens, out, parts, PDL: tl.constexpr):
     """Choose a row's token from the results of its parts; -1 if its largest logit is not finite."""
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, _MOST_PARTS)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, _MOST_PARTS)
     wait_for_previous(PDL)
     is_drawn = (tl.load(temperatures + row) >= _GREEDY_BELOW).to(tl.int64)
     logit = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
