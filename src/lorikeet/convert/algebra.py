@@ -35,10 +35,9 @@ class Merged(NamedTuple):
     """A module of a merged adapter.
 
     Attributes:
-        module: its full name.
-        rank: of the result.
-        error: the Frobenius norm of what the weighted sum of the changes has and the result has not, as a share of
-            that of the sum.
+        module: full name of the module.
+        rank: rank of the result.
+        error: Frobenius norm of the difference between result and weighted sum, as a share of the norm of the sum.
     """
 
     module: str
@@ -53,7 +52,7 @@ def merge(parts: Sequence[tuple[Path, float]], target: Path, method: str, rank: 
         parts: folders and their weights.
         target: must not exist.
         method: a key of :data:`METHODS`.
-        rank: of ``svd``; 0 for the largest of the adapters'.
+        rank: rank of the result of ``svd``; 0 for the largest rank of the adapters.
 
     Raises:
         AdapterError: an adapter cannot be read, or has more than matrices of linear layers; or the ranks differ, for
@@ -70,7 +69,8 @@ def merge(parts: Sequence[tuple[Path, float]], target: Path, method: str, rank: 
             raise AdapterError(f"{place}: its alora_invocation_tokens are not those of {parts[0][0]}")
     names = dict.fromkeys(name for folder, _ in folders for name in folder.modules)
     rank = rank or max(each.rank for folder, _ in folders for each in folder.modules.values())
-    modules, report = {}, []
+    modules = {}
+    report = []
     for name in names:
         found = [(folder.modules[name], weight) for folder, weight in folders if name in folder.modules]
         try:
@@ -85,14 +85,14 @@ def merge(parts: Sequence[tuple[Path, float]], target: Path, method: str, rank: 
 
 
 def _cat(parts: Sequence[Weighted], rank: int) -> LowRank:
-    """The ranks add up, and nothing is lost."""
+    """Concatenate: the ranks add up, and nothing is lost."""
     a = torch.cat([each.a for each, _ in parts])
     b = torch.cat([each.b * (each.scaling * weight) for each, weight in parts], dim=1)
     return LowRank(a, b)
 
 
 def _svd(parts: Sequence[Weighted], rank: int) -> LowRank:
-    """The nearest of a rank."""
+    """Approximate the sum by the nearest change of a rank."""
     whole = _cat(parts, 0)
     q, core, p = _core(whole.b.double(), whole.a.double())
     left, values, right = torch.linalg.svd(core, full_matrices=False)
@@ -101,7 +101,7 @@ def _svd(parts: Sequence[Weighted], rank: int) -> LowRank:
 
 
 def _linear(parts: Sequence[Weighted], rank: int) -> LowRank:
-    """A and B are added up each for itself: rough, but the rank stays."""
+    """Add up all A, and all B: this is rough, but the rank stays."""
     if len({each.rank for each, _ in parts}) > 1:
         raise ValueError(f"linear needs equal ranks, not {', '.join(str(each.rank) for each, _ in parts)}: use svd")
     factors = [weight * each.scaling for each, weight in parts]
@@ -125,7 +125,7 @@ class AdapterDifference(NamedTuple):
 
     Attributes:
         name: full name of the module, or name of the tensor.
-        ranks: in both, 0 where it is not; of a tensor, its number of elements.
+        ranks: rank in each adapter, or number of elements of a tensor; 0 in an adapter without it.
         relative: norm of the difference as a share of the norm in the first; None if only one has it.
     """
 
@@ -139,8 +139,8 @@ class Differences(NamedTuple):
 
     Attributes:
         config: keys whose values differ, with both values.
-        modules: all that one of them changes.
-        tensors: those beside A and B.
+        modules: the modules that one of them changes.
+        tensors: the tensors besides A and B.
     """
 
     config: dict[str, tuple[Any, Any]]
@@ -159,7 +159,8 @@ def diff(first: Path, second: Path) -> Differences:
     Raises:
         AdapterError: one cannot be read.
     """
-    one, two = read_lora(first), read_lora(second)
+    one = read_lora(first)
+    two = read_lora(second)
     values = {key: (_value(one.config, key), _value(two.config, key)) for key in _COMPARED}
     config = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
     modules = [
@@ -176,7 +177,7 @@ def diff(first: Path, second: Path) -> Differences:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key; None for what PEFT assumes without the key, and for what is empty."""
+    """Return the value of a key; None if it is empty or PEFT's default."""
     value = config.get(key)
     return None if not value or value == _DEFAULTS.get(key) else value
 
@@ -198,10 +199,11 @@ def _relative_of_tensors(one: Tensor | None, two: Tensor | None) -> float | None
 
 
 def _distance(one: LowRank, two: LowRank) -> float:
-    """Return the norm of the difference of two changes, as a share of that of the first."""
+    """Return the norm of the difference of two changes, as a share of the norm of the first."""
     if one.scaling == two.scaling and torch.equal(one.a, two.a) and torch.equal(one.b, two.b):
         return 0.0
-    (b, a), (d, c) = one.factors(), two.factors()
+    b, a = one.factors()
+    d, c = two.factors()
     _, whole, _ = _core(b, a)
     _, rest, _ = _core(torch.cat([b, -d], dim=1), torch.cat([a, c]))
     return _share(float(rest.norm()), float(whole.norm()))
@@ -218,11 +220,11 @@ class Compressed(NamedTuple):
     """An adapter on the joint basis.
 
     Attributes:
-        name: of its folder.
-        ranks: smallest and largest that its modules had.
-        rank: largest that they have now.
-        error: norm of what is lost of all its changes, as a share of their norm.
-        alone: the same if each module were cut to the rank by itself.
+        name: name of its folder.
+        ranks: smallest and largest rank of its modules before.
+        rank: largest rank of its modules now.
+        error: norm of the error of all its changes, as a share of their norm.
+        alone: the error if each module were cut to the rank without the other adapters.
     """
 
     name: str
@@ -233,17 +235,17 @@ class Compressed(NamedTuple):
 
 
 def compress(folders: Sequence[Path], target: Path, rank: int) -> list[Compressed]:
-    """Write adapters whose A is the same for all: of each module, the best joint basis of a rank.
+    """Write adapters that share one A: the best joint basis of a rank for each module.
 
-    The changes D_i of a module become B_i·V. The rows of V are the leading right singular vectors of all D_i, one below
-    the other, each divided by its norm, so that all count alike; and B_i = D_i·Vᵀ, which is then the best. It is the
-    one-sided form of the joint diagonalisation of https://arxiv.org/abs/2407.00066: a B of its own costs an
-    adapter the same file as a shared one would, and loses less.
+    The changes D_i of a module become B_i·V. The rows of V are the leading right singular vectors of all D_i, stacked,
+    each divided by its norm so that all count alike. B_i = D_i·Vᵀ is then the best choice. This is the one-sided form
+    of the joint diagonalisation of https://arxiv.org/abs/2407.00066: a B of its own costs an adapter the same file as a
+    shared one would, and loses less.
 
     Args:
-        folders: of adapters of one base, with different names.
-        target: a folder that must not exist; each adapter gets one of its name below it.
-        rank: largest of a basis; it is smaller where the changes of a module have fewer directions together.
+        folders: folders of adapters of one base, with different names.
+        target: a folder that must not exist; it gets a folder for each adapter, of the same name.
+        rank: largest rank of a basis; it is smaller where the changes of a module have fewer directions together.
 
     Raises:
         AdapterError: an adapter cannot be read, or has more than matrices of linear layers.
@@ -285,7 +287,10 @@ def _joint_basis(changes: Sequence[LowRank], rank: int) -> Tensor:
 
 
 def _on_bases(name: str, folder: LoraFolder, bases: Mapping[str, Tensor]) -> tuple[dict[str, LowRank], Compressed]:
-    made, total, kept, best = dict[str, LowRank](), 0.0, 0.0, 0.0
+    made = dict[str, LowRank]()
+    total = 0.0
+    kept = 0.0
+    best = 0.0
     for module, each in folder.modules.items():
         basis = bases[module]
         b, a = each.factors()

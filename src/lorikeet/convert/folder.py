@@ -21,7 +21,7 @@ from lorikeet.models.default import whole_folder
 
 PREFIX = "base_model.model."
 _KEPT = ("base_model_name_or_path", "revision", "task_type", "fan_in_fan_out", "alora_invocation_tokens")
-"""Keys of a config that hold for what is made of an adapter, too."""
+"""Keys of a config that also hold for an adapter that is made from another."""
 
 
 class LowRank(NamedTuple):
@@ -30,7 +30,7 @@ class LowRank(NamedTuple):
     Attributes:
         a: fp32 ``[rank, in_features]``.
         b: fp32 ``[out_features, rank]``.
-        scaling: with rsLoRA and patterns applied.
+        scaling: factor, with rsLoRA and patterns applied.
     """
 
     a: Tensor
@@ -39,7 +39,7 @@ class LowRank(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Its inner size."""
+        """The inner size of A and B."""
         return len(self.a)
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -48,11 +48,11 @@ class LowRank(NamedTuple):
 
 
 class LoraFolder(NamedTuple):
-    """A LoRA in memory.
+    """A LoRA adapter in memory.
 
     Attributes:
-        config: its ``adapter_config.json``.
-        modules: what it adds, by the full names of linear layers.
+        config: content of its ``adapter_config.json``.
+        modules: its changes, by the full names of linear layers.
         others: its other tensors, by their names in the file.
     """
 
@@ -62,7 +62,7 @@ class LoraFolder(NamedTuple):
 
     @property
     def kept_config(self) -> dict[str, Any]:
-        """What also holds for an adapter that is made of it."""
+        """The keys that also hold for an adapter that is made from this one."""
         return {key: self.config[key] for key in _KEPT if self.config.get(key) is not None}
 
 
@@ -70,7 +70,7 @@ def read_lora(folder: Path) -> LoraFolder:
     """Read a folder that passes the server's checks.
 
     Raises:
-        AdapterError: it does not, or changes parameters of experts, which are no linear layers of their own.
+        AdapterError: the folder does not pass, or changes parameters of experts, which are not linear layers.
     """
     described = describe(folder)
     config = read_json(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
@@ -95,12 +95,12 @@ def read_lora(folder: Path) -> LoraFolder:
 def write_lora(
     target: Path, modules: Mapping[str, LowRank], config: Mapping[str, Any], others: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a folder whole or not at all; the factors go into B.
+    """Write a folder, whole or not at all; scaling goes into B.
 
     Args:
         target: must not exist.
-        modules: by the full names of linear layers.
-        config: further keys.
+        modules: changes by the full names of linear layers.
+        config: further keys of the config.
         others: further tensors.
 
     Raises:
@@ -120,7 +120,7 @@ def write_lora(
 
 
 def copy_chat_files(source: Path, target: Path) -> None:
-    """Copy what a folder says about conversations."""
+    """Copy the chat template and the tokenizer settings of a folder."""
     for name in CHAT_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, target / name)

@@ -33,8 +33,8 @@ class Foreign(NamedTuple):
     """An adapter of another program.
 
     Attributes:
-        modules: by full names as transformers has them.
-        magnitudes: DoRA's, by the same names.
+        modules: changes by the full names of modules in transformers.
+        magnitudes: DoRA's magnitudes by the same names.
         config: keys of PEFT's config.
     """
 
@@ -44,12 +44,12 @@ class Foreign(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How another program saves adapters.
+    """The format of another program.
 
     Attributes:
-        name: what to call it.
-        file: of the weights.
-        read: reads them, given the file and the folder of the base.
+        name: name of the format.
+        file: file of the weights.
+        read: reads the file; its second argument is the folder of the base.
     """
 
     name: str
@@ -61,7 +61,7 @@ def recognise(source: Path) -> Format | None:
     """Return the format of a file or folder; None for a folder of PEFT and anything unknown.
 
     Raises:
-        AdapterError: a file is none of the known formats, or a safetensors file cannot be read.
+        AdapterError: a file has none of the known formats, or a safetensors file cannot be read.
     """
     if source.is_file():
         candidates = [source]
@@ -88,12 +88,12 @@ def rewrite(form: Format, target: Path, base: Path) -> list[str]:
     """Write PEFT's folder, and return the names of the modules.
 
     Args:
-        form: of the adapter.
+        form: format of the adapter.
         target: must not exist.
-        base: folder of its base.
+        base: folder of the adapter's base.
 
     Raises:
-        AdapterError: it has what has no place in PEFT's LoRA, or names modules that the base lacks.
+        AdapterError: PEFT's LoRA has no place for a part of it, or the base lacks one of its modules.
     """
     found = form.read(form.file, base)
     config = {**found.config, "use_dora": True} if found.magnitudes else found.config
@@ -119,7 +119,8 @@ def _pairs(file: Path, sides: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tu
     for name, found in sides.items():
         if found.keys() != {"a", "b"}:
             raise AdapterError(f"{file}: {name} has only one of two matrices")
-        a, b = found["a"].float(), found["b"].float()
+        a = found["a"].float()
+        b = found["b"].float()
         if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
             raise AdapterError(
                 f"{file}: {name} has matrices of shapes {list(a.shape)} and {list(b.shape)}, which are not LoRA of a "
@@ -132,7 +133,7 @@ def _pairs(file: Path, sides: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tu
 
 
 def _read_mlx(file: Path, base: Path) -> Foreign:
-    """Read what ``mlx_lm.lora`` saves: A and B transposed, and a factor ``scale`` in the config."""
+    """Read an adapter of ``mlx_lm.lora``: A and B transposed, and a factor ``scale`` in the config."""
     config = read_json(file.parent / CONFIG_FILE, MAX_CONFIG_BYTES)
     settings = config.get("lora_parameters") or config
     try:
@@ -161,7 +162,7 @@ def _read_mlx(file: Path, base: Path) -> Foreign:
 
 
 def _read_gguf(file: Path, base: Path) -> Foreign:
-    """Read what llama.cpp's ``convert_lora_to_gguf.py`` writes; the factor is alpha by rank."""
+    """Read an adapter of llama.cpp's ``convert_lora_to_gguf.py``; the factor is alpha divided by rank."""
     try:
         content = read_gguf(file)
     except ModelConfigError as error:
@@ -203,7 +204,7 @@ def _gguf_modules(content: GgufFile) -> dict[str, str]:
 
 
 def _interleaved_heads(content: GgufFile, base: Path) -> dict[str, int]:
-    """Return the heads of q and k whose rows are reordered; an adapter's file has no sizes, so the base tells them."""
+    """Return the heads of q and k whose rows are reordered. The base has the sizes, which an adapter's file lacks."""
     if content.metadata.get("general.architecture") != "llama":
         return {}
     try:

@@ -22,23 +22,23 @@ from lorikeet.convert.folder import PREFIX, LowRank, check_free, copy_chat_files
 from lorikeet.models.default import whole_folder
 
 _ROUNDING = 1e-6
-"""Singular values below this share of the largest are what is left of rounding."""
+"""Singular values below this share of the largest are rounding errors."""
 _FIRST_SKETCH = 48
-"""Columns of the first random projection of a change; of each further one four times as many."""
+"""Columns of the first random projection of a change; each further one has four times as many."""
 _SMALLER = (8, 16, 32, 64, 128, 256)
-"""Ranks at which errors are told."""
+"""Ranks at which errors are reported."""
 _UNITS = 1024
-"""Unit vectors that a layer is asked for at once."""
+"""Unit vectors for which a layer is computed at once."""
 
 
 class Converted(NamedTuple):
-    """How a module was converted.
+    """The conversion of a module.
 
     Attributes:
-        module: its full name.
-        rank: of the low-rank matrices.
-        error: the Frobenius norm of what is lost, as a share of that of the whole change of the weight.
-        at: what the error would be at smaller ranks.
+        module: full name of the module.
+        rank: rank of the low-rank matrices.
+        error: Frobenius norm of the error, as a share of the norm of the whole change of the weight.
+        at: errors at smaller ranks, by rank.
     """
 
     module: str
@@ -48,18 +48,19 @@ class Converted(NamedTuple):
 
 
 def convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float) -> list[Converted]:
-    """Write a LoRA adapter that changes a base as another adapter of PEFT does, as nearly as its rank allows.
+    """Approximate another adapter of PEFT by a LoRA adapter, as nearly as its rank allows.
 
     Args:
-        folder: of the adapter, of any type that makes other linear maps of linear layers.
+        folder: folder of the adapter, of any type that replaces linear layers by other linear maps.
         target: a folder that does not exist.
-        base: of the base that the adapter was trained on.
+        base: folder of the base that the adapter was trained on.
         rank: the largest rank of a module; 0 for as many as ``tolerance`` needs, while A and B are smaller than the
             weight that they change.
         tolerance: the largest ``Converted.error`` that is accepted.
 
     Raises:
-        AdapterError: PEFT cannot load it, what it makes of a layer is not linear, or a module's error is larger.
+        AdapterError: PEFT cannot load the adapter, an adapted layer is not linear, or the error of a module is larger
+            than ``tolerance``.
     """
     check_free(target)
     with quiet():
@@ -67,7 +68,7 @@ def convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float)
 
 
 class _Map(NamedTuple):
-    """What a linear layer computes: ``x @ weight.T + bias``, fp64 ``[out, in]`` and ``[out]``."""
+    """The map of a linear layer: ``x @ weight.T + bias``, fp64 ``[out, in]`` and ``[out]``."""
 
     weight: Tensor
     bias: Tensor
@@ -94,7 +95,8 @@ def _convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float
         old = before[name]
         try:
             new = _computed(layer, old.weight.shape[1]) if isinstance(layer, BaseTunerLayer) else _stored(layer)
-            weight, bias = new.weight - old.weight.double(), new.bias - old.bias.double()
+            weight = new.weight - old.weight.double()
+            bias = new.bias - old.bias.double()
             if not isinstance(layer, BaseTunerLayer) and not weight.any() and not bias.any():
                 continue
             a, b, error, at = low_rank(weight, rank, tolerance)
@@ -130,17 +132,18 @@ def _convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float
 
 def _stored(part: Any) -> _Map:
     """Return copies of a layer's weight and bias, in their own dtype."""
-    weight, bias = part.weight.detach(), part.bias
+    weight = part.weight.detach()
+    bias = part.bias
     weight = weight.T if isinstance(part, Conv1D) else weight
     kept = torch.zeros(len(weight), dtype=weight.dtype) if bias is None else bias.detach().clone()
     return _Map(weight.clone(), kept)
 
 
 def _computed(layer: nn.Module, inputs: int) -> _Map:
-    """Return the map that a layer with an adapter computes, found by what it makes of unit vectors.
+    """Return the map of a layer with an adapter, from its outputs for unit vectors.
 
-    So it does not matter whether a type can be merged, and it is computed in fp64 where the type allows it, so that
-    the rank of a small change does not drown in the rounding of a large weight.
+    This also works for types of adapters that cannot be merged. It is computed in fp64 where the type allows it, so
+    that the rank of a small change does not drown in the rounding of a large weight.
 
     Raises:
         ValueError: the layer is not linear.
@@ -151,13 +154,14 @@ def _computed(layer: nn.Module, inputs: int) -> _Map:
         layer.double()
         layer(some)
         dtype = torch.float64
-    except RuntimeError:  # some types have tensors that are no parameters
+    except RuntimeError:  # some types have tensors besides parameters
         layer.float()
         dtype = torch.float32
     bias = layer(torch.zeros(1, inputs, dtype=dtype))[0]
     units = torch.eye(inputs, dtype=dtype).tensor_split(-(-inputs // _UNITS))
     weight = torch.cat([(layer(part) - bias).T for part in units], dim=1).double()
-    expected, found = some @ weight.T + bias.double(), layer(some.to(dtype)).double()
+    expected = some @ weight.T + bias.double()
+    found = layer(some.to(dtype)).double()
     layer.float()
     if float((found - expected).norm()) > 1e-3 * float(found.norm()):
         raise ValueError("what the adapter makes of it is not linear, and cannot be converted")
@@ -170,7 +174,7 @@ def low_rank(delta: Tensor, rank: int, tolerance: float) -> tuple[Tensor, Tensor
     Args:
         delta: ``[out, in]``.
         rank: the largest rank; 0 for as many as needed, while A and B are smaller than ``delta``.
-        tolerance: of the error, as a share of the norm of ``delta``.
+        tolerance: largest error, as a share of the norm of ``delta``.
 
     Returns:
         A ``[r, in]`` and B ``[out, r]`` of the smallest rank within the tolerance, else of ``rank``; the error; and the
@@ -198,16 +202,17 @@ def low_rank(delta: Tensor, rank: int, tolerance: float) -> tuple[Tensor, Tensor
             "with --rank, or write a base of its own with `lorikeet adapters merge FOLDER OUT --base BASE`"
         )
     roots = values[:kept].sqrt()
-    a, b = roots[:, None] * right[:kept], left[:, :kept] * roots
+    a = roots[:, None] * right[:kept]
+    b = left[:, :kept] * roots
     error = 0.0 if kept == real and rest == 0 else float(lost[kept - 1])
     return a.float().contiguous(), b.float().contiguous(), error, at
 
 
 def _leading(delta: Tensor, total: float, rank: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return singular vectors and values as ``torch.linalg.svd``, and the norm of what is left out.
+    """Return singular vectors and values like ``torch.linalg.svd``, and the norm of the rest.
 
-    As few as are enough, by a random projection and two power iterations (https://arxiv.org/abs/0909.4061, algorithm
-    4.4); all of them if that is not much less work.
+    As few as suffice are computed, by a random projection and two power iterations (https://arxiv.org/abs/0909.4061,
+    algorithm 4.4); all of them if that is not much less work.
     """
     generator = torch.Generator().manual_seed(0)
     size = _FIRST_SKETCH
@@ -234,9 +239,9 @@ def merge_into(folder: Path, target: Path, base: Path) -> None:
     """Write a base with an adapter in its weights, in the base's dtype, with tokenizer and templates.
 
     Args:
-        folder: of an adapter of any type that PEFT can merge.
+        folder: folder of an adapter of any type that PEFT can merge.
         target: a folder that does not exist.
-        base: of its base.
+        base: folder of its base.
 
     Raises:
         AdapterError: PEFT cannot load or merge it.
@@ -258,7 +263,7 @@ def merge_into(folder: Path, target: Path, base: Path) -> None:
 
 
 _TEXTS = {".json", ".jinja", ".txt", ".model"}
-"""Of the files of a base beside its weights; what the new one has itself is not copied."""
+"""Endings of the files of a base that are copied, unless the new folder has them."""
 
 
 def load_base(base: Path) -> PreTrainedModel:
