@@ -14,13 +14,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lorikeet.adapters.checkpoint import PROJECTIONS
 from lorikeet.core.geometry import ModelGeometry, ModuleShape
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 3, 32, 8, 2, 4, 48
+LAYERS = 3
+HIDDEN = 32
+HEADS = 8
+KV_HEADS = 2
+HEAD_DIM = 4
+MLP = 48
 Tensors = dict[str, NDArray[Any]]
 
 
 def geometry(ranks: int = 1, layers: int = LAYERS) -> ModelGeometry:
     """The tiny model, or one rank's share of it."""
-    q, kv = HIDDEN // ranks, max(KV_HEADS // ranks, 1) * HEAD_DIM
+    q = HIDDEN // ranks
+    kv = max(KV_HEADS // ranks, 1) * HEAD_DIM
     mlp = MLP // ranks
     shapes = {
         "q": (HIDDEN, q),

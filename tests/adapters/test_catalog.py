@@ -200,7 +200,8 @@ def test_a_version_registered_again_while_its_last_request_ends_is_kept(
 
 def test_of_two_uploads_of_one_name_exactly_one_wins(open_catalog: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = open_catalog()
-    started, finish = threading.Event(), threading.Event()
+    started = threading.Event()
+    finish = threading.Event()
     fetch = store_module.fetch
 
     def slow_fetch(source: str, *arguments: object) -> None:
@@ -338,7 +339,8 @@ def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open,
 
 
 def test_a_server_follows_what_another_adds_replaces_and_removes(open_catalog: Open, settings: AdapterSettings) -> None:
-    first, second = open_catalog(), open_catalog()
+    first = open_catalog()
+    second = open_catalog()
     first.register("x", "formal")
     first.register("served", "json", persistent=False)
     assert second.follow()[0][:3] == ("x", first.get("x"), None)
@@ -367,7 +369,8 @@ def test_a_server_follows_what_another_adds_replaces_and_removes(open_catalog: O
 
 
 def test_two_servers_cannot_both_add_one_name(open_catalog: Open) -> None:
-    first, second = open_catalog(), open_catalog()
+    first = open_catalog()
+    second = open_catalog()
     first.register("x", "formal")
     with pytest.raises(AdapterExists, match="'x'"):
         second.register("x", "pirate")

@@ -130,7 +130,8 @@ def test_it_adds_what_the_original_does(kind: str, original: Path, base: Path, t
     found = read_lora(tmp_path / "out")
     assert found.modules.keys() == source.modules.keys()
     for name, each in source.modules.items():
-        (b, a), (d, c) = each.factors(), found.modules[name].factors()
+        b, a = each.factors()
+        d, c = found.modules[name].factors()
         torch.testing.assert_close(d @ c, b @ a, rtol=1e-5, atol=1e-6)
     described = describe_folder(tmp_path / "out", DescribeOptions(geometry(), read_weights=True))
     assert not described.warnings

@@ -20,7 +20,8 @@ from tests.support.fuzzing import Fuzzing
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 KEYS = (
     "r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern", "exclude_modules",
     "layers_to_transform", "layers_pattern", "peft_type", "bias", "task_type", "base_model_name_or_path", "use_dora",
@@ -119,7 +120,8 @@ OFFSETS = st.one_of(st.lists(SIZES, min_size=2, max_size=2), st.lists(SIZES, max
 def headers(draw: st.DrawFn, whole: bytes) -> bytes:
     """Return a weights file whose header was changed."""
     length = int.from_bytes(whole[:8], "little")
-    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    header = json.loads(whole[8 : 8 + length])
+    data = whole[8 + length :]
     for _ in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from(sorted(header)))
         match draw(st.integers(0, 6)):

@@ -123,7 +123,8 @@ def test_a_difference_is_of_the_products(two: tuple[Path, Path], tmp_path: Path)
     run("diff", a, b, "--json", tmp_path / "diff.json")
     found = json.loads((tmp_path / "diff.json").read_text())
     assert found["config"] == {"lora_alpha": [6, 7]}
-    one, two_ = read_lora(a), read_lora(b)
+    one = read_lora(a)
+    two_ = read_lora(b)
     by_name = {each["name"]: each for each in found["modules"]}
     assert by_name.keys() == one.modules.keys() | two_.modules.keys()
     name = "model.layers.1.self_attn.q_proj"

@@ -79,7 +79,8 @@ class Weights(NamedTuple):
 
 def tensors(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> list[Weights]:
     """What is read, as tensors."""
-    ref, name = reference("x", folder, geometry()), str(dtype).removeprefix("torch.")
+    ref = reference("x", folder, geometry())
+    name = str(dtype).removeprefix("torch.")
     return [
         Weights(layer, module, *(torch.from_numpy(side.copy()).view(dtype) for side in (a, bt)))
         for layer, module, a, bt in load_weights(ref, geometry(size), name, rank, size)

@@ -61,7 +61,8 @@ def test_a_name_is_added_once_and_replaced_on_demand(url: str) -> None:
 
 
 def test_a_version_goes_only_when_no_base_names_it(url: str) -> None:
-    one, other = Registry(url, "one"), Registry(url, "other")
+    one = Registry(url, "one")
+    other = Registry(url, "other")
     one.add(row("a"), replace=False)
     other.add(row("a"), replace=False)
     one.remove("a")

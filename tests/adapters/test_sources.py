@@ -132,7 +132,8 @@ def test_a_link_out_of_the_allowed_folder_is_refused(allowed: Path, into: Path) 
 def test_a_folder_that_becomes_a_link_while_it_is_opened_is_refused(
     allowed: Path, into: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secret, really_open = write_adapter(allowed.parent / "secret"), os.open
+    secret = write_adapter(allowed.parent / "secret")
+    really_open = os.open
 
     def swap_and_open(path: Path, flags: int) -> int:
         (allowed / "team").rename(allowed / "moved")

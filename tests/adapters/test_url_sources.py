@@ -15,7 +15,8 @@ from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import write_adapter
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 class Handler(BaseHTTPRequestHandler):

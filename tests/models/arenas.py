@@ -35,7 +35,9 @@ class Arena:
         rows: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []
-        row_starts, contexts, tables = [0], [], []
+        row_starts = [0]
+        contexts = []
+        tables = []
         for name, token_ids in steps:
             start = self.lengths.get(name, 0)
             context = self.lengths[name] = start + len(token_ids)

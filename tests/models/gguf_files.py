@@ -103,7 +103,8 @@ def write_model(
     path: Path, model: PreTrainedModel, architecture: str, types: Mapping[str, Type] = MIXED, **more: Any
 ) -> Path:
     """Write the model as a file of this architecture. Quantised tensors get random blocks instead of its numbers."""
-    config, tensors = model.config, {}
+    config = model.config
+    tensors = {}
     tied = config.tie_word_embeddings
     for seed, (name, tensor) in enumerate(model.state_dict().items()):
         module, end = name.rsplit(".", 1)

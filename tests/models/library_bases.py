@@ -182,5 +182,6 @@ def row(kind: str, reason: str) -> str:
     name = model_class(kind).__name__
     how = "refused" if reason else "own decoder" if name in ARCHITECTURES else "transformers"
     if reason.startswith(NOT_TRIED):
-        how, reason = "not tried", reason.removeprefix(NOT_TRIED)
+        how = "not tried"
+        reason = reason.removeprefix(NOT_TRIED)
     return f"| `{kind}` | {name} | {how} | {reason.split('(')[0].strip()} |"

@@ -21,7 +21,9 @@ def write_quantized(
     folder: Path, writer: Writer, quantization: dict[str, Any], key: str = "quantization_config"
 ) -> Tensors:
     """Quantise the checkpoint in ``folder`` in place; return what all its weights are then, by name."""
-    tensors, stored, meant = load_file(folder / "model.safetensors"), {}, {}
+    tensors = load_file(folder / "model.safetensors")
+    stored = {}
+    meant = {}
     generator = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight"):
@@ -46,7 +48,8 @@ def _words(levels: Tensor, bits: int) -> Tensor:
 def _asymmetric(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes ``[out, in]``, zeros and float16 scales ``[out, groups]`` by round-to-nearest."""
     parts = weight.unflatten(1, (-1, group))
-    least, most = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
+    least = parts.amin(2).clamp(max=0)
+    most = parts.amax(2).clamp(min=0)
     scales = ((most - least) / (2**bits - 1)).half()
     zeros = (-least / scales.float()).round().clamp(0, 2**bits - 1).long()
     levels = ((parts / scales.float()[:, :, None]).round() + zeros[:, :, None]).clamp(0, 2**bits - 1).long()
@@ -162,7 +165,8 @@ def nf4(*, nested: bool) -> Writer:
         stored = {".weight": (levels[::2] << 4 | levels[1::2]).to(torch.uint8)[:, None]}
         stored[".weight.quant_map"] = NF4.clone()
         if nested:
-            table, offset = torch.linspace(-1, 1, 256), scales.mean()
+            table = torch.linspace(-1, 1, 256)
+            offset = scales.mean()
             blocks = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
             largest = blocks.abs().amax(1)
             codes = ((blocks / largest[:, None])[:, :, None] - table).abs().argmin(2)

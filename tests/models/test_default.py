@@ -24,7 +24,8 @@ def test_a_second_call_converts_nothing(default_model_cache: Path, monkeypatch: 
 
 def test_the_converted_model_answers_in_its_chat_format(default_model_cache: Path) -> None:
     folder = prepare_default_model(default_model_cache)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")

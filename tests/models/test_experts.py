@@ -32,7 +32,8 @@ def geometry_of(folder: Path) -> ModelGeometry:
 def write_separate_experts(model: PreTrainedModel, folder: Path, names: tuple[str, str, str], rank: int) -> PeftModel:
     """Save an adapter as transformers 4 had it, with a linear layer for each expert; return PEFT's model of it."""
     config = model.config
-    hidden, queries = config.hidden_size, model.get_submodule("model.layers.0.self_attn.q_proj").out_features
+    hidden = config.hidden_size
+    queries = model.get_submodule("model.layers.0.self_attn.q_proj").out_features
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     generator = torch.Generator().manual_seed(rank)
     tensors: dict[str, torch.Tensor] = {}

@@ -199,7 +199,8 @@ def test_llama_3s_scaling_is_read_from_its_tensor(tmp_path: Path) -> None:
 def test_the_default_models_file_has_the_config_and_tokenizer_of_the_converted_model(
     default_model_cache: Path, tmp_path: Path
 ) -> None:
-    converted, told = prepare_default_model(default_model_cache), []
+    converted = prepare_default_model(default_model_cache)
+    told = []
     folder = prepare_gguf(find_gguf(), tmp_path, None, told.append)
     assert told == ["converting the tokenizer of SmolLM2-135M-Instruct.Q4_1.gguf (once)"]
     assert read_model_config(folder) == read_model_config(converted)

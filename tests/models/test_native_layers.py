@@ -92,7 +92,8 @@ def forward_steps(
     decoder = Decoder(config, pack_weights(load_weights(folder, config, dtype), kernels), kernels, SingleRankGroup())
     arena = Arena.make(config)
     kv = arena.kv.to(dtype).nan_to_num(0)
-    every, some = adapter(config, 5, LORA_MODULES, dtype), adapter(config, 12, ("q", "v"), dtype)
+    every = adapter(config, 5, LORA_MODULES, dtype)
+    some = adapter(config, 12, ("q", "v"), dtype)
     if has_extras:
         some.extras = extras_of(config, dtype)
     found = []

@@ -46,7 +46,9 @@ def test_every_type_of_peft_is_served_converted_or_refused_and_in_the_docs() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TRIED)
 def test_a_converted_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
-    base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
+    base = tmp_path / "base"
+    folder = tmp_path / "adapter"
+    target = tmp_path / "converted"
     make_checkpoint(base, "llama", vocab_size=96)
     make(load(base), folder, CONVERTED[kind]())
     with pytest.raises(AdapterError, match="lorikeet adapters convert"):
@@ -100,7 +102,9 @@ def test_the_commands_apply_an_alora_from_its_invocation_on(prompt: str, word_ba
 
 @pytest.mark.slow
 def test_the_commands_convert_and_compare_an_answer_with_peft(tmp_path: Path) -> None:
-    base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
+    base = tmp_path / "base"
+    folder = tmp_path / "adapter"
+    target = tmp_path / "converted"
     make_checkpoint(base, "llama", vocab_size=96)
     save_word_tokenizer(base)
     make(load(base), folder, CONVERTED["LOKR"]())

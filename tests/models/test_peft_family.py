@@ -53,7 +53,8 @@ def serve(
     memory_bytes: int = 0,
 ) -> Family:
     """Make an adapter of each kind, and answer a prompt with each, all in one batch."""
-    pefts, requests = [], []
+    pefts = []
+    requests = []
     long = random_ids(37, 1)
     for number, (name, config) in enumerate(kinds.items()):
         place = folder / name.replace(" ", "-")

@@ -32,7 +32,8 @@ class HandOver(SingleRankGroup):
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_give_the_logits_of_the_whole_decoder(tmp_path: Path, tied: bool) -> None:
     make_checkpoint(tmp_path, "llama", num_hidden_layers=4, tie_word_embeddings=tied)
-    config, kernels = read_model_config(tmp_path), ReferenceKernels()
+    config = read_model_config(tmp_path)
+    kernels = ReferenceKernels()
     whole_arena = Arena.make(config)
     whole = Decoder(config, load_weights(tmp_path, config, torch.float32), kernels, SingleRankGroup())
     group = HandOver()

@@ -27,7 +27,8 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import make_base
 from tests.support import sampling
 
-QV, QKVO = ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+QV = ("q_proj", "v_proj")
+QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 SEVEN = (*QKVO, "gate_proj", "up_proj", "down_proj")
 TOWERS = r".*language_model.*\.(self_attn|mlp)\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
@@ -121,7 +122,8 @@ def write_like(folder: Path, shape: Shape, base: ModelGeometry) -> Path:
             tensors[f"{name}.lora_B.weight"] = torch.zeros(rows, shape.rank)
     if "lm_head" in shape.targets:
         assert base.replaceable is not None
-        vocabulary, hidden = base.replaceable.vocab_size, base.hidden_size
+        vocabulary = base.replaceable.vocab_size
+        hidden = base.hidden_size
         tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(shape.rank, hidden)
         tensors["base_model.model.lm_head.lora_B.weight"] = torch.zeros(vocabulary, shape.rank)
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -84,7 +84,8 @@ def plain(weight: Any) -> Tensor:
 def assert_means(weights: DecoderWeights, meant: Tensors) -> None:
     """Fail unless the linear weights are exactly these numbers."""
     for i, layer in enumerate(weights.layers):
-        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        attention = f"model.layers.{i}.self_attn."
+        mlp = f"model.layers.{i}.mlp."
         parts = {
             "qkv": [attention + f"{module}_proj.weight" for module in "qkv"],
             "o": [attention + "o_proj.weight"],
@@ -99,7 +100,8 @@ def assert_means(weights: DecoderWeights, meant: Tensors) -> None:
 @formats
 def test_the_numbers_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     meant = make_quantized(tmp_path, name)
-    weights, is_packed = load(tmp_path), FORMATS[name][2]
+    weights = load(tmp_path)
+    is_packed = FORMATS[name][2]
     assert_means(weights, meant)
     linear = [getattr(layer, product) for layer in weights.layers for product in ("qkv", "o", "gate_up", "down")]
     assert all(isinstance(weight, QuantizedWeight) is is_packed for weight in linear)
@@ -219,7 +221,8 @@ def test_a_method_or_option_that_is_not_read_is_named(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_any_checkpoint_is_quantised_on_load(bits: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3-biases", hidden_size=64)
-    exact, weights = load(tmp_path), load(tmp_path, quantization=f"int{bits}")
+    exact = load(tmp_path)
+    weights = load(tmp_path, quantization=f"int{bits}")
     for mine, theirs in zip(weights.layers, exact.layers, strict=True):
         assert isinstance(mine.qkv, QuantizedWeight)
         assert mine.qkv.bits == bits
@@ -253,8 +256,11 @@ def test_the_default_model_with_an_adapter_merged_in_loses_no_more_than_by_round
     """Its own weights are of 4-bit origin, so without the adapter an error would say little."""
     adapter = SAMPLES / "pirate"
     settings = json.loads((adapter / "adapter_config.json").read_text())
-    lora, base = load_file(adapter / "adapter_model.safetensors"), prepare_default_model(default_model_cache)
-    scale, ours, theirs = settings["lora_alpha"] / settings["r"], 0.0, 0.0
+    lora = load_file(adapter / "adapter_model.safetensors")
+    base = prepare_default_model(default_model_cache)
+    scale = settings["lora_alpha"] / settings["r"]
+    ours = 0.0
+    theirs = 0.0
     names = sorted(name.removesuffix(".lora_A.weight") for name in lora if name.endswith("lora_A.weight"))[::5]
     with safe_open(base / "model.safetensors", framework="pt") as tensors:
         for name in names:

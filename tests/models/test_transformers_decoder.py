@@ -114,7 +114,8 @@ def test_the_own_decoder_is_chosen_where_it_supports_the_model(tmp_path: Path) -
 def test_any_base_is_quantised_on_load(tmp_path: Path, kind: str) -> None:
     """Conv1D; experts. What the decoder computes is compared with the dequantised weights when it is made."""
     make_base(tmp_path, kind)
-    plain, wanted = settings(tmp_path), settings(tmp_path, quantization="int8")
+    plain = settings(tmp_path)
+    wanted = settings(tmp_path, quantization="int8")
     one, other = (load_rank(each, tmp_path, SingleRankGroup()) for each in (plain, wanted))
     assert other.weights == "int8 in groups of 32, quantised from float32"
     assert one.weights == ""
@@ -163,9 +164,11 @@ def test_the_hidden_size_is_that_of_the_output_layer(tmp_path: Path) -> None:
 
 def test_an_embedding_of_another_size_than_hidden_states_cannot_be_replaced() -> None:
     model = torch.nn.Module()
-    model.embed, model.norm = torch.nn.Embedding(10, 4), torch.nn.LayerNorm(6)
+    model.embed = torch.nn.Embedding(10, 4)
+    model.norm = torch.nn.LayerNorm(6)
     model.head = torch.nn.Linear(6, 10, bias=False)
-    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embed, lambda: model.head
+    model.get_input_embeddings = lambda: model.embed
+    model.get_output_embeddings = lambda: model.head
     vectors = {"norm.weight": 6, "norm.bias": 6}
     assert replaceable_weights(model, "", [model.norm], 6) == ReplaceableWeights("", "", 0, vectors)
     assert replaceable_weights(model, "", [model.norm], 4) == ReplaceableWeights("embed", "head", 10, vectors)
@@ -176,7 +179,8 @@ def test_fused_and_split_names_mean_the_same(tmp_path: Path, spelled: str) -> No
     """Phi-3 has fused layers, Llama split ones; an adapter may use either spelling with either."""
     kind = "phi3" if spelled == "parts" else "llama"
     geometry = decoder(tmp_path / "base", kind).geometry
-    q, k = "layers.{}.self_attn.q_proj", "layers.{}.self_attn.k_proj"
+    q = "layers.{}.self_attn.q_proj"
+    k = "layers.{}.self_attn.k_proj"
     other = make_base(tmp_path / "other", "llama" if kind == "phi3" else "phi3")
     names = ["q_proj", "k_proj", "v_proj"] if spelled == "parts" else ["qkv_proj"]
     make_peft_adapter(other, tmp_path / "adapter", target_modules=names)

@@ -175,7 +175,8 @@ def test_a_torch_without_cuda_is_told_from_a_machine_without_a_gpu(monkeypatch: 
 
 # --- What a rank takes from the machine at its start --------------------------------------------
 
-BLOCKS, BLOCK_BYTES = 256, 2**18
+BLOCKS = 256
+BLOCK_BYTES = 2**18
 
 
 def resident_bytes() -> int:

@@ -25,7 +25,8 @@ from lorikeet.workloads.random_adapters import write_random_adapter
 from tests.adapters.builders import geometry
 from tests.support.gates import Gate
 
-LAYERS, ELEMENTS = 6, 512
+LAYERS = 6
+ELEMENTS = 512
 GEOMETRY = geometry(layers=LAYERS)
 
 

@@ -69,7 +69,8 @@ def copying(
     queue: Queue, link_bytes_per_s: float = 0.0, device: DeviceBackend | None = None
 ) -> Iterator[tuple[Copier[str], TransferCounts]]:
     """A copier at work."""
-    counts, made = TransferCounts(), device or Cpu()
+    counts = TransferCounts()
+    made = device or Cpu()
     copier = Copier(
         "copier", made.stream(), made.copies_ahead, queue.take, queue.turn, queue.note, link_bytes_per_s, counts
     )
@@ -81,7 +82,8 @@ def copying(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
 def test_steps_come_before_copies() -> None:
-    here, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    seen = list[int]()
 
     class Watched(Queue):
         def turn(self, group: CopyGroup[str]) -> None:
@@ -182,7 +184,9 @@ def test_closing_does_not_wait_for_a_slow_link() -> None:
 
 
 def test_next_group_starts_during_a_copy_and_none_is_done_early() -> None:
-    device, targets, queue = LateDevice(), torch.zeros(4, 2, 128), Queue()
+    device = LateDevice()
+    targets = torch.zeros(4, 2, 128)
+    queue = Queue()
     groups = [group(str(number), target, device) for number, target in enumerate(targets)]
     with copying(queue, device=device) as (copier, _):
         with device.hold():
@@ -202,7 +206,8 @@ def test_next_group_starts_during_a_copy_and_none_is_done_early() -> None:
 
 
 def test_caller_starts_an_idle_streams_first_groups_and_the_copier_continues() -> None:
-    device, targets = LateDevice(), torch.zeros(5, 2, 128)
+    device = LateDevice()
+    targets = torch.zeros(5, 2, 128)
     takers: list[int] = []
 
     class Asked(Queue):
@@ -244,7 +249,8 @@ def test_where_to_give_is_to_copy_it_is_left_to_the_copier() -> None:
 
 
 def test_failed_group_is_reported_once_none_of_it_is_in_flight() -> None:
-    device, targets = LateDevice(), torch.zeros(4, 2, 128)
+    device = LateDevice()
+    targets = torch.zeros(4, 2, 128)
     first, second, third, fourth = (group(str(number), target, device) for number, target in enumerate(targets))
     device.failing.add(0)
     device.unmarked.add(3)
@@ -264,7 +270,9 @@ def test_failed_group_is_reported_once_none_of_it_is_in_flight() -> None:
 
 
 def test_closing_waits_for_what_is_in_flight_and_begins_nothing() -> None:
-    device, targets, queue = LateDevice(), torch.zeros(3, 1, 128), Queue()
+    device = LateDevice()
+    targets = torch.zeros(3, 1, 128)
+    queue = Queue()
     groups = [group(str(number), target, device) for number, target in enumerate(targets)]
     with copying(queue, device=device) as (copier, _):
         closing = threading.Thread(target=copier.close)

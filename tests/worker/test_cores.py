@@ -17,7 +17,8 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_alone_takes_all_cores_and_a_second_busy_one_half_of_them(tmp_path: Path) -> None:
-    first, second = CpuBudget(folder=tmp_path), CpuBudget(folder=tmp_path)
+    first = CpuBudget(folder=tmp_path)
+    second = CpuBudget(folder=tmp_path)
     assert first.threads(0.0) == 8
     assert second.threads(0.0) == 4
     assert first.threads(HEARTBEAT_S / 2) == 8  # counted a moment ago
@@ -27,7 +28,9 @@ def test_a_rank_alone_takes_all_cores_and_a_second_busy_one_half_of_them(tmp_pat
 
 
 def test_ranks_that_insist_are_counted_with_what_they_take(tmp_path: Path) -> None:
-    insistent, first, second = CpuBudget(3, tmp_path), CpuBudget(folder=tmp_path), CpuBudget(folder=tmp_path)
+    insistent = CpuBudget(3, tmp_path)
+    first = CpuBudget(folder=tmp_path)
+    second = CpuBudget(folder=tmp_path)
     assert [share.threads(0.0) for share in (insistent, first, second)] == [3, 5, 2]
     assert first.threads(1.0) == 2
     assert CpuBudget(8, tmp_path).threads(0.0) == 8
@@ -35,7 +38,8 @@ def test_ranks_that_insist_are_counted_with_what_they_take(tmp_path: Path) -> No
 
 
 def test_ranks_that_idle_or_run_on_other_cores_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    idle, first = CpuBudget(folder=tmp_path), CpuBudget(folder=tmp_path)
+    idle = CpuBudget(folder=tmp_path)
+    first = CpuBudget(folder=tmp_path)
     idle.threads(0.0)
     for path in tmp_path.iterdir():
         os.utime(path, (path.stat().st_atime, path.stat().st_mtime - threads.BUSY_WITHIN_S))

@@ -109,7 +109,8 @@ def test_masks_are_those_of_brute_force(compiler: GrammarCompiler, pattern: str)
 
 
 def test_a_sequence_reads_its_new_tokens_only_and_a_resumed_one_all(compiler: GrammarCompiler) -> None:
-    masks, text = GrammarMasks(compiler, CPU, torch.float32), grammar("choice", '["ab", "ba"]')
+    masks = GrammarMasks(compiler, CPU, torch.float32)
+    text = grammar("choice", '["ab", "ba"]')
     walked = sequence(text)
     for letter in "ba":
         assert one(letter) in allowed(masks, walked)
@@ -123,7 +124,8 @@ def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: Grammar
     sampler = Sampler(choose, masks)
     free = RankSequence(SequenceStart("f", [1, 2], 2, SamplingParams(max_tokens=9, temperature=0.0), None))
     bound = sequence(grammar("regex", "a+b"), temperature=1.0, seed=3)
-    said, logits = "", torch.zeros(2, VOCABULARY)
+    said = ""
+    logits = torch.zeros(2, VOCABULARY)
     logits[:, one("}")] = 5.0
     logits[1, one("b")] = 1.0
     for _ in range(20):
@@ -141,7 +143,8 @@ def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: Grammar
 
 
 def test_min_tokens_holds_the_end_back_only_where_the_grammar_goes_on(compiler: GrammarCompiler) -> None:
-    masks, logits = GrammarMasks(compiler, CPU, torch.float32), torch.zeros(1, VOCABULARY)
+    masks = GrammarMasks(compiler, CPU, torch.float32)
+    logits = torch.zeros(1, VOCABULARY)
     logits[0, END] = 5.0
     sampler = Sampler(choose, masks)
     for pattern, expected in (("ab*", "b"), ("a", "")):
@@ -155,7 +158,8 @@ def test_min_tokens_holds_the_end_back_only_where_the_grammar_goes_on(compiler: 
 
 def test_a_sequence_that_left_its_grammar_fails_alone_and_says_why(compiler: GrammarCompiler) -> None:
     masks = GrammarMasks(compiler, CPU, torch.float32)
-    sampler, text = Sampler(choose, masks), grammar("regex", "a+")
+    sampler = Sampler(choose, masks)
+    text = grammar("regex", "a+")
     rows = [sequence(text, [one("b")]), sequence(text, [one("a")]), sequence("start: nothing_of_that_name")]
     sampler.begin(rows)
     lost, kept, broken = sampler.sample(torch.zeros(3, VOCABULARY), rows)
@@ -168,8 +172,10 @@ def test_a_sequence_that_left_its_grammar_fails_alone_and_says_why(compiler: Gra
 
 
 def test_log_probabilities_are_those_without_the_grammar(compiler: GrammarCompiler) -> None:
-    masks, logits = GrammarMasks(compiler, CPU, torch.float32), torch.zeros(1, VOCABULARY)
-    sampler, each = Sampler(choose, masks), sequence(grammar("regex", "ab"), logprobs=0)
+    masks = GrammarMasks(compiler, CPU, torch.float32)
+    logits = torch.zeros(1, VOCABULARY)
+    sampler = Sampler(choose, masks)
+    each = sequence(grammar("regex", "ab"), logprobs=0)
     sampler.begin([each])
     (token,) = sampler.sample(logits.clone(), [each])
     assert isinstance(token, Token)

@@ -44,7 +44,8 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-LAYERS, GROUPS = 6, 3
+LAYERS = 6
+GROUPS = 3
 QKV = ("q", "k", "v")
 ADAPTERS = {"qkv": (8, QKV), "qv": (5, ("q", "v")), "other": (12, QKV), "all": (4, LORA_MODULES)}
 ADAPTERS["columns"] = (6, ("q", "v", "gate", "up"))
@@ -104,7 +105,8 @@ class ColdDriver(Driver):
         """Begin to transfer adapters; they arrive group by group as the gate says, those of the first name first."""
         transfers = []
         for name in names:
-            ref, geometry = self.refs[name], self.sizes.local_geometry
+            ref = self.refs[name]
+            geometry = self.sizes.local_geometry
             packing = pack(ref.ranks, geometry, geometry.block_elements(BLOCK_TOKENS))
             runs = block_runs(packing, load_order(cut(LAYERS, LAYERS // GROUPS)))
             assert len(runs) == GROUPS
@@ -268,7 +270,8 @@ def test_a_prefill_in_chunks_goes_on_with_what_has_arrived(driver: ColdDriver, r
 def test_a_worker_that_is_killed_in_the_middle_of_a_prefill_loses_nothing(
     driver: ColdDriver, resident: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decide, pool = driver.host_lora.is_for_host, driver.host_lora.pool
+    decide = driver.host_lora.is_for_host
+    pool = driver.host_lora.pool
     (first,) = pool.process_ids
 
     def decided(arrival: PartialAdapter, layer: int, tokens: int) -> bool:
@@ -389,7 +392,8 @@ def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkey
     names = ("qkv", "columns", "base")
     try:
         driver = ColdDriver(executor, sizes, models.adapters)
-        host, ring = driver.host_lora, driver.host_lora.pool.ring
+        host = driver.host_lora
+        ring = driver.host_lora.pool.ring
         driver.bring("qkv", "columns")
         driver.arrive(2)
         expected = driver.prefill(*names)

@@ -30,7 +30,10 @@ from tests.support.exchanges import Exchanging, ThreadExchange
 
 pytestmark = pytest.mark.slow
 
-ELEMENTS, BLOCKS, ROWS, PARTS = 256, 200, 48, 6
+ELEMENTS = 256
+BLOCKS = 200
+ROWS = 48
+PARTS = 6
 ADAPTERS: dict[str, dict[str, tuple[int, ...]]] = {
     "small": {"q": (3, 0, 5), "v": (1, 2, 4)},
     "large": dict.fromkeys(("q", "k", "v"), (16, 16, 16)),
@@ -54,7 +57,8 @@ class Store(NamedTuple):
 
     def expected(self, name: str, layer: int, x: Tensor, product: str = "qkv") -> Tensor:
         """What the adapter adds, in fp64 from the numbers that are there."""
-        y, column = torch.zeros(len(x), ProductWidths(self.geometry).outputs[product], dtype=torch.float64), 0
+        y = torch.zeros(len(x), ProductWidths(self.geometry).outputs[product], dtype=torch.float64)
+        column = 0
         for module in PRODUCTS[product]:
             outputs = self.geometry.modules[module].out_features
             for a, bt in self.pieces(name).get((layer, module), ()):
@@ -111,7 +115,8 @@ def pool(shared: HostPool) -> HostPool:
     """One for many tests: a worker takes seconds to start."""
     for helper in shared._helpers:
         helper.wait_until_ready()
-    shared._timeout_s, shared.worker_tokens = 60.0, 4
+    shared._timeout_s = 60.0
+    shared.worker_tokens = 4
     shared.begin([])  # whoever has been through a step is replaced at once when it ends
     shared.end()
     return shared
@@ -123,7 +128,8 @@ def rows(count: int, seed: int, dtype: torch.dtype = torch.float32, width: int =
 
 def check(pool: HostPool, store: Store, layer: int, work: dict[str, int], product: str = "qkv") -> None:
     """Let the pool compute a layer, and compare it with what it should be."""
-    dtype, numbers = store.host.dtype, {name: number for number, name in enumerate(ADAPTERS)}
+    dtype = store.host.dtype
+    numbers = {name: number for number, name in enumerate(ADAPTERS)}
     parts: list[HostRows] = []
     first = 2  # rows that are not the host's lie before, between and behind
     for name, count in work.items():
@@ -143,7 +149,8 @@ def check(pool: HostPool, store: Store, layer: int, work: dict[str, int], produc
 
 
 def test_host_worker_computes_every_ranks_own_columns(store: Store) -> None:
-    other, number = store.host.clone(), list(ADAPTERS).index("large")
+    other = store.host.clone()
+    number = list(ADAPTERS).index("large")
     large = store.adapters["large"]
     layout = AdapterLayout(pack(large.ranks, store.geometry, ELEMENTS), store.geometry)
     for pieces in layout.weights(large.blocks, other).pieces.values():
@@ -243,7 +250,8 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_a_worker_that_is_killed_loses_no_rows_and_is_replaced(pool: HostPool, store: Store) -> None:
-    rescued, lost = pool.rescued_slices, pool.lost_workers
+    rescued = pool.rescued_slices
+    lost = pool.lost_workers
     first, second = pool.process_ids
     pool.begin(list(store.adapters.values()))
     check(pool, store, 0, {"small": 5, "large": 9})
@@ -366,7 +374,8 @@ def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadE
 
 def test_a_device_that_does_not_take_the_ring_is_told(store: Store) -> None:
     exchange = ThreadExchange()
-    device, processes = Exchanging(exchange), [start_worker_process()]
+    device = Exchanging(exchange)
+    processes = [start_worker_process()]
     make = partial(DevicePool, device, exchange, processes, [None], [store.arena])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "register", refuse)

@@ -28,8 +28,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def test_copy_is_done_when_a_later_mark_is_awaited() -> None:
-    device, memory, arena = LateDevice(), torch.ones(2, 8), torch.zeros(2, 8)
-    unregister, stream = device.register(memory), device.stream()
+    device = LateDevice()
+    memory = torch.ones(2, 8)
+    arena = torch.zeros(2, 8)
+    unregister = device.register(memory)
+    stream = device.stream()
     before = stream.record_event()
     stream.copy(memory[0], arena[0])
     first = stream.record_event()
@@ -47,7 +50,9 @@ def test_copy_is_done_when_a_later_mark_is_awaited() -> None:
 
 def test_what_is_touched_in_flight_is_a_fault_unless_one_follows_the_other() -> None:
     for follows, touches_same in itertools.product((False, True), repeat=2):
-        device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(2, 8)
+        device = LateDevice()
+        memory = torch.ones(1, 8)
+        arena = torch.zeros(2, 8)
         device.register(memory)
         device.compute(reads=[Span.of(arena[0])], writes=[])
         stream = device.stream()
@@ -58,7 +63,9 @@ def test_what_is_touched_in_flight_is_a_fault_unless_one_follows_the_other() -> 
 
 
 def test_a_step_may_use_what_is_there_and_not_what_is_on_its_way() -> None:
-    device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(1, 8)
+    device = LateDevice()
+    memory = torch.ones(1, 8)
+    arena = torch.zeros(1, 8)
     device.register(memory)
     stream = device.stream()
     stream.copy(memory[0], arena[0])
@@ -74,7 +81,9 @@ def test_a_step_may_use_what_is_there_and_not_what_is_on_its_way() -> None:
 
 
 def test_memory_must_be_registered_while_it_is_copied() -> None:
-    device, memory, arena = LateDevice(), torch.ones(1, 8), torch.zeros(1, 8)
+    device = LateDevice()
+    memory = torch.ones(1, 8)
+    arena = torch.zeros(1, 8)
     device.stream().copy(memory[0], arena[0])
     assert device.faults == ["a copy is not between registered memory and the device"]
     device = LateDevice()

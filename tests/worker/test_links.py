@@ -12,7 +12,9 @@ from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.costs.transfer_model import LinkDirection, TransferLeg, TransferPath
 from lorikeet.worker.links import ModelledTransferLink
 
-IN, OUT, READ = LinkDirection.IN, LinkDirection.OUT, LinkDirection.READ
+IN = LinkDirection.IN
+OUT = LinkDirection.OUT
+READ = LinkDirection.READ
 
 
 class Line:
@@ -279,7 +281,8 @@ def test_transfers_end_as_they_do_second_by_second_however_often_one_looks(asked
 
 
 def test_callback_called_too_early_is_called_again() -> None:
-    called, clock = threading.Semaphore(0), MonotonicClock()
+    called = threading.Semaphore(0)
+    clock = MonotonicClock()
     link = ModelledTransferLink(lambda transfer: TransferPath((TransferLeg(IN, 0.001),)), called.release)
     link.begin(Transfer(1, Tier.HOST, Tier.DEVICE), clock.now() + 0.02)  # so its end lies behind the first call
     while not link.take_done(clock.now()):
@@ -287,8 +290,10 @@ def test_callback_called_too_early_is_called_again() -> None:
 
 
 def test_callback_is_called_for_every_ended_transfer() -> None:
-    called, clock = threading.Semaphore(0), MonotonicClock()
-    now, ended = clock.now(), []
+    called = threading.Semaphore(0)
+    clock = MonotonicClock()
+    now = clock.now()
+    ended = []
     link = ModelledTransferLink(
         lambda transfer: TransferPath((TransferLeg(IN, 0.002 * transfer.transfer_id),)), called.release
     )

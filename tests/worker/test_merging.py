@@ -94,7 +94,8 @@ def make_adapter(
         for module, rank in ranks.items():
             shape = geometry.modules[module]
             cut = [3, rank - 3] if rank > 3 else [rank]
-            a, bt = draw(rank, shape.in_features), draw(rank, shape.out_features)
+            a = draw(rank, shape.in_features)
+            bt = draw(rank, shape.out_features)
             pieces[layer, module] = tuple(zip(a.split(cut), bt.split(cut), strict=True))
     return LoraWeights(pieces, geometry.layers)
 
@@ -250,7 +251,8 @@ def test_a_merged_adapter_is_not_needed_any_more(folder: Path, backend: str) -> 
 def test_a_tied_output_layer_is_swapped_beside_the_embedding(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama-tied")
     rig = make_rig(tmp_path, "native", torch.float32, MergeBy.MODEL)
-    start, embedding = rig.copies(), rig.packed.embedding.clone()
+    start = rig.copies()
+    embedding = rig.packed.embedding.clone()
     for name in ("wide", None):
         rig.switch(name)
         found = rig.elements()[3, "lm_head"]
@@ -314,7 +316,8 @@ def test_models_that_are_swapped_whole_give_the_same_tokens(models: Models) -> N
 
 
 def test_an_evicted_adapter_stays_merged_until_another_takes_its_place(models: Models, driver: Driver) -> None:
-    wide, narrow = models.adapters["wide"], models.adapters["narrow"]
+    wide = models.adapters["wide"]
+    narrow = models.adapters["narrow"]
     prompts = {name: random_tokens(6, seed=len(name)) for name in ("wide", "narrow", "base")}
     for name, prompt in prompts.items():
         driver.add(name, prompt, models.adapters.get(name))

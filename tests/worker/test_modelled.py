@@ -70,7 +70,8 @@ def run(
         ModelSettings(max_model_len=500),
         EngineSettings(**{"num_scheduler_steps": 1, "preset": "lorikeet:plain", "host_memory_bytes": 0, **engine}),  # type: ignore[arg-type]
     )
-    clock, said = VirtualClock(), Said()
+    clock = VirtualClock()
+    said = Said()
     profile = profile or round_profile()
     executor, sizes = build_modelled_executor(settings, profile, Preset(), clock, coalesced=coalesced)
     replica = assemble(settings, executor, sizes, clock, lambda plan, result: said.plans.append(plan))
@@ -120,7 +121,8 @@ def test_overlapping_device_leaves_time_for_the_loop_and_takes_arrivals() -> Non
         first_s[overlapped] = said.at(FirstToken, "b")
         steps[overlapped] = [(plan.repeat, plan.continues) for plan in said.plans if plan.sequences]
     assert steps[False] == [(1, False), (6, False), (1, False), (6, False)]
-    alone, with_b = [(1, False), (13, False), (12, True), (1, True)], [(1, False)]
+    alone = [(1, False), (13, False), (12, True), (1, True)]
+    with_b = [(1, False)]
     after = [(9, False), *((left, True) for left in range(8, 0, -1))]
     assert steps[True] == alone + with_b + after
     # 10 ms of prefill and 4 of the loop; three decodes of 10.2 ms and longer, and the loop; b beside a, and the loop.
@@ -143,7 +145,8 @@ def test_coalesced_steps_bring_what_single_steps_bring() -> None:
         request(f"r{i}", 1 + 7 * i % 40, 1 + 11 * i % 60, arrival_s=0.037 * i, adapter=adapter(f"x{i % 5}", 2 + i % 3))
         for i in range(40)
     ]
-    one, many = run(requests), run(requests, coalesced=False)
+    one = run(requests)
+    many = run(requests, coalesced=False)
     assert len(one.plans) < len(many.plans)
     for name in (r.request_id for r in requests):
         assert one.answer(name) == many.answer(name)

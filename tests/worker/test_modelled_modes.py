@@ -80,7 +80,8 @@ class Hand:
 
 # --- merging ------------------------------------------------------------------------------------------
 
-X, Y = adapter("x", 4, 4), adapter("y", 2, 2)
+X = adapter("x", 4, 4)
+Y = adapter("y", 2, 2)
 SWITCHING = Switching(merge=Constant(0.030, "s"), merge_rank=Constant(0.001, "s/rank"), restore=Constant(0.020, "s"))
 
 
@@ -221,7 +222,8 @@ def test_the_device_adds_what_has_arrived_and_the_host_the_rest() -> None:
             Constant(0.1, "s"), Constant(0.01, "s/token"), Constant(0.001, "s"), cores=4, core_tokens=16
         ),
     )
-    hand, ref = Hand(profile), adapter("x", 8, 8)
+    hand = Hand(profile)
+    ref = adapter("x", 8, 8)
     # A block per layer of 8 rank rows would be 256 bytes; both layers share one of 512, which takes 1 ms.
     # The first layer: half of 14 ms and the host's share, by which time the block is there.
     rank = 8 / 3  # of q alone, where q, k and v count as one

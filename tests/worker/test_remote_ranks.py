@@ -60,7 +60,8 @@ def key_file(folder: Path, key: str = KEY) -> Path:
 
 def test_ranks_of_another_process_give_the_tokens_of_one_and_join_again(tmp_path: Path) -> None:
     folder, adapters = make_model(tmp_path, num_hidden_layers=4)
-    key, address = key_file(tmp_path), f"127.0.0.1:{free_port()}"
+    key = key_file(tmp_path)
+    address = f"127.0.0.1:{free_port()}"
     with driving(folder) as alone:
         expected = run_everything(alone, adapters)
     remote = {"rank_address": address, "rank_key_file": str(key)}
@@ -73,7 +74,8 @@ def test_ranks_of_another_process_give_the_tokens_of_one_and_join_again(tmp_path
 
 def test_a_remote_rank_that_dies_is_an_error(tmp_path: Path) -> None:
     folder, _ = make_model(tmp_path)
-    key, address = key_file(tmp_path), f"127.0.0.1:{free_port()}"
+    key = key_file(tmp_path)
+    address = f"127.0.0.1:{free_port()}"
     remote = {"rank_address": address, "rank_key_file": str(key)}
     with rank_at(address, key) as process, driving(folder, tensor_parallel=2, **remote) as driver:
         process.kill()
@@ -120,7 +122,8 @@ def test_a_key_that_is_missing_or_short_is_an_error(tmp_path: Path) -> None:
 def other_machine() -> "Iterator[tuple[str, list[str]]]":
     """Make a network namespace; yield this side's address, and what runs a command in the other."""
     name = f"lk{os.getpid() % 100_000}"
-    own, net = f"{name}a", f"10.213.{os.getpid() % 250}"
+    own = f"{name}a"
+    net = f"10.213.{os.getpid() % 250}"
     steps = [
         f"ip netns add {name}",
         f"ip link add {own} type veth peer name eth0 netns {name}",

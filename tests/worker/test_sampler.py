@@ -28,7 +28,8 @@ from tests.support.live import greedy, live_settings, make_model, prompt
 
 def row(prompt: list[int] | None = None, outputs: list[int] | None = None, **params: Any) -> RankSequence:
     """A sequence to sample for; greedy unless told otherwise."""
-    prompt, outputs = [1, 2] if prompt is None else prompt, outputs or []
+    prompt = [1, 2] if prompt is None else prompt
+    outputs = outputs or []
     sampling = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **params})
     return RankSequence(SequenceStart("r", prompt + outputs, len(prompt), sampling, None))
 

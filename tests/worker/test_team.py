@@ -48,7 +48,8 @@ class Rig:
 
 
 STEP = SequenceStep(RequestId("a"), start=0, tokens=1, new_blocks=(), samples=True)
-LATER_S, SOON_S = 2 * PAUSE_S, PAUSE_S / 2
+LATER_S = 2 * PAUSE_S
+SOON_S = PAUSE_S / 2
 
 
 @pytest.fixture(autouse=True)

@@ -163,7 +163,8 @@ def test_kv_and_adapters_come_back_from_the_host_of_every_rank(tmp_path: Path, r
     prompt = random_tokens(9, seed=3)
     with driving(folder, tensor_parallel=ranks, host_memory_bytes=2**21) as driver:
         host = [BlockId(block) for block in range(driver.sizes.host_blocks)]
-        read, rest = tuple(host[: driver.blocks_of(wide)]), host[driver.blocks_of(wide) :]
+        read = tuple(host[: driver.blocks_of(wide)])
+        rest = host[driver.blocks_of(wide) :]
         for source, target in ((Tier.SOURCE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
             (done,) = driver.move(driver.transfer(source, target, wide, read))
             assert done.error is None
@@ -171,7 +172,8 @@ def test_kv_and_adapters_come_back_from_the_host_of_every_rank(tmp_path: Path, r
         driver.step({"a": 9})
         driver.decode(["a"], 3)
         held = driver.held_blocks()
-        away, nothing = tuple(rest[: len(held)]), tuple(rest[len(held) : 2 * len(held)])
+        away = tuple(rest[: len(held)])
+        nothing = tuple(rest[len(held) : 2 * len(held)])
         driver.copy(Tier.HOST, away, held)
         driver.copy(Tier.DEVICE, nothing, held)
         driver.copy(Tier.DEVICE, away, held)

@@ -45,7 +45,10 @@ from tests.support.gates import Gate
 from tests.support.late_device import LateDevice
 from tests.support.waiting import wait_until
 
-ELEMENTS, DEVICE_BLOCKS, HOST_BLOCKS, GROUP_BLOCKS = 128, 1200, 600, 3
+ELEMENTS = 128
+DEVICE_BLOCKS = 1200
+HOST_BLOCKS = 600
+GROUP_BLOCKS = 3
 BLOCK_BYTES = ELEMENTS * 4
 SLOW_BYTES_PER_S = BLOCK_BYTES / 0.02
 """20 ms a block."""
@@ -204,7 +207,8 @@ def packed(ref: AdapterRef, rank: int = 0, size: int = 1) -> Tensor:
 
 def assert_holds(bench: Bench, ref: AdapterRef, rank: int = 0, size: int = 1) -> None:
     """Steps would find the adapter's weights, all of them."""
-    packing, blocks = pack(ref.ranks, geometry(size), ELEMENTS), packed(ref, rank, size)
+    packing = pack(ref.ranks, geometry(size), ELEMENTS)
+    blocks = packed(ref, rank, size)
     expected = AdapterLayout(packing, geometry(size)).weights(range(packing.blocks), blocks).pieces
     found = bench.transfers.adapters.weights(ref.digest).pieces
     assert found.keys() == expected.keys()
@@ -259,7 +263,9 @@ def test_an_adapter_is_read_to_the_host_and_steps_do_not_see_it(bench: Bench, ad
 def test_kv_comes_back_from_the_host_as_it_went(bench: Bench) -> None:
     bench.arena.copy_(torch.randn(bench.arena.shape, generator=torch.Generator().manual_seed(1)))
     before = bench.arena.clone()
-    was, host, now = bench.device_blocks(50), bench.host_blocks(50), bench.device_blocks(50)
+    was = bench.device_blocks(50)
+    host = bench.host_blocks(50)
+    now = bench.device_blocks(50)
     assert bench.wait(bench.start(Tier.DEVICE, Tier.HOST, host, was)).error is None
     assert torch.equal(bench.host[list(host)], before[list(was)])
     assert torch.equal(bench.arena, before)
@@ -294,8 +300,10 @@ def test_what_was_read_and_waits_to_be_copied_takes_no_time(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, through_host: bool
 ) -> None:
     """Its reader has ended where the adapter stays on the host, or waits for room where it passes through."""
-    clock, is_read = SimpleNamespace(now=0.0), threading.Event()
-    filled, read_ended = TransferManager._filled, TransferManager._read_ended
+    clock = SimpleNamespace(now=0.0)
+    is_read = threading.Event()
+    filled = TransferManager._filled
+    read_ended = TransferManager._read_ended
 
     def told_filled(self: TransferManager, message: BlocksFilled) -> None:
         filled(self, message)
@@ -311,7 +319,8 @@ def test_what_was_read_and_waits_to_be_copied_takes_no_time(
     monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock.now))
     ref = adapters["large"]
     with moving() as bench:
-        gate, count = Gate(bench.transfers), bench.blocks_of(ref)
+        gate = Gate(bench.transfers)
+        count = bench.blocks_of(ref)
         assert count > STAGED_BLOCKS
         host = bench.host_blocks(count) if through_host else ()
         load = bench.start(Tier.SOURCE, Tier.DEVICE, host, bench.device_blocks(count), ref)
@@ -324,7 +333,8 @@ def test_what_was_read_and_waits_to_be_copied_takes_no_time(
 
 @pytest.mark.slow
 def test_a_declared_link_is_never_faster_than_it_is_and_loses_nothing(adapters: dict[str, AdapterRef]) -> None:
-    rate, ref = BLOCK_BYTES * 2000.0, adapters["large"]
+    rate = BLOCK_BYTES * 2000.0
+    ref = adapters["large"]
     with moving(link_bytes_per_s=rate) as bench:
         blocks = bench.blocks_of(ref)
         for start in (lambda: bench.start_load(ref), lambda: bench.start_copy(Tier.HOST, blocks)):
@@ -376,7 +386,8 @@ def test_equally_urgent_copies_end_in_the_order_in_which_they_began() -> None:
 
 def test_starting_a_copy_looks_at_no_other_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be many, and readers have nothing to do with it."""
-    urgency, asked = TransferState.urgency.fget, []
+    urgency = TransferState.urgency.fget
+    asked = []
     assert urgency is not None
     monkeypatch.setattr(
         TransferState, "urgency", property(lambda self: (asked.append(threading.current_thread()), urgency(self))[1])
@@ -451,8 +462,10 @@ def test_a_read_that_fails_is_reported_and_harms_no_other(
 
 
 def test_transfers_that_make_no_sense_fail(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
-    ref, count = adapters["small"], bench.blocks_of(adapters["small"])
-    device, host = bench.device_blocks(count), bench.host_blocks(count)
+    ref = adapters["small"]
+    count = bench.blocks_of(adapters["small"])
+    device = bench.device_blocks(count)
+    host = bench.host_blocks(count)
     outside = (BlockId(DEVICE_BLOCKS), *device[1:])
     cases = {
         f"no device block {DEVICE_BLOCKS}": bench.start(Tier.HOST, Tier.DEVICE, host, outside),
@@ -528,7 +541,8 @@ def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
         impatient.setattr(helper_process, "REPLY_TIMEOUT_S", 2.0)
         assert bench.wait(bench.start_read(adapters["small"])).error is None
         bench.signal_loader(signal.SIGSTOP)
-        stuck, waiting = bench.start_read(adapters["small"]), bench.start_load(adapters["large"])
+        stuck = bench.start_read(adapters["small"])
+        waiting = bench.start_load(adapters["large"])
         began_s = time.monotonic()
         assert bench.wait(stuck).error is None
         assert time.monotonic() - began_s < 30.0

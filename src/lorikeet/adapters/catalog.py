@@ -153,7 +153,9 @@ class AdapterCatalog:
         self._registry.base = base_identity(base_name, geometry)
         self._reserved = {base_name, *reserved_names}
         self.dtype = checks.dtype
-        self._accept, self._fit_chat, self._now = accept, fit_chat, now
+        self._accept = accept
+        self._fit_chat = fit_chat
+        self._now = now
         self._changes = threading.Lock()  # held while store and registry are written
         self._state = threading.Lock()  # guards the fields below; never held during input or output
         self._is_closed = False  # under ``_changes``
@@ -163,7 +165,8 @@ class AdapterCatalog:
         self._uses: Counter[str] = Counter()  # by digest
         self._not_served: dict[str, str] = {}  # by digest, why
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
-        self._newest, self._followed = stored.newest, set[int]()  # numbers of changes; under ``_changes``
+        self._newest = stored.newest  # number of a change; under ``_changes``
+        self._followed = set[int]()  # numbers of changes; under ``_changes``
         self.notes = (
             self._load(stored) if settings.enabled else ("adapters are disabled: the base model is served alone",)
         )
@@ -267,7 +270,8 @@ class AdapterCatalog:
             names = {changed[number] for number in changed.keys() - self._followed}
             rows = self._registry.named(names) if names else {}
             followed = [self._follow(name, rows.get(name)) for name in sorted(names - self._reserved)]
-            self._newest, self._followed = max(changed, default=self._newest), set(changed)
+            self._newest = max(changed, default=self._newest)
+            self._followed = set(changed)
             return [change for change in followed if change is not None]
 
     def get(self, name: str) -> AdapterRecord | None:
@@ -465,7 +469,8 @@ class AdapterCatalog:
         self, record: AdapterRecord, replace: bool, author: Author, warnings: tuple[str, ...] = ()
     ) -> RegisteredAdapter:
         """Let a name point to a stored version. Call with ``_changes`` held."""
-        name, digest = record.name, record.digest
+        name = record.name
+        digest = record.digest
         old = self._records.get(name)
         if old is not None and old.row.owner:
             record = dataclasses.replace(record, row=record.row._replace(owner=old.row.owner))

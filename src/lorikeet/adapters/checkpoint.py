@@ -193,7 +193,8 @@ def describe_folder(
                 config, matcher, served, modules, resolver, {each.name for each in of_head + others}
             )
     modules += score
-    digest, largest = "", 0.0
+    digest = ""
+    largest = 0.0
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
         largest = _check_weights(weights, modules, extras, checks.dtype, on_chunk)
@@ -261,7 +262,8 @@ class _Weights:
         self.shards: dict[Path, dict[str, TensorEntry]] = {}
         self._header = b""
         if self.file.is_file():
-            self.entries, self.size = read_entries(self.file), self.file.stat().st_size
+            self.entries = read_entries(self.file)
+            self.size = self.file.stat().st_size
             return
         self.shards = {folder / name: read_entries(folder / name) for name in shard_names(folder)}
         listed = Counter(name for entries in self.shards.values() for name in entries)
@@ -414,7 +416,8 @@ def _served(
     Raises:
         AdapterError: LoRA on one of them is not supported, or none is left.
     """
-    served, unused = [], []
+    served = []
+    unused = []
     for pair in pairs:
         if resolver.is_unused(pair.name):
             unused.append(pair.name)
@@ -508,7 +511,8 @@ def _check_coverage(
         Warnings about targets that the base model does not have, which PEFT ignores.
     """
     prefix = resolver.prefix_of(pairs[0].name)
-    parameters, experts = resolver.names_of_parameters(prefix), resolver.names_of_experts(prefix)
+    parameters = resolver.names_of_parameters(prefix)
+    experts = resolver.names_of_experts(prefix)
     for pair in pairs:
         if not (matcher.covers_parameter(pair.name) if pair.name in parameters else matcher.covers(pair.name)):
             raise AdapterError(

@@ -124,7 +124,10 @@ class _Finder:
     def __init__(
         self, config: LoraConfig, matcher: ModuleMatcher, resolver: BaseModules, geometry: ModelGeometry | None
     ) -> None:
-        self._config, self._matcher, self._resolver, self._geometry = config, matcher, resolver, geometry
+        self._config = config
+        self._matcher = matcher
+        self._resolver = resolver
+        self._geometry = geometry
         self.warnings: list[str] = []
 
     def head(self, pair: LowRankTensors) -> list[ExtraTensor]:
@@ -172,7 +175,9 @@ class _Finder:
 
     def _linear(self, each: Named, place: ModulePlace) -> Iterator[ExtraTensor]:
         """Yield the extras of the modules of a linear layer; a tensor of a fused one is cut."""
-        kind, entry, scaling = each.kind, each.entry, 1.0
+        kind = each.kind
+        entry = each.entry
+        scaling = 1.0
         if kind == "lora_bias":
             scaling = self._matcher.rank_and_scaling(each.name)[1]
         if kind == "ia3":
@@ -206,7 +211,8 @@ class _Finder:
         if kind == "input":
             yield self._extra(kind, place.modules[0], place.layer, entry, 1, inputs)
             return
-        whole, first = entry.shaped(sum(all_rows), per_row), 0
+        whole = entry.shaped(sum(all_rows), per_row)
+        first = 0
         for module, rows in zip(place.modules, all_rows, strict=True):
             part = whole.row_range(first, rows)
             matrix = (rows, inputs) if kind == "weight" else (1, rows)
@@ -214,7 +220,9 @@ class _Finder:
             first += rows
 
     def _vocabulary_extra(self, each: Named, module: str) -> list[ExtraTensor]:
-        kind, entry, shape = each.kind, each.entry, each.entry.shape
+        kind = each.kind
+        entry = each.entry
+        shape = each.entry.shape
         rank, scaling = self._matcher.rank_and_scaling(each.name)
         if kind in ("weight", "base") and len(shape) == 2:
             base = self._geometry.replaceable if self._geometry is not None else None
@@ -312,7 +320,8 @@ def _check_complete(
     adapted = {each.name for each in low_rank} | names["a"]
     for flag, kind in (("use_dora", "magnitude"), ("lora_bias", "lora_bias")):
         is_set = getattr(config, flag)
-        lacking, extra = adapted - names[kind], names[kind] if not is_set else names[kind] - adapted
+        lacking = adapted - names[kind]
+        extra = names[kind] if not is_set else names[kind] - adapted
         if is_set and lacking:
             raise AdapterError(f"{CONFIG_FILE}: {flag} is set, but {WEIGHTS_FILE} has no {kind} for {min(lacking)}")
         if extra:

@@ -158,7 +158,8 @@ class ModuleMatcher:
 
         That is alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732).
         """
-        rank, alpha = self._ranks.first_of(name), self._alphas.first_of(name)
+        rank = self._ranks.first_of(name)
+        alpha = self._alphas.first_of(name)
         return rank, alpha / math.sqrt(rank) if self._config.use_rslora else alpha / rank
 
     def covers(self, name: str) -> bool:

@@ -68,7 +68,8 @@ class _Process:
     def __init__(self) -> None:
         ours, theirs = Pipe()
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        module, fd = "lorikeet.adapters.reader_process", theirs.fileno()
+        module = "lorikeet.adapters.reader_process"
+        fd = theirs.fileno()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(fd), str(_MEMORY_BYTES), str(_CPU_S)],

@@ -287,7 +287,8 @@ class Registry:
         Raises:
             AdapterStoreError: the database cannot be read.
         """
-        rows, wanted = dict[str, RegistryRow](), sorted(names)
+        rows = dict[str, RegistryRow]()
+        wanted = sorted(names)
         with self._reading() as connection:
             for at in range(0, len(wanted), _NAMES_AT_ONCE):
                 some = wanted[at : at + _NAMES_AT_ONCE]

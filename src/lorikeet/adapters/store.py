@@ -65,7 +65,8 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
     found = describe(folder, DescribeOptions(geometry, AdapterChecks(dtype), read_weights=True))
     if found.shards:
         raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
-    ranks, extras = found.ranks(geometry), found.extras_of(geometry)
+    ranks = found.ranks(geometry)
+    extras = found.extras_of(geometry)
     return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes, extras)
 
 

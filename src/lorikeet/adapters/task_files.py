@@ -127,7 +127,8 @@ def split_score(
     Raises:
         AdapterError: it has a bias, or is not a matrix that fits the base.
     """
-    rest, found = dict[str, TensorEntry](), list[TensorEntry]()
+    rest = dict[str, TensorEntry]()
+    found = list[TensorEntry]()
     for name, entry in entries.items():
         match = _SCORE_KEY.fullmatch(name)
         if match is None:

@@ -109,7 +109,9 @@ def _checked(pairs: Any, data_bytes: int) -> list[TensorEntry]:
 
 def _entry(name: str, value: Any) -> TensorEntry:
     fields = dict(value) if isinstance(value, _Pairs) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    dtype = fields.get("dtype")
+    shape = fields.get("shape")
+    offsets = fields.get("data_offsets")
     if not (isinstance(dtype, str) and dtype in _BITS and _are_sizes(shape) and _are_sizes(offsets)):
         raise ValueError(f"tensor {name} has no known dtype, shape or data_offsets")
     if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * _BITS[dtype]:
@@ -157,7 +159,9 @@ def largest_bits(
 
 def merged(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> tuple[bytes, dict[str, TensorEntry]]:
     """Return the header of one safetensors file with the tensors of several files, and its tensors."""
-    header, places, end = {}, {}, 0
+    header = {}
+    places = {}
+    end = 0
     for entries in shards.values():
         for entry in sorted(entries.values(), key=lambda entry: entry.start):
             stop = end + entry.stop - entry.start

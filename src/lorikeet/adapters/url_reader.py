@@ -237,7 +237,8 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 @contextmanager
 def _open_http(read: UrlRead, name: str) -> Iterator[tuple[IO[bytes], int | None]]:
     """Open a file of the source and yield it with its size, if that is announced. Every redirect is checked."""
-    source, first = read.source, urlsplit(read.source)
+    source = read.source
+    first = urlsplit(read.source)
     url = f"{source.rstrip('/')}/{name}"
     for _ in range(_MAX_REDIRECTS + 1):
         parts = urlsplit(url)

@@ -56,12 +56,14 @@ def load_weights(
     Raises:
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
     """
-    (modules, _), file = tensors_of(ref, whole or geometry), Path(ref.folder) / WEIGHTS_FILE
+    modules, _ = tensors_of(ref, whole or geometry)
+    file = Path(ref.folder) / WEIGHTS_FILE
     of_experts: dict[int, NDArray[Any]] = {}
     try:
         with FileIO(file) as stream:
             for each in modules:
-                layer, module = each.layer - geometry.first_layer, each.module
+                layer = each.layer - geometry.first_layer
+                module = each.module
                 if not 0 <= layer < geometry.layers:
                     continue
                 where = f"adapter {ref.name!r}: {module} of layer {each.layer}"
@@ -72,7 +74,8 @@ def load_weights(
                 first, step = each.columns
                 if step > 1:  # experts alternate between a few tensors; each is read once
                     of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: matrix}
-                a, b = _read(stream, each.a)[:, columns], matrix[rows, first::step]
+                a = _read(stream, each.a)[:, columns]
+                b = matrix[rows, first::step]
                 shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(
@@ -100,7 +103,8 @@ def load_extras(
     """
     if not ref.extras:
         return
-    (_, listed), file = tensors_of(ref, geometry), Path(ref.folder) / WEIGHTS_FILE
+    _, listed = tensors_of(ref, geometry)
+    file = Path(ref.folder) / WEIGHTS_FILE
     by_place = {(each.kind, each.module, each.columns, each.tokens, each.layer): each for each in listed}
     try:
         with FileIO(file) as stream:
@@ -118,7 +122,8 @@ def _rows_of(stream: FileIO, extra: ExtraTensor, dtype: str, where: str) -> Call
     entry = extra.entry
     if entry is None:
         return lambda first, count: np.zeros((count, extra.columns), KEPT_AS[dtype])
-    was, shape = DTYPES[entry.dtype], (extra.rows, extra.columns)
+    was = DTYPES[entry.dtype]
+    shape = (extra.rows, extra.columns)
     if extra.is_transposed:
         whole = _convert(_read(stream, entry), was, extra.scaling, dtype, where)
         turned = np.ascontiguousarray(whole.reshape(shape[::-1]).T)

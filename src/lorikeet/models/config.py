@@ -168,7 +168,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """Return the shape of each of ``LORA_MODULES`` in the whole model."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        query = self.heads * self.head_dim
+        key_value = self.kv_heads * self.head_dim
         return {
             "q": ModuleShape(self.hidden_size, query),
             "k": ModuleShape(self.hidden_size, key_value),
@@ -322,7 +323,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     features = ARCHITECTURES[architecture]
     settings = _decoder_section(whole, features)
     activation = _activation(settings, features)
-    hidden_size, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    hidden_size = settings.integer("hidden_size")
+    heads = settings.integer("num_attention_heads")
     kv_heads = settings.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise settings.error("num_key_value_heads", f"{heads} heads do not divide into groups of {kv_heads}")

@@ -114,7 +114,8 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
     version = reader.number("<I")
     if version not in (2, 3):
         raise ModelConfigError(f"{path}: GGUF version {version} is not supported, only 2 and 3")
-    tensor_count, value_count = reader.number("<Q"), reader.number("<Q")
+    tensor_count = reader.number("<Q")
+    value_count = reader.number("<Q")
     metadata = {}
     for _ in range(value_count):
         key = reader.string()
@@ -130,7 +131,8 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
     for name, shape, number, offset in rows:
         if number not in TYPES:
             raise ModelConfigError(f"{path}: tensor {name} has the unknown type {number}")
-        kind, count = TYPES[number], 1
+        kind = TYPES[number]
+        count = 1
         for size in shape:
             count *= size
         if (shape[-1] if shape else 1) % kind.values:
@@ -143,14 +145,16 @@ def _read(path: Path, content: mmap.mmap) -> GgufFile:
 
 
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 
 
 class _Reader:
     """Reads values one after the other."""
 
     def __init__(self, content: mmap.mmap, at: int) -> None:
-        self._content, self.at = content, at
+        self._content = content
+        self.at = at
 
     def number(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self._content, self.at)
@@ -159,7 +163,8 @@ class _Reader:
 
     def string(self) -> str:
         length = self.number("<Q")
-        start, self.at = self.at, self.at + length
+        start = self.at
+        self.at = self.at + length
         if self.at > len(self._content):
             raise IndexError
         return self._content[start : self.at].decode("utf-8", "replace")
@@ -171,7 +176,8 @@ class _Reader:
             return self.string()
         if kind != _ARRAY:
             raise ValueError(f"metadata have the unknown type {kind}")
-        element, count = self.number("<I"), self.number("<Q")
+        element = self.number("<I")
+        count = self.number("<Q")
         if element == _STRING:
             for _ in range(count):
                 length = self.number("<Q")
@@ -256,7 +262,9 @@ def _scaling(settings: JsonSection, name: str) -> dict[str, Any] | None:
     raise settings.error(f"{name}.rope.scaling.type", f"{kind!r} is not supported, only linear and yarn")
 
 
-_LLAMA3_TOKENS, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+_LLAMA3_TOKENS = 8192
+_LLAMA3_LOW = 1.0
+_LLAMA3_HIGH = 4.0
 """Context before scaling, and the band of rotations over it, of Llama 3.1 to 3.3."""
 
 

@@ -104,7 +104,9 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     four bits in further bytes, and two in the highest bits of the first.
     """
     factors = _halves(blocks, 0, 2)
-    first, second, third = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+    first = blocks[:, :, 4:8]
+    second = blocks[:, :, 8:12]
+    third = blocks[:, :, 12:16]
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=2)
     minima = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=2)
     return (scales * factors[:, :, :1]).flatten(1), (minima * factors[:, :, 1:]).flatten(1)

@@ -128,14 +128,17 @@ class WeightLayout:
 
     def _is_elsewhere(self, name: str) -> bool:
         """Return whether a tensor is of another pipeline stage, if it is of the model at all."""
-        layer, first = _OF_LAYER.match(name), self._config.first_layer
+        layer = _OF_LAYER.match(name)
+        first = self._config.first_layer
         if layer is not None:
             return not first <= int(layer[1]) < first + self._config.layers
         return name in (_EMBEDDING, _LM_HEAD, _FINAL_NORM) and name not in self.targets
 
     def _decoder(self) -> DecoderWeights:
         config = self._config
-        hidden, tied, nothing = config.hidden_size, config.tie_word_embeddings, self._empty(0, config.hidden_size)
+        hidden = config.hidden_size
+        tied = config.tie_word_embeddings
+        nothing = self._empty(0, config.hidden_size)
         has_embedding = config.is_first or (config.is_last and tied)
         embedding = self._plain(_EMBEDDING, config.vocab_size, hidden) if has_embedding else nothing
         layers = tuple(self._layer(f"model.layers.{config.first_layer + layer}.") for layer in range(config.layers))
@@ -220,7 +223,8 @@ class WeightLayout:
         Raises:
             WeightError: groups of inputs do not divide among the ranks.
         """
-        linear, view = self.linears.get(name), self.targets[name].view
+        linear = self.linears.get(name)
+        view = self.targets[name].view
         if isinstance(value, QuantizedWeight) and linear is not None:
             linear.parts[name] = value
             if name == _EMBEDDING:
@@ -420,7 +424,8 @@ def _open(folder: Path, *, has_other_parts: bool) -> Checkpoint:
 
 def _fill_from(checkpoint: Checkpoint, layout: WeightLayout, progress: Progress, bits: int, *, packs: bool) -> Kinds:
     """Fill all targets; unless ``packs``, dequantise what is quantised."""
-    kinds, found = Kinds(), checkpoint.names(layout)
+    kinds = Kinds()
+    found = checkpoint.names(layout)
     if missing := sorted(layout.targets.keys() - found):
         raise WeightError(f"{checkpoint}: {_some(missing)} missing")
     if unknown := sorted(found - layout.targets.keys()):
@@ -460,7 +465,8 @@ class _GgufCheckpoint:
 
     def read(self, names: set[str], layout: WeightLayout, kinds: Kinds) -> Iterator[tuple[str, Decoded]]:
         for name in sorted(names, key=lambda name: self._file.tensors[self._names[name]].start):
-            stored, target = self._names[name], layout.targets[name]
+            stored = self._names[name]
+            target = layout.targets[name]
             tensor = self._file.tensors[stored]
             if tensor.shape != target.shape:
                 raise WeightError(f"{self}: {stored} has shape {list(tensor.shape)}, not {list(target.shape)}")
@@ -667,7 +673,8 @@ def _read(file: Path, places: dict[str, _Stored], stored_names: dict[str, str]) 
                 if stored not in present:
                     raise WeightError(f"{file}: {stored} is missing, though the index names this file")
                 tensor = tensors.get_slice(stored)
-                shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+                shape = tuple(tensor.get_shape())
+                kind = tensor.get_dtype()
                 if shape != place.shape:
                     raise WeightError(f"{file}: {stored} has shape {list(shape)}, not {list(place.shape)}")
                 if kind not in _FLOATS:

@@ -4,7 +4,12 @@ from typing import Any, NamedTuple
 
 from lorikeet.models.json_section import JsonSection
 
-AWQ, GPTQ, COMPRESSED, BITSANDBYTES, FP8, GGUF = "awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "gguf"
+AWQ = "awq"
+GPTQ = "gptq"
+COMPRESSED = "compressed-tensors"
+BITSANDBYTES = "bitsandbytes"
+FP8 = "fp8"
+GGUF = "gguf"
 METHODS = (AWQ, GPTQ, COMPRESSED, BITSANDBYTES, FP8)
 """Methods of ``quantization_config`` that are read. ``GGUF`` is a file format of its own."""
 

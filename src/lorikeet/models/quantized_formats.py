@@ -127,7 +127,8 @@ def _compressed(config: QuantizationConfig) -> tuple[StoredWeight, ...]:
         return _grouped(levels, zeros, scales, bits, shape, stored.get(".weight_g_idx"))
 
     def whole(stored: Stored, shape: tuple[int, int]) -> Decoded:
-        weight, scales = stored[".weight"], stored[".weight_scale"]
+        weight = stored[".weight"]
+        scales = stored[".weight_scale"]
         if weight.dtype != torch.int8:
             return _scaled(weight, scales, shape, config.block)
         zeros = stored.get(".weight_zero_point")
@@ -222,7 +223,8 @@ def _levels_of(stored: Stored, state: str) -> Tensor:
     settings = _json_of(stored[state])
     absmax = stored[".weight.absmax"]
     if (nested := stored.get(".weight.nested_absmax")) is not None:
-        table, size = stored[".weight.nested_quant_map"].float(), int(settings["nested_blocksize"])
+        table = stored[".weight.nested_quant_map"].float()
+        size = int(settings["nested_blocksize"])
         absmax = table[absmax.long()] * nested.float().repeat_interleave(size)[: len(absmax)]
         absmax = absmax + float(settings["nested_offset"])
     codes = stored[".weight"].reshape(1, -1)

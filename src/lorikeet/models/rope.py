@@ -83,7 +83,8 @@ def _read_section(settings: JsonSection, name: str, section: JsonSection, base: 
     if settings.get("original_max_position_embeddings") is not None and beside != original:
         raise settings.error("original_max_position_embeddings", f"is {beside} here and {original} in {name}")
     if kind == "llama3":
-        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+        low = section.number("low_freq_factor")
+        high = section.number("high_freq_factor")
         return RopeScaling(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high), context
     scaling = RopeScaling(
         theta,
@@ -130,5 +131,6 @@ def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
     def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    mscale, mscale_all = section.number("mscale", 0.0), section.number("mscale_all_dim", 0.0)
+    mscale = section.number("mscale", 0.0)
+    mscale_all = section.number("mscale_all_dim", 0.0)
     return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)

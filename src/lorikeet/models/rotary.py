@@ -26,7 +26,8 @@ class Rotary:
     def __init__(
         self, ropes: Sequence[RopeScaling | None], rotary_dim: int, head_dim: int, device: torch.device
     ) -> None:
-        frequencies, factors = torch.zeros(len(ropes), head_dim // 2), torch.ones(len(ropes), head_dim // 2)
+        frequencies = torch.zeros(len(ropes), head_dim // 2)
+        factors = torch.ones(len(ropes), head_dim // 2)
         for number, rope in enumerate(ropes):
             if rope is not None:
                 frequencies[number, : rotary_dim // 2] = inverse_frequencies(rope, rotary_dim)
@@ -37,9 +38,11 @@ class Rotary:
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin ``[ropes, T, head_dim]`` in ``dtype`` for int64 ``positions [T]``."""
         angles = positions[:, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         if self._factors is not None:
-            cos, sin = cos * self._factors, sin * self._factors
+            cos = cos * self._factors
+            sin = sin * self._factors
         return cos.to(dtype), sin.to(dtype)
 
 
@@ -75,10 +78,13 @@ def _yarn(rope: RopeScaling, plain: Tensor, head_dim: int) -> Tensor:
     def pair_of(rotations: float) -> float:
         return head_dim * math.log(rope.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    low = pair_of(rope.beta_fast)
+    high = pair_of(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     width = high - low if high != low else 0.001
     kept = 1 - ((torch.arange(head_dim // 2).float() - low) / width).clamp(0.0, 1.0)
     return plain / rope.factor * (1 - kept) + plain * kept

@@ -19,7 +19,8 @@ from lorikeet.core.geometry import KvShape
 from lorikeet.kernels.interface import Batch, Kernels, RotaryPairs, Rotation
 from lorikeet.kernels.reference import attend_plainly, rotated
 
-STEP, PROBE = "lorikeet", "lorikeet_probe"
+STEP = "lorikeet"
+PROBE = "lorikeet_probe"
 """Names of our attention functions: in steps, where no mask is made, and while a model is probed."""
 
 _HARMLESS = frozenset(
@@ -188,7 +189,9 @@ class AttentionProbe:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
     ) -> Tensor:
         """Write the call down, and compute it without a cache."""
-        scale, softcap, sinks = self._scale(arguments, q), arguments.pop("softcap", None), arguments.pop("s_aux", None)
+        scale = self._scale(arguments, q)
+        softcap = arguments.pop("softcap", None)
+        sinks = arguments.pop("s_aux", None)
         unknown = {name for name, value in arguments.items() if value is not None and name not in _HARMLESS}
         if unknown:
             raise UnsupportedAttention(f"its attention takes {', '.join(sorted(unknown))}")
@@ -210,13 +213,16 @@ class AttentionProbe:
         self.calls.append(AttentionCall(module, q.shape[1], kv, stores, shape, scale, softcap, sinks, mask))
         self._note_rotation(q, k)
         groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
         found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return found.transpose(1, 2)
 
     def _note_rotation(self, q: Tensor, k: Tensor) -> None:
         """Write down how queries and keys of the last call were rotated, if only this call reads them."""
-        call, rotated_before, self._rotated = self.calls[-1], self._rotated, None
+        call = self.calls[-1]
+        rotated_before = self._rotated
+        self._rotated = None
         for index, (queries, keys) in self._by_kernel.items():
             if _is_same(queries, q) or (call.stores and _is_same(keys, k)):
                 self.calls[index] = replace(self.calls[index], pairs=None)
@@ -279,7 +285,8 @@ def window_of(mask: Mask, longest_tokens: int) -> int | None:
 
 def _seen(mask: Mask, position: int) -> int | None:
     """Return how many latest positions the query at ``position`` sees, None if it sees others or later ones."""
-    zero, keys = torch.tensor(0), torch.arange(position + 4)
+    zero = torch.tensor(0)
+    keys = torch.arange(position + 4)
     try:
         seen = torch.as_tensor(mask.allows(zero, zero, torch.tensor(position), keys)).expand(len(keys))
     except (IndexError, RuntimeError, TypeError) as error:
@@ -305,7 +312,8 @@ class LayerKv(NamedTuple):
 
 def layer_views(arena: Tensor, shapes: Sequence[KvShape], block_size: int) -> list[LayerKv]:
     """Return views of ``arena [blocks, elements]``: a block holds the keys of a layer, its values, the next layer's."""
-    found, start = [], 0
+    found = []
+    start = 0
     for heads, key_dim, value_dim in ((shape.heads, shape.key_dim, shape.value_dim) for shape in shapes):
         middle = start + block_size * heads * key_dim
         stop = middle + block_size * heads * value_dim
@@ -334,7 +342,9 @@ class PagedPass:
     ) -> None:
         self._calls = iter(calls)
         self._call = next(self._calls, None)
-        self._layers, self._batch, self._kernels = layers, batch, kernels
+        self._layers = layers
+        self._batch = batch
+        self._kernels = kernels
         self._stills: dict[int, Rotation] = {}
         self._rotations: dict[int, tuple[Tensor, Rotation]] = {}  # with cos, so that its address stays its own
         self._rotation: Rotation | None = None
@@ -353,7 +363,8 @@ class PagedPass:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
     ) -> Tensor:
         """Compute the next call."""
-        call, batch = self._call, self._batch
+        call = self._call
+        batch = self._batch
         assert call is not None, "a forward pass has more attention calls than when it was probed"
         assert call.module is module, "the attention calls of a forward pass have changed"
         assert (self._rotation is None) == (call.pairs is None), "the rotations of a forward pass have changed"
@@ -363,7 +374,8 @@ class PagedPass:
         if layer.both is None or call.sinks is not None:
             if call.stores:
                 slots = batch.slot_blocks, batch.slot_offsets
-                layer.keys[slots], layer.values[slots] = keys, values
+                layer.keys[slots] = keys
+                layer.values[slots] = values
             found = attend_plainly(
                 queries, layer.keys, layer.values, batch, call.scale, call.window, call.softcap, call.sinks
             )
@@ -399,7 +411,8 @@ def _side_by_side(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | Non
 
     Such are the outputs of linear layers that were computed as one.
     """
-    size, columns = queries.shape[-1], sum(each.shape[1] for each in (queries, keys, values)) * queries.shape[-1]
+    size = queries.shape[-1]
+    columns = sum(each.shape[1] for each in (queries, keys, values)) * queries.shape[-1]
     start = queries.storage_offset()
     for each in (queries, keys, values):
         is_next = each.storage_offset() == start and each.stride() == (columns, size, 1)

@@ -174,7 +174,8 @@ def load_model(
         ModelConfigError: transformers cannot build it.
         WeightError: the weights are missing, broken or not those of the model.
     """
-    found, config = _class_of(folder), _read_config(folder)
+    found = _class_of(folder)
+    config = _read_config(folder)
     report = progress or (lambda stage, done, total: None)
     report(LOADING_WEIGHTS, 0, 1)
     if load_format not in ("auto", "dummy"):
@@ -292,12 +293,14 @@ class TransformersDecoder:
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels, longest_tokens: int, bits: int = 0) -> None:
         register()
-        self._model, self._kernels = model, kernels
+        self._model = model
+        self._kernels = kernels
         if getattr(model, "_is_stateful", False):
             raise UnsupportedAttention("it carries state from token to token beside keys and values")
         self._decoder = decoder_of(model)
         parameter = next(self._decoder.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device = parameter.device
+        self._dtype = parameter.dtype
         ids = (
             torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (model.get_input_embeddings().num_embeddings - 1)
             + 1
@@ -361,7 +364,8 @@ class TransformersDecoder:
         """Compute what of an adapter depends on the base, into its blocks; once for each time it is loaded."""
         for linear in self._linears:
             linear.prepare(adapter)
-        output, kernels = self._output, self._kernels
+        output = self._output
+        kernels = self._kernels
         if output is not None:
             weight = output.weight
             embedding = self._embedding.weight
@@ -374,7 +378,8 @@ class TransformersDecoder:
         """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`; ``lora``: their adapters, if any has extras."""
         if not len(hidden):
             return hidden.new_empty(0, self.vocab_size)
-        self._below.hidden, self._step.head_lora = hidden[None], lora
+        self._below.hidden = hidden[None]
+        self._step.head_lora = lora
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         try:
             logits = self._model(input_ids=ids, use_cache=False).logits[0]
@@ -501,11 +506,14 @@ class TransformersDecoder:
         experts = [each for each in experts_of(prefix, self._decoder) if found.rows.get(each.module) == {_PROBE_TOKENS}]
         seen = [linear for linear in linears if found.rows[linear.module] == {_PROBE_TOKENS}]
         names = {module: name for name, module in self._decoder.named_modules()}
-        layers, qkv = 0, {}
+        layers = 0
+        qkv = {}
         for call in found.calls:
             layer = split_layer(names[call.module])[1]
             layers = max(layers, layer + 1)
-            heads, key_dim, value_dim = call.shape.heads, call.shape.key_dim, call.shape.value_dim
+            heads = call.shape.heads
+            key_dim = call.shape.key_dim
+            value_dim = call.shape.value_dim
             qkv[layer] = (call.heads * key_dim, heads * key_dim, heads * value_dim)
         lora = find_modules(seen, prefix, layers, qkv, idle)
         add_experts(lora, experts, self._model)
@@ -616,10 +624,12 @@ class TransformersDecoder:
         Raises:
             UnsupportedAttention: the logits differ.
         """
-        blocks, block_size = 8, 4
+        blocks = 8
+        block_size = 4
         elements = self.geometry.block_elements(block_size)
         arena = torch.zeros(blocks, elements, dtype=self._dtype, device=self._device)
-        one, other = [5, 1, 6], [2, 7]
+        one = [5, 1, 6]
+        other = [2, 7]
         found = torch.empty_like(expected)
         first = _check_batch(ids, [(0, 6, one)], block_size)
         found[:6] = self.forward(first, arena).float()

@@ -174,7 +174,8 @@ class AdaptedExperts:
         lora: LoraModules,
         quantized: Mapping[tuple[str, int], QuantizedWeight],
     ) -> None:
-        self._module, self._step = experts.module, step
+        self._module = experts.module
+        self._step = step
         modules: set[str] = set()
 
         def taken(parameter: str) -> list[AdaptedLinear]:
@@ -182,7 +183,8 @@ class AdaptedExperts:
             for i in range(experts.number):
                 targets = lora.targets(f"{experts.name}.{i}.{parameter}")
                 modules.update(targets.modules if targets is not None else ())
-                plain, packed = experts.weight(parameter, i), quantized.get((parameter, i))
+                plain = experts.weight(parameter, i)
+                packed = quantized.get((parameter, i))
                 weight = kernels.pack(plain) if packed is None else kernels.pack(packed, plain.dtype)
                 bias = experts.bias(parameter, i)
                 found.append(AdaptedLinear(Product(weight, bias, experts.layer, targets), kernels, step))

@@ -57,7 +57,9 @@ class StepLora:
 
     def begin(self, lora: LoraBatch | None, rows: int) -> None:
         """Begin a step."""
-        self.lora, self.rows, self._segments = lora, rows, None
+        self.lora = lora
+        self.rows = rows
+        self._segments = None
 
     @property
     def segments(self) -> npt.NDArray[np.int64]:
@@ -148,7 +150,8 @@ class LoraModules:
         Returns:
             The modules.
         """
-        targets, column = [], 0
+        targets = []
+        column = 0
         for path, outputs in parts:
             targets.append(LoraTarget(self.add_module(path, layer, ModuleShape(inputs, outputs)), column, outputs))
             column += outputs
@@ -160,7 +163,8 @@ class LoraModules:
 
         All must have been added.
         """
-        targets, column = [], 0
+        targets = []
+        column = 0
         for name in names:
             if not (parts := self.parts.get(name)):
                 return None
@@ -280,7 +284,8 @@ class FusedLinear:
     """
 
     def __init__(self, linear: AdaptedLinear, outputs: Sequence[int]) -> None:
-        self._linear, self._outputs = linear, list(outputs)
+        self._linear = linear
+        self._outputs = list(outputs)
         self._x: Tensor | None = None
         self._found: tuple[Tensor, ...] = ()
         self._left = 0
@@ -291,12 +296,14 @@ class FusedLinear:
 
     def _part(self, number: int, x: Tensor) -> Tensor:
         if x is not self._x:
-            self._x, self._left = x, len(self._outputs)
+            self._x = x
+            self._left = len(self._outputs)
             self._found = self._linear(x).split(self._outputs, dim=-1)
         found = self._found[number]
         self._left -= 1
         if not self._left:
-            self._x, self._found = None, ()
+            self._x = None
+            self._found = ()
         return found
 
 
@@ -310,7 +317,9 @@ class GatedMlp:
     """
 
     def __init__(self, gate_up: AdaptedLinear, gate: Callable[[Tensor], Tensor], down: nn.Module) -> None:
-        self._gate_up, self._gate, self._down = gate_up, gate, down
+        self._gate_up = gate_up
+        self._gate = gate
+        self._down = down
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``down(activation(gate(x)) * up(x))``."""
@@ -360,7 +369,11 @@ class AdaptedVectors:
     """
 
     def __init__(self, module: nn.Module, step: StepLora, path: str, layer: int, rows_at: int) -> None:
-        self._module, self._step, self._path, self._layer, self._rows_at = module, step, path, layer, rows_at
+        self._module = module
+        self._step = step
+        self._path = path
+        self._layer = layer
+        self._rows_at = rows_at
         self._forward = module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -386,18 +399,22 @@ class AdaptedEmbedding:
     """The ``forward`` of the embedding, with those of adapters of the step."""
 
     def __init__(self, module: nn.Embedding, step: StepLora) -> None:
-        self._module, self._step, self._forward = module, step, module.forward
+        self._module = module
+        self._step = step
+        self._forward = module.forward
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings."""
-        extras, module = self._step.extras, self._module
+        extras = self._step.extras
+        module = self._module
         if extras is None:
             return self._forward(token_ids)
         ids = token_ids.flatten()
         found = module.weight[ids.clamp(max=len(module.weight) - 1)]
         embed(found, ids, extras)
         # As the weight of the module, so that a factor of the module counts.
-        padding, module.padding_idx = module.padding_idx, None
+        padding = module.padding_idx
+        module.padding_idx = None
         try:
             with _replaced(module, {"weight": found}):
                 return self._forward(torch.arange(len(ids), device=ids.device).view(token_ids.shape))
@@ -432,7 +449,8 @@ def replaceable_weights(
     for module in norms:
         path = split_layer(names[module].removeprefix(prefix))[0]
         vectors |= {f"{path}.{name}": value.numel() for name, value in module.named_parameters(recurse=False)}
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    output = model.get_output_embeddings()  # type: ignore[operator]
     rows, columns = embedding.weight.shape
     is_plain = type(embedding).forward is nn.Embedding.forward or hasattr(embedding, "embed_scale")
     if not is_plain or columns != hidden_size:
@@ -471,7 +489,10 @@ class OutputLayer:
     """
 
     def __init__(self, weight: Weight, kernels: Kernels, step: StepLora, *, is_tied: bool) -> None:
-        self.weight, self._kernels, self._step, self._is_tied = weight, kernels, step, is_tied
+        self.weight = weight
+        self._kernels = kernels
+        self._step = step
+        self._is_tied = is_tied
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the logits."""
@@ -486,7 +507,10 @@ class RmsNorm:
     """The ``forward`` of an RMS norm, in one kernel instead of six operations."""
 
     def __init__(self, weight: Tensor, eps: float, offset: float, kernels: Kernels) -> None:
-        self._weight, self._eps, self._offset, self._kernels = weight, eps, offset, kernels
+        self._weight = weight
+        self._eps = eps
+        self._offset = offset
+        self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of the last dimension."""
@@ -496,7 +520,8 @@ class RmsNorm:
 
 def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
     """Return what computes the same as a module that is an RMS norm; None if it is none, judged by random rows."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
     if weight.dim() != 1 or weight.dtype not in _EXACT:

@@ -49,7 +49,9 @@ def _falcon(
     qkv = module.query_key_value(hidden_states)
     if module.new_decoder_architecture:
         grouped = qkv.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
-        q, k, v = grouped[..., :-2, :].flatten(2, 3), grouped[..., -2, :], grouped[..., -1, :]
+        q = grouped[..., :-2, :].flatten(2, 3)
+        k = grouped[..., -2, :]
+        v = grouped[..., -1, :]
     else:
         q, k, v = module._split_heads(qkv)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))

@@ -26,7 +26,8 @@ def dequantised_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] |
     config = read_quantization(read_json_section(folder / "config.json"))
     if config is None:
         return None
-    where, found = locate_tensors(folder), dict[str, Tensor]()
+    where = locate_tensors(folder)
+    found = dict[str, Tensor]()
     plain = set(where)
     try:
         for module, way in _modules(plain, stored_weights(config)).items():

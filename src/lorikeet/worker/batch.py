@@ -267,7 +267,8 @@ def build_batch(
 
 def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """Return the rows of a batch whose embeddings are given, and these; None if there are none."""
-    at, values = list[Ints](), list[Tensor]()
+    at = list[Ints]()
+    values = list[Tensor]()
     for row, first in zip(rows, firsts, strict=True):
         tokens = min(row.tokens, row.sequence.embedded_tokens - row.start)
         if row.sequence.embeds is not None and tokens > 0:
@@ -298,7 +299,8 @@ def lora_batch(
     merged: AdapterDigest | None = None,
 ) -> LoraBatch | None:
     """Return the LoRA part of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
-    added, counts = list[AdapterDigest | None](), list[int]()
+    added = list[AdapterDigest | None]()
+    counts = list[int]()
     for row in rows:
         plain = min(max(row.sequence.adapter_start - row.start, 0), row.tokens)
         adapter = None if row.sequence.adapter == merged else row.sequence.adapter
@@ -321,7 +323,8 @@ def check_rows(rows: Sequence[BatchRow], block_size: int, more: int = 0) -> None
         ValueError: a sequence has too few; the message names its request.
     """
     for row in rows:
-        context, sequence = row.start + row.tokens, row.sequence
+        context = row.start + row.tokens
+        sequence = row.sequence
         known = context - len(row.draft)
         if row.tokens < 1 or row.start < 0 or known > len(sequence.token_ids):
             raise ValueError(

@@ -27,8 +27,10 @@ _SMALL_ROWS = (1, 2, 4, 8)
 _ROW_STEPS = ((64, 16), (128, 32), (512, 64))
 """(limit, step): up to ``limit`` rows there is a graph for every multiple of ``step``; above, of 128."""
 _MIN_GRAPH_RANK = 64
-_SEGMENT_ROWS, _SEGMENTS = (1, 16), (8, 32, 128)
-"""Most rows of a segment, and capacities of the segment table.
+_SEGMENT_ROWS = (1, 16)
+"""Most rows of a segment."""
+_SEGMENTS = (8, 32, 128)
+"""Capacities of the segment table.
 
 Longer segments are split, so that a kernel handles a bounded number of rows per segment; the kernel for one row is
 faster. A graph has a table of one of these sizes, or of as many segments as rows. Programs of unused segments are
@@ -132,9 +134,11 @@ class DecodeGraphs:
         self._model = model
         self._kv = kv
         place = model.device
-        rows, zeros = padded_rows(most_rows), partial(torch.zeros, dtype=torch.int64, device=place)
+        rows = padded_rows(most_rows)
+        zeros = partial(torch.zeros, dtype=torch.int64, device=place)
         # One registered piece of host memory: inputs, block tables without gaps, and the tokens of two steps.
-        sent, received = (10 + sequence_blocks) * rows, _MAX_INFLIGHT * rows
+        sent = (10 + sequence_blocks) * rows
+        received = _MAX_INFLIGHT * rows
         self._host = torch.zeros(sent + received, dtype=torch.int64)
         self._unregister = device.register(self._host)
         self._host_inputs = _Inputs(*(each.numpy() for each in _inputs_within(self._host, rows)))
@@ -201,7 +205,9 @@ class DecodeGraphs:
 
     def _send_inputs(self, rows: Sequence[BatchRow], segments: Sequence[Segment], parameters: SamplingTensors) -> None:
         """Write the inputs and copy them to the device. It has read the last ones: their tokens were taken."""
-        inputs, count, host = self._host_inputs, len(rows), self._host.numpy()
+        inputs = self._host_inputs
+        count = len(rows)
+        host = self._host.numpy()
         input_words = 10 * len(inputs.token_ids)
         host[:input_words] = 0
         inputs.token_ids[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
@@ -236,9 +242,11 @@ class DecodeGraphs:
         return self._device.capture(self._step(variant, lora))
 
     def _step(self, variant: _Variant, lora: LoraBatch | None) -> Callable[[], None]:
-        rows, blocks = variant.rows, self._tables.shape[1] if variant.is_long else self._short_blocks
+        rows = variant.rows
+        blocks = self._tables.shape[1] if variant.is_long else self._short_blocks
         inputs = _Inputs(*(each[:rows] for each in self._inputs))
-        tables, row_starts = self._tables[:rows, :blocks], self._row_starts[: rows + 1]
+        tables = self._tables[:rows, :blocks]
+        row_starts = self._row_starts[: rows + 1]
         block_size = self._kv.shape[3]
 
         def step() -> None:

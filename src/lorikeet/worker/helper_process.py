@@ -28,9 +28,11 @@ MAX_FAILED_STARTS = 3
 RESTART_DELAY_S = 10.0
 """The delay, so that starts do not keep the cores busy."""
 
-START_TIMEOUT_S, REPLY_TIMEOUT_S = 300.0, 60.0
-"""A process is killed if it is not ready after the first, or if a reply is overdue by the second. It may wait for a
-file system that does not answer, while other work waits for it.
+START_TIMEOUT_S = 300.0
+"""A process that is not ready after this time is killed."""
+REPLY_TIMEOUT_S = 60.0
+"""A process whose reply is overdue by this time is killed: it may wait for a file system that does not answer, while
+other work waits for it.
 """
 
 CHECK_EVERY_S = 1.0
@@ -247,7 +249,8 @@ class Helper:
         """Return the next message of a process; None if it has ended or is to be killed."""
         is_ready = process.ready_s < math.inf
         timeout_s = REPLY_TIMEOUT_S if is_ready else START_TIMEOUT_S
-        began_s, silent_s = time.monotonic(), 0.0
+        began_s = time.monotonic()
+        silent_s = 0.0
         while process.is_silent(0.0):  # nothing is left to read, so a reply that is due has not come
             since_s = time.monotonic() - timeout_s
             is_overdue = process.ready_s <= since_s and self._is_reply_overdue(process, since_s)

@@ -80,7 +80,8 @@ class ModelledTransferLink:
         if self._ended:
             return self._ended[0][0]
         if not self._is_next_known:
-            self._next_s, self._is_next_known = self._lanes.next_done_s(), True
+            self._next_s = self._lanes.next_done_s()
+            self._is_next_known = True
         return self._next_s
 
     def take_done(self, now: float) -> list[TransferDone]:
@@ -150,7 +151,9 @@ class _Lane:
 
     def copy(self) -> "_Lane":
         copied = _Lane()
-        copied.running, copied.end_s, copied.waiting = self.running, self.end_s, self.waiting.copy()
+        copied.running = self.running
+        copied.end_s = self.end_s
+        copied.waiting = self.waiting.copy()
         return copied
 
     def add(self, job: _Job, now: float) -> None:
@@ -167,7 +170,8 @@ class _Lane:
 
     def end(self) -> _Job:
         """End the leg of the running job and start the next job."""
-        ended, self.running = self.running, None
+        ended = self.running
+        self.running = None
         assert ended is not None
         if self.waiting:
             self._run(self.waiting.pop(0), self.end_s)
@@ -177,13 +181,15 @@ class _Lane:
         """Make the jobs of these transfers demanded."""
         if self.running is not None and self.running.transfer_id in transfer_ids:
             self.running = self.running._replace(is_prefetch=False)
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         for job in waiting:
             is_demanded = job.transfer_id in transfer_ids
             self.add(job._replace(is_prefetch=False) if is_demanded else job, now)
 
     def _run(self, job: _Job, now: float) -> None:
-        self.running, self.end_s = job, now + job.legs[0].seconds
+        self.running = job
+        self.end_s = now + job.legs[0].seconds
 
 
 class _Lanes:
@@ -196,7 +202,8 @@ class _Lanes:
 
     def begin(self, transfer: Transfer, course: TransferPath, now: float) -> None:
         """Let the parts of a transfer go their first leg."""
-        way, number = course.legs[0].direction, transfer.transfer_id
+        way = course.legs[0].direction
+        number = transfer.transfer_id
         parts: list[tuple[TransferLeg, ...]] = [(TransferLeg(way, seconds),) for seconds in course.groups_s]
         parts = parts or [course.legs] * course.parts
         self._parts[number] = len(parts)
@@ -219,7 +226,8 @@ class _Lanes:
         """End the next leg; return the completion of its transfer if that was the last leg."""
         lane = self._next()
         assert lane is not None
-        end_s, job = lane.end_s, lane.end()
+        end_s = lane.end_s
+        job = lane.end()
         if len(job.legs) > 1:
             self._lanes[job.legs[1].direction].add(job._replace(legs=job.legs[1:]), end_s)
             return None

@@ -58,7 +58,8 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
 def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
     """Return prompt lengths with the most tokens and sequences of a step; the first prompt is as long as possible."""
     lengths: list[int] = []
-    tokens, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
+    tokens = engine.max_num_batched_tokens
+    sequences = engine.max_num_seqs
     while tokens and len(lengths) < sequences:
         others = min(sequences - len(lengths) - 1, tokens - 1)
         lengths.append(min(tokens - others, longest_tokens))
@@ -189,7 +190,8 @@ def _sequences(
     packing = pack(geometry.full_ranks(rank), geometry, elements)
     blocks = [-(-tokens // engine.block_size) for tokens in lengths]
     arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
-    rows, first = [], packing.blocks
+    rows = []
+    first = packing.blocks
     for i, (tokens, own_blocks) in enumerate(zip(lengths, blocks, strict=True)):
         digest = AdapterDigest(str(i)) if rank else None
         start = SequenceStart(RequestId(str(i)), [0] * tokens, tokens, SamplingParams(max_tokens=1), digest)
@@ -197,14 +199,16 @@ def _sequences(
         sequence.add_blocks(range(first, first + own_blocks))  # type: ignore[arg-type]
         rows.append(BatchRow(sequence, 0, tokens, samples=True))
         first += own_blocks
-    layout, names = AdapterLayout(packing, geometry), [row.sequence.adapter for row in rows]
+    layout = AdapterLayout(packing, geometry)
+    names = [row.sequence.adapter for row in rows]
     adapters = {name: layout.weights(range(packing.blocks), arena) for name in names if name is not None}
     return arena, rows, adapters
 
 
 def _sampling_tensors(rows: int) -> SamplingTensors:
     """Return parameters that exercise all sampling filters."""
-    ones, numbers = torch.ones(rows), torch.ones(rows, dtype=torch.int64)
+    ones = torch.ones(rows)
+    numbers = torch.ones(rows, dtype=torch.int64)
     return SamplingTensors(ones, 2 * numbers, ones / 2, ones / 2, numbers, numbers)
 
 

@@ -87,7 +87,8 @@ class Merger:
             self._kernels.repack(weight, linear.packed)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.merged, self._changed = digest, changed
+        self.merged = digest
+        self._changed = changed
 
 
 def linear_bytes(weights: DecoderWeights) -> int:

@@ -83,7 +83,8 @@ class SeededTokens:
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...]:
         """Return ``count`` tokens from ``position`` on."""
-        cycle, stops = self._cycle, start.sampling.stop_token_ids
+        cycle = self._cycle
+        stops = start.sampling.stop_token_ids
         first = (start.sampling.seed * 1_000_003 + 12_345 + position) % len(cycle)
         if count == 1 and not stops:  # as a rule
             return self._alone[first]
@@ -153,12 +154,15 @@ class ModelledExecutor:
             self._clock.wait_until(self._ended_s)
         given: list[tuple[Token, ...]] = []
         failed: dict[RequestId, str] = {}
-        choose, starts, steps = self._choice.tokens, self._starts, times.steps
+        choose = self._choice.tokens
+        starts = self._starts
+        steps = times.steps
         for step in plan.sequences:
             request_id = step.request_id
             tokens = choose(starts[request_id], step.start + step.tokens, steps) if step.samples else ()
             if isinstance(tokens, str):
-                failed[request_id], tokens = tokens, ()
+                failed[request_id] = tokens
+                tokens = ()
             given.append(tokens)
         return StepResult(plan.step, tuple(given), steps, times.seconds, failed, times.switch_s, times.next_runs)
 
@@ -244,13 +248,15 @@ class ModelledTimes:
         if plan.assisted:
             return PlanDuration(1, switch_s + self._assisted_s(plan, group_ends_s), loop_s, switch_s)
         work = step_work(self._work(plan), plan.kernel_form)
-        step_s, growth_s = self._model.step_s(work), self._model.growth_s(work)
+        step_s = self._model.step_s(work)
+        growth_s = self._model.growth_s(work)
         if plan.overlapped:
             next_runs = plan.repeat > 1
             step_s = max(step_s, loop_s) if plan.continues else step_s
             return PlanDuration(1, switch_s + step_s, 0.0 if next_runs else loop_s, switch_s, next_runs)
         between_s = loop_s if self._loop_each_step else 0.0
-        ran, seconds = 1, switch_s + step_s
+        ran = 1
+        seconds = switch_s + step_s
         while ran < plan.repeat and seconds + ran * between_s < limit_s:
             step_s += growth_s
             seconds += step_s
@@ -294,10 +300,12 @@ class ModelledTimes:
 
     def _assisted_s(self, plan: StepPlan, group_ends_s: GroupEnds) -> float:
         """Return the time of a step with assisted prefills."""
-        costs, assisted = self._transfers.profile.need(self._assist, "host_lora"), frozenset(plan.assisted)
+        costs = self._transfers.profile.need(self._assist, "host_lora")
+        assisted = frozenset(plan.assisted)
         cold: dict[AdapterDigest, ColdAdapter] = {}
         for digest in plan.assisted:
-            ref, transfer = self._refs[digest], self._last_transfers[digest]
+            ref = self._refs[digest]
+            transfer = self._last_transfers[digest]
             arrivals_s = layer_arrivals_s(ref, transfer.groups, group_ends_s(transfer.transfer_id), self._transfers)
             rows = tuple(step.tokens for step in plan.sequences if self._adapters[step.request_id] == digest)
             handovers = costs.handovers(ref)
@@ -396,7 +404,8 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
     Raises:
         ConfigError: the memory cannot hold the longest sequence and an adapter.
     """
-    engine, geometry = settings.engine, profile.geometry
+    engine = settings.engine
+    geometry = profile.geometry
     longest_tokens = settings.model.max_model_len or profile.max_model_len
     block_bytes = geometry.block_bytes(engine.block_size)
     total_blocks = (engine.memory_bytes or profile.pool_bytes) // block_bytes

@@ -60,7 +60,8 @@ def pool(
     # One copy from the device for all of them.
     flat = [_results(head, torch.stack([vector for _, vector in each]), weights) for head, each in by_head.items()]
     numbers = torch.cat([each.flatten() for each in flat]).cpu().numpy()
-    found, at = [], 0
+    found = []
+    at = 0
     for each, result in zip(by_head.values(), flat, strict=True):
         for sequence, _ in each:
             found.append(Pooled(sequence.request_id, numbers[at : at + result.shape[1]].tobytes()))
@@ -70,7 +71,8 @@ def pool(
 
 def _vector(hidden: Tensor, rows: PooledRows) -> Tensor | None:
     """Return the pooled vector of a prompt, None before its last token."""
-    sequence, states = rows.sequence, hidden[rows.first : rows.first + rows.tokens]
+    sequence = rows.sequence
+    states = hidden[rows.first : rows.first + rows.tokens]
     assert sequence.pooling is not None
     kind = sequence.pooling.kind
     if kind is PoolingKind.LAST:

@@ -182,7 +182,8 @@ class Rank:
         return rows
 
     def _row(self, step: SequenceStep, ran: int) -> BatchRow:
-        sequence, start = self.sequence(step.request_id), step.start + ran
+        sequence = self.sequence(step.request_id)
+        start = step.start + ran
         scored, pooled = (of(start, step.tokens) for of in (sequence.scored_tokens, sequence.pooled_tokens))
         return BatchRow(sequence, start, step.tokens, step.samples, scored, pooled, step.draft)
 

@@ -72,7 +72,8 @@ class RankModel:
     def base_info(self) -> BaseInfo:
         """Return what clients of the engine know of the model."""
         config = self.config
-        how, embed_size = "lorikeet", 0
+        how = "lorikeet"
+        embed_size = 0
         if isinstance(config, ModelConfig):
             embed_size = config.hidden_size
         else:
@@ -156,7 +157,8 @@ def load_rank(
         WeightError: the weights do not fit the config.
     """
     config = read_base_config(settings, folder)
-    dtype, device = _dtype(settings, config), rank_device(settings, group.number if gpu is None else gpu)
+    dtype = _dtype(settings, config)
+    device = rank_device(settings, group.number if gpu is None else gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched on the thread's current device
         gc.collect()  # free the memory of closed engines in this process

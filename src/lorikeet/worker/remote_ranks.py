@@ -27,7 +27,8 @@ from lorikeet.core.executor import ExecutorError
 _LOG = logging.getLogger(__name__)
 
 MIN_KEY_BYTES = 16
-_AUTHENTICATION_S, _RETRY_S = 10.0, 1.0
+_AUTHENTICATION_S = 10.0
+_RETRY_S = 1.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A machine that is cut off is noticed after half a minute."""
 
@@ -93,7 +94,8 @@ def wait_for_ranks(settings: Settings, folder: Path) -> tuple[list[Connection], 
     """
     engine = settings.engine
     try:
-        (host, port), key = parse_address(engine.rank_address), read_key(engine.rank_key_file)
+        host, port = parse_address(engine.rank_address)
+        key = read_key(engine.rank_key_file)
         listener = socket.create_server((host, port), family=_family(host))
     except (RemoteRankError, OSError) as error:
         raise ExecutorError(f"rank_address: {engine.rank_address}: {error}") from error
@@ -140,7 +142,8 @@ def follow_engine(run: RunRank, address: str, key_file: str, model: str, log_lev
     Raises:
         RemoteRankError: the address or the key is wrong, or the engine has another key or version.
     """
-    place, key = parse_address(address), read_key(key_file)
+    place = parse_address(address)
+    key = read_key(key_file)
     spawn = multiprocessing.get_context("spawn")
     is_told = False
     while True:

@@ -155,7 +155,8 @@ class Sampler:
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
                 if token_ids[i] >= 0:
-                    token_ids[i], reasons[i] = token_id, self._grammar_error(sequences[i]) or _NONE_ALLOWED
+                    token_ids[i] = token_id
+                    reasons[i] = self._grammar_error(sequences[i]) or _NONE_ALLOWED
         for i in rows.masked_only:
             reasons[i] = self._grammar_error(sequences[i]) or NOT_FINITE
         tokens = [
@@ -170,7 +171,8 @@ class Sampler:
 
     def take_forced(self) -> dict[int, tuple[int, ...]]:
         """Return the tokens that grammars force after those of the last :meth:`sample`, by row."""
-        forced, self._forced = self._forced, {}
+        forced = self._forced
+        self._forced = {}
         return forced
 
     def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
@@ -187,7 +189,8 @@ class Sampler:
 
     def _take_masks(self, logits: Tensor) -> tuple[Tensor | None, dict[int, tuple[Tensor, bool]]]:
         """Return addends to the logits of all rows that follow a grammar, and by row, there with ``Masks.end``."""
-        pending, self._masks = self._masks, None
+        pending = self._masks
+        self._masks = None
         if pending is None:
             return None, {}
         masks = pending.result()
@@ -250,7 +253,8 @@ def _prepare(sequences: Sequence[Sampled], *, in_place: bool) -> _Prepared:
     masked = tuple(i for i, params in enumerate(all_params) if params.grammar)
     masked_only = tuple(i for i in masked if in_place and i not in always | held)
     edited = tuple(sorted(always | held | set(masked) - set(masked_only)))
-    chosen, chosen_edited = _parameters(all_params), None
+    chosen = _parameters(all_params)
+    chosen_edited = None
     if edited:
         chosen_edited = SamplingTensors(*(values[list(edited)] for values in chosen))
         chosen.temperature[list(edited)] = 0.0
@@ -302,7 +306,9 @@ def _with_logprobs(rows: Sequence[Tensor], wanted: Sequence[tuple[int, SamplingP
     """
     if not rows:
         return []
-    of_chosen, best_ids, best_values = [], [], []
+    of_chosen = []
+    best_ids = []
+    best_values = []
     for row, (token_id, params) in zip(rows, wanted, strict=True):
         logprobs = row.float().log_softmax(dim=-1)
         of_chosen.append(logprobs[token_id])
@@ -314,7 +320,8 @@ def _with_logprobs(rows: Sequence[Tensor], wanted: Sequence[tuple[int, SamplingP
             values, indices = logprobs.topk(min(params.logprobs or 0, len(logprobs)))
         best_ids.append(indices)
         best_values.append(values)
-    all_ids, all_values = iter(torch.cat(best_ids).tolist()), iter(torch.cat(best_values).tolist())
+    all_ids = iter(torch.cat(best_ids).tolist())
+    all_values = iter(torch.cat(best_values).tolist())
     return [
         Token(token_id, logprob, tuple(islice(zip(all_ids, all_values, strict=True), len(values))))
         for (token_id, _), logprob, values in zip(wanted, torch.stack(of_chosen).tolist(), best_values, strict=True)

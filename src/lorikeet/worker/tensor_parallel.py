@@ -161,7 +161,8 @@ def _serve(
 
 
 def _join(number: int, engine: EngineSettings, init_url: str) -> DistributedRankGroup:
-    backend, stages = BACKENDS[engine.device], engine.pipeline_parallel
+    backend = BACKENDS[engine.device]
+    stages = engine.pipeline_parallel
     return DistributedRankGroup(number, engine.tensor_parallel, init_url, backend, stages=stages)
 
 
@@ -283,7 +284,8 @@ class RankProcesses:
         pending = self._ranks()
         while pending:
             for connection in cast("list[Connection]", wait(list(pending))):
-                message, rank = _receive(connection), pending.pop(connection)
+                message = _receive(connection)
+                rank = pending.pop(connection)
                 if isinstance(message, RankFailed):
                     raise ExecutorError(f"rank {rank} did not start: {message.error}")
 

@@ -89,7 +89,8 @@ class CpuBudget:
 
     def _fair_threads(self) -> int:
         """Divide the cores that fixed numbers of threads leave by the ranks with a fair share, this one included."""
-        left, sharing = len(self.all), 1
+        left = len(self.all)
+        sharing = 1
         for rank in self._busy_others():
             if not set(rank.cores).isdisjoint(self.all):
                 left -= rank.threads

@@ -123,7 +123,8 @@ class EagerRunner:
             for row, token_ids in forced.items():
                 found[row].tokens.extend(map(Token, token_ids))
             return found
-        found, first = [], 0
+        found = []
+        first = 0
         for draft in self._drafts:
             found.append(_accepted(sampled[first : first + len(draft) + 1], draft, first, forced))
             first += len(draft) + 1
@@ -407,7 +408,8 @@ class TorchExecutor:
         tokens: list[list[Token]] = [[] for _ in steps]
         failed: dict[RequestId, str] = {}
         ended: set[RequestId] = set()
-        wanted, taken = plan.repeat, 0
+        wanted = plan.repeat
+        taken = 0
         while taken < wanted:
             while launched < min(wanted, taken + 1 + runner.lead):
                 runner.launch()
@@ -527,7 +529,8 @@ def build_torch_executor(
         if others is not None:
             others.allocate(blocks, host_blocks)
         transfers.loader.wait_until_ready()
-        host_lora, assist = None, None
+        host_lora = None
+        assist = None
         if workers:
             model.kernels.threads = cores.threads(time.monotonic())
             other_arenas = others.host_arenas(arena[:1].nbytes) if others is not None else []

@@ -128,7 +128,8 @@ class AssistedStep:
 
     def _divide(self, rows: _Rows) -> _Shares:
         """Divide the segments: those of the chosen adapters to the host, the others to the device."""
-        on_host, on_device = [], []
+        on_host = []
+        on_device = []
         for segment, number in rows.segments:
             if number is not None and number in self._on_host:
                 on_host.append(HostRows(number, segment.start, segment.stop))
@@ -191,7 +192,8 @@ class HostLoraLeader:
         """Return the indices of the adapters whose delta the host computes on a layer."""
         self._turn += 1
         self._awaits_ticket = True
-        self._layer, self._decided_s = layer, time.monotonic()
+        self._layer = layer
+        self._decided_s = time.monotonic()
         others_have = [self._others_have(arrival, layer) for arrival in arrivals]
         counts = list(zip(arrivals, tokens, strict=True))
         chosen = [number for number, each in enumerate(counts) if self.is_for_host(each[0], layer, each[1])]
@@ -229,7 +231,8 @@ class HostLoraLeader:
     def add_to(self, out: Tensor) -> None:
         """Wait for the workers, and add their delta to ``out [rows, out]``."""
         self.pool.add_to(out)
-        on_host, self._on_host = self._on_host, []
+        on_host = self._on_host
+        self._on_host = []
         self._host_layers_after_arrival += sum(
             others_had and arrival.arrived_s(self._layer) < self._decided_s for arrival, others_had in on_host
         )
@@ -318,7 +321,8 @@ class HostLoraFollower:
         """Send nothing: rank 0 has the same x, and sends it. The tickets of a layer follow each other."""
         self._ticket += assignment is not None and not self._is_first
         self._is_first = False
-        self._product, self._submitted = product, assignment
+        self._product = product
+        self._submitted = assignment
 
     def add_to(self, out: Tensor) -> None:
         """Wait for the workers, and add their delta to ``out [rows, out]``."""

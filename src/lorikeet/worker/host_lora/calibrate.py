@@ -29,7 +29,8 @@ from lorikeet.worker.host_lora.worker import HostAdapter, ProductWidths
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import Stream
 
-_HOST_TOKENS, _HOST_RANKS = (1, 16, 64), (8, 64)
+_HOST_TOKENS = (1, 16, 64)
+_HOST_RANKS = (8, 64)
 DEVICE_TOKENS = (16, 64, 256)
 """Lengths of prefills that are measured on the device. The shortest is the time that hides the workers."""
 _SLICE_TOKENS = tuple(1 << exponent for exponent in range(9))
@@ -165,7 +166,8 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
     pool.worker_tokens = pool.ring.shape.rows  # so that one worker gets all rows
     rescued = pool.rescued_slices
     pool.begin(list(adapters.values()))
-    computed, handed_over = [], []
+    computed = []
+    handed_over = []
     counts = [tokens for tokens in _HOST_TOKENS if tokens <= pool.ring.shape.rows]
     for (number, rank), tokens in product(enumerate(adapters), counts):
         widths = ProductWidths(geometry)

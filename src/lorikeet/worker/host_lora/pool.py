@@ -85,7 +85,8 @@ class RowAssignment:
         self.number = number
         self.slices = slices
         self.workers = tuple(dict.fromkeys(part.worker for part in slices))
-        self._row_bytes, self._all_y = row_bytes, y
+        self._row_bytes = row_bytes
+        self._all_y = y
         self._copies: dict[str, list[_RowCopy]] = {}
         self._y: dict[tuple[str, int], list[Tensor]] = {}
         self._first_rows = list(accumulate((part.stop - part.start for part in parts), initial=0))
@@ -283,7 +284,8 @@ class HostPool:
         ticket = self.ticket = self.ticket + 1
         ring = self.ring
         ring.check_free(ticket)
-        source, target = x.data_ptr(), self._slots[ticket % SLOTS]
+        source = x.data_ptr()
+        target = self._slots[ticket % SLOTS]
         for copy in assignment.copies(product):
             ctypes.memmove(target + copy.target, source + copy.source, copy.size)
         site = site_of(layer, product)
@@ -351,7 +353,8 @@ class HostPool:
         worker = self._active.get(number)
         if worker is None:
             return self.ring.has_y(ticket, number)
-        backoff, deadline_s = Backoff(), time.monotonic() + self._timeout_s
+        backoff = Backoff()
+        deadline_s = time.monotonic() + self._timeout_s
         while True:
             for _ in range(POLLS):
                 if self.ring.has_y(ticket, number):
@@ -415,7 +418,8 @@ class DevicePool(HostPool):
         sizes: PoolSizes,
     ) -> None:
         super().__init__(processes, cores, arenas, sizes)
-        self._stream, self._signals = device.steps, signals
+        self._stream = device.steps
+        self._signals = signals
         x = torch.from_numpy(self.ring.x).view(sizes.dtype)
         self._x = {product: narrowed(x, width) for product, width in self._widths.inputs.items()}
         self._open: deque[_OpenTicket] = deque()
@@ -432,7 +436,8 @@ class DevicePool(HostPool):
             self._collect()
         at_ns = time.monotonic_ns()
         ticket = self.ticket = self.ticket + 1
-        slot, site = self._x[product][self.ring.slot(ticket)], site_of(layer, product)
+        slot = self._x[product][self.ring.slot(ticket)]
+        site = site_of(layer, product)
         self.ring.describe(ticket, self._steps, site, assignment.number)
         row = 0
         for part in assignment.parts:

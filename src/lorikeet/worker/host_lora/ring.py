@@ -267,7 +267,9 @@ class Ring:
     def description(self, ticket: int) -> tuple[int, int] | None:
         """Return site and cut of a ticket whose x is ready; None if it was overwritten."""
         at = self._offsets.descriptor(ticket)
-        found, site, cut = self._flags[at], self._flags[at + 2], self._flags[at + 3]
+        found = self._flags[at]
+        site = self._flags[at + 2]
+        cut = self._flags[at + 3]
         return (site, cut) if found == ticket == self._flags[at] else None
 
     def signal_x(self, ticket: int) -> None:
@@ -345,7 +347,8 @@ class Ring:
     def arrived(self, rank: int, transfer_id: int) -> int:
         """Return how many blocks of a transfer have arrived on a rank, 0 if unknown; -1 if the transfer has failed."""
         at = self._offsets.arrived(rank, transfer_id)
-        found, blocks = self._flags[at], self._flags[at + 1]
+        found = self._flags[at]
+        blocks = self._flags[at + 1]
         return blocks if found == transfer_id == self._flags[at] else 0
 
     def _word(self, at: int) -> NDArray[np.int64]:

@@ -143,7 +143,8 @@ def build_host_lora(
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start.
     """
-    engine, cluster = settings.engine, settings.cluster
+    engine = settings.engine
+    cluster = settings.cluster
     is_alone = max(cluster.replicas, cluster.max_replicas) == 1  # other replicas may be on this machine
     cores = usable_cores() if is_alone else set[int]()
     pool, cores_shared = open_pool(processes, engine, model.geometry, transfers, cores, others)

@@ -154,7 +154,8 @@ class SliceWorker:
     @torch.inference_mode()
     def compute(self, ticket: int, site: int, part: RingSlice) -> None:
         """Compute one slice of any worker, without a signal."""
-        slot, rows = self._ring.slot(ticket), slice(part.start, part.start + part.rows)
+        slot = self._ring.slot(ticket)
+        rows = slice(part.start, part.start + part.rows)
         layer, product = layer_and_product(site)
         x = narrowed(self._x[slot], self._widths.inputs[product])[rows]
         y = narrowed(self._y[slot], self._widths.outputs[product])[:, rows]

@@ -140,7 +140,8 @@ class Copier(Generic[Job]):
     def _begin(self, group: CopyGroup[Job], link_free_s: float) -> _Begun[Job]:
         self._counts.note(TransferWork.COPY, group.copy.blocks)
         due_s = link_free_s + group.copy.size_bytes / self._link_bytes_per_s if self._link_bytes_per_s else 0.0
-        event, error = None, None
+        event = None
+        error = None
         try:
             self._stream.wait_event(group.after)
             self._stream.copy_blocks(group.copy, due_s)

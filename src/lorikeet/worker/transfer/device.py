@@ -272,7 +272,8 @@ class CudaStreamSignals:
         try:
             driver = ctypes.CDLL("libcuda.so.1")
             # The symbols behind the header's names since CUDA 11.7.
-            self._write, self._wait = driver.cuStreamWriteValue64_v2, driver.cuStreamWaitValue64_v2
+            self._write = driver.cuStreamWriteValue64_v2
+            self._wait = driver.cuStreamWaitValue64_v2
         except (OSError, AttributeError) as error:
             raise RuntimeError(f"the CUDA driver has no stream memory operations: {error}") from error
         for function in (self._write, self._wait):
@@ -327,7 +328,8 @@ class Cuda:
         Graphs are replayed one at a time, so all share one memory pool for intermediate tensors. For that they must be
         captured in the same stream.
         """
-        steps, beside = torch.cuda.current_stream(self._place), self._capturing
+        steps = torch.cuda.current_stream(self._place)
+        beside = self._capturing
         beside.wait_stream(steps)
         with torch.cuda.stream(beside):
             work()

@@ -46,7 +46,8 @@ class TransferCounts:
     def take(self) -> dict[TransferThread, int]:
         """Return the counts and reset them."""
         with self._lock:
-            counts, self._counts = dict(self._counts), Counter()
+            counts = dict(self._counts)
+            self._counts = Counter()
             return counts
 
     def by_thread(self) -> dict[TransferThread, int]:
@@ -95,7 +96,8 @@ class FinishedTransfers:
     def take(self) -> list[TransferDone]:
         """Return the transfers that were done since the last call."""
         with self._changed:
-            done, self._done = self._done, []
+            done = self._done
+            self._done = []
             return done
 
     def wait(self, timeout_s: float | None) -> None:

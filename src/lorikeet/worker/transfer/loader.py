@@ -118,7 +118,8 @@ class Loader(Helper):
         with self._changed:
             for reading in self._reading.values():
                 if reading.reader == reader:
-                    reading.allowed, reading.since_s = reading.allowed + blocks, time.monotonic()
+                    reading.allowed += blocks
+                    reading.since_s = time.monotonic()
             if self._running is not None:
                 self._running.send(BlocksFreed(reader, blocks))
 
@@ -129,7 +130,8 @@ class Loader(Helper):
             case BlocksFilled() as filled:
                 with self._changed:
                     reading = self._reading[filled.transfer_id]
-                    reading.filled, reading.since_s = filled.blocks, time.monotonic()
+                    reading.filled = filled.blocks
+                    reading.since_s = time.monotonic()
                 self._on_filled(filled)
             case ReadEnded() as ended:
                 with self._changed:

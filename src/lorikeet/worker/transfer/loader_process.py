@@ -159,7 +159,8 @@ class _Loader:
     def _read_all(self, reader: int) -> None:
         while True:
             read = self._reads[reader].get()
-            error, trace = None, ""
+            error = None
+            trace = ""
             try:
                 self._read(read)
             except Exception as problem:  # an error in one adapter must not end the loader
@@ -169,7 +170,9 @@ class _Loader:
             self._send(ReadEnded(read.transfer_id, error, trace, counts))
 
     def _read(self, read: ReadAdapter) -> None:
-        setup, ref, free = self._setup, read.adapter, self._free[read.reader]
+        setup = self._setup
+        ref = read.adapter
+        free = self._free[read.reader]
         packing = packing_for(ref, setup.geometry, setup.elements, len(read.blocks))
         weights = load_weights(ref, setup.geometry, setup.dtype, setup.rank, setup.size, setup.whole)
         reported = 0

@@ -64,9 +64,11 @@ class PartialAdapter:
         Raises:
             ValueError: the transfer's number of blocks is not the adapter's.
         """
-        ref, groups = transfer.adapter, transfer.groups
+        ref = transfer.adapter
+        groups = transfer.groups
         assert ref is not None
-        packing, layers = layout.packing, layout.geometry.layers
+        packing = layout.packing
+        layers = layout.geometry.layers
         weights = layout.weights(transfer.device_blocks, arena)
         needed = blocks_needed(packing, layers, groups)
         return cls(transfer.transfer_id, ref, transfer.host_blocks, weights, needed, range(*transfer.left_to_host))
@@ -75,7 +77,8 @@ class PartialAdapter:
         """Record that copying begins. Only the first call counts."""
         with self._changed:
             if not self._has_begun:
-                self._has_begun, self._began_s = True, time.monotonic()
+                self._has_begun = True
+                self._began_s = time.monotonic()
 
     def note(self, copied: int, *, failed: bool) -> None:
         """Record the number of copied blocks. After a failed copy no further layer arrives."""

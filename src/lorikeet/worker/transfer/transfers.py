@@ -97,7 +97,8 @@ class TransferManager:
         self._partial: dict[AdapterDigest, PartialAdapter] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
-        block_bytes, readers = arena[:1].nbytes, len(self._free_readers)
+        block_bytes = arena[:1].nbytes
+        readers = len(self._free_readers)
         self.host_arena = HostArena.create(host_blocks + readers * STAGED_BLOCKS, block_bytes)
         if settings.touch_memory:
             self.host_arena.bytes.fill(0)
@@ -130,7 +131,8 @@ class TransferManager:
 
     def start(self, transfer: Transfer) -> None:
         """Start a transfer. A newer transfer of the same adapter to the device replaces an older one."""
-        error, partial_adapter = self._invalid(transfer), None
+        error = self._invalid(transfer)
+        partial_adapter = None
         if transfer.groups and transfer.adapter is not None and error is None:
             try:
                 partial_adapter = PartialAdapter.of(transfer, self._arena, self._layouts.of(transfer.adapter))
@@ -207,7 +209,8 @@ class TransferManager:
 
     def _invalid(self, transfer: Transfer) -> str | None:
         """Return why a transfer is invalid, None if it is valid."""
-        device, host = transfer.device_blocks, transfer.host_blocks
+        device = transfer.device_blocks
+        host = transfer.host_blocks
         for tier, blocks, total in ((Tier.DEVICE, device, len(self._arena)), (Tier.HOST, host, len(self.host))):
             missing = next((block for block in blocks if not 0 <= block < total), None)
             if missing is not None:
@@ -263,7 +266,8 @@ class TransferManager:
 
     def _note_adapter(self, state: TransferState) -> None:
         """Make an adapter that has arrived usable by steps. Fails it if the number of its blocks is wrong."""
-        transfer, ref = state.transfer, state.transfer.adapter
+        transfer = state.transfer
+        ref = state.transfer.adapter
         assert ref is not None
         self._find_weights(state)
         if state.error is None:
@@ -311,7 +315,8 @@ class TransferManager:
 
     def _start_read(self, state: TransferState) -> "list[TransferState]":
         """Send a read to the loader process; return transfers that have failed since there is none. Under the lock."""
-        transfer, reader = state.transfer, self._free_readers.pop()
+        transfer = state.transfer
+        reader = self._free_readers.pop()
         del self._unread[transfer.transfer_id]
         assert transfer.adapter is not None
         state.reader = reader
@@ -320,7 +325,8 @@ class TransferManager:
             first = len(self.host) + STAGED_BLOCKS * reader
             state.host_blocks = tuple(BlockId(first + block % STAGED_BLOCKS) for block in range(state.blocks))
         try:
-            blocks, free = state.host_blocks, state.max_uncopied
+            blocks = state.host_blocks
+            free = state.max_uncopied
             self.loader.read(ReadAdapter(transfer.transfer_id, reader, transfer.adapter, blocks, free))
         except LoaderError as error:
             self._free_reader(state)
@@ -335,7 +341,8 @@ class TransferManager:
         for each in list(self._unread.values()):
             if each.has_rested:
                 del self._unread[each.transfer.transfer_id]
-                each.reading, each.error = False, str(error)
+                each.reading = False
+                each.error = str(error)
                 failed.append(each)
             each.has_rested = True
         if self._unread:
@@ -392,7 +399,8 @@ class TransferManager:
         """Queue a lost read again from its first block, once no copy uses what it had read. Under the lock."""
         if state.copying:
             return
-        state.is_lost, state.reading = False, state.error is None
+        state.is_lost = False
+        state.reading = state.error is None
         if state.reading:
             state.filled = state.copied = 0
             self._unread[state.transfer.transfer_id] = state
@@ -432,7 +440,8 @@ class TransferManager:
                 group.job.partial.begin()
 
     def _copied(self, group: CopyGroup[TransferState], error: str | None) -> None:
-        state, blocks = group.job, group.copy.blocks
+        state = group.job
+        blocks = group.copy.blocks
         with self._lock:
             state.is_copying = False
             state.copying -= blocks
