@@ -41,7 +41,7 @@ class LoraOps(LayerOps):
         self._assist = assist
 
     def linear(self, x: Tensor, product: Product) -> Tensor:
-        """Return ``x`` times the weight, plus what adapters on the device and on the host change."""
+        """Return ``x`` times the weight, plus the changes of adapters on the device and on the host."""
         if self._assist is None:
             return adapted_linear(self._kernels, x, product, self._lora)
         on_device = self._assist.begin(product.name, product.layer, x, self._lora)
@@ -65,7 +65,7 @@ class ExtrasOps(LoraOps):
         self._adapters = lora
 
     def embed(self, embedding: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, with those of adapters that have their own."""
+        """Return the embeddings of tokens; an adapter with its own embeddings replaces those of its rows."""
         x = embedding[token_ids.clamp(max=len(embedding) - 1)]
         embed(x, token_ids, self._adapters)
         return x

@@ -1,4 +1,4 @@
-"""Prepares adapters: computes what of their extras depends on the weights of the base."""
+"""Prepares adapters: computes those of their extras that depend on the weights of the base."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,7 +37,7 @@ class AdapterPreparation:
 
     Args:
         layers: the decoder's layers.
-        weights: the other weights of the rank.
+        weights: all weights of the rank.
         kernels: the kernel backend.
         shares: the rank's share of each product.
     """
@@ -57,7 +57,7 @@ class AdapterPreparation:
 
     @torch.inference_mode()
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute what of an adapter depends on the base, into its blocks."""
+        """Compute the extras of an adapter that depend on the base, into its blocks."""
         for product in self._products:
             assert product.targets is not None
             prepare_product(

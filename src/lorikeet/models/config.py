@@ -19,7 +19,7 @@ from lorikeet.models.rope import RopeScaling, read_rope
 
 
 def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of ``generation_config.json``, else those of ``config.json``.
+    """Return the end-of-sequence tokens of ``generation_config.json``, or else of ``config.json``.
 
     Raises:
         ModelConfigError: they are not token ids.
@@ -38,7 +38,7 @@ def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
 
 
 ROW_PARALLEL = frozenset({"o", "down"})
-"""Modules split by input under tensor parallelism (their outputs are partial sums); the others split by output."""
+"""Modules that tensor parallelism splits by input, so that outputs are partial sums; others are split by output."""
 
 
 class ModuleShard(NamedTuple):
@@ -56,28 +56,28 @@ class ModelConfig(msgspec.Struct, frozen=True):
         vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim: sizes.
         rms_norm_eps: epsilon added to the mean square.
         ropes: base and scaling of each rotary embedding.
-        rotations: by layer, which of them it has; -1 for none.
+        rotations: for each layer, the index of its rotary embedding; -1 for none.
         tie_word_embeddings: whether the output layer shares the weights of the embedding.
         qkv_bias, o_bias, mlp_bias: which linear modules have a bias.
-        qk_norm: whether queries and keys are RMS-normalised before rotation, as of :class:`Features`.
+        qk_norm: whether queries and keys are RMS-normalised before rotation, see :class:`Features`.
         windows: sliding window of each layer in tokens, the token itself included; None for full attention.
         context_tokens: longest sequence that the model supports.
         eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
         dtype: the checkpoint's dtype, e.g. ``bfloat16``.
         embedding_multiplier: factor of embeddings.
-        residual_multiplier: factor of what attention and MLP add to the residual stream.
+        residual_multiplier: factor of the outputs of attention and MLP before they are added.
         attention_multiplier: factor of attention scores; None: ``head_dim ** -0.5``.
         logits_scaling: divisor of logits.
         embedding_scale: factor of the embeddings of tokens, rounded to their dtype.
-        rotary_dim: how many elements of a head are rotated, the first ones.
+        rotary_dim: number of elements of a head that are rotated; they are the first.
         rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
-        norms: names of the norms of a layer, as ``LLAMA_NORMS``.
-        norm_offset: is added to the weights of norms.
+        norms: names of the norms of a layer, in the order of ``LLAMA_NORMS``.
+        norm_offset: summand of the weights of norms.
         activation: the function that gates the MLP.
-        attention_softcap, logits_softcap: scores and logits are ``cap * tanh(value / cap)``; 0: as they are.
+        attention_softcap, logits_softcap: scores and logits become ``cap * tanh(value / cap)``; 0 for no cap.
         fused: the fused products that the checkpoint stores whole, with the names of their modules there.
-        has_other_parts: whether the checkpoint holds other parts beside the decoder, such as a vision tower.
-        first_layer, stages: of a pipeline stage, as of ``ModelGeometry``; ``layers`` are then its own.
+        has_other_parts: whether the checkpoint holds more than the decoder, such as a vision tower.
+        first_layer, stages: see ``ModelGeometry``; ``layers`` is the number of a pipeline stage.
     """
 
     architecture: str
@@ -146,10 +146,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
         )
 
     def for_lengths(self, longest_tokens: int) -> "ModelConfig":
-        """Return the config for sequences of up to so many tokens.
+        """Return the config for sequences of up to ``longest_tokens`` tokens.
 
-        A rotary embedding that depends on the length (longrope) is that of the longest ones for all, since keys stay in
-        the cache while a sequence grows, and sequences share them.
+        If a rotary embedding depends on the length (longrope), all sequences get that of the longest, since keys stay
+        in the cache while a sequence grows, and sequences share them.
         """
         ropes = tuple(
             msgspec.structs.replace(rope, divisors=rope.long_divisors)
@@ -249,7 +249,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         )
 
     def replaceable_weights(self) -> ReplaceableWeights:
-        """Return the weights beside linear modules that adapters may replace."""
+        """Return the weights besides linear modules that adapters may replace."""
         vectors = {"norm.weight": self.hidden_size}
         vectors |= {f"layers.{{}}.{name}.weight": self.hidden_size for name in self.norms if name}
         vectors |= {f"layers.{{}}.self_attn.{side}_norm.weight": size for side, size in self.qk_norm_sizes().items()}
@@ -257,12 +257,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class TransformersConfig(msgspec.Struct, frozen=True):
-    """What is needed of the config of a base that runs by the modules of transformers.
+    """The config of a base that runs by the modules of transformers, as far as it is needed.
 
     Attributes:
         architecture: a class of transformers.
-        vocab_size, context_tokens, eos_token_ids, dtype: as of ``ModelConfig``.
-        version: of transformers.
+        vocab_size, context_tokens, eos_token_ids, dtype: see ``ModelConfig``.
+        version: version of transformers.
     """
 
     architecture: str
@@ -296,7 +296,7 @@ def wants_own_decoder(folder: Path, model_impl: str) -> bool:
         model_impl: one of ``config.MODEL_IMPLS``; ``auto`` takes the own decoder wherever it computes the model.
 
     Raises:
-        ModelConfigError: a file is missing or broken, or the own decoder is asked for and does not support the model.
+        ModelConfigError: a file is missing or broken, or the own decoder is demanded and does not support the model.
     """
     if model_impl == "transformers":
         return False
@@ -319,7 +319,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     whole = read_json_section(folder / "config.json")
     architecture = _architecture(whole)
-    read_quantization(whole)  # raises what is not supported before weights are looked at
+    read_quantization(whole)  # refuses unsupported methods before weights are read
     features = ARCHITECTURES[architecture]
     settings = _decoder_section(whole, features)
     activation = _activation(settings, features)
@@ -417,7 +417,7 @@ def _gemma_scales(settings: JsonSection, head_dim: int, hidden_size: int) -> dic
 
 
 def _ropes(settings: JsonSection, features: Features) -> tuple[tuple[RopeScaling, ...], int]:
-    """Return the rotary embeddings, that of layers without a window first, and the context in tokens."""
+    """Return the rotary embeddings, first the one of layers without a window, and the context in tokens."""
     if not features.two_ropes:
         rope, context_tokens = read_rope(settings)
         return (rope,), context_tokens
@@ -432,7 +432,7 @@ def _ropes(settings: JsonSection, features: Features) -> tuple[tuple[RopeScaling
 
 
 def _rotary_dim(settings: JsonSection, features: Features, head_dim: int) -> int:
-    """Return how many elements of a head are rotated."""
+    """Return the number of elements of a head that are rotated."""
     factor = settings.number("partial_rotary_factor", 1.0)
     for name in ("rope_scaling", "rope_parameters"):
         section = settings.section(name)
@@ -451,7 +451,7 @@ def _architecture(settings: JsonSection) -> str:
 
 
 def _multipliers(settings: JsonSection) -> dict[str, float]:
-    """Return Granite's multipliers; as in transformers, a missing one is 1."""
+    """Return Granite's multipliers; a missing one is 1, like in transformers."""
     keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     return {key: settings.number(key, 1.0) for key in keys}
 
@@ -470,7 +470,7 @@ def _rope_layers(settings: JsonSection, layers: int) -> tuple[bool, ...]:
 def _windows(settings: JsonSection, features: Features, layers: int) -> tuple[int | None, ...]:
     """Return the sliding windows."""
     window = features.window
-    # As in transformers, null means no window, and what a missing key means differs.
+    # Null means no window, like in transformers; the meaning of a missing key differs.
     if window == "none" or settings.get("sliding_window", 4096 if window == "upper" else None) is None:
         return (None,) * layers
     if window == "upper" and not settings.flag("use_sliding_window"):

@@ -37,7 +37,7 @@ class Decoder:
         config: configuration of the whole model, or of the rank's pipeline stage.
         weights: weights of this rank, of one dtype and on one device.
         kernels: kernel backend.
-        group: the ranks of the model, for all-reduce and the other stages.
+        group: the ranks of the model, for all-reduce and for other stages.
         kv_bits: bits of an element of keys and values, see ``ModelGeometry``.
 
     Attributes:
@@ -60,10 +60,10 @@ class Decoder:
         still: tuple[None, ...] = (None,) if -1 in config.rotations else ()
         ropes = (*config.ropes, *still)
         self._rotary = Rotary(ropes, config.rotary_dim, config.head_dim, weights.embedding.device)
-        # As transformers does, so that its rounding is the same.
+        # Rounded like in transformers.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype).item()
-        # The residual stream is kept divided by the residual multiplier: what is added to it needs no factor then, and
-        # norms give the same with a smaller epsilon.
+        # The residual stream is kept divided by the residual multiplier. Summands then need no factor, and norms give
+        # the same result with a smaller epsilon.
         self._embedding_factor = config.embedding_multiplier / config.residual_multiplier
         scale = config.attention_multiplier
         self._shape = LayersShape(
@@ -108,7 +108,7 @@ class Decoder:
         return kv_view(arena, len(self._layers), block_size, kv_heads, self._shape.head_dim, bits=self._kv_bits)
 
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute what of an adapter depends on the base, into its blocks; once for each time it is loaded."""
+        """Compute the extras of an adapter that depend on the base, into its blocks, each time it is loaded."""
         self._preparation.prepare(adapter)
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Decoder:
         return adapted_ops(self._kernels, self._shape, lora, assist)
 
     def _fits_one_call(self, batch: Batch) -> bool:
-        """Whether the one call knows everything that the batch needs; of adapters' norms it knows those of Llama."""
+        """Whether the one call supports all adapters of the batch; of their norms it supports those of Llama."""
         lora = batch.lora
         if lora is not None and lora.has_extras and self._config.norms != LLAMA_NORMS and lora.adjusted("vector"):
             return False

@@ -47,7 +47,7 @@ its scores as the scores of SmolLM2-135M-Instruct.
 
 
 class DefaultModelError(RuntimeError):
-    """The default model cannot be prepared; the message says what to do."""
+    """The default model cannot be prepared; the message names the remedy."""
 
 
 def default_cache_dir() -> Path:
@@ -170,7 +170,7 @@ def _cached_gguf_reads() -> Iterator[None]:
 
 
 def _fix_files(folder: Path, config: Any) -> None:
-    """Correct what the conversion leaves out of the files, so that every reader loads the same model."""
+    """Add the settings that the conversion leaves out of the files, so that every reader loads the same model."""
 
     def change_config(settings: dict[str, Any]) -> None:
         # Readers older than transformers 5 read only the top-level keys, and would assume a theta of 10,000.
@@ -195,7 +195,7 @@ def _fix_files(folder: Path, config: Any) -> None:
 def split_digits(folder: Path) -> None:
     """Let the tokenizer of a folder split digits one by one before GPT-2's pattern applies.
 
-    GGUF files ask for that by the pre-tokenizer `smollm`; transformers' reader leaves the digits out.
+    GGUF files demand that by the pre-tokenizer `smollm`; the reader of transformers ignores the digits.
     """
 
     def change_tokenizer(settings: dict[str, Any]) -> None:

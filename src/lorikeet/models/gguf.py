@@ -21,7 +21,8 @@ class BlockType(NamedTuple):
 
     Attributes:
         name: GGML's.
-        values, size_bytes: of a block.
+        values: number of values of a block.
+        size_bytes: bytes of a block.
     """
 
     name: str
@@ -72,12 +73,12 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        path: of the file.
-        metadata: values by key; lists of strings are given by their length.
-        tensors: by name.
+        path: path of the file.
+        metadata: values by key; a list of strings is replaced by its length.
+        tensors: tensors by name.
     """
 
     path: Path
@@ -150,7 +151,7 @@ _ARRAY = 9
 
 
 class _Reader:
-    """Reads values one after the other."""
+    """Reads values in order."""
 
     def __init__(self, content: mmap.mmap, at: int) -> None:
         self._content = content
@@ -193,7 +194,7 @@ class _Model(NamedTuple):
     """What transformers calls a model.
 
     Attributes:
-        architecture, model_type: as in ``config.json``.
+        architecture, model_type: values for ``config.json``.
         more: returns further keys of ``config.json``, from the metadata of the architecture.
     """
 
@@ -310,7 +311,7 @@ def _llama(settings: JsonSection, name: str) -> dict[str, Any]:
 
 
 def _gemma3(settings: JsonSection, name: str) -> dict[str, Any]:
-    """Every sixth layer sees the whole context; the others have a window, and a base of their own for the rotation."""
+    """Return Gemma 3's keys. Every sixth layer sees the whole context; others have a window and their own rotation."""
     layers = settings.integer(f"{name}.block_count")
     pattern = settings.integer(f"{name}.attention.sliding_window_pattern", 6)
     kinds = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
@@ -331,7 +332,7 @@ _MODELS = {
     "qwen3": _Model("Qwen3ForCausalLM", "qwen3", _no_more),
     "gemma3": _Model("Gemma3ForCausalLM", "gemma3_text", _gemma3),
 }
-"""Models by ``general.architecture``. Mistral's files say ``llama``."""
+"""Models by ``general.architecture``, which is ``llama`` in Mistral's files."""
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

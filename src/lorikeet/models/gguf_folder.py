@@ -32,7 +32,7 @@ def prepare_gguf(path: Path, cache_dir: Path, tokenizer: Path | None, on_stage: 
     Args:
         path: the file.
         cache_dir: created if missing.
-        tokenizer: folder of another tokenizer; None for the one in the file.
+        tokenizer: folder of another tokenizer; None for that in the file.
         on_stage: called with a few words before the tokenizer is converted.
 
     Raises:

@@ -20,7 +20,7 @@ def decode_gguf(file: GgufFile, name: str) -> QuantizedWeight | Tensor:
 
     Args:
         file: the file.
-        name: in the file.
+        name: name in the file.
     """
     tensor = file.tensors[name]
     raw = np.memmap(file.path, np.uint8, "r", tensor.start, (tensor.size_bytes,))
@@ -100,8 +100,8 @@ def _q8_0(blocks: Tensor) -> QuantizedWeight:
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and minimum of each group of 32 in blocks of 256: fp32 ``[out, groups]``.
 
-    Both are 6-bit numbers times a factor of the block. The first four of each have bytes of their own; the others have
-    four bits in further bytes, and two in the highest bits of the first.
+    Both are 6-bit numbers times a factor of the block. The first four of each have bytes of their own. The last four
+    have four bits in further bytes, and two in the highest bits of the first bytes.
     """
     factors = _halves(blocks, 0, 2)
     first = blocks[:, :, 4:8]
@@ -143,4 +143,4 @@ _BLOCKS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
-"""Types whose numbers are those of a ``QuantizedWeight``."""
+"""Types with the numbers of a ``QuantizedWeight``."""

@@ -7,11 +7,11 @@ from typing import Any
 
 
 class ModelConfigError(ValueError):
-    """A checkpoint cannot be served; the message names the file, the key and the reason."""
+    """A checkpoint cannot be served; the message names file, key and reason."""
 
 
 class UnsupportedFeature(ModelConfigError):
-    """A checkpoint needs what the own decoder does not compute."""
+    """A checkpoint needs a feature that the own decoder does not compute."""
 
 
 class JsonSection:
@@ -38,7 +38,7 @@ class JsonSection:
         return JsonSection({**self._values, **values}, self._where)
 
     def with_defaults(self, values: Mapping[str, Any]) -> "JsonSection":
-        """Return the same section with values of keys that it does not have; null counts as had."""
+        """Return the same section with values for missing keys; null does not count as missing."""
         return JsonSection({**values, **self._values}, self._where)
 
     def section(self, key: str) -> "JsonSection | None":

@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm of the residual stream, or of what is added to it.
+    """A norm of the residual stream, or of a summand of it.
 
     Attributes:
         weight: ``[hidden]``; None if the layer has no such norm.

@@ -61,11 +61,11 @@ class LinearWeight:
     """A linear weight of one rank, which one or more checkpoint tensors fill.
 
     Attributes:
-        tensor: in the model's dtype.
+        tensor: the weight in the model's dtype.
         splits_inputs: whether other ranks hold other inputs.
-        waiting: names of the checkpoint tensors that are not there yet.
-        parts: those that are quantised, by name.
-        weight: the weight, when all parts are there.
+        waiting: names of the checkpoint tensors that are still missing.
+        parts: quantised parts by name.
+        weight: the weight, once all parts are there.
     """
 
     tensor: Tensor
@@ -80,17 +80,19 @@ class WeightLayout:
 
     Args:
         config: configuration of the model, or of a pipeline stage.
-        dtype, device: of the weights.
-        rank, tensor_parallel: which share of it.
+        dtype: dtype of the weights.
+        device: device of the weights.
+        rank: tensor-parallel rank.
+        tensor_parallel: number of tensor-parallel ranks.
 
     Attributes:
         weights: the weights, to be filled through ``targets``.
         targets: destinations by name in the checkpoint.
-        linears: linear weights by the names of the tensors that fill them. That of the output layer is there by its own
-            name or, if it is tied, by that of the embedding.
-        copies: by name, checkpoint tensors that are not loaded but must equal another one, with the other's name.
-        norm_offset: as of the config.
-        fused: by name, checkpoint tensors that hold several targets, whose rows lie one after the other.
+        linears: linear weights by the names of the tensors that fill them. The output layer has its own name, or the
+            embedding's if it is tied.
+        copies: checkpoint tensors that are not loaded, with the name of the tensor that each must equal.
+        norm_offset: see ``ModelConfig``.
+        fused: checkpoint tensors that hold the rows of several targets, with the names of these in order.
 
     Raises:
         ModelConfigError: the model does not split over the ranks.
@@ -216,9 +218,9 @@ class WeightLayout:
         """Fill a target with the rank's part of a checkpoint tensor, and quantise the linear weight that it completes.
 
         Args:
-            name: of the target.
+            name: name of the target.
             value: the part.
-            bits: of weights that are quantised now; 0 leaves them as they are.
+            bits: bits to which weights are quantised now; 0 leaves them unchanged.
 
         Raises:
             WeightError: groups of inputs do not divide among the ranks.
@@ -350,7 +352,7 @@ def bits_on_load(quantization: str, method: str, folder: Path) -> int:
     """Return the bits of the linear weights that are to be quantised when they are loaded; 0: none are.
 
     Args:
-        quantization: as of :func:`load_weights`.
+        quantization: see :func:`load_weights`.
         method: how the checkpoint is quantised; empty if it is not.
         folder: the checkpoint, for errors.
 
@@ -380,7 +382,7 @@ class Kinds:
 
 
 def _in_words(weights: DecoderWeights, kinds: Kinds, bits: int) -> str:
-    """Return in what form weights are, for the log and for `/health`."""
+    """Return the form of the weights, for the log and for `/health`."""
     dtype = weights.embedding.dtype
     name = str(dtype).removeprefix("torch.")
     found = [getattr(layer, product) for layer in weights.layers for product in PRODUCTS]
@@ -401,18 +403,18 @@ class Checkpoint(Protocol):
     """The weights of a model in files."""
 
     method: str
-    """How it is quantised; empty if it is not."""
+    """Method of quantisation; empty if there is none."""
 
     def names(self, layout: WeightLayout) -> set[str]:
-        """Return the names of its weights, as of ``WeightLayout.targets``, and those that it has beside them."""
+        """Return the names of its weights, see ``WeightLayout.targets``; unknown weights keep their own names."""
         ...
 
     def read(self, names: set[str], layout: WeightLayout, kinds: Kinds) -> Iterator[tuple[str, Decoded]]:
-        """Yield this rank's part of each of these weights, and add how it is stored to ``kinds``."""
+        """Yield this rank's part of each of these weights, and add its form to ``kinds``."""
         ...
 
     def check_copies(self, layout: WeightLayout) -> None:
-        """Check that tensors which are not read equal those to which they are tied."""
+        """Check that tied tensors, which are not read, equal the tensors to which they are tied."""
         ...
 
 
@@ -423,7 +425,7 @@ def _open(folder: Path, *, has_other_parts: bool) -> Checkpoint:
 
 
 def _fill_from(checkpoint: Checkpoint, layout: WeightLayout, progress: Progress, bits: int, *, packs: bool) -> Kinds:
-    """Fill all targets; unless ``packs``, dequantise what is quantised."""
+    """Fill all targets; unless ``packs``, dequantise quantised weights."""
     kinds = Kinds()
     found = checkpoint.names(layout)
     if missing := sorted(layout.targets.keys() - found):
@@ -484,12 +486,12 @@ class _GgufCheckpoint:
 
 
 class _Stored(NamedTuple):
-    """Where a target lies in a checkpoint.
+    """The place of a target in a checkpoint.
 
     Attributes:
-        name: of the tensor, as of ``WeightLayout``.
-        start: its first row there.
-        shape: of the whole tensor.
+        name: name of the tensor, see ``WeightLayout``.
+        start: first row of the target in the tensor.
+        shape: shape of the whole tensor.
         target: the target.
     """
 
@@ -504,7 +506,7 @@ class _SafetensorsCheckpoint:
 
     Args:
         folder: the folder.
-        has_other_parts: whether it may hold other parts beside the decoder, which are not read.
+        has_other_parts: whether it may hold more than the decoder; other parts are not read.
     """
 
     def __init__(self, folder: Path, *, has_other_parts: bool) -> None:
@@ -662,8 +664,8 @@ def _read(file: Path, places: dict[str, _Stored], stored_names: dict[str, str]) 
 
     Args:
         file: the file.
-        places: where each target lies.
-        stored_names: of the tensors in the file, by their names as of ``WeightLayout``.
+        places: place of each target.
+        stored_names: names in the file by the names of ``WeightLayout``.
     """
     try:
         with safe_open(file, framework="pt") as tensors:

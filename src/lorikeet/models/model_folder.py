@@ -37,11 +37,11 @@ def prepare_model(settings: ModelSettings, on_stage: Callable[[str], None]) -> M
     """Find, convert or download the model.
 
     Args:
-        settings: name the model.
+        settings: the settings, which name the model.
         on_stage: called with a few words before a conversion or download.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be downloaded.
+        ConfigError: the model does not exist, or it cannot be downloaded.
     """
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else default.default_cache_dir()
     local = Path(settings.model).expanduser()

@@ -60,7 +60,7 @@ class SingleRankGroup:
         return x
 
     def send(self, x: Tensor) -> None:
-        """Do nothing: there is no other stage."""
+        """Do nothing, since this is the only stage."""
 
     def receive(self, x: Tensor) -> Tensor:
         """Return ``x``."""
@@ -72,7 +72,7 @@ class SingleRankGroup:
 
 
 class NoReduceGroup(SingleRankGroup):
-    """A rank of several that computes without the others, for measurements; its results are meaningless.
+    """One of several ranks, computing alone for measurements; its results are meaningless.
 
     Args:
         group: the rank's group.

@@ -1,4 +1,4 @@
-"""Reads how a checkpoint is quantised from its ``config.json``. Does not import torch."""
+"""Reads the quantisation of a checkpoint from its ``config.json``. Does not import torch."""
 
 from typing import Any, NamedTuple
 
@@ -24,14 +24,14 @@ ALIASES = {"awq_marlin": AWQ, "gptq_marlin": GPTQ, "compressed_tensors": COMPRES
 
 
 class QuantizationConfig(NamedTuple):
-    """How the weights of a checkpoint are quantised, as far as the tensors themselves do not say.
+    """The quantisation of a checkpoint, as far as it does not follow from the tensors.
 
     Attributes:
         method: one of ``METHODS``.
-        bits: of a code; 0 where the tensors say it.
-        group: inputs of a group; -1 for all inputs of an output; 0 where the tensors say it.
+        bits: bits of a code; 0 if they follow from the tensors.
+        group: inputs of a group; -1 for all inputs of an output; 0 if it follows from the tensors.
         zeros_are_one_less: zero points are stored minus one (the first form of GPTQ).
-        block: outputs and inputs of a block with one scale (fp8); None where the tensors say it.
+        block: outputs and inputs of a block with one scale (fp8); None if they follow from the tensors.
     """
 
     method: str
@@ -42,10 +42,10 @@ class QuantizationConfig(NamedTuple):
 
 
 def read_quantization(settings: JsonSection) -> QuantizationConfig | None:
-    """Return how the checkpoint with this ``config.json`` is quantised, None if it is not.
+    """Return the quantisation of the checkpoint with this ``config.json``, None if it is not quantised.
 
     Raises:
-        ModelConfigError: by a method, or with an option, that is not supported.
+        ModelConfigError: the method, or an option of it, is not supported.
     """
     key = "quantization_config" if settings.get("quantization_config") is not None else "compression_config"
     section = settings.section(key)

@@ -1,8 +1,8 @@
-"""The linear weights of quantised checkpoints: which tensors store one, and what numbers they mean.
+"""Reads the linear weights of quantised checkpoints from the tensors that store them.
 
-A weight is kept packed where its numbers are those of a ``QuantizedWeight``; otherwise it is dequantised to fp32 here,
-and rounded to the model's dtype by the loader. The layouts are those of AutoAWQ, AutoGPTQ and GPTQModel,
-compressed-tensors and bitsandbytes, as their checkpoints have them.
+A weight is kept packed if a ``QuantizedWeight`` can hold its numbers. Otherwise it is dequantised to fp32 here, and
+the loader rounds it to the model's dtype. The layouts are those of checkpoints of AutoAWQ, AutoGPTQ and GPTQModel,
+compressed-tensors and bitsandbytes.
 """
 
 import json
@@ -26,8 +26,8 @@ class StoredWeight(NamedTuple):
     """One way to store a linear weight.
 
     Attributes:
-        label: what it is called in the log.
-        needed: ends of the names of its tensors, after the module's name; the first tells it from others.
+        label: name in the log.
+        needed: ends of the names of its tensors, after the module's name; the first distinguishes it from other ways.
         optional: ends of further tensors, which may be missing.
         decode: returns the weight ``[out, in]``.
         unused: ends of tensors that are not read, since activations are not quantised here.
@@ -40,9 +40,9 @@ class StoredWeight(NamedTuple):
     unused: tuple[str, ...] = ()
 
     def tensors(self, module: str, present: Collection[str]) -> dict[str, str] | None:
-        """Return end → name of the tensors that store ``module``; None if it is not stored in this way.
+        """Return end → name of the tensors that store ``module``; None if another way stores it.
 
-        Tensors that are needed are named even if they are missing.
+        Needed tensors are included even if they are missing.
         """
         if module + self.needed[0] not in present:
             return None
@@ -51,7 +51,7 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weights(config: QuantizationConfig) -> tuple[StoredWeight, ...]:
-    """Return the ways in which linear weights of such a checkpoint may be stored, beside plain ones."""
+    """Return the ways in which such a checkpoint may store linear weights that are not plain."""
     return _WAYS[config.method](config)
 
 

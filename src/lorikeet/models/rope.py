@@ -21,8 +21,8 @@ class RopeScaling(msgspec.Struct, frozen=True):
         beta_fast, beta_slow: rotations over the original context between which yarn blends.
         truncate: whether yarn rounds that band outwards to whole dimensions.
         attention_factor: factor of cos and sin (yarn, longrope).
-        divisors: of each frequency (longrope).
-        long_divisors: those for sequences that are longer than ``original_tokens``.
+        divisors: divisor of each frequency (longrope).
+        long_divisors: divisors for sequences that are longer than ``original_tokens``.
     """
 
     theta: float

@@ -18,9 +18,9 @@ class Rotary:
 
     Args:
         ropes: base and scaling of each embedding; None for one that rotates nothing.
-        rotary_dim: how many elements of a head are rotated; the pairs of the others have an angle of 0.
+        rotary_dim: number of elements of a head that are rotated; the pairs of the rest have an angle of 0.
         head_dim: size of a head.
-        device: where cos and sin are computed.
+        device: device on which cos and sin are computed.
     """
 
     def __init__(

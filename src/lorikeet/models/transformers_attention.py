@@ -1,7 +1,7 @@
 """Attention of transformers' modules over the paged arena.
 
-transformers calls a registered function wherever a module computes attention. One of ours runs when the model is probed
-and writes down what is asked for, the other runs in steps.
+transformers calls a registered function wherever a module computes attention. We register two: one records the calls
+while the model is probed, the other computes attention in steps.
 """
 
 import sys
@@ -20,8 +20,9 @@ from lorikeet.kernels.interface import Batch, Kernels, RotaryPairs, Rotation
 from lorikeet.kernels.reference import attend_plainly, rotated
 
 STEP = "lorikeet"
+"""Name of our attention function for steps, in which no mask is made."""
 PROBE = "lorikeet_probe"
-"""Names of our attention functions: in steps, where no mask is made, and while a model is probed."""
+"""Name of our attention function while a model is probed."""
 
 _HARMLESS = frozenset(
     {
@@ -30,11 +31,11 @@ _HARMLESS = frozenset(
         "max_length_q", "max_length_k", "return_dict", "logits_to_keep", "deterministic", "position_embeddings",
     }
 )  # fmt: skip
-"""Arguments that change nothing here: the window follows from the mask, and the others are for training or caches."""
+"""Arguments without effect here: the window follows from the mask, and the rest is for training or caches."""
 
 
 class UnsupportedAttention(Exception):
-    """A model asks for attention that is not supported; the message says what."""
+    """A model needs attention that is not supported; the message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class AttentionCall:
         module: the caller.
         heads: query heads.
         kv: index of the keys and values in the cache. Several calls may share them.
-        stores: whether the call's keys and values are new; else those of an earlier call are read.
-        shape: of keys and values.
-        scale: of attention scores.
-        softcap: bound of the scores, which are ``softcap * tanh(score / softcap)``; None for none.
-        sinks: a logit for each head that takes part in the softmax and has no value; None for none.
-        mask: what the model would use.
-        window: a token sees so many latest positions, its own included; None: all.
-        pairs: how the queries and keys were rotated just before, if a kernel can do that while it stores the keys.
+        stores: whether the call's keys and values are new; otherwise it reads those of an earlier call.
+        shape: shape of keys and values.
+        scale: factor of attention scores.
+        softcap: bound of the scores, which are ``softcap * tanh(score / softcap)``; None for no bound.
+        sinks: a logit for each head that takes part in the softmax and has no value; None for no such logits.
+        mask: the mask that the model would use.
+        window: number of latest positions that a token sees, its own included; None for all.
+        pairs: the rotated elements, if a kernel can rotate queries and keys while it stores the keys; else None.
     """
 
     module: nn.Module
@@ -80,12 +81,12 @@ Heads = tuple[Tensor, Tensor]
 
 
 class _Pass(Protocol):
-    """What handles the attention calls of one forward pass."""
+    """Handles the attention calls of one forward pass."""
 
     def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-        """Return what ``original`` does: q and k ``[1, heads, T, head_dim]``, rotated by cos and sin ``[1, T, dims]``.
+        """Return q and k ``[1, heads, T, head_dim]``, rotated by ``original`` with cos and sin ``[1, T, dims]``.
 
-        Or return them as they are, and rotate them in the next call of :meth:`attend`.
+        Alternatively return them unchanged, and rotate them in the next call of :meth:`attend`.
         """
         ...
 
@@ -152,24 +153,24 @@ class _Rotate:
 
 
 def _mark(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> Mask:
-    """Return a mask of which only the meaning is kept."""
+    """Return a mask that keeps only the function of positions."""
     if mask_function is None:
         raise UnsupportedAttention("it makes a mask without a function of positions")
     return Mask(mask_function)
 
 
 def register() -> None:
-    """Make our functions known to transformers."""
+    """Register our functions with transformers."""
     AttentionInterface.register(STEP, call_attention)
     AttentionInterface.register(PROBE, call_attention)
     AttentionMaskInterface.register(PROBE, _mark)
 
 
 class AttentionProbe:
-    """Writes down the attention calls of a forward pass; computes causal attention, whatever the mask is.
+    """Records the attention calls of a forward pass; computes causal attention for any mask.
 
     Attributes:
-        calls: in order.
+        calls: the calls in order.
     """
 
     def __init__(self) -> None:
@@ -263,12 +264,12 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def window_of(mask: Mask, longest_tokens: int) -> int | None:
-    """Return how many latest positions a token sees, its own included; None if it sees all.
+    """Return the number of latest positions that a token sees, its own included; None if it sees all.
 
     The mask is evaluated for three queries: the last two of the longest sequence, and one in its middle.
 
     Raises:
-        UnsupportedAttention: the mask is neither causal nor that of a sliding window.
+        UnsupportedAttention: the mask is neither causal nor a sliding window.
     """
     last = max(longest_tokens - 1, 3)
     seen = {position: _seen(mask, position) for position in (last, last - 1, last // 2)}
@@ -284,7 +285,7 @@ def window_of(mask: Mask, longest_tokens: int) -> int | None:
 
 
 def _seen(mask: Mask, position: int) -> int | None:
-    """Return how many latest positions the query at ``position`` sees, None if it sees others or later ones."""
+    """Return the number of latest positions that the query at ``position`` sees, None if it sees any others."""
     zero = torch.tensor(0)
     keys = torch.arange(position + 4)
     try:
@@ -297,7 +298,7 @@ def _seen(mask: Mask, position: int) -> int | None:
 
 
 class LayerKv(NamedTuple):
-    """Views of what one layer keeps in the arena.
+    """Views of the keys and values of one layer in the arena.
 
     Attributes:
         keys: ``[blocks, block_size, heads, key_dim]``.
@@ -311,7 +312,7 @@ class LayerKv(NamedTuple):
 
 
 def layer_views(arena: Tensor, shapes: Sequence[KvShape], block_size: int) -> list[LayerKv]:
-    """Return views of ``arena [blocks, elements]``: a block holds the keys of a layer, its values, the next layer's."""
+    """Return views of ``arena [blocks, elements]``; a block holds keys, then values, of one layer after another."""
     found = []
     start = 0
     for heads, key_dim, value_dim in ((shape.heads, shape.key_dim, shape.value_dim) for shape in shapes):
@@ -407,9 +408,9 @@ def _wide(angles: Tensor, heads: Tensor) -> Tensor:
 
 
 def _side_by_side(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
-    """Return the rows ``[T, (heads + 2 * kv_heads) * head_dim]`` of which they are views; None if there are none.
+    """Return the rows ``[T, (heads + 2 * kv_heads) * head_dim]`` if all three are views of them, else None.
 
-    Such are the outputs of linear layers that were computed as one.
+    The outputs of linear layers that were computed as one are such views.
     """
     size = queries.shape[-1]
     columns = sum(each.shape[1] for each in (queries, keys, values)) * queries.shape[-1]

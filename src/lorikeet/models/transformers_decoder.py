@@ -1,6 +1,7 @@
-"""A decoder whose modules are those of the transformers library, over paged KV and with LoRA by our kernels.
+"""Runs the modules of the transformers library as a decoder, over paged KV and with LoRA by our kernels.
 
-It is probed once it is loaded, and checked against transformers' own attention (see ``docs/decisions/bases.md``).
+The decoder is probed once it is loaded, and checked against transformers' own attention (see
+``docs/decisions/bases.md``).
 """
 
 import inspect
@@ -94,7 +95,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
         ModelConfigError: it cannot be read, or transformers has no such architecture.
     """
     settings = read_json_section(folder / "config.json")
-    read_quantization(settings)  # raises what is not supported before weights are looked at
+    read_quantization(settings)  # refuses unsupported methods before weights are read
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
     if stateful := sorted(_STATEFUL.intersection(getattr(text, "layer_types", None) or ())):
@@ -168,11 +169,11 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Load a model of transformers with its own eager attention; arguments as of ``loading.load_weights``.
+    """Load a model of transformers with its own eager attention; see ``loading.load_weights`` for the arguments.
 
     Raises:
         ModelConfigError: transformers cannot build it.
-        WeightError: the weights are missing, broken or not those of the model.
+        WeightError: the weights are missing, broken or of another model.
     """
     found = _class_of(folder)
     config = _read_config(folder)
@@ -223,13 +224,13 @@ def _decoded_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | No
 
 
 class _Found(NamedTuple):
-    """What the probe of a model has shown.
+    """The findings of a probe.
 
     Attributes:
         calls: the attention calls of a pass.
-        rows: by linear module, the numbers of rows that it saw.
-        inputs: by linear module, what it read last.
-        norms: the norms that see every row, and the dimension of their input that has the rows.
+        rows: the numbers of rows that each linear module saw.
+        inputs: the last input of each linear module.
+        norms: the norms that see every row, with the dimension of rows in their input.
         hidden_size: elements of a hidden state.
     """
 
@@ -259,7 +260,7 @@ class _Hidden(nn.Module):
 
 
 class _Output:
-    """The output of a decoder, of which only the hidden states are there."""
+    """The output of a decoder, with hidden states only."""
 
     def __init__(self, hidden: Tensor | None) -> None:
         self.last_hidden_state = hidden
@@ -273,20 +274,20 @@ class _Output:
 
 
 class TransformersDecoder:
-    """The modules of a model of transformers, as the worker runs a decoder.
+    """A model of transformers with the interface of ``Decoder``.
 
     Args:
-        model: as loaded by :func:`load_model`; it is changed.
+        model: a model from :func:`load_model`; it is changed.
         kernels: the backend.
         longest_tokens: tokens of the longest sequence.
-        bits: of the linear weights, which are quantised now; 0 leaves them as they are.
+        bits: bits to which linear weights are quantised now; 0 leaves them unchanged.
 
     Attributes:
         geometry: sizes and names of its modules.
         vocab_size: number of logits.
 
     Raises:
-        UnsupportedAttention: it needs what is not supported; the message says what.
+        UnsupportedAttention: the model needs attention that is not supported; the message names the reason.
     """
 
     fits_graphs = False
@@ -332,7 +333,7 @@ class TransformersDecoder:
             self._check(ids, expected)
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
-        """Return what :meth:`hidden` takes as ``kv``: the arena itself, ``[blocks, elements]``."""
+        """Return the arena itself, ``[blocks, elements]``, for :meth:`hidden`."""
         return arena
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -361,7 +362,7 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute what of an adapter depends on the base, into its blocks; once for each time it is loaded."""
+        """Compute the extras of an adapter that depend on the base, into its blocks, each time it is loaded."""
         for linear in self._linears:
             linear.prepare(adapter)
         output = self._output
@@ -404,11 +405,11 @@ class TransformersDecoder:
         return found
 
     def _probe(self, ids: Tensor, *, as_parts: bool) -> _Found:
-        """Run a few tokens and write down what happens.
+        """Run a few tokens, and record the calls.
 
         Args:
             ids: the tokens.
-            as_parts: whether linear layers return views of wider rows, as layers that are computed as one do.
+            as_parts: whether linear layers return views of wider rows, like layers that are computed as one.
         """
         rows: dict[nn.Module, set[int]] = {}
         inputs: dict[nn.Module, Tensor] = {}
@@ -450,7 +451,7 @@ class TransformersDecoder:
                 hidden = self._run(ids, torch.arange(len(ids), device=ids.device)).shape[-1]
             except UnsupportedAttention:
                 raise
-            except Exception as error:  # of modules that expect what we do not give them, such as masks
+            except Exception as error:  # from modules that expect inputs that we do not pass, such as masks
                 edits = f"'{Mask.__name__}' object" in str(error)
                 why = "its attention is sparse: it edits its masks" if edits else f"its modules fail: {error}"
                 raise UnsupportedAttention(why) from error
@@ -602,7 +603,7 @@ class TransformersDecoder:
         )
 
     def _cut_output_layer(self) -> None:
-        """Cut the model in two: the decoder, and what computes logits from its hidden states. The rest is freed."""
+        """Divide the model into the decoder and the part that computes logits from hidden states; free the rest."""
         output = self._model.get_output_embeddings()
         embedding = self._model.get_input_embeddings()
         self._output: OutputLayer | None = None
@@ -619,7 +620,7 @@ class TransformersDecoder:
         setattr(self._model, top, self._below)
 
     def _check(self, ids: Tensor, expected: Tensor) -> None:
-        """Compare with eager attention: the same tokens in two chunks, beside another sequence.
+        """Compare the logits with those of eager attention: the same tokens in two chunks, with another sequence.
 
         Raises:
             UnsupportedAttention: the logits differ.

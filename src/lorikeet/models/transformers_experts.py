@@ -1,7 +1,7 @@
 """Experts of transformers' models: their ``forward`` is replaced by products grouped by expert and adapter.
 
 transformers keeps the weights of all experts of a layer in parameters of three dimensions, and marks the classes whose
-experts are alike by attributes that say how these are laid out.
+experts are alike by attributes that describe the layout.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,9 +31,9 @@ class Experts(NamedTuple):
     """The experts of one layer.
 
     Attributes:
-        name: the full name of the module.
-        module: computes them.
-        path, layer: of its name below the decoder's, as of ``split_layer``.
+        name: full name of the module.
+        module: the module that computes them.
+        path, layer: parts of its name below the decoder's, see ``split_layer``.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Experts(NamedTuple):
         return weight.T.contiguous() if self.module.is_transposed else weight
 
     def bias(self, parameter: str, expert: int) -> Tensor | None:
-        """Return its bias, None if it has none."""
+        """Return the bias of an expert, None if it has none."""
         return getattr(self.module, f"{parameter}_bias").detach()[expert] if self.module.has_bias else None
 
     def parts(self, parameter: str) -> tuple[str, ...]:
-        """Return the linear layers of which one is made, in the order of their outputs."""
+        """Return the linear layers that make up a parameter, in the order of their outputs."""
         is_split = parameter == "gate_up_proj" and self.module.is_concatenated
         return ("gate_proj", "up_proj") if is_split else (parameter,)
 
 
 def quantize_experts(experts: Experts, bits: int) -> dict[tuple[str, int], QuantizedWeight]:
-    """Return the weights of experts, quantised; their parameters become what these dequantise to."""
+    """Quantise the weights of experts, and overwrite their parameters with the dequantised weights."""
     found = {}
     for parameter in experts.parameters:
         old = getattr(experts.module, parameter)
@@ -83,7 +83,7 @@ def experts_of(prefix: str, decoder: nn.Module) -> list[Experts]:
     """Return the experts of a decoder that are laid out in the usual way.
 
     Args:
-        prefix: of the decoder's names in the model.
+        prefix: prefix of the decoder's names in the model.
         decoder: the decoder.
     """
     return [
@@ -102,12 +102,12 @@ def are_experts(module: Any) -> bool:
 
 
 def add_experts(lora: LoraModules, experts: Iterable[Experts], model: Any) -> None:
-    """Add the modules of experts to those of a decoder, on which adapters may act.
+    """Add the modules of experts to the modules of a decoder that adapters may change.
 
     Args:
-        lora: changed in place.
-        experts: those that see each row of a step once.
-        model: the whole model; how transformers converts older checkpoints tells their names of single experts.
+        lora: modules of the decoder, changed in place.
+        experts: experts that see each row of a step once.
+        model: the whole model; its conversions of older checkpoints contain their names of single experts.
     """
     assert lora.names is not None
     conversions = get_model_conversion_mapping(model)
@@ -126,7 +126,7 @@ def add_experts(lora: LoraModules, experts: Iterable[Experts], model: Any) -> No
 
 
 def _old_paths(path: str, modules: Sequence[str], conversions: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-    """Return the paths of the parts of a parameter in checkpoints that store each expert by itself."""
+    """Return the paths of the parts of a parameter in checkpoints that store each expert separately."""
     found: list[tuple[str, ...]] = [(module.partition("#")[0],) for module in modules]
     renamed = []
     for each in conversions:
@@ -153,13 +153,13 @@ class AdaptedExperts:
     """The ``forward`` of the experts of a layer, with the adapters of the step.
 
     The pairs of a row and an expert are sorted by expert, and within it by row. So the rows of one adapter are
-    neighbours, and each expert computes its rows as other linear layers do.
+    neighbours, and each expert computes its rows like other linear layers.
 
     Args:
         experts: their parameters hold no data of their own afterwards.
         kernels: the backend.
         step: has the adapters.
-        lora: modules of the decoder, with those of these experts if adapters may change them.
+        lora: modules of the decoder, including these experts if adapters may change them.
         quantized: the weights as they are to be used, by parameter and expert; empty if they are not quantised.
 
     Attributes:
@@ -229,7 +229,7 @@ class AdaptedExperts:
         """Return the adapters of the rows of each expert.
 
         Args:
-            rows: of the step, of each pair, sorted by expert.
+            rows: row of the step of each pair, sorted by expert.
             bounds: the first pair of each expert, and the end.
         """
         lora = self._step.lora
@@ -253,13 +253,13 @@ class AdaptedExperts:
 def _each(
     linears: Sequence[AdaptedLinear], x: Tensor, bounds: Sequence[int], adapters: Mapping[int, LoraBatch]
 ) -> Tensor:
-    """Return the products of the rows of each expert, one below the other.
+    """Return the products of the rows of each expert, stacked.
 
     Args:
-        linears: of each expert.
+        linears: linear layer of each expert.
         x: rows, sorted by expert.
         bounds: the first row of each expert, and the end.
-        adapters: of the rows of some experts.
+        adapters: adapters of the rows of each expert that has any.
     """
     products = [
         linears[expert].compute(x[start:stop], adapters.get(expert))

@@ -31,22 +31,22 @@ from lorikeet.models.adapted_ops import adapted_linear
 from lorikeet.models.layer_ops import Product
 
 _EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
-"""A path of one of several experts, which see some of the rows only."""
+"""A path of one of several experts, which see only some of the rows."""
 
 FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Names of fused linear layers, and of those of which they consist, in the order of their outputs."""
+"""Names of fused linear layers, with the names of their parts in the order of outputs."""
 
 
 class StepLora:
     """The adapters of the step that runs. Shared by all linear layers of a model.
 
     Attributes:
-        lora: None: none.
-        rows: of the step.
-        head_lora: while logits are computed: the adapters of their rows, if any has more than A and B.
+        lora: adapters of all rows; None if there are none.
+        rows: number of rows.
+        head_lora: adapters of the rows whose logits are computed, if any has more than A and B.
     """
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Linear(NamedTuple):
     """A linear layer of a model.
 
     Attributes:
-        name: its full name.
+        name: full name of the layer.
         module: a ``Linear`` or ``Conv1D``.
-        path, layer: of its name below the decoder's, as of ``split_layer``.
+        path, layer: parts of its name below the decoder's, see ``split_layer``.
     """
 
     name: str
@@ -110,9 +110,9 @@ class LoraModules:
 
     Attributes:
         layers: number of layers that have any.
-        shapes, names: as of ``ModelGeometry``.
+        shapes, names: see ``ModelGeometry``.
         layers_of: the layers that have a module.
-        parts: of each linear layer by its full name, the modules that it consists of.
+        parts: the modules of each linear layer, by its full name.
     """
 
     layers: int = 0
@@ -123,12 +123,12 @@ class LoraModules:
 
     @property
     def module_layers(self) -> dict[str, tuple[int, ...]]:
-        """As of ``ModelGeometry``."""
+        """The layers of each module, see ``ModelGeometry``."""
         everywhere = list(range(self.layers))
         return {module: tuple(each) for module, each in self.layers_of.items() if each != everywhere}
 
     def add_module(self, path: str, layer: int, shape: ModuleShape) -> str:
-        """Add what is under a path on a layer; return its module.
+        """Add the module at a path on a layer, and return its name.
 
         Layers whose shapes differ from the first one's have modules of their own.
         """
@@ -142,10 +142,10 @@ class LoraModules:
         """Add a linear layer.
 
         Args:
-            name: its full name.
-            parts: the paths of the linear layers of which it consists, with their outputs.
-            layer: of the model.
-            inputs: its input features.
+            name: full name of the layer.
+            parts: paths and outputs of the linear layers in it.
+            layer: index of the decoder layer.
+            inputs: number of input features.
 
         Returns:
             The modules.
@@ -181,13 +181,13 @@ def find_modules(
     parts_of_qkv: Mapping[int, tuple[int, ...]],
     idle: Sequence[str] = (),
 ) -> LoraModules:
-    """Return the modules on which adapters may act.
+    """Return the modules that adapters may change.
 
     Args:
         linears: linear layers of the decoder that see each row of a step once.
-        prefix: of the decoder's names.
+        prefix: prefix of the decoder's names.
         layers: least number of layers.
-        parts_of_qkv: by layer, the features of its queries, keys and values.
+        parts_of_qkv: features of queries, keys and values, by layer.
         idle: full names of linear layers that text requests do not run.
     """
     found = LoraModules()
@@ -209,7 +209,7 @@ def find_modules(
 
 
 def _split(path: str, outputs: int, qkv: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return the linear layers of which one consists, with the outputs of each: itself, if it is not fused."""
+    """Return the linear layers in a fused layer, with the outputs of each; a plain layer is its own part."""
     head, dot, name = path.rpartition(".")
     if name == "qkv_proj" and len(qkv) == 3 and sum(qkv) == outputs:
         return [(head + dot + part, features) for part, features in zip(FUSED[name], qkv, strict=True)]
@@ -246,7 +246,7 @@ class AdaptedLinear:
         self._norms: Tensor | None = None
 
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute what of an adapter with extras depends on the weight."""
+        """Compute the extras of an adapter that depend on the weight."""
         base = self._base
         if base.targets is not None:
             prepare_product(adapter, base.layer, base.targets, base.bias, self._times_weight, self._row_norms)
@@ -276,11 +276,11 @@ class AdaptedLinear:
 class FusedLinear:
     """Linear layers that read the same input, such as q, k and v, as one product.
 
-    The first that is called computes the outputs of all, of which the others then return theirs.
+    The first call computes the outputs of all layers, and later calls return their parts.
 
     Args:
-        linear: of all outputs.
-        outputs: of each layer.
+        linear: the linear layer of all outputs.
+        outputs: number of outputs of each layer.
     """
 
     def __init__(self, linear: AdaptedLinear, outputs: Sequence[int]) -> None:
@@ -334,7 +334,7 @@ def gate_of(
     """Return the kernel that gates an MLP, and its last layer; None if no kernel does, judged by random rows.
 
     Args:
-        mlp: as transformers made it.
+        mlp: the module of transformers, unchanged.
         group: its linear layers that read the same input.
         kernels: the backend.
     """
@@ -364,7 +364,7 @@ class AdaptedVectors:
     Args:
         module: the norm.
         step: has the adapters.
-        path, layer: of its name below the decoder's.
+        path, layer: parts of its name below the decoder's.
         rows_at: the dimension of its input that has the rows of a step.
     """
 
@@ -396,7 +396,7 @@ class AdaptedVectors:
 
 
 class AdaptedEmbedding:
-    """The ``forward`` of the embedding, with those of adapters of the step."""
+    """The ``forward`` of the embedding, with the embeddings of the step's adapters."""
 
     def __init__(self, module: nn.Embedding, step: StepLora) -> None:
         self._module = module
@@ -436,12 +436,12 @@ def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None
 def replaceable_weights(
     model: nn.Module, prefix: str, norms: Iterable[nn.Module], hidden_size: int
 ) -> ReplaceableWeights:
-    """Return what adapters may replace beside linear modules.
+    """Return the weights besides linear modules that adapters may replace.
 
     Args:
-        model: with ``get_input_embeddings`` and ``get_output_embeddings``.
-        prefix: of the decoder's names.
-        norms: those that see all rows of a step.
+        model: a model with ``get_input_embeddings`` and ``get_output_embeddings``.
+        prefix: prefix of the decoder's names.
+        norms: norms that see all rows of a step.
         hidden_size: elements of a hidden state.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -479,13 +479,13 @@ class OutputLayer:
     """The ``forward`` of the output layer, in the dtype of ``Kernels.logits``.
 
     Args:
-        weight: packed.
+        weight: packed weight.
         kernels: the backend.
-        step: has the adapters.
+        step: holds the adapters of the step.
         is_tied: whether its weight is the embedding's.
 
     Attributes:
-        weight: as given.
+        weight: packed weight.
     """
 
     def __init__(self, weight: Weight, kernels: Kernels, step: StepLora, *, is_tied: bool) -> None:
@@ -519,7 +519,7 @@ class RmsNorm:
 
 
 def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
-    """Return what computes the same as a module that is an RMS norm; None if it is none, judged by random rows."""
+    """Return an RMS norm that equals a module on random rows; None if the module is not an RMS norm."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
@@ -536,21 +536,21 @@ def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
 
 
 _EXACT = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-"""Largest relative difference of what counts as the same: about a unit in the last place."""
+"""Largest relative difference of results that count as equal, about a unit in the last place."""
 
 
 def take_weight(
     linears: Sequence[Linear], kernels: Kernels, quantized: Sequence[QuantizedWeight], *, keep: bool
 ) -> Weight:
-    """Pack the weights of linear layers, one below the other.
+    """Pack the stacked weights of linear layers.
 
-    Unless ``keep``, their parameters then hold no data of their own. Whatever would read those gets NaN, which shows.
+    Unless ``keep``, their parameters then hold no data. Code that still reads them gets NaN, so the mistake shows.
 
     Args:
         linears: the layers.
         kernels: the backend.
-        quantized: the weights as they are to be used; empty if they are not quantised.
-        keep: whether the parameters stay as they are.
+        quantized: the quantised weights; empty if the weights are plain.
+        keep: whether the parameters stay unchanged.
     """
     weights = [linear.weight.detach() for linear in linears]
     if quantized:
@@ -567,7 +567,7 @@ def take_weight(
 
 
 def quantize_linears(linears: Iterable[Linear], bits: int) -> dict[nn.Module, QuantizedWeight]:
-    """Return the weights of linear layers, quantised; their parameters become what these dequantise to."""
+    """Quantise the weights of linear layers, and overwrite their parameters with the dequantised weights."""
     found = {}
     for linear in linears:
         found[linear.module] = made = quantize(linear.weight.detach(), bits)

@@ -1,4 +1,4 @@
-"""Attention of models whose attention transformers itself does not let be replaced, called as that of the others is."""
+"""Replaces the attention of models for which transformers has no hook."""
 
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +41,7 @@ def _falcon(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return what ``FalconAttention.forward`` does, with keys and values of their own number of heads."""
+    """Compute ``FalconAttention.forward`` without repeating the heads of keys and values."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     if alibi is not None or position_embeddings is None:

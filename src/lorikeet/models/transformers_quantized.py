@@ -15,9 +15,9 @@ from lorikeet.models.quantized_formats import StoredWeight, stored_weights
 
 
 def dequantised_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Return the weights of a checkpoint in ``dtype``, by the names that they have in checkpoints in 16 bits.
+    """Return the weights of a checkpoint in ``dtype``, by their names in checkpoints of 16 bits.
 
-    None if ``config.json`` says that it is not quantised.
+    The result is None if the checkpoint is not quantised.
 
     Raises:
         ModelConfigError: the method is not supported.
@@ -66,7 +66,7 @@ def _read(where: Mapping[str, Path], name: str) -> Tensor:
 
 
 def _shape_of(stored: Mapping[str, Tensor], bits: int) -> tuple[int, int]:
-    """Return outputs and inputs of a weight, as far as its tensors tell."""
+    """Return the numbers of outputs and inputs of a weight, from the shapes of its tensors."""
     if ".qweight" in stored:
         inputs = stored[".g_idx"].numel() if ".g_idx" in stored else stored[".qweight"].shape[0] * 32 // bits
         return stored[".scales"].shape[1], inputs

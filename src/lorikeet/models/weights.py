@@ -22,7 +22,7 @@ class DecoderWeights:
         final_norm: ``[hidden]``; ``[0]`` on all stages but the last.
         lm_head: ``[vocab, hidden]``, whole on every rank of the last stage; the same tensor as ``embedding`` if they
             are tied and not quantised. ``[0, hidden]`` on other stages.
-        stored: in what form linear weights are, in words.
+        stored: form of the linear weights, in words.
     """
 
     embedding: Tensor
@@ -38,7 +38,7 @@ class DecoderWeights:
 
     @property
     def are_quantized(self) -> bool:
-        """Whether any linear weight is, before they are packed."""
+        """Whether any linear weight is quantised; valid before they are packed."""
         linear = [getattr(layer, product) for layer in self.layers for product in PRODUCTS]
         return any(isinstance(weight, QuantizedWeight) for weight in (*linear, self.lm_head))
 
@@ -58,8 +58,8 @@ def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
 def pack_weights(weights: DecoderWeights, kernels: Kernels, *, keep_plain: bool = False) -> DecoderWeights:
     """Return ``weights`` in the layout of the kernels.
 
-    Unless ``keep_plain``, each tensor is freed as soon as it is packed, so that never all weights exist twice. A
-    backend that needs no packing returns the same tensors.
+    Unless ``keep_plain``, each tensor is freed as soon as it is packed, so that the weights never exist twice as a
+    whole. A backend that needs no packing returns the same tensors.
     """
     dtype = weights.embedding.dtype
     layers = tuple(
