@@ -16,6 +16,8 @@ from lorikeet.config import AdapterDirMode, AdapterSettings
 from lorikeet.core.request import Request
 from lorikeet.http.errors import ApiError, model_not_found
 from lorikeet.serving.adapter_loader import AdapterLoader
+from lorikeet.tenants.keys import KeySettings
+from lorikeet.tenants.tenants import Tenants
 from tests.api.test_chat import CHAT, body
 from tests.chat.test_adapter_chat import OWN_TEMPLATE
 from tests.support.api_server import END, TOKENIZER, Running, Start
@@ -314,3 +316,68 @@ async def test_pins_reach_the_engine_follow_the_name_and_are_bounded(start: Star
         assert (await server.http.get("/v1/adapters/third")).status_code == 404
         await server.http.delete("/v1/adapters/held")
         assert engine.pinned == ()
+
+
+async def test_folders_that_are_left_out_are_listed_with_their_reason(start: Start, sources: Path) -> None:
+    write_adapter(sources / "my adapter", seed=5)
+    write_adapter(sources / "formal@0123abcd", seed=6)
+    (sources / "old format").mkdir()
+    (sources / "old format" / "adapter_model.bin").write_bytes(b"")
+    (sources / "notes").mkdir()
+    (sources / "README.md").write_text("adapters")
+    async with start(adapters=SERVED) as server:
+        listed = (await server.http.get("/v1/adapters")).json()
+        assert [card["name"] for card in listed["data"]] == ["formal", "json", "pirate"]
+        reasons = {each["name"]: each["reason"] for each in listed["left_out"]}
+        assert reasons.keys() == {"my adapter", "formal@0123abcd", "old format"}
+        assert "letters, digits" in reasons["my adapter"]
+        assert "a version of 'formal'" in reasons["formal@0123abcd"]
+        assert "adapter_config.json" in reasons["old format"]
+        names = {card["id"] for card in (await server.http.get("/v1/models")).json()["data"]}
+        assert names == {"base", "formal", "json", "pirate"}
+        refused = await server.http.post(CHAT, json=body(model="my adapter"))
+        assert refused.status_code == 400
+        assert "letters, digits" in refused.json()["error"]["message"]
+        second = (await server.http.get("/v1/adapters", params={"cursor": "formal"})).json()
+        assert "left_out" not in second
+
+
+@pytest.mark.parametrize("broken", ["no weights", "no json"])
+async def test_error_of_a_listed_folder_is_the_readers_reason(start: Start, sources: Path, broken: str) -> None:
+    if broken == "no weights":
+        (sources / "pirate" / WEIGHTS).unlink()
+    else:
+        (sources / "pirate" / "adapter_config.json").write_text("{")
+    async with start(adapters=SERVED) as server:
+        assert "pirate" in {card["id"] for card in (await server.http.get("/v1/models")).json()["data"]}
+        refused = await server.http.post(CHAT, json=body(model="pirate"))
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert (WEIGHTS if broken == "no weights" else "adapter_config.json") in message
+        cards = {card["name"]: card for card in (await server.http.get("/v1/adapters")).json()["data"]}
+        assert cards["pirate"]["error"] == message
+        assert "error" not in cards["formal"]
+
+
+async def test_delete_of_a_folders_adapter_names_the_folder_that_serves_it(start: Start) -> None:
+    async with start(adapters=SERVED) as server:
+        refused = await server.http.delete("/v1/adapters/pirate")
+        assert refused.status_code == 409
+        assert "--adapter-dir" in refused.json()["error"]["message"]
+        assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 200
+        removed = await server.http.delete("/v1/adapters/pirate")
+        assert removed.status_code == 200
+        assert "loads it again" in removed.json()["warnings"][0]
+        assert (await server.http.delete("/v1/adapters/nobody")).status_code == 404
+
+
+async def test_tenant_sees_no_folder_that_is_left_out(start: Start, sources: Path, tmp_path: Path) -> None:
+    write_adapter(sources / "my adapter", seed=5)
+    tenants = Tenants(f"sqlite:///{tmp_path / 'keys.sqlite'}", "base")
+    _, secret = tenants.create("one", KeySettings(), "test")
+    async with start(adapters=SERVED, tenants=tenants, admin_keys=("admin",)) as server:
+        listed = await server.http.get("/v1/adapters", headers={"Authorization": f"Bearer {secret}"})
+        assert listed.status_code == 200, listed.text
+        assert "left_out" not in listed.json()
+        assert "left_out" in (await server.http.get("/v1/adapters", headers={"Authorization": "Bearer admin"})).json()
+    tenants.close()

@@ -279,8 +279,8 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
         Bytes freed on device and host, its KV included; None if requests still ran after ``DRAIN_S``.
 
     Raises:
-        ApiError: 404 for an unknown name, 403 for another's, 409 if another call changes it, 500 if the registry
-            cannot be written.
+        ApiError: 404 for an unknown name, 403 for another's, 409 if another call changes it or if only a folder
+            serves it, 500 if the registry cannot be written.
     """
     _check_enabled(service)
     _check_owner(service, access, name)
@@ -288,6 +288,12 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
         async with service.removals:
             record = await in_daemon_thread(lambda: service.catalog.remove(name, access.actor))
     except UnknownAdapter:
+        if name in await service.unloaded_names(access):
+            raise ApiError(
+                409,
+                f"The adapter {name!r} is not registered: the folder of --adapter-dir serves it. Move its folder away "
+                "to serve it no longer.",
+            ) from None
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
@@ -409,7 +415,8 @@ async def list_adapters(
 ) -> dict[str, Any]:
     """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page.
 
-    Those in the folder that is served are among them, also before a request has named them.
+    Those in the folder that is served are among them, also before a request has named them. The first page tells the
+    operator which folders are left out, and why.
     """
     records: dict[str, AdapterRecord] = {record.name: record for record in _visible(service, sender.access)}
     names = await service.adapter_names(sender.access)
@@ -417,13 +424,17 @@ async def list_adapters(
     page = names[start : start + limit]
     more = start + limit < len(names)
     cards = [_card(service, records[name]) if name in records else _unloaded_card(service, name) for name in page]
-    return {
+    answer = {
         "object": "list",
         "data": cards,
         "has_more": more,
         "next_cursor": page[-1] if more else None,
         "total": len(names),
     }
+    if not cursor and sender.access.key is None:
+        left_out = await in_daemon_thread(service.loader.left_out)
+        answer["left_out"] = [each._asdict() for each in left_out]
+    return answer
 
 
 @router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
@@ -565,7 +576,10 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
 async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Remove an adapter once its running requests have ended."""
     freed_bytes = await unload_adapter(service, name, sender.access)
-    return {"name": name, "object": "adapter", "deleted": True, "freed_bytes": freed_bytes}
+    answer = {"name": name, "object": "adapter", "deleted": True, "freed_bytes": freed_bytes}
+    if name in await service.unloaded_names(sender.access):
+        answer |= _warnings(("the folder of --adapter-dir serves it: a request that names it loads it again",))
+    return answer
 
 
 def _visible(service: Service, access: Access) -> list[AdapterRecord]:
@@ -583,7 +597,8 @@ def _unloaded_card(service: Service, name: str) -> dict[str, Any]:
     """Return the card of an adapter that is loaded when a request first names it; its files were not read."""
     unknown = dict.fromkeys(("digest", "created", "rank", "weight_bytes", "level"))
     known = {"source": name, "base": service.models.base, "loaded": False, "device_bytes": 0, "pinned": False}
-    return {"name": name, "object": "adapter", **known, **unknown}
+    reason = service.loader.why_refused(name)
+    return {"name": name, "object": "adapter", **known, **unknown, **({"error": reason} if reason else {})}
 
 
 def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:

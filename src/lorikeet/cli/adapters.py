@@ -29,22 +29,30 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, json_file: Jso
     check_json_file(json_file)
     api = ServerClient(url, api_key)
     cards: list[dict[str, Any]] = []
+    left_out: list[dict[str, str]] = []
     cursor: str | None = ""
     while cursor is not None:
         page = api.get("/v1/adapters", limit=_PAGE, cursor=cursor)
         cards += page["data"]
+        left_out += page.get("left_out", [])
         cursor = page["next_cursor"]
     if not write_json(json_file, cards):
         return
     table = Table("name", "rank", "size", "on device", "version", "source")
     for card in cards:
         if not card["loaded"]:
-            table.add_row(card["name"], "-", "-", "-", "not loaded yet", card["source"])
+            version = "cannot be loaded" if card.get("error") else "not loaded yet"
+            table.add_row(card["name"], "-", "-", "-", version, card["source"])
             continue
         loaded = format_size(card["device_bytes"]) if card["device_bytes"] else "-"
         size = format_size(card["weight_bytes"])
         table.add_row(card["name"], str(card["rank"]), size, loaded, card["digest"][:12], card["source"])
     output().print(table)
+    for card in cards:
+        if card.get("error"):
+            print(f"{card['name']} cannot be loaded: {card['error']}")
+    for each in left_out:
+        print(f"left out: {each['name']}: {each['reason']}")
 
 
 @app.command("add")
@@ -70,6 +78,8 @@ def remove_adapter(
     answer = ServerClient(url, api_key).delete(f"/v1/adapters/{quote(name)}")
     freed = answer["freed_bytes"]
     print(f"removed {name}: " + (f"{format_size(freed)} freed" if freed is not None else "freed when its requests end"))
+    for warning in answer.get("warnings", ()):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 @app.command("inspect")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
@@ -12,13 +13,31 @@ from lorikeet.adapters.description import CONFIG_FILE
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
 from lorikeet.config import AdapterDirMode, AdapterSettings
-from lorikeet.http.errors import ApiError, model_not_found
+from lorikeet.http.errors import ApiError, bad_request, model_not_found
+from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread
 
 _REMEMBERED_S = 30.0
 """Seconds for which a name that cannot be loaded is not looked for again. New folders are found after a second."""
 _REMEMBERED_FOLDER_S = 1.0
 _MAX_REMEMBERED = 10_000
+
+
+_VERSIONED = re.compile(r".+@[0-9a-f]{8,64}")
+"""A name that means a version of another adapter."""
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".npz", ".pt", ".pth")
+
+
+class LeftOut(NamedTuple):
+    """A folder that looks like an adapter's and is not served.
+
+    Attributes:
+        name: of the folder.
+        reason: why it is not served.
+    """
+
+    name: str
+    reason: str
 
 
 class _Refusal(NamedTuple):
@@ -97,11 +116,44 @@ class AdapterLoader:
         """Return the names of the adapters in the folder that is served; reads the folder, but none of their files."""
         if self._folder is None:
             return []
-        try:
-            entries = [entry.name for entry in os.scandir(self._folder)]
-        except OSError:
+        return sorted(name for name in self._entries() if not _why_no_name(name) and self._is_adapter(name))
+
+    def left_out(self) -> list[LeftOut]:
+        """Return the folders beside the adapters that are not served; reads no file, as :meth:`names`."""
+        found = [LeftOut(name, self._why_left_out(name)) for name in sorted(self._entries())]
+        return [each for each in found if each.reason]
+
+    def why_refused(self, name: str) -> str:
+        """Return why an adapter could not be loaded when it was last tried; empty if it was not tried or is loaded."""
+        refusal = self._refused.get(name)
+        return "" if refusal is None else refusal.error.message
+
+    def _entries(self) -> list[str]:
+        """Return the names in the folder that is served; hidden ones are not meant to be adapters."""
+        if self._folder is None:
             return []
-        return sorted(name for name in entries if _may_be_name(name) and self._is_adapter(name))
+        try:
+            return [entry.name for entry in os.scandir(self._folder) if not entry.name.startswith(".")]
+        except OSError as error:
+            log.warning("the folder of adapters cannot be read", folder=str(self._folder), reason=str(error))
+            return []
+
+    def _why_missing(self, name: str) -> str:
+        """Return why the folder of a name is not served; empty if there is none."""
+        return self._why_left_out(name) if name in self._entries() else ""
+
+    def _why_left_out(self, name: str) -> str:
+        """Return why a folder is not served; empty if it is, or if it does not look like an adapter's."""
+        assert self._folder is not None
+        if self._is_adapter(name):
+            return _why_no_name(name)
+        try:
+            files = os.listdir(self._folder / name)
+        except NotADirectoryError:
+            return ""
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+        return f"it has weights and no {CONFIG_FILE}" if any(each.endswith(_WEIGHTS) for each in files) else ""
 
     async def close(self) -> None:
         """End what runs."""
@@ -126,19 +178,28 @@ class AdapterLoader:
             self._expiring = asyncio.create_task(self._expire())
 
     async def _find_in(self, sources: Iterable[str], name: str) -> None:
+        reason = ""
         for source in sources:
             try:
                 await self._load(name, source)
             except ApiError as error:
                 if error.status != 404:
                     raise
+                if source == name:  # the folder is there, and a file is missing
+                    reason = error.message
             else:
                 return
-        raise model_not_found(name)
+        if not reason and (left_out := await in_daemon_thread(lambda: self._why_missing(name))):
+            reason = f"The adapter {name!r} is not served: {left_out}."
+        raise bad_request(reason, "model") if reason else model_not_found(name)
 
     def _sources(self, name: str) -> list[str]:
-        """Return where an adapter may be. A revision is part of no name, since anybody's pull request is one."""
-        if not _may_be_name(name):
+        """Return the sources to try for a name.
+
+        Names with ``@revision`` are not resolved: on a public hub anyone can create a revision by opening a pull
+        request.
+        """
+        if _why_no_name(name):
             return []
         here = [name] if self._folder is not None and self._is_adapter(name) else []
         resolvers = () if "@" in name else self._resolvers
@@ -160,9 +221,12 @@ class AdapterLoader:
         self._expiring = None
 
 
-def _may_be_name(name: str) -> bool:
+def _why_no_name(name: str) -> str:
+    """Return why a folder's name cannot be an adapter's; empty if it can."""
     try:
         check_name(name, set())
-    except AdapterError:
-        return False
-    return True
+    except AdapterError as error:
+        return str(error)
+    if _VERSIONED.fullmatch(name):
+        return f"{name!r} means a version of {name.rpartition('@')[0]!r}"
+    return ""
