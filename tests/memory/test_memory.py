@@ -314,7 +314,7 @@ def test_kv_wanted_again_during_eviction_leaves_if_its_parent_has_left() -> None
 
 def test_a_static_split_lends_nothing_across_and_pads_its_slots() -> None:
     preset = PRESETS["vllm-static"]
-    bench = Bench(blocks=40, host_blocks=0, preset=preset)
+    bench = Bench(blocks=48, host_blocks=21, preset=preset)
     bench.engine.register_adapters((adapter("big", 4),))
     for index in range(4):
         ask(bench, f"r{index}", [1, 2, 3], f"small{index}", blocks=1)
@@ -841,3 +841,13 @@ def test_policy_may_keep_functions_of_its_view_in_its_constructor(monkeypatch: p
     assert policy.prefill_s(1) > 0
     assert policy.delay_per_lost_second(0) == 0, "no request is there"
     assert (policy.kv_reuse(nodes) < 1).all()
+
+
+def test_host_tier_drops_copies_of_what_the_device_keeps_before_kv_that_is_nowhere_else() -> None:
+    preset = Preset(host_kv=HostKv.AHEAD, swap_interval_s=1e-6, prefetch_below=0.0)
+    bench = Bench(blocks=48, host_blocks=21, preset=preset)
+    texts = {name: words(1000 * place, 10) for place, name in enumerate("abcdef")}
+    for name in "abcbdebfb":
+        ask(bench, f"{name} at {bench.clock.now()}", texts[name])
+    ask(bench, "a again", texts["a"])
+    assert cached_tokens(bench)["a again"] >= 9 * BLOCK_TOKENS, "the copy of b, which is in use, made room for c"

@@ -427,7 +427,8 @@ class Evictor:
         """Evict KV from the device.
 
         If the preset copies evicted KV to the host, it does so as far as blocks can be freed there, earlier KV first.
-        Otherwise KV that has no copy is lost, and its blocks are free immediately.
+        Where KV is copied ahead of its eviction, KV without a copy is copied now if the wait for its blocks costs less
+        than the KV is expected to save. Other KV without a copy is lost, and its blocks are free immediately.
 
         Args:
             nodes: evictable KV, later KV first.
@@ -438,11 +439,15 @@ class Evictor:
         self._eviction.removed(nodes, now)
         self._counters.removed(nodes)
         if self._options.host_kv is HostKv.AHEAD:
-            for node in nodes:
-                self._reuse.left(int(tree.top[node]), tree.key_of(node))
-        is_copied = self._options.host_kv is HostKv.EVICTED and tiers.host.total
-        uncopied = [n for n in nodes if not tree.on_host[n]] if is_copied else []
-        free = self.free_host_for_kv(len(uncopied), before=nodes[0]) if uncopied else 0
+            for top in set(tree.top[nodes].tolist()):  # of an aLoRA's KV the base's, too
+                self._reuse.evicted(top, [tree.key_of(node) for node in nodes if tree.top[node] == top], now)
+        uncopied = [n for n in nodes if not tree.on_host[n]] if tiers.host.total else []
+        free = 0
+        if uncopied and self._options.host_kv is HostKv.EVICTED:
+            free = self.free_host_for_kv(len(uncopied), before=nodes[0])
+        elif uncopied and self._options.host_kv is HostKv.AHEAD and self._is_copied_late(uncopied):
+            self._drop_copies(len(uncopied), float(tree.score[nodes[0]]))
+            free = self.free_host_for_kv(len(uncopied), before=nodes[0])
         stored = uncopied[len(uncopied) - free :]
         is_stored = set(stored)
         dropped = [node for node in nodes if node not in is_stored]
@@ -450,6 +455,11 @@ class Evictor:
         tiers.store_kv(stored, tiers.host.lease(len(stored)), now)
         self.remove_empty(dropped)
         self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))  # now evictable, or from the host
+
+    def _is_copied_late(self, nodes: Sequence[int]) -> bool:
+        """Whether KV that was not copied ahead is copied when it is evicted."""
+        share = float(self._reuse.shares(self._tree.top[nodes[:1]].astype(np.int64))[0])
+        return self._eviction.view.waiting_for_a_copy_pays(len(nodes), share)
 
     def evict_adapter(
         self, node: int, now: float, *, most: int | None = None, other_blocks: int = 0, dropped: bool = False
@@ -580,25 +590,49 @@ class Evictor:
             self._eviction.removed(stored, now)  # until the copy ends: then ``inserted`` reports them again
             self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
 
-    def copy_ahead(self, most: int, pays: Callable[[Nodes], npt.NDArray[np.bool_]], now: float) -> None:
+    def copy_ahead(self, most: int, soon: int, pays: Callable[[Nodes], npt.NDArray[np.bool_]], now: float) -> None:
         """Begin to copy the KV to the host that will be evicted first and has no copy; it stays on the device.
+
+        A host block holds more than a copy of what is on the device anyway. So a full host tier drops copies of KV that
+        will be evicted from the device later, and only KV that is evicted soon may displace other KV there.
 
         Args:
             most: largest number of blocks.
+            soon: number of cached blocks that are evicted first.
             pays: returns whether it pays to copy KV of each adapter, given the adapters' nodes.
             now: the time.
         """
         tree, end = self._tree, self._tree.end
         top = tree.top[:end]
         idle = (tree.kind[:end] == NodeKind.KV) & tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
-        nodes = np.flatnonzero(idle & ~tree.on_host[:end] & (tree.pins[:end] == 0) & tree.on_device[top])
-        nodes = nodes[pays(top[nodes].astype(np.int64))]
+        cached = np.flatnonzero(idle & (tree.pins[:end] == 0) & tree.on_device[top])
+        cached = cached[pays(top[cached].astype(np.int64))]
+        nodes = cached[~tree.on_host[cached]]
         if len(nodes) > most:
             nodes = nodes[np.argpartition(tree.score[nodes], most)[:most]]
-        chosen: list[int] = nodes[np.lexsort((-tree.depth[nodes], tree.score[nodes]))].tolist()
-        if chosen:
-            chosen = chosen[: self.free_host_for_kv(len(chosen), before=chosen[0])]
-            self._tiers.store_kv(chosen, self._tiers.host.lease(len(chosen)), now, stays=True)
+        nodes = nodes[np.lexsort((-tree.depth[nodes], tree.score[nodes]))]
+        if len(nodes) > self._tiers.host.free and len(cached) > soon:
+            last = np.partition(tree.score[cached], soon)[soon]
+            nodes = nodes[: max(self._tiers.host.free, int((tree.score[nodes] < last).sum()))]
+        if not len(nodes):
+            return
+        chosen: list[int] = nodes.tolist()
+        self._drop_copies(len(chosen), float(tree.score[chosen[-1]]))
+        chosen = chosen[: self.free_host_for_kv(len(chosen), before=chosen[0])]
+        self._tiers.store_kv(chosen, self._tiers.host.lease(len(chosen)), now, stays=True)
+
+    def _drop_copies(self, blocks: int, above: float) -> None:
+        """Drop host copies of KV that is on the device and scores above a limit, the highest first, for free blocks."""
+        missing = blocks - self._tiers.host.free
+        if missing <= 0:
+            return
+        tree, end = self._tree, self._tree.end
+        twice = tree.on_device[:end] & tree.on_host[:end] & (tree.moving[:end] == NodeTransfer.NO)
+        nodes = np.flatnonzero(twice & (tree.kind[:end] == NodeKind.KV) & (tree.score[:end] > above))
+        if len(nodes) > missing:
+            nodes = nodes[np.argpartition(-tree.score[nodes], missing)[:missing]]
+        self._tiers.drop_kv_from_host(nodes.tolist())
+        self.offer_all(nodes)
 
     def _evict_host_kv(self, blocks: int, before: int | None = None) -> bool:
         """Evict KV of one branch from the host towards ``blocks`` free blocks; return whether there was any."""

@@ -88,6 +88,7 @@ class Memory:
             resident_adapters=lambda: self.tiers.resident_adapters,
             load_s=self.tiers.adapter_loads_s,
             load_kv_s=self.tiers.queued_kv_load_s,
+            store_kv_s=self.tiers.queued_kv_store_s,
             prefill_s=lambda blocks: forecast.prefill_s(blocks * block_size),
             delay_per_lost_second=forecast.delay_per_lost_second,
             kv_reuse=self._reuse.shares,
@@ -265,14 +266,15 @@ class Memory:
         adapter = BASE if ref is None else self.register(ref)
         path = self.tree.match(keys)
         nodes = [adapter, *path]
+        on_device = int(np.count_nonzero(self.tree.on_device[path]))
+        unused_s = now - float(self.tree.last_use_s[path[-1]]) if path else 0.0
+        self._reuse.requested(adapter, keys, on_device, unused_s, now)
         self.tree.visits[nodes] += 1
         self.tree.last_use_s[nodes] = now
         self._eviction.arrived(adapter, path, now)
         self._prefetch.arrived(adapter, now)
         self.evictor.rescore(np.asarray(nodes), now)
         self.counters.arrived(adapter, path, self.block_size, tokens)
-        on_device = int(np.count_nonzero(self.tree.on_device[path]))
-        self._reuse.asked(adapter, on_device, keys[on_device:])
 
     def keys_of(
         self,
@@ -406,7 +408,7 @@ class Memory:
             BlockError: it was released before.
         """
         self._return_lease(lease, now)
-        self._reuse.computed(lease.adapter, len(lease.path) - lease.cached_blocks)
+        self._reuse.computed(lease.adapter, len(lease.path) - lease.cached_blocks, now)
         if not self._options.keep_kv:
             for node in reversed(lease.path):
                 self.evictor.discard(node, now)

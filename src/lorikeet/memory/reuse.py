@@ -1,109 +1,150 @@
-"""How often KV is asked for again."""
+"""Estimates how much of each adapter's KV is used again."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lorikeet.memory.tree import Nodes, Scores
 
-_ASSUMED, _ASSUMED_SHARE = 64.0, 0.3
-"""Blocks that are assumed to have been counted at the start, and the share of them that was asked for again. Of an
-adapter the share is assumed that all adapters have."""
-_REMEMBERED = 4096.0
+_PRIOR_BLOCKS, _PRIOR_SHARE = 64.0, 0.3
+"""Blocks that are assumed to have been counted at the start, and the share of them that was used again. For an adapter
+the share of all adapters is assumed."""
+_REMEMBERED_BLOCKS = 4096.0
 """Blocks after which the counts of an adapter are halved, so that they follow its traffic."""
+_FIRST_WAIT_S, _MAX_WAIT_S, _WAITS = 10.0, 120.0, 2.0
+"""Seconds after which a block that was not used again counts as such: at first, at most, and as a multiple of the mean
+time after which blocks are used again. Before, nothing is known of it: KV of an adapter that has just become popular
+waits for the next turns of its conversations."""
+_WEIGHT = 0.02
+"""Weight of the newest request in that mean time."""
 
 
 class _Share:
-    """The share of some blocks that is asked for again, by adapter."""
+    """The share of some blocks that is used again, by adapter."""
 
     def __init__(self) -> None:
-        self._blocks, self._asked = np.zeros(0), np.zeros(0)  # by node
-        self._all_blocks = self._all_asked = 0.0
+        self._blocks = np.zeros(0)  # by node
+        self._reused = np.zeros(0)
+        self._all_blocks = 0.0
+        self._all_reused = 0.0
 
     def count(self, top: int, blocks: int) -> None:
-        """Count blocks that may be asked for again; ``top`` is the node of their adapter."""
+        """Count blocks that could have been used again; ``top`` is the node of their adapter."""
         self._extend(top + 1)
         self._blocks[top] += blocks
-        if self._blocks[top] > _REMEMBERED:
+        if self._blocks[top] > _REMEMBERED_BLOCKS:
             self._blocks[top] /= 2
-            self._asked[top] /= 2
+            self._reused[top] /= 2
         self._all_blocks += blocks
-        if self._all_blocks > _REMEMBERED:
+        if self._all_blocks > _REMEMBERED_BLOCKS:
             self._all_blocks /= 2
-            self._all_asked /= 2
+            self._all_reused /= 2
 
-    def asked(self, top: int, blocks: int) -> None:
-        """Count blocks that are asked for again."""
+    def reuse(self, top: int, blocks: int) -> None:
+        """Count blocks that are used again."""
         self._extend(top + 1)
-        self._asked[top] += blocks
-        self._all_asked += blocks
+        self._reused[top] += blocks
+        self._all_reused += blocks
 
     def of(self, tops: Nodes) -> Scores:
         """Return the expected share of each adapter's blocks."""
         if len(tops):
             self._extend(int(tops.max()) + 1)
-        of_all = (self._all_asked + _ASSUMED * _ASSUMED_SHARE) / (self._all_blocks + _ASSUMED)
-        shares: Scores = (self._asked[tops] + _ASSUMED * of_all) / (self._blocks[tops] + _ASSUMED)
+        of_all = (self._all_reused + _PRIOR_BLOCKS * _PRIOR_SHARE) / (self._all_blocks + _PRIOR_BLOCKS)
+        shares: Scores = (self._reused[tops] + _PRIOR_BLOCKS * of_all) / (self._blocks[tops] + _PRIOR_BLOCKS)
         return shares
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""
         self._extend(top + 1)
-        self._blocks[top] = self._asked[top] = 0.0
+        self._blocks[top] = self._reused[top] = 0.0
 
     def _extend(self, nodes: int) -> None:
         missing = nodes - len(self._blocks)
         if missing > 0:
             more = np.zeros(missing + len(self._blocks))
-            self._blocks, self._asked = np.concatenate([self._blocks, more]), np.concatenate([self._asked, more])
+            self._blocks = np.concatenate([self._blocks, more])
+            self._reused = np.concatenate([self._reused, more])
+
+
+class _Pending(NamedTuple):
+    """Blocks of an adapter that count once it is known whether they are used again."""
+
+    since_s: float
+    share: _Share
+    top: int
+    blocks: int
 
 
 class KvReuse:
-    """Estimates, for each adapter, the share of its KV that is asked for again.
+    """Estimates, for each adapter, the share of its KV that is used again.
 
-    That is the lower of two shares: of all KV that its requests computed, which is known before anything was evicted,
-    and of the KV that has left the device. For the second it remembers the keys of blocks that have left, whether they
-    were copied to the host or not (ghost entries), so the estimate does not depend on what is copied.
+    The estimate is the lower of two shares: of all KV that its requests computed, which is known before anything was
+    evicted, and of the KV that was evicted from the device. For the second it remembers the keys of evicted blocks,
+    whether they have a copy on the host or not (ghost entries), so the estimate does not depend on what is copied. A
+    block that was prefetched and evicted again without a use counts once.
 
     Args:
-        most_keys: keys to remember; the oldest are forgotten first.
+        most_keys: largest number of remembered keys; the oldest are forgotten first.
     """
 
     def __init__(self, most_keys: int) -> None:
         self._most_keys = most_keys
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
-        self._of_computed, self._of_left = _Share(), _Share()
+        self._of_computed = _Share()
+        self._of_evicted = _Share()
+        self._pending: deque[_Pending] = deque()
+        self._wait_s = _FIRST_WAIT_S
 
-    def computed(self, top: int, blocks: int) -> None:
+    def computed(self, top: int, blocks: int, now: float) -> None:
         """Record the blocks that a request has computed; ``top`` is the node of its adapter."""
-        self._of_computed.count(top, blocks)
+        self._pending.append(_Pending(now, self._of_computed, top, blocks))
 
-    def left(self, top: int, key: bytes) -> None:
-        """Record that a block has left the device."""
-        self._ghosts[key] = top
-        if len(self._ghosts) > self._most_keys:
+    def evicted(self, top: int, keys: Sequence[bytes], now: float) -> None:
+        """Record that blocks of an adapter are evicted from the device."""
+        new = [key for key in keys if key not in self._ghosts]
+        if new:
+            self._ghosts.update(dict.fromkeys(new, top))
+            self._pending.append(_Pending(now, self._of_evicted, top, len(new)))
+        while len(self._ghosts) > self._most_keys:
             self._ghosts.popitem(last=False)
-        self._of_left.count(top, 1)
 
-    def asked(self, top: int, found: int, keys: Sequence[bytes]) -> None:
-        """Record what a request needs: blocks found on the device, and those behind them by their keys.
+    def requested(self, top: int, keys: Sequence[bytes], on_device: int, unused_s: float, now: float) -> None:
+        """Record the blocks that a request needs.
 
-        The first of these that never left ends them.
+        Args:
+            top: the node of its adapter.
+            keys: of its blocks. The first that is neither on the device nor known as evicted ends them.
+            on_device: how many of them are on the device.
+            unused_s: time since the last use of its blocks.
+            now: the time.
         """
-        self._of_computed.asked(top, found)
-        for key in keys:
-            left_of = self._ghosts.pop(key, None)
-            if left_of is None:
-                return
-            self._of_left.asked(left_of, 1)
-            self._of_computed.asked(left_of, 1)
+        self._of_computed.reuse(top, on_device)
+        reused = on_device
+        for place, key in enumerate(keys):
+            evicted_of = self._ghosts.pop(key, None)
+            if evicted_of is not None:
+                self._of_evicted.reuse(evicted_of, 1)
+            if place >= on_device:
+                if evicted_of is None:
+                    break
+                self._of_computed.reuse(evicted_of, 1)
+                reused += 1
+        if reused:
+            wait_s = self._wait_s + _WEIGHT * (_WAITS * unused_s - self._wait_s)
+            self._wait_s = min(_MAX_WAIT_S, wait_s)
+        while self._pending and self._pending[0].since_s <= now - self._wait_s:
+            _, share, adapter, blocks = self._pending.popleft()
+            share.count(adapter, blocks)
 
     def shares(self, tops: Nodes) -> Scores:
-        """Return the expected share of each adapter's KV that will be asked for again."""
-        return np.minimum(self._of_computed.of(tops), self._of_left.of(tops))
+        """Return the expected share of each adapter's KV that will be used again."""
+        return np.minimum(self._of_computed.of(tops), self._of_evicted.of(tops))
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""
         self._of_computed.forget(top)
-        self._of_left.forget(top)
+        self._of_evicted.forget(top)
+        self._pending = deque(each for each in self._pending if each.top != top)

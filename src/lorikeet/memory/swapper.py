@@ -196,7 +196,8 @@ class Swapper:
         tiers, cached = self._tiers, self._tiers.cached_blocks[NodeKind.KV]
         most = min(_COPIES_IN_FLIGHT, cached // _COPIED_PART) - tiers.blocks_being_copied
         if tiers.host.total and most > 0 and self._view.loading_kv_pays(1):
-            self._evictor.copy_ahead(most, lambda tops: self._reuse.shares(tops) >= _LEAST_SHARE, now)
+            soon = cached // _COPIED_PART
+            self._evictor.copy_ahead(most, soon, lambda tops: self._reuse.shares(tops) >= _LEAST_SHARE, now)
 
     def _queue_host_read(self, node: int) -> None:
         """Queue an adapter to be read into the host tier, behind all others."""

@@ -152,6 +152,11 @@ class Tiers:
         )
         return self.copy_s(Tier.HOST, Tier.DEVICE, before + blocks)
 
+    def queued_kv_store_s(self, blocks: int) -> float:
+        """Return the expected seconds to copy so many blocks of KV to the host, after the copies in flight."""
+        before = self.blocks_being_freed + self.blocks_being_copied
+        return self.copy_s(Tier.DEVICE, Tier.HOST, before + blocks)
+
     # --- transfers -----------------------------------------------------------------------------------
 
     def fetch_adapter(

@@ -52,6 +52,7 @@ class MemoryView:
         load_s: returns the predicted seconds to load each of some adapters; 0 where not known.
         iteration_s: duration of the last step in seconds; 0 where not known.
         load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
+        store_kv_s: returns the predicted seconds until so many blocks of KV are copied to the host; 0 where not known.
         prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
             where not known.
         delay_per_lost_second: returns the seconds by which all requests together are delayed if the engine loses one;
@@ -67,6 +68,7 @@ class MemoryView:
     load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))
     iteration_s: float = 0.0
     load_kv_s: Callable[[int], float] = lambda blocks: 0.0
+    store_kv_s: Callable[[int], float] = lambda blocks: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
     delay_per_lost_second: Callable[[int], float] = lambda excluded: 0.0
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
@@ -88,6 +90,22 @@ class MemoryView:
         kept_share = max(blocks, needed) / self.device_blocks
         load_s = self.load_kv_s(blocks) * (1 + max(0, self.queued - is_waiting) * kept_share)
         return load_s <= prefill_s * (1 + self.delay_per_lost_second(int(is_waiting)))
+
+    def waiting_for_a_copy_pays(self, blocks: int, reused_share: float) -> bool:
+        """Whether so many blocks of KV should be copied to the host before they are evicted, although requests wait.
+
+        The wait delays the request that needs the blocks, and those queued behind it. Without a copy the KV is computed
+        again, if it is used again, in a longer step that delays all requests.
+
+        Args:
+            blocks: to copy.
+            reused_share: share of them that is expected to be used again.
+        """
+        prefill_s = self.prefill_s(blocks)
+        if not prefill_s:
+            return True
+        saved_s = reused_share * (prefill_s - self.load_kv_s(blocks))
+        return self.store_kv_s(blocks) * (1 + self.queued) <= saved_s * (1 + self.delay_per_lost_second(0))
 
 
 class EvictionPolicy:
