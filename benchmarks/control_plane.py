@@ -61,23 +61,20 @@ from benchmarks.harness import (
 from benchmarks.steps import AT_ONCE, Stopwatch
 from lorikeet.bench.replicas import build_modelled
 from lorikeet.chat.grammar_process import GrammarKind, GrammarSpec, notation
-from lorikeet.cluster.build import GENERIC
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MovableRequest, ReplicaLoad
 from lorikeet.cluster.migration.review import CoMigration
-from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.demand import AdapterDemand
-from lorikeet.cluster.placement.loraserve import LoRAServe
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
-from lorikeet.cluster.routing import ROUTING
-from lorikeet.cluster.routing.base import AdapterPlaces, PerformanceModel, RoutingOptions
+from lorikeet.cluster.routing.base import AdapterPlaces
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo, RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.setup import GENERIC, ClusterOptions, PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, ReplicaId, RequestId
-from lorikeet.core.plan import KernelForm, SequenceStart, StepPlan, StepResult, Token, TransferDone
+from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Token, TransferDone
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import MODELS
@@ -92,8 +89,9 @@ from lorikeet.models.config import read_model_config
 from lorikeet.papers.chameleon.options import REFRESH_S
 from lorikeet.papers.chameleon.queue import ChameleonQueue
 from lorikeet.papers.chameleon.size_classes import RequestSize
-from lorikeet.policies import ADMISSION
-from lorikeet.presets import PRESETS
+from lorikeet.papers.loraserve.placement import LoRAServe
+from lorikeet.policies import ADMISSION, PLACEMENT, ROUTING
+from lorikeet.presets import PRESETS, Preset
 from lorikeet.scheduling.admission import RunningRequest
 from lorikeet.scheduling.state import StepTimeEstimator
 from lorikeet.simulator.scenario import Scenario
@@ -640,8 +638,7 @@ def _routes(
         fleet.join(ReplicaInfo(replica_id, total_tokens=400_000, kv_token_bytes=5e5))
         for adapter in draw.sample(adapters, RESIDENT):
             fleet.loaded(replica_id, adapter)
-    model = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
-    policy = ROUTING[name](RoutingOptions(prefill=model, decode=model, slo_s=0.05, costs=GENERIC))
+    policy = ROUTING[name](PolicySetup(Preset(), None, ClusterOptions(tpot_s=0.05)))
     table = _table(placement, replicas, adapters, draw)
     live: list[tuple[ReplicaId, RequestId]] = []
     seconds = []
@@ -711,7 +708,7 @@ def placement() -> None:
         ]
         policy.place(demands, replicas, float(period))
 
-    everywhere = PLACEMENT[PRESETS["lorikeet:auto"].placement](PlacementOptions())
+    everywhere = PLACEMENT[PRESETS["lorikeet:auto"].placement](PolicySetup(Preset(), None, ClusterOptions()))
     ticked = Orchestrator(everywhere, replicas[:64], 0.0)
     known = [AdapterDigest(f"a{number:05}") for number in range(TICK_ADAPTERS)]
     ticked.register([AdapterInfo(each, RANKS[number % len(RANKS)], 10**8) for number, each in enumerate(known)], 0.0)
@@ -760,7 +757,7 @@ def _ticks(name: str, adapters: int, replicas: int) -> list[float]:
         points = OperatingPoints({rank: 1000.0 / (1 + rank / 128) for rank in RANKS})
         orchestrator = Orchestrator(LoRAServe(points), ids, 0.0)
     else:
-        orchestrator = Orchestrator(PLACEMENT[name](PlacementOptions()), ids, 0.0)
+        orchestrator = Orchestrator(PLACEMENT[name](PolicySetup(Preset(), None, ClusterOptions())), ids, 0.0)
     known = [AdapterDigest(f"a{number:06}") for number in range(adapters)]
     orchestrator.register([AdapterInfo(each, RANKS[n % len(RANKS)], 10**8) for n, each in enumerate(known)], 0.0)
     draw = np.random.default_rng(0)

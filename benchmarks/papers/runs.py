@@ -16,11 +16,11 @@ from benchmarks.memory_bench import MemorySetting, modelled_rig, preset_figures,
 from benchmarks.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.peak import find_peak
-from lorikeet.cluster.routing.base import PerformanceModel
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
+from lorikeet.papers.toppings.performance import PerformanceModel
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from lorikeet.workloads.predictors import make_predictor
 from lorikeet.workloads.prompts import Prompts
@@ -152,7 +152,7 @@ def work_of(requests: Sequence[WorkloadRequest], names: Sequence[str], seed: int
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count.
 
-    ``step_models`` are TOPPINGS', see ``ClusterOptions``; ``history`` see ``ClusterChoice``.
+    ``step_models`` are TOPPINGS', see ``Toppings.build``; ``history`` see ``ClusterChoice``.
     """
 
     profile: CostProfile
@@ -185,9 +185,8 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
         block_size=setting.block_size,
     )
     refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
-    choice = ClusterChoice(
-        setting.replicas, seed, setting.slo, step_models=setting.step_models, history=setting.history
-    )
+    parameters = {} if setting.step_models is None else {"step_models": setting.step_models}
+    choice = ClusterChoice(setting.replicas, seed, setting.slo, routing_parameters=parameters, history=setting.history)
     made = simulate_cluster(Settings(engine=engine), setting.profile, requests, refs, Prompts(seed), choice)
     assert made.cluster is not None
     counted = [each for each in made.run.exchanges if each.error is not None or each.due_s >= setting.since_s]

@@ -31,7 +31,6 @@ from benchmarks.papers.measure import (
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, run_cluster, run_engine, work_of
 from lorikeet.bench.load_report import RequestRecord
-from lorikeet.cluster.routing.base import PerformanceModel, fit_performance
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.assist_costs import UNIT_MODULES
@@ -41,6 +40,7 @@ from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.prefill_pipeline import ComputePlace
 from lorikeet.costs.profile import Constant, CostProfile, Curve
 from lorikeet.costs.transfer_model import TransferModel
+from lorikeet.papers.toppings.performance import PerformanceModel, fit_performance
 from lorikeet.presets import resolve_preset
 from lorikeet.workloads.arrivals import Rates, at_rate
 from lorikeet.workloads.recipe import Recipe

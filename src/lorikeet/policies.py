@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lorikeet.plugins import Registry
 
 if TYPE_CHECKING:
+    from lorikeet.cluster.placement.base import PlacementPolicy
+    from lorikeet.cluster.routing.base import RoutingPolicy
     from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy
     from lorikeet.scheduling.admission import AdmissionQueue
     from lorikeet.scheduling.batching.mode import BatchingMode
@@ -55,10 +57,40 @@ BATCHING: Registry["BatchingMode"] = Registry(
 )
 """Which requests run together, and whether their adapter is merged into the base weights."""
 
+PLACEMENT: Registry["PlacementPolicy"] = Registry(
+    "lorikeet.placement",
+    "placement policy",
+    {
+        "everywhere": "lorikeet.cluster.placement.everywhere:FullReplication",
+        "rank-groups": "lorikeet.cluster.placement.by_rank:RankGroups",
+    },
+    constructor="build",
+)
+"""Which replicas of a cluster serve which adapter."""
+
+ROUTING: Registry["RoutingPolicy"] = Registry(
+    "lorikeet.routing",
+    "routing policy",
+    {
+        "random": "lorikeet.cluster.routing.plain:RandomChoice",
+        "round-robin": "lorikeet.cluster.routing.plain:RoundRobin",
+        "least-loaded": "lorikeet.cluster.routing.plain:LeastLoaded",
+        "table": "lorikeet.cluster.routing.by_table:ByTable",
+        "adapter-affinity": "lorikeet.cluster.routing.affinity:AdapterAffinity",
+        "kv-affinity": "lorikeet.cluster.routing.affinity:KvAffinity",
+        "seconds": "lorikeet.cluster.routing.seconds:FewestSeconds",
+        "placed-work": "lorikeet.cluster.routing.placed_work:PlacedWork",
+    },
+    constructor="build",
+)
+"""Which of the replicas placed for its adapter gets a request."""
+
 POLICIES: dict[str, Registry[Any]] = {
     "eviction": EVICTION,
     "prefetch": PREFETCH,
     "admission": ADMISSION,
     "batching": BATCHING,
+    "placement": PLACEMENT,
+    "routing": ROUTING,
 }
 """The policies by the option of a preset that names one."""

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.cluster.placement.burst import RESERVED_SHARE, BurstTolerance, PreloadPlan, preload
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.papers.dlora.placement import RESERVED_SHARE, BurstTolerance, PreloadPlan, preload
 
 MB = 10**6
 

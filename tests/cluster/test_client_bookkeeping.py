@@ -17,10 +17,10 @@ from lorikeet.cluster.adapters.folder import PoolFolderUnwritableError
 from lorikeet.cluster.adapters.transport import LocalTransport, copy_error
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
 from lorikeet.cluster.placement.service import LocalPlacementService
-from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.routing.plain import RoundRobin
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import ClusterSettings, ModelSettings, Settings

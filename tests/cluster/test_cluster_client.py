@@ -17,9 +17,9 @@ from lorikeet.client.local_host import LocalHost
 from lorikeet.client.supervisor import EngineError
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import DemandReport, Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable
-from lorikeet.cluster.placement.static import FullReplication, RandomPlacement
 from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.plain import LeastLoaded, RoundRobin
@@ -30,6 +30,7 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.request import Request
 from lorikeet.engine.build import build_replica
+from lorikeet.papers.loraserve.placement import RandomPlacement
 from tests.support.live import (
     TIE,
     engine_processes,

@@ -12,12 +12,13 @@ from lorikeet.cluster.adapters.pool import Fetch
 from lorikeet.cluster.controller.dispatcher import REST_S, Actions, Dispatcher, Provision, Send
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.fleet import ReplicaInfo
-from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RoundRobin
+from lorikeet.cluster.routing.plain import LeastLoaded, RoundRobin
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import StepOutputs
+from lorikeet.papers.toppings.first_fit import FirstFit
 from tests.support.placement import digest
 from tests.support.step_counts import examples
 

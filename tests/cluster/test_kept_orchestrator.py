@@ -9,10 +9,10 @@ from lorikeet.adapters.registry import sqlite_url
 from lorikeet.cluster.controller.persistent_orchestrator import PersistentOrchestrator, StateSaver
 from lorikeet.cluster.controller.registry import ClusterRegistry, EpochConflict, RegistryUnavailable
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
-from lorikeet.cluster.placement.static import RandomPlacement
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.papers.loraserve.placement import RandomPlacement
 
 REPLICAS = [ReplicaId(f"r{number}") for number in range(4)]
 KNOWN = [AdapterInfo(AdapterDigest(f"a{number}"), 8 << number % 4, 1000 + number) for number in range(12)]

@@ -21,16 +21,16 @@ from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.co_migration import CoMigrationController
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MoveTimes, ReviewOutcome
 from lorikeet.cluster.open import open_cluster
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService
-from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.routing.plain import FirstFit
 from lorikeet.config import ClusterSettings, EngineSettings, ReplicaStart
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile, encode_profile
+from lorikeet.papers.toppings.first_fit import FirstFit
 from tests.support.live import answer_alone, finish, greedy, live_settings, make_adapter, make_model, prompt
 from tests.support.live_clusters import local_client, replicas_of, started
 from tests.support.profiles import round_profile

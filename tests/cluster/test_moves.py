@@ -15,9 +15,9 @@ from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.migration.problem import MoveTimes
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService
-from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.routing.plain import LeastLoaded
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason

@@ -29,7 +29,6 @@ from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, Transp
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.placement.service import OrchestratorUnavailable
-from lorikeet.cluster.placement.static import RandomPlacement
 from lorikeet.cluster.ray.host import RayHost, RayProcess, ReplicaResources
 from lorikeet.cluster.ray.open import resources_of
 from lorikeet.cluster.ray.orchestrator_actor import PlacementReply, RayPlacement
@@ -40,6 +39,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import Progress, Shutdown, StepOutputs, Submit
+from lorikeet.papers.loraserve.placement import RandomPlacement
 from tests.adapters.builders import geometry, lora_tensors, write_adapter
 from tests.support.live import greedy, live_settings, make_model, prompt
 from tests.support.waiting import until

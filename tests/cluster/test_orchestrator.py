@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from lorikeet.cluster.placement.base import PlacementPolicy
-from lorikeet.cluster.placement.loraserve import LoRAServe
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator, OrchestratorState
-from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.core.ids import ReplicaId
+from lorikeet.papers.loraserve.placement import ContiguousPlacement, LoRAServe, RandomPlacement
 from tests.support.placement import digest
 
 S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.cluster.placement.demand import AdapterDemand
-from lorikeet.cluster.placement.loraserve import (
+from lorikeet.cluster.placement.by_rank import (
     RANK_GROUPS,
     LoadPacking,
-    LoRAServe,
-    LoRAServeParams,
     PackingParams,
+    RankPlacementParams,
     budgets,
     floored,
     groups_of,
     least_movement,
     utilisations,
 )
+from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.papers.loraserve.placement import LoRAServe
 from tests.support.placement import (
     DEMANDS_A,
     DEMANDS_B,
@@ -170,8 +170,8 @@ def test_silent_adapters_count_for_a_part_of_the_mean() -> None:
     assert [each.tokens_per_s for each in floored(demands, 0.05)] == pytest.approx([100, 1.7, 2])
 
 
-@pytest.mark.parametrize("params", [RANK_GROUPS, LoRAServeParams()])
-def test_without_any_demand_the_placement_stays(params: LoRAServeParams) -> None:
+@pytest.mark.parametrize("params", [RANK_GROUPS, RankPlacementParams()])
+def test_without_any_demand_the_placement_stays(params: RankPlacementParams) -> None:
     placement = LoRAServe(POINTS_A, params)
     silent = [demand._replace(tokens_per_s=0.0) for demand in DEMANDS_A]
     first = placement.place(silent, replicas_of(4), 0.0)  # nothing to keep: as if all asked for the same
@@ -274,7 +274,7 @@ def test_movement_may_be_counted_from_the_actual_holders() -> None:
 RANKS = st.sampled_from([8, 16, 32, 64, 128])
 LOADS = st.one_of(st.just(0.0), st.floats(0.01, 5000))
 ADAPTERS = st.lists(st.tuples(RANKS, LOADS), min_size=1, max_size=30)
-PARAMS = st.sampled_from([RANK_GROUPS, NO_HYSTERESIS, LoRAServeParams()])
+PARAMS = st.sampled_from([RANK_GROUPS, NO_HYSTERESIS, RankPlacementParams()])
 
 
 def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
@@ -285,7 +285,7 @@ def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(ADAPTERS, min_size=1, max_size=2), st.integers(1, 9), st.integers(1, 9), PARAMS)
 def test_shares_add_up_to_one_and_every_adapter_has_a_home(
-    periods: list[list[tuple[int, float]]], before: int, after: int, params: LoRAServeParams
+    periods: list[list[tuple[int, float]]], before: int, after: int, params: RankPlacementParams
 ) -> None:
     placement = LoRAServe(POINTS_B, params)
     for adapters, count in zip(periods, (before, after), strict=False):

@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import Orchestrator
-from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.papers.loraserve.placement import ContiguousPlacement, RandomPlacement
 from tests.support.placement import DEMANDS_B, demand_of, replicas_of
 
 

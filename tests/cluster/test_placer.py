@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable, PlacementClient
-from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 

@@ -6,23 +6,27 @@ from itertools import pairwise
 
 import pytest
 
-from lorikeet.cluster.routing import ROUTING, plain
+from lorikeet.cluster.routing import plain
 from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity, PrefixDepths, SentPrefixes
-from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions, RoutingPolicy
+from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
-from lorikeet.cluster.routing.dlora import PendingTime
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo
-from lorikeet.cluster.routing.loraserve import LeastAddedLatency, LeastWork, PlacedWork
-from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RandomChoice, RoundRobin
+from lorikeet.cluster.routing.placed_work import LeastWork, PlacedWork
+from lorikeet.cluster.routing.plain import LeastLoaded, RandomChoice, RoundRobin
+from lorikeet.cluster.setup import ClusterOptions, PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.memory.tree import block_keys
+from lorikeet.papers.dlora.routing import PendingTime
+from lorikeet.papers.loraserve.routing import FewestTokens, LeastAddedLatency
+from lorikeet.papers.toppings.first_fit import FirstFit
+from lorikeet.policies import ROUTING
+from lorikeet.presets import Preset
 from tests.support.fleets import ask, fleet_of, routed_to, run, send, several
+from tests.support.policies import policy_values
 
-MODEL = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
-OPTIONS = RoutingOptions(prefill=MODEL, decode=MODEL, costs=ReplicaCosts(0.01, 1e-4, 1e-4))
+SETUP = PolicySetup(Preset(), None, ClusterOptions(costs=ReplicaCosts(0.01, 1e-4, 1e-4)))
 
 
 def table(**shares: dict[str, float]) -> RoutingTable:
@@ -46,9 +50,9 @@ def routed(
 # --- all of them -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ROUTING)
+@pytest.mark.parametrize("name", policy_values("routing"))
 def test_every_policy_keeps_to_open_replicas_and_knows_when_there_is_none(name: str) -> None:
-    policy, fleet = ROUTING[name](OPTIONS), fleet_of("a", "b", "c")
+    policy, fleet = ROUTING[name](SETUP), fleet_of("a", "b", "c")
     placed = table(x={"a": 0.5, "b": 0.5})
     fleet.drain(ReplicaId("a"))
     assert set(routed(policy, fleet, 40, "x", placed=placed)) == {"b"}
@@ -59,10 +63,10 @@ def test_every_policy_keeps_to_open_replicas_and_knows_when_there_is_none(name: 
     assert routed(policy, fleet, 1, "x", placed=placed) == [None]
 
 
-@pytest.mark.parametrize("name", ROUTING)
+@pytest.mark.parametrize("name", policy_values("routing"))
 def test_every_policy_repeats_itself(name: str) -> None:
     def choices() -> list[str | None]:
-        policy, fleet, draws = ROUTING[name](OPTIONS), fleet_of("a", "b", "c", "d"), random.Random(5)
+        policy, fleet, draws = ROUTING[name](SETUP), fleet_of("a", "b", "c", "d"), random.Random(5)
         placed = table(x={"a": 0.5, "b": 0.25, "c": 0.25}, y={"d": 1.0})
         chosen = []
         for number in range(60):

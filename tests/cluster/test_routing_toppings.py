@@ -1,22 +1,26 @@
 """TOPPINGS' scheduler (section 5): its worked example in milliseconds, the queue, idle replicas, no room."""
 
-from math import inf
+from functools import partial
 
 import numpy as np
 import pytest
 
-from lorikeet.cluster.routing import ROUTING
-from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions, fit_performance
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo
-from lorikeet.cluster.routing.toppings import Toppings, ToppingsCosts
+from lorikeet.cluster.setup import ClusterOptions, PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.plan import KernelForm
+from lorikeet.papers.toppings.performance import PerformanceModel, fit_performance
+from lorikeet.papers.toppings.routing import Toppings, ToppingsCosts
+from lorikeet.policies import ROUTING
+from lorikeet.presets import Preset
 from tests.support.fleets import ask, fleet_of, routed_to, run, send, several
 
 BGMV = PerformanceModel(KernelForm.PADDED, 0.00354, 32.13)
 MBGMV = PerformanceModel(KernelForm.UNPADDED, 0.6 / 256, 33.5)
 PREFILL = PerformanceModel(KernelForm.PADDED, 0.02, 40.0)
+empty_free = partial(Toppings, empty_is_free=True)
+"""The reading of the worked examples: a prefill of an empty queue is charged in full."""
 NEW = ask("new", 64)
 
 
@@ -50,7 +54,7 @@ def test_worked_example_of_the_scheduler(
     broken: tuple[bool, bool],
     choice: str,
 ) -> None:
-    policy, fleet = Toppings(PREFILL, decode, slo), example()
+    policy, fleet = empty_free(PREFILL, decode, slo), example()
     found = costs(policy, fleet)
     assert found.cost - 41.28 / 200 == pytest.approx(added)
     assert found.total == pytest.approx(total)
@@ -72,7 +76,7 @@ def test_the_queue_case() -> None:
     fleet = fleet_of("i1", output_tokens=200)
     run(fleet, "i1", *several(4, 8))
     send(fleet, "i1", *several(2, 32))
-    found = costs(Toppings(PREFILL, BGMV, 100.0), fleet)
+    found = costs(empty_free(PREFILL, BGMV, 100.0), fleet)
     assert found.cost.tolist() == pytest.approx([2.56 / 200 + 0.90624])
     assert found.requests.tolist() == [6]
     assert found.total.tolist() == pytest.approx([5.51424])
@@ -81,7 +85,7 @@ def test_the_queue_case() -> None:
 @pytest.mark.parametrize("decode", [BGMV, MBGMV])
 @pytest.mark.parametrize("slo", [36.0, 100.0])
 def test_an_idle_replica_that_keeps_the_slo_wins_with_total_0(decode: PerformanceModel, slo: float) -> None:
-    policy, fleet = Toppings(PREFILL, decode, slo), example()
+    policy, fleet = empty_free(PREFILL, decode, slo), example()
     fleet.join(ReplicaInfo(ReplicaId("idle")))
     assert costs(policy, fleet).total[2] == 0
     assert routed_to(policy, NEW, fleet) == "idle"
@@ -90,10 +94,10 @@ def test_an_idle_replica_that_keeps_the_slo_wins_with_total_0(decode: Performanc
 def test_an_idle_replica_that_would_break_the_slo_does_not_win() -> None:
     """Its total is 0 times infinity in the paper's terms."""
     fleet = example()
-    policy = Toppings(PREFILL, PerformanceModel(KernelForm.PADDED, 0.0, 35.0), 36.0)
+    policy = empty_free(PREFILL, PerformanceModel(KernelForm.PADDED, 0.0, 35.0), 36.0)
     fleet.join(ReplicaInfo(ReplicaId("idle")))
     assert routed_to(policy, NEW, fleet) == "idle"
-    only_idle_breaks = Toppings(PREFILL, PerformanceModel(KernelForm.UNPADDED, -0.001, 36.5), 36.0)
+    only_idle_breaks = empty_free(PREFILL, PerformanceModel(KernelForm.UNPADDED, -0.001, 36.5), 36.0)
     found = costs(only_idle_breaks, fleet)
     assert found.breaks_slo.tolist() == [False, False, True]
     assert np.isfinite(found.total).all()
@@ -102,7 +106,7 @@ def test_an_idle_replica_that_would_break_the_slo_does_not_win() -> None:
 
 def test_zero_times_infinity_does_not_occur() -> None:
     """Everybody breaks the SLO, one of them idle: the least finite cost times count decides."""
-    policy, fleet = Toppings(PREFILL, BGMV, 1.0), example()
+    policy, fleet = empty_free(PREFILL, BGMV, 1.0), example()
     assert routed_to(policy, NEW, fleet) == "i2"
     fleet.join(ReplicaInfo(ReplicaId("idle")))
     assert np.isfinite(costs(policy, fleet).total).all()
@@ -119,8 +123,8 @@ def test_a_step_without_requests_takes_no_time() -> None:
 def test_the_slo_is_met_by_a_step_as_long_as_it() -> None:
     fleet = fleet_of("i1")
     exactly = 32.13 + 64 * 0.00354
-    assert not costs(Toppings(PREFILL, BGMV, exactly), fleet).breaks_slo[0]
-    assert costs(Toppings(PREFILL, BGMV, exactly, safety=1.001), fleet).breaks_slo[0]
+    assert not costs(empty_free(PREFILL, BGMV, exactly), fleet).breaks_slo[0]
+    assert costs(empty_free(PREFILL, BGMV, exactly, safety=1.001), fleet).breaks_slo[0]
 
 
 def test_equal_totals_go_to_the_lower_cost_then_fewer_requests_then_the_first() -> None:
@@ -129,7 +133,7 @@ def test_equal_totals_go_to_the_lower_cost_then_fewer_requests_then_the_first() 
     run(fleet, "i2", *several(1, 64, "b"))
     run(fleet, "i3", *several(1, 64, "c"))
     free = PerformanceModel(KernelForm.PADDED, 0.0, 0.0)
-    assert routed_to(Toppings(free, free), NEW, fleet) == "i2"
+    assert routed_to(empty_free(free, free), NEW, fleet) == "i2"
 
 
 def test_requests_of_the_base_model_are_rows_without_a_rank() -> None:
@@ -143,14 +147,14 @@ def test_requests_of_the_base_model_are_rows_without_a_rank() -> None:
 
 def test_tokens_of_the_prompt_count_if_the_model_has_them() -> None:
     fleet = fleet_of("i1", output_tokens=200)
-    without = costs(Toppings(PREFILL, BGMV), fleet).cost
-    with_tokens = costs(Toppings(PerformanceModel(KernelForm.PADDED, 0.02, 40.0, token_s=0.1), BGMV), fleet).cost
+    without = costs(empty_free(PREFILL, BGMV), fleet).cost
+    with_tokens = costs(empty_free(PerformanceModel(KernelForm.PADDED, 0.02, 40.0, token_s=0.1), BGMV), fleet).cost
     assert with_tokens - without == pytest.approx([0.1 * 100 / 200])
 
 
 def test_request_waits_without_room_and_one_too_large_is_sent_to_be_refused() -> None:
     infos = [ReplicaInfo(ReplicaId(name), total_tokens=150) for name in ("i1", "i2")]
-    fleet, policy = fleet_of(*infos), Toppings(PREFILL, BGMV)
+    fleet, policy = fleet_of(*infos), empty_free(PREFILL, BGMV)
     send(fleet, "i1", ask("x", 64))
     assert routed_to(policy, NEW, fleet) == "i2"
     send(fleet, "i2", ask("y", 64))
@@ -161,7 +165,7 @@ def test_request_waits_without_room_and_one_too_large_is_sent_to_be_refused() ->
 
 
 def test_candidates_are_the_replicas_that_the_table_names() -> None:
-    fleet, policy = example(), Toppings(PREFILL, BGMV, 100.0)
+    fleet, policy = example(), empty_free(PREFILL, BGMV, 100.0)
     placed = RoutingTable(1, {AdapterDigest("new's"): (ReplicaShare(ReplicaId("i1"), 1.0),)})
     assert routed_to(policy, NEW, fleet, placed) == "i1"
     assert routed_to(policy, ask("unknown", 64), fleet, placed) == "i2"
@@ -178,14 +182,14 @@ def test_a_fit_of_measured_steps_gives_the_model_back() -> None:
     assert (mixed.slope_s, mixed.fixed_s) == pytest.approx((1.0, 0.0))
 
 
-@pytest.mark.parametrize(("name", "choice"), [("toppings:empty-free", "busier"), ("toppings", "calmer")])
+@pytest.mark.parametrize(("name", "choice"), [("toppings(empty_is_free=true)", "busier"), ("toppings", "calmer")])
 def test_head_of_queue_is_charged_a_prefill_only_if_an_empty_replica_is_free(name: str, choice: str) -> None:
     """Charged, two requests more and a queue are cheaper: 12 * 0.2330 < 10 * 0.4330; else 12 * 0.2330 > 10 * 0.2330."""
     fleet = fleet_of("calmer", "busier", output_tokens=200)
     run(fleet, "calmer", *several(10, 64, "a"))
     run(fleet, "busier", *several(11, 64, "b"))
     send(fleet, "busier", ask("waits", 64))
-    policy = ROUTING[name](RoutingOptions(prefill=PREFILL, decode=BGMV))
+    policy = ROUTING[name](PolicySetup(Preset(), None, ClusterOptions()), step_models=(PREFILL, BGMV))
     assert routed_to(policy, NEW, fleet) == choice
 
 
@@ -194,7 +198,3 @@ def test_models_that_the_paper_does_not_have_are_refused() -> None:
         PerformanceModel(KernelForm.EINSUM, 1.0, 1.0)
     with pytest.raises(ValueError, match="two different steps"):
         fit_performance(KernelForm.PADDED, [([8], 1.0), ([8], 1.1)])
-    with pytest.raises(ValueError, match="performance models"):
-        ROUTING["toppings"](RoutingOptions(slo_s=inf))
-    with pytest.raises(ValueError, match="performance models"):
-        ROUTING["toppings:empty-free"](RoutingOptions(slo_s=inf))

@@ -14,17 +14,17 @@ from lorikeet.client.supervisor import EngineProcess
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.registry import ClusterRegistry
 from lorikeet.cluster.controller.registry_writer import RegistryWriter
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
 from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable
-from lorikeet.cluster.placement.static import FullReplication
-from lorikeet.cluster.routing.plain import FirstFit
 from lorikeet.config import ClusterSettings, ReplicaStart, ServerSettings, Settings
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import OperatingLoads, encode_profile
+from lorikeet.papers.toppings.first_fit import FirstFit
 from tests.support.live import finish, greedy, live_settings, make_adapter, make_model, prompt
 from tests.support.live_clusters import local_client, opened, replicas_of, started
 from tests.support.profiles import round_profile

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 
 from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
-from lorikeet.cluster.build import ClusterOptions, MigrationCosts, build_routing
+from lorikeet.cluster.build import MigrationCosts, build_routing
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.base import PlacementPolicy
-from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
-from lorikeet.cluster.routing import ROUTING
+from lorikeet.cluster.placement.everywhere import FullReplication
+from lorikeet.cluster.setup import ClusterOptions
+from lorikeet.papers.loraserve.placement import ContiguousPlacement, RandomPlacement
 from lorikeet.presets import Preset
 from lorikeet.workloads.workload import WorkloadRequest
 from tests.support.clusters import BLOCK, settings, simulated, some_adapters
+from tests.support.policies import policy_values
 from tests.support.profiles import round_profile
 
 
@@ -32,9 +34,9 @@ def placement_of(kind: int, seed: int) -> PlacementPolicy:
 @pytest.mark.slow
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("routing", ROUTING)
+@pytest.mark.parametrize("routing", policy_values("routing"))
 def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:
-    number = list(ROUTING).index(routing) + seed
+    number = policy_values("routing").index(routing) + seed
     generator = np.random.default_rng((seed, number))
     replicas, adapters = int(generator.integers(1, 5)), some_adapters(8)
     asked = [None, *(ref.name for ref in adapters)]

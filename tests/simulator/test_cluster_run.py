@@ -22,11 +22,10 @@ from lorikeet.cluster.migration.problem import (
     ReviewOutcome,
 )
 from lorikeet.cluster.placement.orchestrator import DemandReport
-from lorikeet.cluster.placement.static import RandomPlacement
 from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.fleet import Fleet
-from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RoundRobin
+from lorikeet.cluster.routing.plain import LeastLoaded, RoundRobin
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.config import Settings
 from lorikeet.core.clock import VirtualClock
@@ -37,6 +36,9 @@ from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import COPY_S, DEVICES
 from lorikeet.costs.profile import Constant, CostProfile, Link, Transfers
 from lorikeet.engine.build import assemble
+from lorikeet.papers.loraserve.placement import RandomPlacement
+from lorikeet.papers.loraserve.routing import FewestTokens
+from lorikeet.papers.toppings.first_fit import FirstFit
 from lorikeet.presets import resolve_preset
 from lorikeet.simulator import cluster
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster

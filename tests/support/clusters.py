@@ -7,7 +7,7 @@ from lorikeet.bench.in_process import RecordCollector, RunObserver, WorkloadArri
 from lorikeet.bench.replicas import ModelledReplica, build_modelled
 from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import AdapterDemand
-from lorikeet.cluster.placement.static import FullReplication
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy
 from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.plain import LeastLoaded

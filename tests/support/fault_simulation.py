@@ -40,10 +40,10 @@ from lorikeet.client.supervisor import MAX_FAILED_STARTS, EngineError
 from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.migration.problem import MoveTimes
+from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
-from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.routing.base import RoutingPolicy
-from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, RoundRobin
+from lorikeet.cluster.routing.plain import LeastLoaded, RoundRobin
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import ClusterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
@@ -65,6 +65,8 @@ from lorikeet.core.messages import (
 from lorikeet.core.plan import SequenceStart, Tier, Transfer
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.process import STATS_EVERY_S, Compiling, handle
+from lorikeet.papers.loraserve.routing import FewestTokens
+from lorikeet.papers.toppings.first_fit import FirstFit
 from lorikeet.presets import PRESETS
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.outputs import Arrived, outputs_of

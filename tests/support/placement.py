@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from lorikeet.cluster.placement.by_rank import LoadPacking, PackingParams
 from lorikeet.cluster.placement.demand import AdapterDemand
-from lorikeet.cluster.placement.loraserve import LoadPacking, PackingParams
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 

@@ -16,8 +16,6 @@ from lorikeet.client.local_host import LocalHost
 from lorikeet.cluster.adapters.folder import TEMPORARY_PREFIX, clear_abandoned_pools
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.build import (
-    GENERIC,
-    ClusterOptions,
     build_migration,
     build_move_times,
     build_placement,
@@ -37,6 +35,7 @@ from lorikeet.cluster.placement.operating_points import EstimatedPoints
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
 from lorikeet.cluster.placement.service import LocalPlacementService, PlacementService
+from lorikeet.cluster.setup import GENERIC, ClusterOptions
 from lorikeet.config import ReplicaStart, Settings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.machine import gpu_models

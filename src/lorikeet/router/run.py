@@ -12,9 +12,10 @@ import msgspec
 import uvicorn
 import uvloop
 
-from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
+from lorikeet.cluster.build import build_cluster_policies
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService
+from lorikeet.cluster.setup import ClusterOptions
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.config import ConfigError
 from lorikeet.core.ids import ReplicaId

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import count, cycle
 from math import inf
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,12 +20,10 @@ from lorikeet.bench.replicas import build_modelled
 from lorikeet.cluster.adapters.copy_times import CopyCosts, CopyTimes, FetchForm
 from lorikeet.cluster.adapters.pool import Fetch
 from lorikeet.cluster.build import (
-    ClusterOptions,
     MigrationCosts,
     build_cluster_policies,
     build_migration,
     build_move_times,
-    loads_that_fit,
     needs_operating_points,
     replica_costs,
 )
@@ -36,9 +34,10 @@ from lorikeet.cluster.migration.review import CoMigration, observe
 from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import EARLY_PLACEMENTS
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
-from lorikeet.cluster.routing.base import PerformanceModel, RoutingPolicy
+from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.cluster.routing.fleet import replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
+from lorikeet.cluster.setup import ClusterOptions, loads_that_fit
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
@@ -50,6 +49,7 @@ from lorikeet.core.process_tuning import rare_gc
 from lorikeet.core.request import Request, Slo
 from lorikeet.costs.profile import Constant, CostProfile, Link
 from lorikeet.costs.transfer_model import LinkDirection
+from lorikeet.policies import ROUTING
 from lorikeet.presets import resolve_preset
 from lorikeet.simulator.operating_points import Show, operating_points_for
 from lorikeet.simulator.replica import EPOCH, EngineMessage, PendingMove, SimulatedReplica
@@ -78,7 +78,7 @@ class ClusterChoice(NamedTuple):
         seed: of the random draws of policies.
         slo: that policies should meet.
         fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
-        step_models: see ``ClusterOptions``.
+        routing_parameters: arguments of the routing policy that a preset cannot set.
         history: requests of earlier periods, oldest first, which count as demand and do not run.
     """
 
@@ -87,7 +87,7 @@ class ClusterChoice(NamedTuple):
     slo: Slo = Slo()
     fetch: FetchForm = FetchForm.PIPELINED
     provisioned: bool = True
-    step_models: tuple[PerformanceModel, PerformanceModel] | None = None
+    routing_parameters: Mapping[str, Any] = {}
     history: Sequence[Sequence[WorkloadRequest]] = ()
 
 
@@ -136,10 +136,11 @@ def simulate_cluster(
         for n in range(choice.replicas)
     ]
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
-    routing, placement = build_cluster_policies(preset, profile, options)
+    routing, placement = build_cluster_policies(preset, profile, options, **choice.routing_parameters)
     copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
     times = build_move_times(settings.engine, profile, lambda: copies.kv_bytes_per_s, copies)
     migration = build_migration(settings.engine, times)
+    learns = "learned_costs" in ROUTING.load(preset.routing).needs
     setup = ClusterSetup(
         routing,
         placement,
@@ -149,7 +150,7 @@ def simulate_cluster(
         copies=copies,
         provisioned=choice.provisioned,
         migration=migration,
-        learned=LearnedCosts(replica_costs(preset, profile, options)) if preset.routing == "seconds" else None,
+        learned=LearnedCosts(replica_costs(preset, profile, options)) if learns else None,
         history=tuple(_report(period, adapters) for period in choice.history),
     )
     cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
@@ -202,7 +203,6 @@ def _options(
         link_bytes_per_s=settings.engine.link_bytes_per_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        step_models=choice.step_models,
         max_batch=settings.engine.max_num_seqs,
     )
     lengths = prompt_tokens, output_tokens

@@ -10,8 +10,8 @@ import msgspec
 
 from lorikeet.bench.load_report import slo_attainment
 from lorikeet.bench.peak import find_peak, probe_requests
-from lorikeet.cluster.build import OUTPUT_TOKENS, PROMPT_TOKENS
 from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.setup import OUTPUT_TOKENS, PROMPT_TOKENS
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry

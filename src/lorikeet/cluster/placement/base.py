@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.setup import PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.replica_costs import ReplicaCosts
@@ -17,14 +19,31 @@ class PlacementPolicy(ABC):
         extrapolates: whether the demand of an adapter is expected to follow the line through its last periods; if not,
             it is a share of its rank's demand (see ``DemandEstimator``).
         reads_demand: whether the demand matters; if not, it is not computed and given as 0.
+        needs: names of what is expensive to prepare: ``operating_points``.
+        reserved_share: share of each replica's memory that it reserves for copies of adapters under co-migration.
     """
 
     looks_early = True
     extrapolates = False
     reads_demand = True
+    needs: ClassVar[frozenset[str]] = frozenset()
+    reserved_share: ClassVar[float] = 0.0
 
     def __init__(self) -> None:
         self._table = RoutingTable(0, {})
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy for a cluster. Policies that need more than their parameters take it from ``setup``.
+
+        Args:
+            setup: the facts about the cluster.
+            parameters: keyword-only arguments of the constructor that the preset sets.
+
+        Raises:
+            ConfigError: profile and options lack something that the policy needs.
+        """
+        return cls(**parameters)
 
     @abstractmethod
     def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:

@@ -1,150 +1,18 @@
-"""The interface of a routing policy, and what the policies share: options, load comparisons, performance models.
-
-The performance model predicts the time of a step from the ranks in it (TOPPINGS, section 5, equation 2).
-"""
+"""The interface of a routing policy, and the comparisons of load that the policies share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence, Set
-from math import inf
-from typing import NamedTuple
+from collections.abc import Set
+from typing import Any, ClassVar, NamedTuple, Self
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from lorikeet.cluster.routing.fleet import Fleet, Indices, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.setup import PolicySetup
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import ReplicaId
-from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
-
-
-class PerformanceModel(msgspec.Struct, frozen=True):
-    """Seconds of a step: ``slope_s * work + fixed_s``; a step without requests takes no time.
-
-    Work is the sum of ranks for the kernel form ``unpadded`` (MBGMV), and rows times the largest rank for ``padded``
-    (BGMV). Rows are requests that have an adapter.
-
-    Attributes:
-        form: kernel form.
-        slope_s: per rank of a row (alpha).
-        fixed_s: the base model and everything else (beta).
-        token_s: per prefilled token of a request. The paper's equation has no tokens: 0 is the paper.
-
-    Raises:
-        ValueError: the paper has no model of this kernel form.
-    """
-
-    form: KernelForm
-    slope_s: float
-    fixed_s: float
-    token_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.form is KernelForm.EINSUM:
-            raise ValueError("There is no performance model of the form einsum")
-
-    def added_seconds(
-        self, requests: Numbers, rows: Numbers, largest_rank: Numbers, total_rank: Numbers, rank: int
-    ) -> tuple[Numbers, Numbers]:
-        """Return by replica the seconds of a step with one more request, and how many of them the request adds.
-
-        Args:
-            requests, rows, largest_rank, total_rank: counts of the step without it, by replica.
-            rank: of the request. Its tokens are not counted.
-        """
-        if self.form is KernelForm.UNPADDED:
-            work = total_rank + rank
-        else:
-            work = (rows + bool(rank)) * np.maximum(largest_rank, rank)
-        added = self.slope_s * (work - self._work(rows, largest_rank, total_rank)) + self.fixed_s * (requests == 0)
-        return self.slope_s * work + self.fixed_s, added
-
-    def _work(self, rows: Numbers, largest_rank: Numbers, total_rank: Numbers) -> Numbers:
-        return total_rank if self.form is KernelForm.UNPADDED else rows * largest_rank
-
-
-def fit_performance(form: KernelForm, steps: Iterable[tuple[Sequence[int], float]]) -> PerformanceModel:
-    """Fit the model to measured steps by least squares.
-
-    Args:
-        form: kernel form.
-        steps: ranks of a step's requests, and its seconds; at least two different amounts of work.
-
-    Raises:
-        ValueError: there are fewer.
-    """
-    measured = list(steps)
-    unpadded = form is KernelForm.UNPADDED
-    work = [sum(ranks) if unpadded else max(ranks, default=0) * sum(map(bool, ranks)) for ranks, _ in measured]
-    if len(set(work)) < 2:
-        raise ValueError("A performance model needs two different steps")
-    slope_s, fixed_s = np.polyfit(work, [seconds for _, seconds in measured], 1)
-    return PerformanceModel(form, float(slope_s), float(fixed_s))
-
-
-_BATCHES = (4, 8, 16, 32)
-_RANKS = (8, 16, 32, 64)
-"""Ranks of the steps that performance models are fitted to, with ``_BATCHES``: those of TOPPINGS (section 5)."""
-
-StepSeconds = Callable[[int, int], float]
-"""Returns the seconds of a step of so many requests of one rank, each with its own adapter."""
-
-
-def fit_models(
-    form: KernelForm, prefill_s: StepSeconds, decode_s: StepSeconds
-) -> tuple[PerformanceModel, PerformanceModel]:
-    """Return TOPPINGS' PrePerf and DecPerf, fitted to steps of several batch sizes and ranks, as in the paper.
-
-    Raises:
-        ValueError: the paper has no model of this kernel form.
-    """
-
-    def fit(step_s: StepSeconds) -> PerformanceModel:
-        steps = [((rank,) * batch, step_s(batch, rank)) for rank in _RANKS for batch in _BATCHES]
-        return fit_performance(form, steps)
-
-    return fit(prefill_s), fit(decode_s)
-
-
-def models_of_costs(
-    costs: ReplicaCosts, form: KernelForm, prompt_tokens: int
-) -> tuple[PerformanceModel, PerformanceModel]:
-    """Return the same models of a replica with these costs. The tokens of a prompt are part of the slope.
-
-    Raises:
-        ValueError: the paper has no model of this kernel form.
-    """
-
-    def prefill_s(batch: int, rank: int) -> float:
-        return costs.step_s + costs.lora_s + costs.prefill_s(batch * prompt_tokens, rank)
-
-    return fit_models(form, prefill_s, lambda batch, rank: costs.decode_step_s(batch, rank))
-
-
-class RoutingOptions(msgspec.Struct, frozen=True):
-    """The options that routing policies are built with.
-
-    Attributes:
-        seed: of all random draws.
-        prefill, decode: performance models of a step, by requests and ranks; ``toppings`` needs both.
-        slo_s: longest decode step; infinity for no limit, 0 for ``UNLOADED_TIMES`` the shortest.
-        load_s, load_bytes_per_s: an adapter of b bytes is loaded to the device in ``load_s + b / load_bytes_per_s``.
-        costs: of a replica; ``seconds`` needs them.
-        kernel_form: of every replica.
-        mean_tokens: prompt and answer of a mean request, by which performance models are fitted again.
-    """
-
-    seed: int = 0
-    prefill: PerformanceModel | None = None
-    decode: PerformanceModel | None = None
-    slo_s: float = inf
-    load_s: float = 0.0
-    load_bytes_per_s: float = 25e9
-    costs: ReplicaCosts | None = None
-    kernel_form: KernelForm = KernelForm.UNPADDED
-    mean_tokens: tuple[int, int] = (512, 128)
 
 
 class Choice(NamedTuple):
@@ -184,10 +52,27 @@ class RoutingPolicy(ABC):
 
     Attributes:
         wants_keys: whether ``RoutingRequest.keys`` must be filled.
+        may_leave_table: whether it may choose a replica that the table does not name.
+        needs: names of what its owner must measure for it: ``learned_costs``, the costs of replicas in a simulation.
     """
 
     wants_keys: bool = False
+    may_leave_table: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
     _homes: "_Homes | None" = None
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy for a cluster. Policies that need more than their parameters take it from ``setup``.
+
+        Args:
+            setup: the facts about the cluster.
+            parameters: keyword-only arguments of the constructor that the preset sets.
+
+        Raises:
+            ConfigError: profile and options lack something that the policy needs.
+        """
+        return cls(**parameters)
 
     @abstractmethod
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:

@@ -1,10 +1,12 @@
 """Routes by the shares of the routing table (LoRAServe, section IV-B)."""
 
 from random import Random
+from typing import Any, Self
 
 from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least_loaded
 from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.setup import PolicySetup
 
 
 class ByTable(RoutingPolicy):
@@ -16,6 +18,11 @@ class ByTable(RoutingPolicy):
 
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy with the seed of the options."""
+        return cls(setup.options.seed, **parameters)
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Draw a replica."""

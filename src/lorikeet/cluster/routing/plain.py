@@ -1,11 +1,13 @@
-"""Policies that ignore adapters: random, round robin, least loaded, fewest tokens, first fit."""
+"""Policies that ignore adapters: random, round robin, least loaded."""
 
 from collections import OrderedDict
 from random import Random
+from typing import Any, Self
 
-from lorikeet.cluster.routing.base import AdapterPlaces, Choice, LeastCost, RoutingPolicy, least_loaded, with_capacity
-from lorikeet.cluster.routing.fleet import Fleet, Numbers
+from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least_loaded
+from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.setup import PolicySetup
 from lorikeet.core.ids import AdapterDigest
 
 _MAX_ADAPTERS = 65_536
@@ -17,6 +19,11 @@ class RandomChoice(RoutingPolicy):
 
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy with the seed of the options."""
+        return cls(setup.options.seed, **parameters)
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Draw a candidate."""
@@ -52,27 +59,3 @@ class LeastLoaded(RoutingPolicy):
         """Take the least loaded candidate."""
         candidates = self.candidates(request, fleet, places.table)
         return Choice(fleet.info(least_loaded(candidates, fleet)).replica) if len(candidates) else None
-
-
-class FewestTokens(LeastCost):
-    """The fewest tokens to prefill and to decode, the first among equals. Ignores ranks."""
-
-    def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return the tokens to prefill and to decode."""
-        return fleet.loads.pending_tokens
-
-
-class FirstFit(RoutingPolicy):
-    """The first with a free place in its batch and memory for the request's KV and adapter.
-
-    Without one, the request waits.
-
-    Source: the baseline of TOPPINGS (section 7.5), as Punica schedules.
-    """
-
-    def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Take the first candidate that fits."""
-        candidates = self.candidates(request, fleet, places.table)
-        has_place = fleet.loads.requests < fleet.loads.max_batch
-        fitting = with_capacity(request, fleet, candidates[has_place[candidates]])
-        return Choice(fleet.info(int(fitting[0])).replica) if len(fitting) else None

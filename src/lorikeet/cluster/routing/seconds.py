@@ -1,6 +1,7 @@
 """Routes a request to where it costs all requests together the fewest seconds."""
 
 from collections.abc import Set
+from typing import Any, Self
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from lorikeet.cluster.routing.affinity import MAX_PREFIXES, SentPrefixes
 from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.setup import PolicySetup
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
@@ -40,6 +42,13 @@ class FewestSeconds(RoutingPolicy):
     """
 
     wants_keys = True
+    may_leave_table = True
+    needs = frozenset({"learned_costs"})
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy with the costs of a replica."""
+        return cls(setup.costs(), setup.preset.kernel_form, **parameters)
 
     def __init__(
         self,

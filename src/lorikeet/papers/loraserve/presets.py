@@ -22,7 +22,7 @@ PRESETS = PresetGroup(
         "loraserve": _LORASERVE,
         "loraserve:prefetch": replace(_LORASERVE, pool_prefetch=True),
         "loraserve:random": replace(_LORASERVE, placement="random"),
-        "loraserve:random-iid": replace(_LORASERVE, placement="random-iid"),
+        "loraserve:random-iid": replace(_LORASERVE, placement="random(balanced=false)"),
         "loraserve:contiguous": replace(_LORASERVE, placement="contiguous"),
         "loraserve:toppings": replace(_REPLICATED, routing="fewest-tokens"),
         "loraserve:toppings-rank": replace(_REPLICATED, routing="loraserve:toppings-rank"),

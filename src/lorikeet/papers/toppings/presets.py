@@ -32,7 +32,7 @@ PRESETS = PresetGroup(
         # empty queue costs: here the sum of equation 2 for no requests.
         "toppings": _TOPPINGS,
         # By the other reading of equation 2 an empty queue costs nothing.
-        "toppings:empty-free": replace(_TOPPINGS, routing="toppings:empty-free"),
+        "toppings:empty-free": replace(_TOPPINGS, routing="toppings(empty_is_free=true)"),
         # The adapter arrives as one group (M = 1 in sections 4.1 and 7.3).
         "toppings:one-group": replace(_TOPPINGS, layer_groups=LayerGroups.ONE),
         # The layers that the host computes are planned, whether or not their weights have arrived (section 4.1).

@@ -1,23 +1,24 @@
 """Rank-aware scheduling (TOPPINGS, section 5, Algorithm 1)."""
 
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from lorikeet.cluster.routing.base import (
     AdapterPlaces,
     Choice,
-    PerformanceModel,
     RoutingPolicy,
     least,
-    models_of_costs,
     with_capacity,
 )
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.setup import PolicySetup
+from lorikeet.config import ConfigError
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.costs.replica_estimates import UNLOADED_TIMES
+from lorikeet.papers.toppings.performance import PerformanceModel, models_of_costs, performance_models
 
 
 class ToppingsCosts(NamedTuple):
@@ -58,12 +59,43 @@ class Toppings(RoutingPolicy):
         slo_s: float = inf,
         safety: float = 1.0,
         prompt_tokens: int = 512,
-        empty_is_free: bool = True,
+        *,
+        empty_is_free: bool = False,
     ) -> None:
         self._given_slo_s = slo_s / safety
         self._prompt_tokens = prompt_tokens
         self._empty_is_free = empty_is_free
         self._set(prefill, decode)
+
+    @classmethod
+    def build(
+        cls,
+        setup: PolicySetup,
+        step_models: tuple[PerformanceModel, PerformanceModel] | None = None,
+        **parameters: Any,
+    ) -> Self:
+        """Create the policy with models that are fitted to the profile's steps, else to the costs of a replica.
+
+        Args:
+            setup: the facts about the cluster.
+            step_models: PrePerf and DecPerf, in place of fitted ones.
+            parameters: arguments of the constructor.
+
+        Raises:
+            ConfigError: the paper has no model of the kernel form.
+        """
+        options, form = setup.options, setup.preset.kernel_form
+        try:
+            if step_models is not None:
+                prefill, decode = step_models
+            elif setup.profile is not None:
+                prefill, decode = performance_models(setup.profile, form, options.prompt_tokens, options.output_tokens)
+            else:
+                prefill, decode = models_of_costs(options.costs, form, options.prompt_tokens)
+        except ValueError as error:
+            raise ConfigError(f"routing toppings: {error}") from error
+        slo_s = options.tpot_s or (0.0 if options.has_default_slo else inf)
+        return cls(prefill, decode, slo_s, prompt_tokens=options.prompt_tokens, **parameters)
 
     def _set(self, prefill: PerformanceModel, decode: PerformanceModel) -> None:
         self._prefill = prefill if self._empty_is_free else msgspec.structs.replace(prefill, fixed_s=0.0)

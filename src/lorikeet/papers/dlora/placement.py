@@ -5,13 +5,14 @@ section 5.1, and section 5.2 for the reserved memory. What they leave open: docs
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.setup import GENERIC_MEMORY_BYTES, GENERIC_TOKEN_BYTES, PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import ReplicaId
 
@@ -162,6 +163,19 @@ class BurstTolerance(PlacementPolicy):
         request_bytes: KV of a mean request.
         reserved_share: share of the memory for copies that take nothing from KV.
     """
+
+    reserved_share = RESERVED_SHARE
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy; without co-migration no memory is reserved (section 5.1, not 5.2)."""
+        options, profile = setup.options, setup.profile
+        memory_bytes = options.memory_bytes or (GENERIC_MEMORY_BYTES if profile is None else profile.pool_bytes)
+        token_bytes = options.kv_token_bytes or (
+            GENERIC_TOKEN_BYTES if profile is None else profile.geometry.block_bytes(1)
+        )
+        request_bytes = (options.prompt_tokens + options.output_tokens) * token_bytes
+        return cls(memory_bytes, request_bytes, RESERVED_SHARE if setup.preset.comigration else 0.0, **parameters)
 
     def __init__(self, memory_bytes: int, request_bytes: float, reserved_share: float) -> None:
         super().__init__()

@@ -1,9 +1,4 @@
-"""Routing by work that is slowed down by the largest rank: for rank groups, and for TOPPINGS as LoRAServe sees it.
-
-The paper (section V-A) calls TOPPINGS rank-agnostic in one place (that is ``FewestTokens``) and rank-aware in another.
-Both send each request to the best replica of the whole cluster, given what runs and waits there; every adapter is on
-every replica.
-"""
+"""Routing by work that is slowed down by the largest rank, among the replicas of the table."""
 
 import numpy as np
 
@@ -38,26 +33,14 @@ class LeastWork(LeastCost):
         return (1 + self._rank_slowdown * np.maximum(loads.largest_rank, request.rank)) * tokens
 
 
-class LeastAddedLatency(LeastWork):
-    """The least latency added to all requests, slowed down by the largest rank; the first among equals.
-
-    The request itself waits for all work including its own. Each request that is there already waits for the added
-    work.
-    """
-
-    def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return the added latency, in tokens at the speed of rank 0."""
-        loads, after = fleet.loads, super().costs(request, fleet)
-        before = (1 + self._rank_slowdown * loads.largest_rank) * loads.pending_tokens
-        return after + loads.requests * (after - before)
-
-
 class PlacedWork(LeastWork):
     """The least work among the replicas of the table, unless that is more than ``OVERFLOW`` times the least of all.
 
     The shares that LoRAServe draws by ignore the queues. A placement holds for a period and is made from expected
     demand; if much more arrives for the replicas of an adapter than for others, the others take some of it.
     """
+
+    may_leave_table = True
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Choose among the replicas of the table, unless another one has far less work."""

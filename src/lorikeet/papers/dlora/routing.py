@@ -1,11 +1,17 @@
 """Dispatch by pending time (dLoRA, section 5.1)."""
 
+from typing import Any, Self
+
 import numpy as np
 
 from lorikeet.cluster.routing.base import AdapterPlaces, Choice, RoutingPolicy, least
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.cluster.setup import PolicySetup
+from lorikeet.config import ConfigError
 from lorikeet.core.replica_costs import ReplicaCosts
+from lorikeet.costs.profile import ProfileError
+from lorikeet.costs.transfer_model import LinkDirection, TransferModel
 
 
 class PendingTime(RoutingPolicy):
@@ -25,9 +31,23 @@ class PendingTime(RoutingPolicy):
         load_s, load_bytes_per_s: an adapter of b bytes is loaded in ``load_s + b / load_bytes_per_s``.
     """
 
+    may_leave_table = True
+
     def __init__(self, load_s: float = 0.0, load_bytes_per_s: float = 25e9) -> None:
         self._load_s = load_s
         self._load_bytes_per_s = load_bytes_per_s
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy with the profile's link to the device, else with the costs of a replica."""
+        if setup.profile is None:
+            costs = setup.options.costs
+            return cls(costs.load_s, costs.load_bytes_per_s, **parameters)
+        try:
+            link = TransferModel(setup.profile, 1, setup.options.link_bytes_per_s).link(LinkDirection.IN)
+        except ProfileError as error:
+            raise ConfigError(f"routing dlora: {error}") from error
+        return cls(link.fixed.value, link.bandwidth.value, **parameters)
 
     def learn(self, costs: ReplicaCosts) -> None:
         """Load at another speed from now on."""

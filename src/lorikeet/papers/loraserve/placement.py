@@ -1,12 +1,15 @@
-"""Placements that are made once: the baselines of LoRAServe, and full replication."""
+"""LoRAServe's placement as printed, and its baselines, which place an adapter once (section V-D)."""
 
 import random
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any, Self
 
 from lorikeet.cluster.placement.base import PlacementPolicy
+from lorikeet.cluster.placement.by_rank import PlacementByRank
 from lorikeet.cluster.placement.demand import AdapterDemand
+from lorikeet.cluster.setup import PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
@@ -59,7 +62,12 @@ class RandomPlacement(OneHome):
         balanced: shuffle the adapters and assign them in turn, so that counts are equal; otherwise draw for each one.
     """
 
-    def __init__(self, seed: int, balanced: bool = True) -> None:
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy with the seed of the options."""
+        return cls(setup.options.seed, **parameters)
+
+    def __init__(self, seed: int, *, balanced: bool = True) -> None:
         super().__init__()
         self._random = random.Random(seed)
         self._balanced = balanced
@@ -106,18 +114,8 @@ class ContiguousPlacement(OneHome):
         return {adapter: home for (_, adapter), home in zip(coming, homes, strict=True)}
 
 
-class FullReplication(PlacementPolicy):
-    """Every adapter on every replica, with equal shares; a routing policy may choose otherwise.
+class LoRAServe(PlacementByRank):
+    """Packs adapters of similar rank onto replicas in proportion to their demand, as Algorithm 1 prints it.
 
-    Source: LoRAServe, section II-B2, on TOPPINGS.
+    It packs from scratch every time, and its extrapolation is not printed.
     """
-
-    reads_demand = False
-    _everywhere: tuple[ReplicaShare, ...] = ()
-
-    def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
-        """Return a table with every adapter on every replica."""
-        if tuple(replica for replica, _ in self._everywhere) != tuple(replicas):
-            self._everywhere = tuple(ReplicaShare(replica, 1 / len(replicas)) for replica in replicas)
-        # One tuple for all adapters and placements: equal ones would be compared replica by replica for each adapter.
-        return self._replaced(dict.fromkeys((demand.adapter for demand in demands), self._everywhere))

@@ -1,4 +1,4 @@
-"""LoRAServe's placement: adapters of similar rank together, equal load on every replica, few adapters moved.
+"""Placement by rank: adapters of similar rank together, equal load on every replica, few adapters moved.
 
 Packing (steps 1 to 4 of Algorithm 1) decides which adapters share a replica. The permutation (step 5) decides which
 replica that is, so that as little as possible moves.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from itertools import pairwise
 from math import ceil, floor, gcd
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from lorikeet.cluster.placement.base import PlacementPolicy
 from lorikeet.cluster.placement.demand import COLD_TOKENS_PER_S, AdapterDemand
 from lorikeet.cluster.placement.operating_points import Points
+from lorikeet.cluster.setup import PolicySetup
 from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.replica_costs import ReplicaCosts
@@ -243,7 +244,7 @@ def least_movement(
     return [replicas[index] for index in places]
 
 
-class LoRAServeParams(msgspec.Struct, frozen=True):
+class RankPlacementParams(msgspec.Struct, frozen=True):
     """Settings of the placement.
 
     Attributes:
@@ -261,17 +262,17 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
     extrapolates: bool = True
 
 
-RANK_GROUPS = LoRAServeParams(
+RANK_GROUPS = RankPlacementParams(
     demand_floor=0.05,
     hysteresis=0.10,
     packing=PackingParams(slack=0.10, min_fraction=0.01, group=8, whole_below=0.10),
     looks_early=True,
     extrapolates=False,
 )
-"""Our extension: replicas of a rank share its adapters, forecasts are made for ranks, and good placements stay."""
+"""Parameters of :class:`RankGroups`."""
 
 
-class LoRAServe(PlacementPolicy):
+class PlacementByRank(PlacementPolicy):
     """Packs adapters of similar rank onto replicas in proportion to their demand.
 
     Source: LoRAServe, Algorithm 1, which the default parameters follow. It packs from scratch every time, and its
@@ -279,20 +280,27 @@ class LoRAServe(PlacementPolicy):
 
     Args:
         points: operating points.
-        params: settings; None for those of the paper.
+        params: settings; None for the paper's.
         held: if given, as few bytes as possible are copied to replicas that do not hold them; otherwise to replicas to
             which the last table did not route them, as in the paper.
     """
 
+    needs = frozenset({"operating_points"})
+
+    @classmethod
+    def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
+        """Create the policy with the operating points of a replica."""
+        return cls(setup.points(), **parameters)
+
     def __init__(
         self,
         points: Points,
-        params: LoRAServeParams | None = None,
+        params: RankPlacementParams | None = None,
         held: AdapterTable | None = None,
     ) -> None:
         super().__init__()
         self._points = points
-        self._params = params or LoRAServeParams()
+        self._params = params or RankPlacementParams()
         self.looks_early, self.extrapolates = self._params.looks_early, self._params.extrapolates
         self._held = held
         self._placed_on: Set[ReplicaId] = frozenset()
@@ -352,6 +360,17 @@ class LoRAServe(PlacementPolicy):
 
     def _routed(self, adapter: AdapterDigest) -> list[ReplicaId]:
         return [share.replica for share in self._table.shares.get(adapter, ())]
+
+
+class RankGroups(PlacementByRank):
+    """Replicas of a rank share its adapters, forecasts are made for ranks, and good placements stay.
+
+    Args:
+        points: operating points.
+    """
+
+    def __init__(self, points: Points) -> None:
+        super().__init__(points, RANK_GROUPS)
 
 
 def floored(demands: Sequence[AdapterDemand], part: float) -> list[AdapterDemand]:

@@ -1,0 +1,121 @@
+"""What routing and placement policies are built with: preset, profile and options, and what follows from them."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from lorikeet.cluster.placement.operating_points import EstimatedPoints, OperatingPoints, Points
+from lorikeet.config import ConfigError
+from lorikeet.core.plan import KernelForm
+from lorikeet.core.replica_costs import ReplicaCosts
+from lorikeet.core.request import Slo
+from lorikeet.core.text import install_command
+from lorikeet.costs.profile import CostProfile, OperatingLoads
+from lorikeet.costs.replica_estimates import profile_costs
+from lorikeet.presets import Preset
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
+"""Lengths of a mean request where nothing better is known; from LoRAServe's motivation."""
+
+GENERIC = ReplicaCosts(0.008, 1e-4, 1e-4, 5e-4, 5e-7, 2e-6, 1e-4, 25e9)
+"""Of a model of 8 billion parameters on an A100, roughly: for replicas of which nothing is known."""
+GENERIC_MEMORY_BYTES, GENERIC_TOKEN_BYTES = 50 * 2**30, 2**17
+"""The same for memory beside the weights, and for KV of a token."""
+
+
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What policies are built with besides preset and profile. Plain values, which can be sent to other processes.
+
+    Attributes:
+        seed: of all random draws.
+        ttft_s, tpot_s, e2e_s: the SLO; 0 for no limit. `lorikeet serve` has no E2E target.
+        memory_bytes: of each replica, for adapters and KV, over all ranks; 0 for the profile's.
+        kv_token_bytes: KV of one token, over all ranks; 0 for the profile's.
+        link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
+        prompt_tokens, output_tokens: of a mean request.
+        tokens_per_s: operating points by rank; empty for the profile's.
+        costs: of a replica, where there is no profile.
+        max_batch: most sequences in a step.
+        has_default_slo: whether a target that is not set is ``UNLOADED_TIMES`` what an unloaded replica reaches;
+            otherwise there is no limit.
+    """
+
+    seed: int = 0
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    e2e_s: float = 0.0
+    memory_bytes: int = 0
+    kv_token_bytes: float = 0.0
+    link_bytes_per_s: float = 0.0
+    prompt_tokens: int = PROMPT_TOKENS
+    output_tokens: int = OUTPUT_TOKENS
+    tokens_per_s: dict[int, float] = {}
+    costs: ReplicaCosts = GENERIC
+    max_batch: int = 64
+    has_default_slo: bool = False
+
+    @property
+    def slo(self) -> Slo:
+        """The SLO in the form of requests."""
+        return Slo(self.ttft_s or None, self.tpot_s or None, self.e2e_s or None)
+
+
+@dataclass(frozen=True)
+class PolicySetup:
+    """The facts about a cluster that its policies are built with. The expensive ones are computed when a policy asks.
+
+    Attributes:
+        preset: preset of all replicas.
+        profile: profile of one of them; None if there is none.
+        options: everything else.
+    """
+
+    preset: Preset
+    profile: CostProfile | None
+    options: ClusterOptions
+
+    def costs(self) -> ReplicaCosts:
+        """Return the costs of a replica: the profile's if there is one."""
+        if self.profile is None:
+            return self.options.costs
+        return profile_costs(self.profile, self.preset.kernel_form, self.options.link_bytes_per_s)
+
+    def points(self) -> Points:
+        """Return the operating points of a replica: the searched ones, else estimates from its costs.
+
+        Points in the options take precedence over the profile's.
+
+        Raises:
+            ConfigError: they cannot be used, or SciPy is not installed.
+        """
+        options = self.options
+        tokens_per_s = options.tokens_per_s
+        if not tokens_per_s and self.profile is not None:
+            lengths = options.prompt_tokens, options.output_tokens
+            loads = loads_that_fit(self.profile, self.preset.kernel_form, options.slo, *lengths)
+            tokens_per_s = {} if loads is None else loads.tokens_per_s
+        if not tokens_per_s:
+            return EstimatedPoints(
+                self.costs(), options.prompt_tokens, options.output_tokens, options.max_batch, options.tpot_s
+            )
+        try:
+            return OperatingPoints(tokens_per_s)
+        except ValueError as error:
+            raise ConfigError(f"operating points: {error}") from error
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"operating points need {error.name}: run `{install_command('cluster')}`") from error
+
+
+def loads_that_fit(
+    profile: CostProfile, form: KernelForm, slo: Slo, prompt_tokens: int, output_tokens: int
+) -> OperatingLoads | None:
+    """Return the operating points of a kernel form and an SLO; None if the profile has none.
+
+    If there are several, choose those of requests nearest in length.
+    """
+
+    def apart(loads: OperatingLoads) -> int:
+        return abs(loads.prompt_tokens - prompt_tokens) + abs(loads.output_tokens - output_tokens)
+
+    fitting = [loads for loads in profile.operating_points if (loads.kernel_form, loads.slo) == (form, slo)]
+    return min(fitting, key=apart, default=None)
