@@ -228,8 +228,8 @@ def test_a_wrong_setting_ends_the_command_before_anything_starts(
         (["--adapter-dir-mode", "x"], "error: --adapter-dir-mode: 'x' is none of serve, allow\n"),
         (["--executor", "x"], "error: --executor: 'x' is none of torch, paced\n"),
         (["--max-head", "10"], "error: --max-head: Expected `int` >= 1024\n"),
-        (["--adapter-resolver", "foo"], "'foo' is no prefix of URLs, such as hf://org/ or s3://bucket/team/"),
-        (["--allow-source", "hf://"], "'hf://' is no prefix of URLs"),
+        (["--adapter-resolver", "foo"], "'foo' is not a prefix of URLs, such as hf://org/ or s3://bucket/team/"),
+        (["--allow-source", "hf://"], "'hf://' is not a prefix of URLs"),
         (["--dtype", "float23"], "error: unknown dtype 'float23'; did you mean float32"),
         (["--load-format", "pt"], "error: unknown --load-format 'pt'; choose one of: auto, dummy"),
         (["--model-impl", "vllm"], "error: unknown --model-impl 'vllm'; choose one of: auto, lorikeet, transformers"),
@@ -742,7 +742,7 @@ def test_a_chat_streams_the_answer_and_sends_it_along_with_the_next_message(serv
 def test_a_chat_changes_its_adapter_and_refuses_one_that_is_not_there(server: FakeServer) -> None:
     chat, written = conversation(server)
     chat.take("/adapter klingon", written.append)
-    assert "there is no klingon" in written[-1]
+    assert "no adapter is called klingon" in written[-1]
     chat.take("/adapter formal", written.append)
     chat.take("hello", written.append)
     chat.take("/adapter", written.append)

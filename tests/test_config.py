@@ -28,7 +28,7 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
     ("flags", "environment", "complaint"),
     [
         ({"engine": {"rows": "auto"}}, {}, r"flags: \[engine\]: .*unknown field `rows`"),
-        ({"motor": {}}, {}, "flags: there is no section 'motor'"),
+        ({"motor": {}}, {}, "flags: unknown section 'motor'"),
         ({"engine": {"num_scheduler_steps": 0}}, {}, r"flags: \[engine\]: .*>= 1.*num_scheduler_steps"),
         ({"engine": {"block_size": 0}}, {}, "block_size"),
         ({"server": {"port": 70_000}}, {}, "port"),
@@ -40,7 +40,7 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
             "LORIKEET_ENGINE__THREAD: unknown setting 'thread'; did you mean threads",
         ),
         ({}, {"LORIKEET_ENGIN__THREADS": "2"}, "LORIKEET_ENGIN__THREADS: unknown section 'engin'; did you mean engine"),
-        ({"server": {"root_path": "llm"}}, {}, "root_path: 'llm' is no path such as /llm"),
+        ({"server": {"root_path": "llm"}}, {}, "root_path: 'llm' is not a path such as /llm"),
         ({"server": {"api_keys": ["key", ""]}}, {}, "an API key or admin key is empty"),
         ({"server": {"admin_keys": [" "]}}, {}, "an API key or admin key is empty"),
         ({}, {"LORIKEET_SERVER__API_KEYS": ""}, "environment: LORIKEET_SERVER__API_KEYS is set, but contains no key"),
@@ -161,5 +161,5 @@ def test_what_is_compared_on_a_cluster_has_the_same_replicas(names: list[str]) -
 
 
 def test_an_endpoint_of_traces_is_a_url() -> None:
-    with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint .*'localhost:4317' is no URL"):
+    with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint .*'localhost:4317' is not a URL"):
         load_settings(flags={"server": {"otlp_traces_endpoint": "localhost:4317"}}, environment={})

@@ -47,7 +47,7 @@ KERNELS = ("auto", "native", "triton", "reference")
 MODEL_IMPLS = ("auto", "lorikeet", "transformers")
 """Values of ``engine.device`` and ``kernels``, and of ``model.dtype``, ``load_format`` and ``model_impl``."""
 MEMORY_BITS = {"auto": 0, "int8": 8}
-"""Values of ``engine.lora_dtype`` and ``kv_cache_dtype``: bits of an element; 0 for those of the model's dtype."""
+"""Values of ``engine.lora_dtype`` and ``kv_cache_dtype``: bits of an element; 0 for the model's dtype."""
 
 
 class ExecutorKind(StrEnum):
@@ -56,32 +56,32 @@ class ExecutorKind(StrEnum):
     TORCH = "torch"
     """Computes the model."""
     PACED = "paced"
-    """Computes nothing: steps take as long as a hardware profile says, and answers are meaningless."""
+    """Computes nothing: step times come from a hardware profile, and answers are meaningless."""
 
 
 class LengthPredictor(StrEnum):
-    """How the number of output tokens of a request is predicted."""
+    """The source of predicted answer lengths."""
 
     NONE = "none"
     HISTORY = "history"
-    """By the recent answers of the same adapter."""
+    """Prediction from the recent answers of the same adapter."""
     LEARNED = "learned"
-    """By a model of `lorikeet train-predictor`; by history if that does not answer in time."""
+    """Prediction by a model of `lorikeet train-predictor`, or from history if that is late."""
     AUTO = "auto"
     """``learned`` if there is a file whose model was better than history on held-out requests, else ``history``."""
 
 
 class ReplicaStart(StrEnum):
-    """How the engines of a cluster are started."""
+    """The starter of a cluster's engines."""
 
     RAY = "ray"
-    """By Ray, on any of its machines."""
+    """Ray starts them, on any of its machines."""
     LOCAL = "local"
-    """By the server, as processes on its own machine, without Ray."""
+    """The server starts them as processes on its own machine, without Ray."""
 
 
 class AdapterDirMode(StrEnum):
-    """What ``adapter_dir`` is for."""
+    """The use of ``adapter_dir``."""
 
     SERVE = "serve"
     """Each adapter in it is served under the name of its folder, and loaded when a request first names it."""
@@ -220,17 +220,17 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> int:
-        """Number of processes that share the model."""
+        """Return the number of processes that share the model."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def local_ranks(self) -> int:
-        """Number of them on the machine of rank 0."""
+        """Return the number of ranks on the machine of rank 0."""
         return 1 if self.rank_address else self.ranks
 
     @property
     def memory_ranks(self) -> int:
-        """Number of ranks that each have the memory that ``memory_bytes`` and the engine's statistics name.
+        """Return the number of ranks that each have the memory that ``memory_bytes`` and the engine's statistics name.
 
         Both name the memory of one rank, and each rank holds its share of every adapter and of all KV. A paced executor
         names the memory of all ranks together.
@@ -432,7 +432,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_one_engine(self) -> bool:
-        """Whether there is, and always will be, one engine, on this machine."""
+        """Return whether one engine on this machine serves now and always."""
         return self.replicas == 1 and not self.max_replicas and not self.ray_address
 
 
@@ -514,14 +514,14 @@ def load_settings(
 def _check_traces_endpoint(url: str) -> None:
     if url and not url.lower().startswith(("http://", "https://")):
         raise ConfigError(
-            f"--otlp-traces-endpoint (server.otlp_traces_endpoint): {url!r} is no URL such as "
+            f"--otlp-traces-endpoint (server.otlp_traces_endpoint): {url!r} is not a URL such as "
             "http://localhost:4318/v1/traces"
         )
 
 
 def _check_root_path(path: str) -> None:
     if not _ROOT_PATH.fullmatch(path):
-        raise ConfigError(f"root_path: {path!r} is no path such as /llm: it begins with / and has plain names only")
+        raise ConfigError(f"root_path: {path!r} is not a path such as /llm: it begins with / and has plain names only")
 
 
 def _check_prefixes(key: str, prefixes: Iterable[str]) -> None:
@@ -533,7 +533,7 @@ def _check_prefixes(key: str, prefixes: Iterable[str]) -> None:
     for prefix in prefixes:
         if not _URL_PREFIX.fullmatch(prefix):
             raise ConfigError(
-                f"settings: [adapters]: {key}: {prefix!r} is no prefix of URLs, such as hf://org/ or s3://bucket/team/"
+                f"settings: [adapters]: {key}: {prefix!r} is not a prefix of URLs, such as hf://org/ or s3://bucket/team/"
             )
 
 
@@ -597,7 +597,7 @@ def _merge(into: dict[str, dict[str, Any]], tables: Mapping[str, Any], source: s
     sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     for section, values in tables.items():
         if section not in sections or not isinstance(values, Mapping):
-            raise ConfigError(f"{source}: there is no section {section!r}; there are: {', '.join(sections)}")
+            raise ConfigError(f"{source}: unknown section {section!r}; sections: {', '.join(sections)}")
         convert(dict(values), sections[section], f"{source}: [{section}]")
         into.setdefault(section, {}).update(values)
 
@@ -636,7 +636,7 @@ def _check_variable(variable: str, section: str, key: str, value: str | tuple[st
     """Check the value of one variable, so that an error names the variable.
 
     Raises:
-        ConfigError: it is no setting, or has a wrong value.
+        ConfigError: the setting is unknown, or has a wrong value.
     """
     sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     where = f"environment: {variable}"

@@ -1,4 +1,4 @@
-"""What commands show on a terminal besides their log: progress, why they end, and how to use a server that is ready."""
+"""Shows progress, fatal errors and the ready message of commands on a terminal."""
 
 import os
 import sys
@@ -68,7 +68,7 @@ class ProgressDisplay:
 def show_ready(
     url: str, base: str, adapters: Sequence[str], *, needs_key: bool, as_json: bool, chats: bool = True
 ) -> None:
-    """Say that the server is ready: on stdout its URL, its models and a command to paste, or one JSON line in the log.
+    """Announce the ready server: on stdout its URL, its models and a command to paste, or one JSON line in the log.
 
     Args:
         url: address to open.
@@ -120,7 +120,7 @@ def fail(text: str, *, as_json: bool = False) -> NoReturn:
 
 
 def exit_at_once() -> NoReturn:
-    """End the process with code 0 and without waiting for threads: those of libraries may download for another hour."""
+    """End the process with code 0 and without waiting for threads, since a library's may download for another hour."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

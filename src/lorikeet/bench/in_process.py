@@ -36,11 +36,11 @@ _COUNT_EVERY_TURNS = 16
 
 
 class MissBudget(NamedTuple):
-    """How many requests may miss their limits before a run is stopped.
+    """Counts requests that miss their limits, so that a hopeless run can be stopped.
 
     Attributes:
         slo: limits of requests without their own.
-        most: of them.
+        most: the limit of misses.
     """
 
     slo: Slo
@@ -71,13 +71,13 @@ class RunObserver:
     """Observes a run. Subclasses override the methods that they need."""
 
     def on_arrival(self, request: Request) -> None:
-        """A request is about to be submitted."""
+        """Handle a request that is about to be submitted."""
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """The engine has run a turn with these outputs."""
+        """Handle the outputs of a turn of the engine."""
 
     def on_finished(self, request: Request, token_ids: Sequence[int]) -> None:
-        """A request has ended with these tokens."""
+        """Handle the tokens of a request that has ended."""
 
 
 def run_workload(
@@ -102,12 +102,12 @@ def run_workload(
     Args:
         engine: on ``clock``.
         clock: real or virtual.
-        workload: by arrival.
-        adapters: by the names in the workload.
+        workload: the requests, ordered by arrival.
+        adapters: the adapters, by the names in the workload.
         prompts: makes the prompts, each when its request arrives.
         coalesced: see ``drive``.
         on_finished: called with the number of requests that have ended.
-        observer: of the run.
+        observer: sees the arrivals, turns and ends of the run.
         predictor: predicts the lengths of answers. With None, policies see the most that a request may generate, which
             is what it generates here.
         budget: the run ends soon after more requests have missed their limits; None for a whole run.
@@ -126,7 +126,7 @@ def run_workload(
 
 
 class WorkloadArrivals:
-    """The requests of a workload by the time they are sent; implements ``driver.Arrivals``.
+    """Yields the requests of a workload when they are due; implements ``driver.Arrivals``.
 
     Args:
         workload, adapters, prompts, observer, predictor: see ``run_workload``.
@@ -160,7 +160,7 @@ class WorkloadArrivals:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests that were sent and have not ended."""
+        """Return the number of requests that were sent and have not ended."""
         return len(self._in_flight)
 
     def under_way(self) -> Iterator[tuple[int, float]]:
@@ -170,7 +170,7 @@ class WorkloadArrivals:
 
     @property
     def follow_answers(self) -> bool:
-        """Whether there are still requests that wait for the answer to another."""
+        """Return whether requests still wait for the answer to another."""
         return self._turns.await_answers
 
     def next_s(self) -> float:
@@ -209,7 +209,7 @@ class WorkloadArrivals:
 
 @dataclass(slots=True)
 class _Answer:
-    """The answer so far, with times on the clock of the engine."""
+    """Holds the answer so far, with times on the engine's clock."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -235,13 +235,13 @@ class _Answer:
 
 
 class RecordCollector:
-    """Makes request records of the outputs of engines.
+    """Makes request records from the outputs of engines.
 
     Args:
-        workload: by arrival.
-        arrivals: of the same workload; receives the answers.
+        workload: the requests, ordered by arrival.
+        arrivals: the arrivals of the same workload; it receives the answers.
         on_finished: called with the number of requests that have ended.
-        budget: of requests that miss their limits; None to count none.
+        budget: the number of requests that may miss their limits; None counts none.
 
     Attributes:
         is_over_budget: whether more have missed them. Looked at every few turns.

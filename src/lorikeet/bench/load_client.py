@@ -20,7 +20,7 @@ _KEEP_ALIVE_S = 4.0
 
 
 class LoadTarget(msgspec.Struct, frozen=True):
-    """The server, and how to talk to it.
+    """Describes the server and the requests that it gets.
 
     Attributes:
         url: its address.
@@ -31,7 +31,7 @@ class LoadTarget(msgspec.Struct, frozen=True):
         text: whether prompts are words instead of token ids; chat always uses words.
         ignore_eos: whether to request answers of exactly the planned length.
         usage_per_event: whether to request token counts in every event.
-        temperature: of the sampling.
+        temperature: the sampling temperature.
         timeout_s: after which a request counts as failed.
         tenant_header: header with a request's tenant, where the workload names one; empty for none.
     """
@@ -85,7 +85,7 @@ class LoadTarget(msgspec.Struct, frozen=True):
 
 
 class LoadDriveResult(NamedTuple):
-    """The result of one run of a workload.
+    """Holds the result of one run of a workload.
 
     Attributes:
         exchanges: records of all requests, in the order of their arrival.

@@ -25,7 +25,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
         asked_tokens: requested length.
         cached_tokens: prompt tokens found in the server's prefix cache; None if the server does not report them.
         error: its kind; None for a complete answer.
-        message: of the error, from the server or the connection.
+        message: the error message of the server or the connection.
         slo: limits of this request.
     """
 
@@ -45,30 +45,30 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def lateness_s(self) -> float:
-        """How late the client itself sent it."""
+        """Return how late the client sent it."""
         return max(0.0, self.sent_s - self.due_s - self.held_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """Time from sending to the first token."""
+        """Return the time from sending to the first token."""
         return self.token_times_s[0] - self.sent_s if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None for answers of one token."""
+        """Return the mean time per output token after the first; None for answers of one token."""
         if not self.token_times_s or self.output_tokens < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """ITL: the gaps between events with tokens."""
+        """Return the gaps between events with tokens (ITL)."""
         times_s = self.token_times_s
         return [after - before for before, after in pairwise(times_s)]
 
     @property
     def e2e_s(self) -> float:
-        """Time from sending to the end of the answer."""
+        """Return the time from sending to the end of the answer."""
         return self.ended_s - self.sent_s
 
     def meets(self, common: Slo) -> bool:
@@ -115,7 +115,7 @@ class AdapterFigures(msgspec.Struct, frozen=True):
 
     Attributes:
         adapter: its name, None for the base model.
-        requests, failed: number of requests sent, and of those that failed.
+        requests, failed: number of requests sent, and number of failed ones.
         ttft_s, tpot_s, e2e_s: of complete answers.
         cold_ttft_s: TTFT of its first request of the run.
         normalised_s: mean E2E per output token.
@@ -146,8 +146,8 @@ class LoadFigures(msgspec.Struct, frozen=True):
     Attributes:
         requests, completed: number of requests sent, and of complete answers.
         short_answers: complete answers with fewer tokens than requested.
-        errors: by kind.
-        duration_s: from the first request to the end of the last complete answer.
+        errors: the errors, by kind.
+        duration_s: time from the first request to the end of the last complete answer.
         offered_rate: requests per second between the first and the last sending.
         request_rate, output_token_rate, token_rate: of complete answers, per second of the duration.
         ttft_s, tpot_s, itl_s, e2e_s: of complete answers.
@@ -162,7 +162,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
         held_s: how long due requests were held back: by the limit on requests in flight or, where turns contain
             answers, until the answer before was there.
         cached_share: share of prompt tokens found in the server's prefix cache; None if the server does not report it.
-        adapters: by number of requests.
+        adapters: the figures of each adapter, most requests first.
     """
 
     requests: int
@@ -246,7 +246,7 @@ def _fairness(adapters: Sequence[AdapterFigures]) -> float | None:
 
 
 def slo_attainment(exchanges: Sequence[RequestRecord], common: Slo) -> float | None:
-    """Return the share of ``exchanges`` that met their limits; None if there are no limits."""
+    """Return the share of ``exchanges`` that met their limits; None without limits."""
     if common == Slo() and not any(exchange.slo for exchange in exchanges):
         return None
     return sum(exchange.meets(common) for exchange in exchanges) / len(exchanges)

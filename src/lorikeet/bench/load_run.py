@@ -39,7 +39,7 @@ class LoadRun(NamedTuple):
     Attributes:
         rate: planned requests per second; None for the workload's own times, or all at once.
         figures: the summary.
-        cpu_share: of the client, see ``LoadDriveResult``.
+        cpu_share: the share of a core that the client used, see ``LoadDriveResult``.
         server: changes of the server's counters, by name.
         exchanges: records of the requests.
     """
@@ -52,7 +52,7 @@ class LoadRun(NamedTuple):
 
     @property
     def is_client_bound(self) -> bool:
-        """Whether the client was so late or so busy that the figures may not be the server's."""
+        """Return whether the client was so late or so busy that the figures may not be the server's."""
         late_s = self.figures.lateness_s
         ttft_s = self.figures.ttft_s
         if ttft_s is None:
@@ -65,7 +65,7 @@ class LoadRunner:
 
     Args:
         target: the server.
-        recipe: what to send; each run replaces count and rate, and draws again.
+        recipe: the workload to send; each run replaces count and rate, and draws again.
         slo: limits for requests without their own.
         concurrency: most requests in flight, 0 for no limit.
         ids: token ids to make prompts of.
@@ -118,7 +118,7 @@ class LoadRunner:
 
     @property
     def min_probe_s(self) -> float:
-        """Length that the probes of a search need, by the longest limit of the requests."""
+        """Return the length that the probes of a search need, by the longest limit of the requests."""
         own = {request.slo for request in self._recipe.trace if request.slo is not None}
         return max(_LEAST_PROBE_S, *(min_probe_s(slo) for slo in (self._slo, *own)))
 
@@ -134,7 +134,7 @@ class LoadRunner:
             probe_s: length of a probe, see :attr:`min_probe_s`; longer if fewer than ten requests would arrive.
 
         Raises:
-            OptionError: there are no limits, or none that an overload breaks; a rule of the recipe has no meaning for
+            OptionError: no limit is given, or none that an overload breaks; a rule of the recipe has no meaning for
                 so many
                 requests, or its trace has too few for the first probe; or the first rate is too low for one.
         """

@@ -42,14 +42,14 @@ def min_probe_s(slo: Slo, limits: float = _PROBE_LIMITS) -> float:
     their delay (TTFT or E2E) misses nothing.
 
     Args:
-        slo: with that limit.
+        slo: the limits, at least one of them on a delay.
         limits: length of the probe in multiples of it.
     """
     return limits * max(slo.ttft_s or 0.0, slo.e2e_s or 0.0)
 
 
 def probe_requests(rate: float, slo: Slo, fewest: int, limits: float = _PROBE_LIMITS) -> int:
-    """Return how many requests such a probe needs.
+    """Return how many requests a probe of a search needs.
 
     Args:
         rate: requests per second.
@@ -77,7 +77,7 @@ def find_peak(
         start: first rate.
         lowest, highest: rates beyond which nothing is tried.
         precision: the search ends when met and missed rates are closer than this, relative to the met one.
-        max_probes: the search also ends after so many.
+        max_probes: the search ends after this number of probes at the latest.
     """
     probes: list[Probe] = []
     met: float | None = None

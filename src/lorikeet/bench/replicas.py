@@ -40,19 +40,19 @@ class ModelledReplica(NamedTuple):
 
 
 def modelled_replica(settings: Settings, profile: CostProfile) -> StartedReplica:
-    """Build a replica that takes its times from a profile, on a virtual clock; see ``build_modelled``."""
+    """Build a replica on a virtual clock, with times from a profile; see ``build_modelled``."""
     replica, clock, _, coalesced = build_modelled(settings, profile)
     return StartedReplica(replica, clock, coalesced)
 
 
 def build_modelled(settings: Settings, profile: CostProfile) -> ModelledReplica:
-    """Build a replica that takes its times from a profile, on a virtual clock.
+    """Build a replica on a virtual clock, with times from a profile.
 
     With ``engine.num_scheduler_steps`` 1 the engine decides after every step, and identical steps are run together.
     With more it makes plans of several steps, like a live engine with these settings.
 
     Args:
-        settings: of the engine; ``engine.executor`` is ignored.
+        settings: the engine's settings; ``engine.executor`` is ignored.
         profile: cost profile.
 
     Raises:

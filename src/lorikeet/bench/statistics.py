@@ -40,9 +40,9 @@ def ratio_over_requests(
     Args:
         ours, theirs: by repeat the values of the same requests in the same order.
         reduce: turns values of shape (repeats, resamples, requests) into one for each resample, such as ``mean_of``.
-        confidence: of the interval.
+        confidence: probability that the interval covers the ratio.
         resamples: number of resamples.
-        seed: of the resampling.
+        seed: seed of the resampling.
     """
     a = np.asarray(ours, np.float64)[:, None, :]
     b = np.asarray(theirs, np.float64)[:, None, :]

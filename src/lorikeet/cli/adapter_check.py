@@ -34,8 +34,8 @@ def compare(folder: Path, base: Path, prompt: str, tokens: int) -> Comparison:
     """Answer a prompt greedily in fp32, here and by PEFT.
 
     Args:
-        folder: of the adapter.
-        base: of its base.
+        folder: the adapter's folder.
+        base: the folder of its base.
         prompt: text, which is continued as it is.
         tokens: how many to compute.
 

@@ -23,8 +23,8 @@ def describe(folder: Path, adapter: AdapterDescription, base: str) -> dict[str, 
     """Return an adapter's figures, and for each module the layers, ranks, scalings and dtypes that it has.
 
     Args:
-        folder: of the adapter.
-        adapter: what is in it.
+        folder: the adapter's folder.
+        adapter: its content.
         base: folder of the base with which it was compared; "" if with none.
     """
     modules = {}
@@ -56,7 +56,7 @@ def describe(folder: Path, adapter: AdapterDescription, base: str) -> dict[str, 
 
 
 def _extras(adapter: AdapterDescription) -> list[dict[str, Any]]:
-    """Return what an adapter has beside A and B, by kind and module."""
+    """Return the tensors that an adapter has beside A and B, by kind and module."""
     found: dict[tuple[str, str], list[ExtraTensor]] = {}
     for each in adapter.extras:
         if each.entry is not None:
@@ -120,7 +120,7 @@ def show_differences(
     modules: "Sequence[AdapterDifference]",
     tensors: "Sequence[AdapterDifference]",
 ) -> None:
-    """Print how two adapters differ, as of ``lora_algebra.Differences``."""
+    """Print how two adapters differ."""
     console = output()
     for key, (one, two) in config.items():
         console.print(f"{key}: {one!r} → {two!r}", markup=False)
@@ -136,8 +136,8 @@ def _differences(kind: str, size: str, differences: "Sequence[AdapterDifference]
 
     Args:
         kind: ``module`` or ``tensor``.
-        size: what ``AdapterDifference.ranks`` are of it.
-        differences: of one kind.
+        size: name of the figure in ``AdapterDifference.ranks``.
+        differences: differences of one kind.
     """
     by_path: dict[str, list[tuple[int, AdapterDifference]]] = {}
     for each in differences:

@@ -99,7 +99,7 @@ def inspect(
     prompt: Annotated[str, typer.Option(help="The prompt of --check.")] = "The capital of France is",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that --check computes.")] = 16,
 ) -> None:
-    """Print what a PEFT folder contains, or why it cannot be served. Needs no server."""
+    """Print the content of a PEFT folder, or why it cannot be served. Needs no server."""
     from lorikeet.adapters.checkpoint import AdapterChecks, DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe
@@ -319,7 +319,7 @@ def _rank_range(found: Sequence[Any]) -> str:
 
 
 def _sizes(base: Path) -> tuple[ModelGeometry | None, str]:
-    """Return what an adapter must fit, and the dtype of a base; None if only loading the base tells its modules."""
+    """Return the sizes that an adapter must fit and the base's dtype; None if only a loaded base has them."""
     from lorikeet.models.config import read_model_config
     from lorikeet.models.json_section import ModelConfigError
 
@@ -340,7 +340,7 @@ def _compare(folder: Path, base: Path, prompt: str, tokens: int) -> dict[str, An
 
 
 def _served(folder: Path, base: Path) -> "AdapterDescription | None":
-    """Return what is in an adapter that can be served without being converted; None if it cannot."""
+    """Return the content of an adapter that can be served unconverted; None if it cannot."""
     from lorikeet.adapters.checkpoint import DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe
@@ -352,7 +352,7 @@ def _served(folder: Path, base: Path) -> "AdapterDescription | None":
 
 
 def _peft() -> Any:
-    """Return the module that uses PEFT, or say how to install it."""
+    """Return the module that uses PEFT, or end with how to install it."""
     from importlib.util import find_spec
 
     from lorikeet.core.text import install_command

@@ -67,7 +67,7 @@ app.add_typer(profiles.app, name="profiles")
 
 
 class _Command(TyperCommand):
-    """A command whose help names each option once, since rich cuts names that do not fit into its table."""
+    """Prints help that names each option once, since rich cuts names that do not fit into its table."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, with further names of an option behind its text."""
@@ -83,7 +83,7 @@ class _Command(TyperCommand):
 for _group in (app, adapters.app, bench.app, keys.app, profiles.app):
     for _command in _group.registered_commands:
         _command.cls = _Command
-        # Lines end where the terminal does, not where those of the docstring do.
+        # The terminal's width decides where lines end, not the docstring.
         _paragraphs = inspect.cleandoc(getattr(_command.callback, "__doc__", None) or "").split("\n\n")
         _command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in _paragraphs)
 
@@ -104,7 +104,7 @@ def _options(
 
 
 def run() -> None:
-    """Run the command with the process's arguments; those of ``serve`` are first translated from vLLM and SGLang."""
+    """Run the command with the process's arguments; ``serve`` first translates flags of vLLM and SGLang."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["serve"]:
         as_json = "--log-json" in arguments

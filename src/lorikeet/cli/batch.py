@@ -62,7 +62,7 @@ def run_batch(
     model: Model = "",
     concurrency: Concurrency = _CONCURRENCY,
 ) -> None:
-    """Answer a file of requests as `vllm run-batch` does; other options are those of `lorikeet serve`."""
+    """Answer a file of requests as `vllm run-batch` does; other options are `lorikeet serve`'s."""
     _run(source, output, url, api_key, model, concurrency, context.args)
 
 

@@ -34,16 +34,16 @@ _MAX_FAILURES = 8
 
 
 class BatchError(RuntimeError):
-    """The batch cannot go on; the message says why."""
+    """The batch cannot continue; the message has the reason."""
 
 
 class BatchCounts(NamedTuple):
-    """How far a batch is.
+    """Holds the progress of a batch.
 
     Attributes:
         total: requests in the file.
         done: those with an answer.
-        failed: of those, the ones with an error in this run.
+        failed: number of answers with an error in this run.
     """
 
     total: int
@@ -56,7 +56,7 @@ class BatchFiles:
 
     Args:
         source: requests.
-        target: answers; it is made if it is not there, and goes on if it is.
+        target: file of answers; created if it is missing, continued if it exists.
 
     Raises:
         LineError: a line of either is wrong.
@@ -85,7 +85,7 @@ class BatchFiles:
 
     @property
     def counts(self) -> BatchCounts:
-        """How far it is."""
+        """Return the progress."""
         return BatchCounts(self.total, min(self.total, len(self._answered)))
 
     def unanswered(self) -> Iterator[RequestLine]:
@@ -119,11 +119,11 @@ async def send_batch(
     concurrency: int,
     show: Callable[[BatchCounts], None],
 ) -> BatchCounts:
-    """Send what has no answer, until all of it has one.
+    """Send the requests without answers, until all have one.
 
     Args:
         files: requests and answers.
-        url: of the server; ``unix:PATH`` for a Unix socket.
+        url: the server's URL; ``unix:PATH`` for a Unix socket.
         api_key: sent as a bearer token.
         concurrency: requests at the same time.
         show: gets every step.
@@ -143,7 +143,7 @@ async def send_batch(
 
         async def work() -> None:
             nonlocal counts
-            for request in waiting:  # shared: each takes the next
+            for request in waiting:  # shared: each sender gets the next
                 line, has_failed = await _answer(session, root, request)
                 files.append(line)
                 counts = counts._replace(done=counts.done + 1, failed=counts.failed + has_failed)
@@ -190,10 +190,10 @@ async def _answer(session: aiohttp.ClientSession, root: str, request: RequestLin
 
 
 def _in_background(body: bytes) -> bytes:
-    """Return a body that asks to run when no other request waits, unless it asks for something else.
+    """Return a body whose request runs when no other waits, unless it has a priority of its own.
 
     Raises:
-        ValueError: it asks for a stream.
+        ValueError: the body requests a stream.
     """
     fields: dict[str, Any] = msgspec.json.decode(body)
     if fields.get("stream"):

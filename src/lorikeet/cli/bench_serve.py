@@ -49,7 +49,7 @@ def bench_serve(
     length_scale: Annotated[float, typer.Option(help="Factor on a workload's lengths.")] = 1.0,
     prefix_block_tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="Of a workload's prefix block, before scaling.", show_default="what the file says"),
+        typer.Option(min=2, help="Length of a workload's prefix block before scaling.", show_default="the file's"),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=0, help="Most requests in flight; 0: no limit.")] = 0,
     prompt_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "128",
@@ -59,11 +59,11 @@ def bench_serve(
     token_ids: Annotated[str, typer.Option(help="Range of the prompts' token ids.")] = "300-10000",
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly the length.")] = True,
     usage_per_event: Annotated[bool, typer.Option("--usage-per-event", help="Count tokens in every event.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the sampling.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
     timeout_s: Annotated[float, typer.Option(help="After which a request has failed.")] = 600.0,
     tenant_header: Annotated[str, typer.Option(help="Header to send a workload's tenants in, such as X-Tenant.")] = "",
     warmup: Annotated[int, typer.Option(min=0, help="Requests to the base before the measured ones.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, adapters, lengths and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals, adapters, lengths and prompts.")] = 0,
     slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1,e2e=10.")] = "",
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
     slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
@@ -85,7 +85,7 @@ def bench_serve(
     if arrivals == "bursty" or (burstiness is not None and not arrivals and workload is None):  # as in vLLM's benchmark
         arrivals = "gamma"
     if burstiness is not None and not 0 < burstiness < inf:
-        fail(f"--burstiness {burstiness} is no positive number", code=2)
+        fail(f"--burstiness {burstiness} is not a positive number", code=2)
     _check_effects(context, arrivals or "poisson", has_workload=workload is not None)
     for given, known in ((endpoint, tuple(ENDPOINTS)), (arrivals or "poisson", ARRIVALS)):
         if given not in known:
@@ -97,15 +97,15 @@ def bench_serve(
         fail(f"{adapter_as!r} may contain {{base}} and {{adapter}}, and no other braces", code=2)
     check_json_file(json_file)
     if rate is not None and not 0 < rate < inf:
-        fail(f"a rate of {rate} is no positive number", code=2)
+        fail(f"a rate of {rate} is not a positive number", code=2)
     if find_peak and not slo and workload is None:
         fail("--find-peak needs limits, such as --slo ttft=0.5,tpot=0.1", code=2)
     if find_peak and requests is not None:
-        fail("--requests has no effect on --find-peak: --probe-s says how long its probes are", code=2)
+        fail("--requests has no effect on --find-peak: --probe-s sets the length of its probes", code=2)
     if find_peak and concurrency:
         fail("--concurrency would hold back the requests whose waiting --find-peak looks for", code=2)
     if unix_socket(url):
-        fail(f"--url {url}: bench serve takes no unix: URL; give the http:// one of a server without --uds", code=2)
+        fail(f"--url {url}: bench serve needs an http:// URL: start the server without --uds", code=2)
     url = server_root(url)
     try:
         given_requests = tuple(read_any(workload)) if workload else ()
@@ -180,7 +180,7 @@ def bench_serve(
 
 
 def _check_effects(context: typer.Context, arrivals: str, *, has_workload: bool) -> None:
-    """End the command if an option was given that would have no effect."""
+    """End the command if a given option would have no effect."""
     from lorikeet.workloads.recipe import without_effect
 
     given = given_options(context)
@@ -247,7 +247,7 @@ def _note_doubtful_probes(peak: "Peak", runs: "list[LoadRun]") -> None:
 
 
 def _report(setup: dict[str, Any], runs: "list[LoadRun]", peak: "Peak | None") -> dict[str, Any]:
-    """Return everything for JSON; of a search without the single requests."""
+    """Return the report as JSON data; a search's report omits single requests."""
     if peak is None:
         (run,) = runs
         found = {**run._asdict(), "exchanges": [_described(exchange) for exchange in run.exchanges]}

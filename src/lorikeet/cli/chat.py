@@ -76,7 +76,7 @@ class Conversation:
         names = self._refresh_names()
         wanted = name or names[0]
         if wanted not in names:
-            write(f"there is no {wanted}; /adapters lists what there is\n")
+            write(f"no adapter is called {wanted}; /adapters lists the names\n")
             return
         self.model = wanted
         write(f"now talking to {wanted}\n")
@@ -89,7 +89,7 @@ class Conversation:
 def chat(
     model: Annotated[str | None, typer.Option(help="Base model or adapter to talk to; the base.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.7,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:

@@ -1,8 +1,8 @@
 """Flags of vLLM and SGLang without a counterpart in Lorikeet.
 
 Flags with a counterpart are ordinary options of ``lorikeet serve``. Those listed here are removed from the command line
-before it is parsed: most with a note that says what Lorikeet does instead. Some are refused, because the server would
-otherwise not serve what was asked for. Flags in neither list are errors.
+before it is parsed: most with a note on what Lorikeet does instead. Some are refused, because the server would
+otherwise serve something else. Flags in neither list are errors.
 
 Names: https://docs.vllm.ai/en/latest/cli/serve/ and https://docs.sglang.io/docs/advanced_features/server_arguments
 """
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 
 class CompatError(ValueError):
-    """A flag asks for something that Lorikeet does not support; the message says what to use instead."""
+    """A flag needs something that Lorikeet does not support; the message names a replacement."""
 
 
 class ForeignFlag(NamedTuple):
     """One flag.
 
     Attributes:
-        text: what Lorikeet does instead, or why it refuses.
-        value: whether the flag takes a value.
+        text: Lorikeet's way, or the reason for the refusal.
+        value: whether the flag has a value.
         same: values that ask for what Lorikeet does anyway; they get no note.
         refuse: whether other values end the command with an error.
     """
@@ -32,7 +32,7 @@ class ForeignFlag(NamedTuple):
     refuse: bool = False
 
 
-_POOL = "adapters of any rank and KV share one pool, so there are no adapter slots to count; --memory sets its size"
+_POOL = "adapters of any rank and KV share one pool, without adapter slots; --memory sets its size"
 _HOST = "use --host-memory SIZE, one host tier for adapters and KV"
 _ADMISSION = "the preset decides which request is admitted next (for example --preset lorikeet:priority)"
 _ALWAYS = "Lorikeet always does this"
@@ -136,12 +136,12 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--api-server-count": ForeignFlag("one process answers, and has others to read large bodies", same=("1",)),
     "--disable-frontend-multiprocessing": ForeignFlag("the engine is always a process of its own", value=False),
     "--structured-outputs-config": ForeignFlag(_GRAMMARS),
-    "--constrained-json-whitespace-pattern": ForeignFlag("requests say so: guided_whitespace_pattern"),
+    "--constrained-json-whitespace-pattern": ForeignFlag("set per request: guided_whitespace_pattern"),
     "--chat-template-content-format": ForeignFlag(
         "templates get the content as a string", same=("auto", "string"), refuse=True
     ),
     "--default-chat-template-kwargs": ForeignFlag(
-        "requests say so (chat_template_kwargs), or change the template", same=("{}",), refuse=True
+        "set per request (chat_template_kwargs), or change the template", same=("{}",), refuse=True
     ),
     "--response-role": ForeignFlag("answers have the role assistant", same=("assistant",), refuse=True),
     "--trust-request-chat-template": ForeignFlag("a chat_template in a request is refused", value=False),

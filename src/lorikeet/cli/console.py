@@ -1,4 +1,4 @@
-"""What the commands share: tables, notes and errors on stderr, JSON reports, and sizes as people write them."""
+"""Prints tables, notes, errors and JSON reports for all commands, and parses sizes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write JSON there; - prints it, and nothing else.", show_default=False),
 ]
-"""The option ``--json`` of every command that has one; :func:`write_json` writes what it asks for."""
+"""The option ``--json``; :func:`write_json` handles its value."""
 
 STANDARD_OUTPUT = "-"
 
@@ -45,7 +45,7 @@ _NO_TERMINAL_COLUMNS = 1000
 def check_json_file(file: str | None) -> None:
     """End the command if the JSON of ``--json`` cannot be written, before the work begins."""
     if file is not None and file != STANDARD_OUTPUT and not Path(file).absolute().parent.is_dir():
-        fail(f"--json: there is no folder {str(Path(file).parent)!r}", code=2)
+        fail(f"--json: folder {str(Path(file).parent)!r} does not exist", code=2)
 
 
 def check_plot_file(file: Path | None) -> None:
@@ -55,7 +55,7 @@ def check_plot_file(file: Path | None) -> None:
 
 
 def write_json(file: str | None, value: Any) -> bool:
-    """Write ``value`` as ``--json`` asks for; None writes nothing.
+    """Write ``value`` where ``--json`` points; without the option write nothing.
 
     Returns:
         Whether the command should print its tables, too: not if standard output holds the JSON.
@@ -74,7 +74,7 @@ def write_json(file: str | None, value: Any) -> bool:
 
 
 def output() -> Console:
-    """Return a console for tables on standard output; where that is no terminal, no cell is cut or wrapped."""
+    """Return a console for tables on standard output; outside a terminal no cell is cut or wrapped."""
     columns = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _NO_TERMINAL_COLUMNS
     return Console(highlight=False, emoji=False, width=columns)
 

@@ -13,7 +13,7 @@ import typer
 from lorikeet.cli.console import fail
 from lorikeet.http.urls import server_root, unix_socket
 
-if TYPE_CHECKING:  # it takes a third of the time in which all commands are imported, and ``serve`` needs none of it
+if TYPE_CHECKING:  # a third of the import time of all commands, and ``serve`` does without
     import aiohttp
 
 Url = Annotated[str, typer.Option(help="Address of the server; unix:PATH for one with --uds.", envvar="LORIKEET_URL")]
@@ -45,7 +45,7 @@ class ServerClient:
     Every call runs an event loop of its own, so it cannot be made from within one.
 
     Args:
-        url: where it listens.
+        url: the server's URL.
         api_key: sent as a bearer token.
     """
 
@@ -158,7 +158,7 @@ def _message(status: int, content: bytes) -> str:
 
 
 def _reason(error: "aiohttp.ClientError") -> str:
-    """What went wrong, in the system's words where no connection could be made."""
+    """Return the cause of a failed connection, in the system's words."""
     import aiohttp
 
     if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):

@@ -45,7 +45,7 @@ _SETTINGS = {
         str | None, typer.Option(metavar="SIZE", help="Most bytes of their weights, such as 2GiB; 0 for no limit.")
     ],
     "priority": Annotated[int | None, typer.Option(help="Lower runs earlier, with presets that use it.")],
-    "weight": Annotated[float | None, typer.Option(help="Of its share, with presets that share between tenants.")],
+    "weight": Annotated[float | None, typer.Option(help="Weight in presets that share between tenants.")],
     "cache_group": Annotated[str | None, typer.Option(help="Keys of one group reuse each other's KV.")],
 }
 """The options of ``create`` and ``change``; None if one is not given."""
@@ -86,7 +86,7 @@ def change(
     api_key: ApiKey = None,
     **settings: Any,
 ) -> None:
-    """Change what a key may do; what is not given stays as it is."""
+    """Change the rights and limits of a key; options that are not given leave theirs unchanged."""
     card = ServerClient(url, api_key).patch(f"/v1/keys/{quote(key)}", {"settings": _given(**settings)})
     print(f"changed {card['id']} ({card['name']}): {_limits(card['settings']) or 'no limits'}")
 
@@ -127,7 +127,7 @@ def rotate(
 def revoke(
     key: Annotated[str, typer.Argument(help="The key's id.")], url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:
-    """Refuse a key from now on; what it has used stays known, and so do its adapters."""
+    """Refuse a key from now on; its usage records and its adapters stay."""
     card = ServerClient(url, api_key).delete(f"/v1/keys/{quote(key)}")
     print(f"revoked {card['id']} ({card['name']})")
 

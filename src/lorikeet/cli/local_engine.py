@@ -31,7 +31,7 @@ from lorikeet.terminal import ProgressDisplay
 
 
 class GenerationError(RuntimeError):
-    """The request failed; the message says why."""
+    """The request failed; the message has the reason."""
 
 
 def stream_answer(
@@ -40,7 +40,7 @@ def stream_answer(
     """Yield the text of one answer as it is computed; progress of loading goes to stderr.
 
     Args:
-        settings: of the model and the engine.
+        settings: settings of the model and the engine.
         prompt: text to answer.
         adapter: folder of a PEFT adapter, None for the base model.
         sampling: how tokens are chosen; the model's own stop tokens are added.
@@ -60,7 +60,7 @@ def stream_answer(
 def _prepare(
     settings: Settings, prompt: str, adapter: Path | None, sampling: SamplingParams, scratch: Path, *, raw: bool
 ) -> tuple[Engine, Request, IncrementalDetokenizer]:
-    """Return a new engine, the request and what turns its tokens into text; errors as of :func:`stream_answer`."""
+    """Return a new engine, the request and its detokenizer; errors: see :func:`stream_answer`."""
     with ProgressDisplay() as display:
         try:
             folder = prepare_model(settings.model, display.stage).path

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def plan(
     context: typer.Context,
     scenario: Annotated[
-        Path | None, typer.Argument(help="TOML file of a workload, as of simulate; flags win over it.", dir_okay=False)
+        Path | None, typer.Argument(help="TOML file of a workload, as for simulate; flags override it.", dir_okay=False)
     ] = None,
     device: Annotated[
         list[str] | None,
@@ -64,7 +64,7 @@ def plan(
     trace: Trace = None,
     arrivals: Annotated[Text, typer.Option(help="poisson, gamma, uniform or functions.")] = None,
     rate: Annotated[Text, typer.Option(help="Requests per second.")] = None,
-    count: Annotated[Whole, typer.Option(min=1, help="Requests of a simulation; else those of two minutes.")] = None,
+    count: Annotated[Whole, typer.Option(min=1, help="Requests of a simulation; by default two minutes.")] = None,
     duration_s: DurationS = None,
     adapters: Adapters = None,
     ranks: Ranks = None,
@@ -151,7 +151,7 @@ def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None)
         fitting = [ranks for ranks in names if names[ranks] in known]
         wanted = [ranks for ranks in degrees or fitting[:2] if ranks in fitting]
         if not wanted:
-            load_profile(names[degrees[0] if degrees else 1])  # says what is wrong
+            load_profile(names[degrees[0] if degrees else 1])  # raises with the reason
             raise ValueError(f"--device {name}: {model} does not fit in it")
         found += [PricedProfile(names[ranks], ranks, price) for ranks in wanted]
     return found
@@ -216,7 +216,7 @@ def _print(console: Console, found: "Plan", scenario: "Scenario") -> None:
         return
     best = found.choice.candidate
     console.print(f"cheapest: [bold]{escape(_words(best))}[/], {best.cost:g} an hour", soft_wrap=True)
-    console.print(f"  {found.choice.attainment:.2%} of the requests in time at least, {found.target:.1%} asked for")
+    console.print(f"  {found.choice.attainment:.2%} of the requests in time at least; the target is {found.target:.1%}")
     if found.unseen:
         met = sum(each.meets(found.target) for each in found.unseen)
         least = min(each.attainment or 0.0 for each in found.unseen)
@@ -248,7 +248,7 @@ def _row(judged: "Judged", found: "Plan") -> list[str]:
 
 
 def _margin_words(found: "Plan", limits: "Slo") -> list[str]:
-    """Return how much more load the choice would bear, and what would miss first."""
+    """Return the load margin of the choice, and the limit that would be missed first."""
     if not found.loads:
         return ["margin in load: not known, since these arrivals cannot be made denser"]
     said = [f"margin: still met with {found.margin:g} times the load"]
@@ -270,7 +270,7 @@ def _margin_words(found: "Plan", limits: "Slo") -> list[str]:
 
 
 def _cause(result: "TrialResult", limits: "Slo") -> str:
-    """Return what the misses of TTFT come from, as far as the figures show it."""
+    """Return the likeliest cause of missed TTFT limits."""
     if result.preemptions:
         return f"; KV does not fit, {result.preemptions} sequences were preempted"
     if limits.ttft_s is not None and result.ttft_p50_s < limits.ttft_s / 4 and result.cold_ttft_p99_s > limits.ttft_s:

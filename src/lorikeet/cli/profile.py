@@ -39,9 +39,9 @@ def profile(
     ] = "",
     slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=10 or ttft=2,tpot=0.1.")] = "",
     preset: Annotated[str, typer.Option(help="Preset for which the loads are found.")] = "auto",
-    ranks: Annotated[str, typer.Option(help="Such as 8,16,64, or 8-128 for all doublings.")] = "8-128",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
+    ranks: Annotated[str, typer.Option(help="Ranks to measure: 8,16,64, or 8-128 for all doublings.")] = "8-128",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of each request.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 128,
 ) -> None:
     """Measure steps, adapters and transfers on this machine or its GPU, and write their costs to one TOML file.
 

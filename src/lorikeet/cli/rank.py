@@ -8,7 +8,7 @@ from lorikeet.cli.console import fail
 
 
 def rank(
-    address: Annotated[str, typer.Argument(help="Of the engine: its --rank-address.", metavar="HOST:PORT")],
+    address: Annotated[str, typer.Argument(help="The engine's --rank-address.", metavar="HOST:PORT")],
     rank_key_file: Annotated[str, typer.Option(help="File with the key that the engine has.", metavar="FILE")],
     model: Annotated[
         str, typer.Option(help="The model's folder on this machine, if it is not that of the engine.", metavar="FOLDER")

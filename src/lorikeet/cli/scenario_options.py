@@ -15,8 +15,8 @@ Number = float | None
 Trace = Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")]
 DurationS = Annotated[Number, typer.Option(help="Instead: all that arrive before.")]
 Adapters = Annotated[Whole, typer.Option(min=0, help="How many there are.")]
-Ranks = Annotated[Text, typer.Option(help="Of the adapters in turn: 32, 8,16,64 or 8-128.")]
-Modules = Annotated[Text, typer.Option(help="That the adapters change: q,k,v,o unless said otherwise.")]
+Ranks = Annotated[Text, typer.Option(help="Ranks of the adapters in turn: 32, 8,16,64 or 8-128.")]
+Modules = Annotated[Text, typer.Option(help="Modules that the adapters change; q,k,v,o by default.")]
 AdapterChoice = Annotated[Text, typer.Option(help="See docs/workloads.md.")]
 Tokens = Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")]
 Engine = Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")]
@@ -46,5 +46,5 @@ def _engine_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def worker_processes(asked: int | None) -> int:
-    """Return how many simulations run at once: as many as ``--processes`` says, else one on each core."""
+    """Return how many simulations run at once: ``--processes``, else one on each core."""
     return asked or len(usable_cores())

@@ -76,7 +76,7 @@ def build_settings(
         config: TOML file.
         prefix_caching: False chooses the preset that drops KV, unless another is named; True leaves it to the preset.
         flags: values by the names of ``serve_flags.parameters``.
-        environment: of the process; ``VLLM_API_KEY`` counts where no other key is given.
+        environment: the process's environment; ``VLLM_API_KEY`` counts where no other key is given.
 
     Raises:
         ConfigError: a setting is wrong; the message names its source.

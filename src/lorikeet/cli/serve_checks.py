@@ -31,7 +31,7 @@ _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version", "/sys
 
 
 def check_settings(settings: Settings) -> None:
-    """Check what needs neither the model nor its weights.
+    """Check the settings that need neither the model nor its weights.
 
     Raises:
         ConfigError: an option names something that does not exist, or more memory than there is.
@@ -53,7 +53,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_policies(name: str) -> None:
-    """Check the policies that are named behind a preset, such as ``elora,eviction=lru``, and their parameters.
+    """Check the policies named behind a preset, such as ``elora,eviction=lru``, and their parameters.
 
     Raises:
         ConfigError: the preset, an option, a policy or a parameter does not exist, or a value is wrong.
@@ -69,7 +69,7 @@ def check_policies(name: str) -> None:
 
 
 def _check_profile(name: str) -> None:
-    """Find a wrong name of a profile now, since many presets never look at it."""
+    """Check the profile's name now, since many presets never read the profile."""
     if name:
         from lorikeet.costs.catalog import load_profile  # takes time to import, and few servers need it
         from lorikeet.costs.profile import ProfileError
@@ -117,7 +117,7 @@ def _check_device(settings: Settings) -> None:
 
 
 def _check_memory_dtypes(settings: Settings) -> None:
-    """Check that what is to be kept in 8 bits can be read there."""
+    """Check that kernels can read adapters and KV in 8 bits."""
     engine = settings.engine
     for name, dtype in (("lora_dtype", engine.lora_dtype), ("kv_cache_dtype", engine.kv_cache_dtype)):
         if dtype != "int8":
@@ -150,7 +150,7 @@ def _check_merging(settings: Settings) -> None:
 
 
 def _check_cores(settings: Settings) -> None:
-    """Check that this machine has a core or a GPU for each rank; those of a Ray cluster are not known here.
+    """Check that this machine has a core or a GPU for each rank; a Ray cluster's are unknown here.
 
     Replicas may share cores. The ranks of one wait for each other at every layer, so that more of them than there are
     cores would hardly get anywhere.
@@ -170,7 +170,7 @@ def _check_cores(settings: Settings) -> None:
 
 
 def _parallel(engine: EngineSettings) -> str:
-    """Return the settings that make the number of ranks, and it."""
+    """Return the settings that make up the number of ranks, and that number."""
     if engine.pipeline_parallel == 1:
         return f"tensor_parallel: {engine.tensor_parallel}"
     if engine.tensor_parallel == 1:
@@ -179,7 +179,7 @@ def _parallel(engine: EngineSettings) -> str:
 
 
 def _check_rank_address(settings: Settings) -> None:
-    """Check that there are ranks to wait for, and a key for them."""
+    """Check that the engine has remote ranks and a key for them."""
     engine = settings.engine
     cluster = settings.cluster
     if not engine.rank_address:
@@ -202,7 +202,7 @@ def _check_rank_address(settings: Settings) -> None:
 
 
 def _check_writable(setting: str, name: str) -> None:
-    """Check that a folder is there, or can be made, and takes files."""
+    """Check that a folder exists or can be created, and is writable."""
     folder = Path(name).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -213,7 +213,7 @@ def _check_writable(setting: str, name: str) -> None:
 
 
 def _check_template(file: str) -> None:
-    """Check that the chat template that is given compiles."""
+    """Check that the given chat template compiles."""
     if not file:
         return
     from lorikeet.core.chat_template import ChatTemplate, TemplateError  # takes time to import

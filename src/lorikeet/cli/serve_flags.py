@@ -27,7 +27,7 @@ class Flag(NamedTuple):
         names: as on the command line, ours or vLLM's first, aliases after it.
         setting: ``section.key`` of the settings.
         kind: type of its value; ``list[str]`` can be repeated, ``bool`` is a switch.
-        help: for ``--help``.
+        help: text for ``--help``.
         parse: converts the text into the value, if the type alone does not; for ``list[str]`` into one entry or a list.
         metavar: shown for the value.
     """
@@ -61,13 +61,13 @@ def origins(text: str) -> list[str]:
     """Return the origins in a value of ``--allowed-origins``: one, or vLLM's JSON list.
 
     Raises:
-        ValueError: it looks like JSON but is no list of strings.
+        ValueError: the value looks like JSON but is not a list of strings.
     """
     if not text.startswith(("[", "{", '"')):
         return [text]
     named = json.loads(text)
     if not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
-        raise ValueError(f"{text!r} is no list of origins")
+        raise ValueError(f"{text!r} is not a list of origins")
     return named
 
 
@@ -78,7 +78,7 @@ def _gigabytes(text: str) -> float:
 def _count(text: str) -> int:
     """Return the number meant by ``8192``, ``8k`` or ``0.5m`` (of 1000), ``8K`` (of 1024); 0, the default, by ``auto``.
 
-    The letters are those of vLLM.
+    The letters are vLLM's.
 
     Raises:
         ValueError: it is none of these.
@@ -112,7 +112,7 @@ FLAGS = (
         "--quantization -q",
         "model.quantization",
         str,
-        "int8 or int4 quantises the weights when they are loaded; none dequantises those of a quantised checkpoint. By "
+        "int8 or int4 quantises the weights when they are loaded; none dequantises a quantised checkpoint. By "
         "default as stored.",
         str.lower,
         "TEXT",
@@ -129,7 +129,7 @@ FLAGS = (
     ),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--tool-call-parser", "model.tool_call_parser", str, "How the model writes tool calls; else by its template."),
-    Flag("--reasoning-parser", "model.reasoning_parser", str, "How the model marks what it thinks, such as qwen3."),
+    Flag("--reasoning-parser", "model.reasoning_parser", str, "Parser of the model's reasoning, such as qwen3."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
     Flag(
         "--preset",
@@ -137,7 +137,7 @@ FLAGS = (
         str,
         "System to run as; `lorikeet presets` lists them. elora,eviction=lru changes an option of elora.",
     ),
-    Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
+    Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, step times from --profile."),
     Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced, and for some clusters."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
     Flag(
@@ -230,9 +230,14 @@ FLAGS = (
         "--adapter-resolver",
         "adapters.resolvers",
         list[str],
-        "URL prefix, such as hf://org/, below which adapters that requests name are looked for; repeatable.",
+        "URL prefix, such as hf://org/, under which requests may name adapters; repeatable.",
     ),
-    Flag("--adapter-ttl", "adapters.ttl_s", float, "Seconds until such an unused adapter is removed; 0: never."),
+    Flag(
+        "--adapter-ttl",
+        "adapters.ttl_s",
+        float,
+        "Seconds until an unused one of them is removed; 0: never.",
+    ),
     Flag(
         "--allow-source", "adapters.allowed_sources", list[str], "URL prefix that adapters may come from; repeatable."
     ),
@@ -296,13 +301,13 @@ FLAGS = (
         "--enable-force-include-usage",
         "server.force_include_usage",
         bool,
-        "Tell the tokens so far in every chunk of a stream, unless its stream_options say otherwise.",
+        "Count tokens in every chunk of a stream, unless its stream_options differ.",
     ),
     Flag(
         "--enable-per-request-metrics",
         "server.request_metrics",
         bool,
-        "Tell the times of a request in its answer.",
+        "Report the times of a request in its answer.",
     ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
     Flag("--max-connections", "server.max_connections", int, "Connections open at once; more are answered with 503."),
@@ -384,7 +389,7 @@ FLAGS = (
     ),
     Flag("--log-json", "server.log_json", bool, "Write the log as JSON only."),
 )
-"""Every flag that fills a setting. Those of vLLM and SGLang keep their names."""
+"""Every flag that fills a setting. Flags of vLLM and SGLang keep their names."""
 
 
 def parameters() -> list[inspect.Parameter]:
@@ -415,7 +420,7 @@ def name_settings(text: str, given: Mapping[str, Any], file: Path | None, enviro
         text: names settings by their keys.
         given: values of flags, named as in :func:`parameters`.
         file: the TOML file, if there is one.
-        environment: of the process.
+        environment: the process's environment.
     """
     if text.startswith("environment: "):  # names its variable
         return text

@@ -63,7 +63,7 @@ def simulate(
     output_tokens: Tokens = None,
     length_scale: Annotated[Number, typer.Option(help="Factor on the lengths of --trace.")] = None,
     block_size: Annotated[
-        Whole, typer.Option(min=2, help="Of a prefix block, before scaling; else what --trace says, or 32.")
+        Whole, typer.Option(min=2, help="Length of a prefix block before scaling; by default the trace's, or 32.")
     ] = None,
     most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
     max_model_len: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
@@ -80,9 +80,9 @@ def simulate(
         typer.Option(help="Adapters are on their replicas at the start; else in their files only."),
     ] = None,
     slo: SloLimits = None,
-    predictor: Annotated[Text, typer.Option(help="Of answer lengths: oracle:0.8, history or none.")] = None,
-    seed: Annotated[Whole, typer.Option(min=0, help="Of random choices.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Simulate with so many seeds, from --seed on.")] = 1,
+    predictor: Annotated[Text, typer.Option(help="Predictor of answer lengths: oracle:0.8, history or none.")] = None,
+    seed: Annotated[Whole, typer.Option(min=0, help="Seed of random choices.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds to simulate with, from --seed on.")] = 1,
     processes: Annotated[
         Whole, typer.Option(min=1, help="Simulations at once, of several.", show_default="cores")
     ] = None,
@@ -172,7 +172,7 @@ def _compare(
 
 
 def _rank(results: "list[TrialResult]") -> tuple[float, float]:
-    """Return what the best preset has most of: requests in time, then small TTFTs at P99."""
+    """Return the sort key of presets: requests in time, then the smallest TTFT at P99."""
     return fmean(each.attainment or 0.0 for each in results), -fmean(each.ttft_p99_s for each in results)
 
 
@@ -261,11 +261,11 @@ def _print_outcome(console: Console, outcome: "ScenarioResult", top: int) -> Non
 
 
 _MOST_ROWS = 32
-"""Of more replicas only the least, the median and the most of each figure are shown; ``--json`` has all."""
+"""With more replicas the table has the least, median and most of each figure; ``--json`` has all."""
 
 
 def _rows(replicas: "Sequence[ReplicaFigures]") -> "list[tuple[str, ReplicaFigures]]":
-    """Return what the table of replicas shows, under which names."""
+    """Return the rows of the table of replicas, by name."""
     import msgspec
 
     if len(replicas) <= _MOST_ROWS:
@@ -309,7 +309,7 @@ def _print_cluster(console: Console, cluster: "ClusterFigures") -> None:
 
 
 def _report(outcomes: "list[ScenarioResult]", peak: "Peak | None") -> dict[str, Any]:
-    """Return everything for JSON; of a search without the single requests."""
+    """Return the report as JSON data; a search's report omits single requests."""
     if peak is None:
         (outcome,) = outcomes
         return {**outcome.report(), "requests": outcome.simulated.run.exchanges}
@@ -318,7 +318,7 @@ def _report(outcomes: "list[ScenarioResult]", peak: "Peak | None") -> dict[str, 
 
 
 def _at_peak(peak: "Peak", outcomes: "list[ScenarioResult]") -> "ScenarioResult":
-    """Return the probe at the highest rate that met the SLO; if none did, at the lowest that was tried."""
+    """Return the probe at the highest rate that met the SLO, or else at the lowest rate tried."""
     rate = peak.missed_rate if peak.rate is None else peak.rate
     return next(outcome for outcome in outcomes if outcome.rate == rate)
 

@@ -63,7 +63,7 @@ def top(
 
 
 def _screen(stats: dict[str, Any]) -> Group:
-    """Return everything that is shown."""
+    """Return the whole screen."""
     requests = stats["requests"]
     rates = stats["per_s"]
     waiting = ", ".join(

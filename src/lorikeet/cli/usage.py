@@ -30,7 +30,7 @@ def usage(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Print what was used, by day, key and adapter: all with an admin key, else what the key itself has used."""
+    """Print usage by day, key and adapter: everyone's with an admin key, else the key's own."""
     check_json_file(json_file)
     asked = {"start": start, "end": end, "key": key, "model": model}
     given = {name: value for name, value in asked.items() if value}

@@ -1,4 +1,4 @@
-"""``lorikeet why``: reads a request log, and says what requests waited for and what each mechanism saved them."""
+"""``lorikeet why``: reads a request log, and shows what requests waited for and what each mechanism saved."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -50,7 +50,7 @@ class LoggedRequest(msgspec.Struct, frozen=True):
         return self.adapter or BASE
 
     def parts(self) -> dict[str, float]:
-        """Return what its TTFT consists of, in seconds; of a request without a first token what it waited so far."""
+        """Return the parts of its TTFT in seconds; without a first token, its waits so far."""
         queue_s = self.queue_s or 0.0
         parts = {"queue": queue_s, "adapter": self.adapter_wait_s, "KV": self.kv_wait_s}
         if self.ttft_s is not None:
@@ -73,7 +73,7 @@ def why(
     top: Annotated[int, typer.Option(min=0, help="Slowest adapters and requests to show.")] = 10,
     json_file: JsonFile = None,
 ) -> None:
-    """Say where the time to the first token went, what each mechanism saved, and why the slowest were slow.
+    """Show where the time to the first token went, what each mechanism saved, and why the slowest were slow.
 
     Saved seconds are estimates: what requests would have waited for more without the mechanism, by the times of steps
     and transfers that the engine had measured.
@@ -115,7 +115,7 @@ def _read(file: Path) -> Iterator[LoggedRequest]:
 
     Raises:
         OSError: it cannot be read.
-        msgspec.DecodeError: a line is no request; the message has its number.
+        msgspec.DecodeError: a line is not a request; the message has its number.
     """
     decoder = msgspec.json.Decoder(LoggedRequest)
     with file.open("rb") as lines:
@@ -152,7 +152,7 @@ def _saved(requests: Sequence[LoggedRequest]) -> dict[str, dict[str, float]]:
 
 
 def _named(by_adapter: Collection[str]) -> str:
-    """Return how many adapters there are, and whether the base model is among them, in words."""
+    """Return the number of adapters, and whether the base model is among them, in words."""
     count = len(by_adapter) - (BASE in by_adapter)
     adapters = "1 adapter" if count == 1 else f"{count} adapters"
     if BASE not in by_adapter:

@@ -36,14 +36,14 @@ def workload(
     function_trace: Annotated[
         Path | None, typer.Option(help="A day of Azure's Functions trace of 2019, for functions.", exists=True)
     ] = None,
-    minutes: Annotated[str, typer.Option(help="Of --function-trace, first-last, counted from 1.")] = "1-1440",
+    minutes: Annotated[str, typer.Option(help="Minutes of --function-trace, first-last, counted from 1.")] = "1-1440",
     function_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Functions dealt out so many at a time.", show_default="one an adapter")
+        int | None, typer.Option(min=1, help="Functions dealt out at a time.", show_default="one an adapter")
     ] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Requests.", show_default="1000, or all there are")] = None,
     duration_s: Annotated[float | None, typer.Option(help="Instead: all that arrive before.")] = None,
     adapters: Annotated[str, typer.Option(help="How many, or names separated by commas.")] = "0",
-    ranks: Annotated[str, typer.Option(help="Of the adapters in turn: 32, 8,16,64 or 8-128.")] = "8-128",
+    ranks: Annotated[str, typer.Option(help="Ranks of the adapters in turn: 32, 8,16,64 or 8-128.")] = "8-128",
     adapter_choice: Annotated[
         str, typer.Option(help="uniform, zipf:A, skewed:X, rank-power:A, …: see docs/workloads.md.")
     ] = "uniform",
@@ -52,12 +52,12 @@ def workload(
     length_scale: Annotated[float, typer.Option(help="Factor on the lengths of --from.")] = 1.0,
     block_size: Annotated[
         int | None,
-        typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="what --from says, else 32"),
+        typer.Option(min=2, help="Length of a prefix block before scaling.", show_default="the file's, or 32"),
     ] = None,
     most_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Leave out what is longer, prompt and answer together.")
+        int | None, typer.Option(min=1, help="Longest request, prompt and answer together; longer ones are left out.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of random choices.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random choices.")] = 0,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
     json_file: JsonFile = None,
 ) -> None:
@@ -123,7 +123,7 @@ def workload(
     if write_json(json_file, _as_json(summary)):
         _print(output(), file, recipe, summary, top)
     if any(request.prefix_blocks for request in requests):
-        note(f"prefix blocks of this file have {block_tokens_of(requests)} tokens; each line says so")
+        note(f"prefix blocks of this file have {block_tokens_of(requests)} tokens, as each line states")
 
 
 def _parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
@@ -160,7 +160,7 @@ def _print(console: Console, file: Path, recipe: "Recipe", summary: "WorkloadSum
         "requests, /s": None if summary.rate is None else f"{summary.rate:.4g}",
         "variation of the gaps": None if summary.variation is None else f"{summary.variation:.2f}",
         "prefix blocks seen before": None if summary.known_share is None else f"{summary.known_share:.1%}",
-        "adapters asked for": f"{sum(name is not None for name, _ in summary.shares)} of {len(recipe.adapters)}"
+        "adapters requested": f"{sum(name is not None for name, _ in summary.shares)} of {len(recipe.adapters)}"
         if recipe.adapters
         else None,
     }
@@ -185,7 +185,7 @@ def _as_json(summary: "WorkloadSummary") -> dict[str, Any]:
 def _adapters_table(recipe: "Recipe", summary: "WorkloadSummary", top: int) -> Table:
     ranks = dict(zip(recipe.adapters, recipe.ranks or (), strict=False))
     more = f", {top} of {len(summary.shares)}" if len(summary.shares) > top else ""
-    table = Table("adapter", title=f"Adapters asked for most{more}", title_justify="left")
+    table = Table("adapter", title=f"Most requested adapters{more}", title_justify="left")
     for name in ("rank", "requests"):
         table.add_column(name, justify="right")
     for adapter, share in summary.shares[:top]:

@@ -22,14 +22,14 @@ _SEED = 7
 
 
 class ExecutorDriverError(RuntimeError):
-    """A measurement cannot be made here. The message says why."""
+    """A measurement cannot be made here; the message has the reason."""
 
 
 class StepTiming(NamedTuple):
     """One measurement.
 
     Attributes:
-        seconds: of one step.
+        seconds: time of one step.
         steps: number of steps that ran in the plan.
     """
 
@@ -47,7 +47,7 @@ class ExecutorDriver:
 
     Args:
         executor: runs the steps; nothing else may drive it meanwhile.
-        sizes: of the executor.
+        sizes: the executor's sizes.
         vocabulary: number of token ids.
         kv_tokens: KV capacity for one step; at most half of the memory is used for it.
     """
@@ -71,12 +71,12 @@ class ExecutorDriver:
 
     @property
     def most_copied_blocks(self) -> int:
-        """Largest number of blocks of a copy."""
+        """Return the largest number of blocks of a copy."""
         return min(len(self._kv_blocks), len(self._host_blocks))
 
     @property
     def kv_tokens(self) -> int:
-        """KV capacity for one step, in tokens."""
+        """Return the KV capacity for one step, in tokens."""
         return len(self._kv_blocks) * self.sizes.block_size
 
     def prepare(self, sequences: Sequence[SequenceWork]) -> tuple[SequenceStep, ...]:
@@ -129,7 +129,7 @@ class ExecutorDriver:
         """Run a prepared step with an adapter merged, or none, and return the seconds that the switch took.
 
         Args:
-            steps: of that adapter alone; of any, if none is merged. Steps that are run otherwise merge none.
+            steps: steps of that adapter alone, or any steps if none is merged. ``run`` merges none.
             merged: a loaded adapter.
         """
         return self._executor.execute(StepPlan(0, sequences=steps, merged=merged)).switch_s
@@ -198,7 +198,7 @@ class ExecutorDriver:
         """
         most = self.most_copied_blocks
         if not most:
-            raise ExecutorDriverError("there are no host blocks to copy to: allow host memory")
+            raise ExecutorDriverError("the host tier has no blocks to copy to: allow host memory")
         for first in range(0, len(self._host_blocks), most):
             blocks = tuple(self._host_blocks[first : first + most])
             self._transfer(Tier.DEVICE, Tier.HOST, host=blocks, device=tuple(self._kv_blocks[: len(blocks)]))

@@ -1,4 +1,4 @@
-"""Measures how long host workers take for a layer of a cold prefill, with workers like those of an engine."""
+"""Measures how long host workers take for a layer of a cold prefill, with workers like an engine's."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -27,7 +27,7 @@ def measure_host_lora(
 
     Args:
         executor: idle.
-        sizes: of the executor.
+        sizes: the executor's sizes.
         engine: its settings.
         rounds: number of measurements.
         tick: called after each round.
@@ -58,8 +58,8 @@ def host_lora(times: Sequence[HostTimes], profile: CostProfile, cores: int) -> H
     """Return the constants of host LoRA for a profile that is otherwise complete.
 
     Args:
-        times: of at least one round.
-        profile: with steps and the link to the device.
+        times: measured times of at least one round.
+        profile: profile with steps and the link to the device.
         cores: number of workers.
     """
     fixed_s, token_s, token_rank_s = (

@@ -28,7 +28,7 @@ class MachineLimits(msgspec.Struct, frozen=True):
     """Sustained rates of this machine, with as many threads as torch uses.
 
     Attributes:
-        threads: of torch.
+        threads: number of torch's threads.
         read_gb_s: memory read bandwidth, GB/s: one pass over 512 MiB, best of 10. On a GPU a round has as many passes
             as fit in 50 ms.
         gemm_gflops: rows → matrix-multiply rate, GFLOP/s, with weights of 576 × 1536 (on a GPU 4096 × 11008): best of 5
@@ -46,8 +46,8 @@ class LimitMeter:
     It keeps its buffer, because the first touch of memory is slow.
 
     Args:
-        dtype: of products.
-        rows: of the matrices that are multiplied.
+        dtype: dtype of the products.
+        rows: rows of the matrices that are multiplied.
         device: ``cpu`` or ``cuda``.
     """
 
@@ -62,7 +62,7 @@ class LimitMeter:
 
     @torch.inference_mode()
     def measure(self) -> MachineLimits:
-        """Measure now."""
+        """Measure the rates."""
         # A GPU reads so fast that synchronising after each pass would distort the result.
         read_s = self._best_s(self._buffer.sum, rounds=10, calls=_MOST_CALLS if self._device == "cuda" else 1)
         rates = {}
@@ -107,10 +107,10 @@ class ModelCost(msgspec.Struct, frozen=True):
     """Parameters that a token passes; norms and biases are too few to count.
 
     Attributes:
-        layer_parameters: of the linear modules of all layers (Pn).
-        head_parameters: of the output layer.
-        adapter_parameters: of each adapter in the batch, over all layers.
-        dtype_bytes: of one parameter (s).
+        layer_parameters: parameters of the linear modules of all layers (Pn).
+        head_parameters: parameters of the output layer.
+        adapter_parameters: parameters of each adapter in the batch, over all layers.
+        dtype_bytes: bytes of one parameter (s).
     """
 
     layer_parameters: int
@@ -120,7 +120,7 @@ class ModelCost(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> int:
-        """Pn and the output layer together (P)."""
+        """Return the parameters of layers and output layer together (P)."""
         return self.layer_parameters + self.head_parameters
 
     def mean_adapter(self) -> float:

@@ -1,6 +1,6 @@
 """Configs of published models, for engines with dummy weights (``--load-format dummy``): performance without files.
 
-Sizes are those of the models' own ``config.json``: meta-llama/Llama-2-7b-hf, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B.
+Sizes are from the models' own ``config.json``: meta-llama/Llama-2-7b-hf, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B.
 """
 
 import json

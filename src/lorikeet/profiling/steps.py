@@ -1,7 +1,7 @@
-"""The steps that are measured, and their measurement in rounds.
+"""Chooses the steps to measure, and measures them in rounds.
 
-Steps are chosen so that each constant of the model can be told from the others. Every round has its own order, so that
-a drift of the machine favours no step.
+The steps separate each constant of the model from the others. Every round has its own order, so that a drift of the
+machine favours no step.
 """
 
 import random
@@ -36,8 +36,8 @@ class SweepLimits(NamedTuple):
     Attributes:
         sequences: at most.
         step_tokens: computed in it.
-        sequence_tokens: of one sequence.
-        kv_tokens: of all its sequences.
+        sequence_tokens: most tokens of one sequence.
+        kv_tokens: most tokens of all its sequences.
     """
 
     sequences: int
@@ -62,12 +62,12 @@ def base_steps(limits: SweepLimits) -> list[Step]:
 
 
 def decodes(count: int, context_tokens: int) -> Step:
-    """Return decodes with so much context each, without themselves."""
+    """Return decodes with this context each, not counting the decoded token."""
     return (SequenceWork(context_tokens, 1, True, None, 0),) * count
 
 
 def prefills(count: int, tokens: int, *, start: int = 0, sampling: int | None = None) -> Step:
-    """Return chunks of ``tokens`` each, of which the first ``sampling`` yield a token (None: all)."""
+    """Return chunks of ``tokens`` each, where the first ``sampling`` yield a token (None: all)."""
     samples = count if sampling is None else sampling
     return tuple(SequenceWork(start, tokens, i < samples, None, 0) for i in range(count))
 
@@ -146,7 +146,7 @@ def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
     small = firsts[0]
     middle = firsts[len(firsts) // 2]
     large = firsts[-1]
-    # A rank adds a thousandth to a chunk, so it takes many ranks and tokens to tell it from noise.
+    # A rank adds a thousandth to a chunk: only many ranks and tokens rise above the noise.
     chunks = (
         (16, (small, large)),
         (48, (small, large)),
@@ -176,7 +176,7 @@ _LEAST_ROUNDS = 8
 _MOST_S = 90.0
 """Rounds in which every step with adapters is measured, and most seconds for one step.
 
-After so many seconds a step is not measured again, however imprecise: on a slow machine all rounds of the longest
+After this time a step is not measured again, however imprecise: on a slow machine all rounds of the longest
 chunks would take an hour.
 """
 
@@ -236,7 +236,7 @@ def measure_lora(
 
     Args:
         driver: runs them; it has loaded the adapters.
-        steps: with adapters.
+        steps: steps with adapters.
         rounds: at least one; steps whose additions are precise enough are left out of the last.
         tick: called ``len(steps) * rounds`` times.
     """

@@ -36,7 +36,7 @@ class RandomAdapters(NamedTuple):
     """Adapters on ``MODULES``, one folder for each rank; copies differ only in their digest.
 
     Attributes:
-        refs: by rank, ascending.
+        refs: references to the adapters, by rank, ascending.
     """
 
     refs: dict[int, list[AdapterRef]]
@@ -68,7 +68,7 @@ def random_adapters(geometry: ModelGeometry, ranks: Sequence[int] = RANKS) -> It
 
 _TIERS = (Tier.HOST, Tier.DEVICE)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of blocks in a copy, as far as there are so many."""
+"""Numbers of blocks in a copy; larger ones than the tier are left out."""
 
 
 def measure_transfers(
@@ -76,12 +76,12 @@ def measure_transfers(
 ) -> Transfers:
     """Move one adapter of each rank and several numbers of blocks over all links, then load all adapters to stay.
 
-    The files have been read before, like those of an adapter in regular use, and the blocks have been written. The
+    The files have been read before, like the files of an adapter in regular use, and the blocks have been written. The
     executor reports the time of a transfer, without waiting for its turn.
 
     Args:
         driver: without these adapters.
-        adapters: to load.
+        adapters: adapters to load.
         rounds: number of measurements, at least one.
         tick: called :func:`transfer_ticks` times.
 

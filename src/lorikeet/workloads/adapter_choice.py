@@ -1,4 +1,4 @@
-"""Which adapter each request uses: the distributions that papers use."""
+"""Chooses the adapter of each request, by the distributions that papers use."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -16,8 +16,8 @@ class AdapterSequence(NamedTuple):
 
     Attributes:
         times_s: arrivals of the requests, in order.
-        ranks: of the adapters, in the order of their names.
-        generator: of the draws.
+        ranks: the adapters' ranks, in the order of their names.
+        generator: source of the draws.
     """
 
     times_s: np.ndarray
@@ -35,11 +35,11 @@ def choose_adapters(
     """Return a name for each request.
 
     Args:
-        rule: one of ``ADAPTER_CHOICES``; the functions of ``RULES`` say what each does.
+        rule: one of ``ADAPTER_CHOICES``; see the functions of ``RULES``.
         names: at least one.
         times_s: when the requests arrive, in order.
-        generator: of the draws.
-        ranks: of the adapters, for rules that use them.
+        generator: source of the draws.
+        ranks: the adapters' ranks, for rules that use them.
 
     Raises:
         OptionError: unknown rule, wrong numbers, missing ranks, or too few names.
@@ -55,17 +55,17 @@ def choose_adapters(
 
 
 def _uniform(choice: AdapterSequence) -> np.ndarray:
-    """Each adapter with the same probability: ELORA's Random (section VIII-I)."""
+    """Choose each adapter with the same probability: ELORA's Random (section VIII-I)."""
     return choice.generator.integers(len(choice.ranks), size=len(choice.times_s))
 
 
 def _round_robin(choice: AdapterSequence) -> np.ndarray:
-    """The adapters in turn."""
+    """Choose the adapters in turn."""
     return np.arange(len(choice.times_s)) % len(choice.ranks)
 
 
 def _distinct(choice: AdapterSequence) -> np.ndarray:
-    """No adapter twice: ELORA's Distinct."""
+    """Choose no adapter twice: ELORA's Distinct."""
     if len(choice.times_s) > len(choice.ranks):
         raise OptionError(
             f"{len(choice.times_s)} requests cannot have distinct adapters: there are {len(choice.ranks)}"
@@ -74,12 +74,15 @@ def _distinct(choice: AdapterSequence) -> np.ndarray:
 
 
 def _zipf(choice: AdapterSequence, exponent: float) -> np.ndarray:
-    """The i-th adapter in proportion to 1 / i^exponent."""
+    """Choose the i-th adapter in proportion to 1 / i^exponent."""
     return _draw(choice, powers(len(choice.ranks), exponent), len(choice.times_s))
 
 
 def _skewed(choice: AdapterSequence, deviation: float) -> np.ndarray:
-    """A Gaussian over the adapters' positions around the middle one: ELORA's Skewed-x, whose centre is not printed."""
+    """Choose by a Gaussian over the adapters' positions around the middle one: ELORA's Skewed-x.
+
+    The paper does not print its centre.
+    """
     if not deviation > 0:
         raise OptionError(f"skewed:{deviation:g} needs a positive standard deviation, in adapters")
     count = len(choice.ranks)
@@ -90,7 +93,7 @@ def _skewed(choice: AdapterSequence, deviation: float) -> np.ndarray:
 
 
 def _drifting(choice: AdapterSequence, exponent: float, period_s: float) -> np.ndarray:
-    """Zipf's law, whose order shifts by one adapter every ``period_s``."""
+    """Choose by Zipf's law, whose order shifts by one adapter every ``period_s``."""
     if not period_s > 0:
         raise OptionError(f"drifting:{exponent:g}:{period_s:g} needs a positive number of seconds")
     turns = ((choice.times_s - choice.times_s.min(initial=np.inf)) // period_s).astype(np.int64)
@@ -98,22 +101,25 @@ def _drifting(choice: AdapterSequence, exponent: float, period_s: float) -> np.n
 
 
 def _functions(choice: AdapterSequence, chunk: float = 0) -> np.ndarray:
-    """As often as Azure's functions are called; see ``popularity``."""
+    """Choose adapters as often as Azure's functions are called; see ``popularity``."""
     return _draw(choice, popularity(len(choice.ranks), chunk=int(chunk) or None), len(choice.times_s))
 
 
 def _rank_power(choice: AdapterSequence, exponent: float, within: float = 0.0) -> np.ndarray:
-    """The i-th smallest rank in proportion to 1 / i^exponent (Chameleon 5.1, LoRAServe V-H)."""
+    """Choose the i-th smallest rank in proportion to 1 / i^exponent (Chameleon 5.1, LoRAServe V-H)."""
     return _by_rank(choice, powers(len(set(choice.ranks)), exponent)[None, :], within)
 
 
 def _rank_halving(choice: AdapterSequence) -> np.ndarray:
-    """Each rank half as often as the next smaller one: LoRAServe's Exponential (V-E), whose base is not printed."""
+    """Choose each rank half as often as the next smaller one: LoRAServe's Exponential (V-E).
+
+    The paper does not print its base.
+    """
     return _by_rank(choice, 0.5 ** np.arange(len(set(choice.ranks)))[None, :], 0.0)
 
 
 def _rank_shifting(choice: AdapterSequence) -> np.ndarray:
-    """Half of the requests to the largest rank at first, to the smallest at last: LoRAServe's Shifting Skew (V-E)."""
+    """Send half of the requests first to the largest rank, at last to the smallest: LoRAServe's Shifting Skew (V-E)."""
     count = len(set(choice.ranks))
     if count < 2:
         raise OptionError("rank-shifting needs adapters of at least two ranks")
@@ -132,7 +138,7 @@ def _by_rank(choice: AdapterSequence, weights: np.ndarray, within: float) -> np.
 
     Args:
         choice: input of the rule.
-        weights: of the ranks, ascending, shape (requests or 1, ranks).
+        weights: the weight of each rank, ranks ascending, shape (requests or 1, ranks).
         within: exponent of Zipf's law among the adapters of a rank; 0 for equal probabilities.
     """
     requests = len(choice.times_s)

@@ -1,4 +1,4 @@
-"""Arrival times of requests, drawn at rates that may change over time."""
+"""Draws arrival times of requests at rates that may change over time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,12 +13,11 @@ from lorikeet.workloads.workload import OptionError, WorkloadRequest
 class Rates(NamedTuple):
     """Requests per second over time: linear between points, constant before the first and after the last.
 
-    Arrivals at such a rate are made from arrivals at one per second by stretching time: the n-th arrives when the area
-    under the rate reaches its unit time (Cinlar's method for Poisson arrivals, which also keeps the variation of other
-    gaps).
+    Stretching time makes these arrivals from arrivals at one per second: the n-th arrives when the area under the rate
+    reaches its unit time (Cinlar's method for Poisson arrivals, which also keeps the variation of other gaps).
 
     Attributes:
-        times_s: of the points, ascending, the first is 0.
+        times_s: times of the points, ascending; the first is 0.
         per_s: the rate at each of them.
     """
 
@@ -98,10 +97,10 @@ def arrival_times(
 
     Args:
         kind: ``now`` all at 0; ``uniform`` equal gaps; ``poisson`` exponential gaps; ``gamma`` gamma gaps.
-        count: of requests.
+        count: number of requests.
         rates: ignored by ``now``.
-        generator: of the gaps.
-        variation: of gamma gaps: standard deviation / mean. Above 1 arrivals are bursty, 1 is Poisson, below 1 more
+        generator: source of the gaps.
+        variation: standard deviation / mean of gamma gaps. Above 1 arrivals are bursty, 1 is Poisson, below 1 more
             even.
 
     Raises:
@@ -154,7 +153,7 @@ def at_rate(requests: Sequence[WorkloadRequest], rates: Rates) -> list[WorkloadR
     """Return ``requests`` with their times stretched, so that they arrive at ``rates`` on average.
 
     Args:
-        requests: in any order; the first is moved to 0.
+        requests: the requests in any order; the first is moved to 0.
         rates: constant rates stretch all times alike.
 
     Raises:

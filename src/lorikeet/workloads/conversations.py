@@ -45,10 +45,10 @@ def scale_blocks(
     scaled by 1/16 has 422 (13 blocks of 32 and 6 tokens). ``scale_lengths`` would lose blocks to rounding.
 
     Args:
-        requests: whose prefix blocks have ``block_size``.
-        factor: such that ``scaled_block_tokens`` is whole.
+        requests: requests with prefix blocks of ``block_size``.
+        factor: factor that makes ``scaled_block_tokens`` whole.
         block_size: before scaling.
-        answer_factor: of answers; None for ``factor``.
+        answer_factor: factor for answers; None for ``factor``.
 
     Raises:
         OptionError: blocks would not be whole.
@@ -78,7 +78,7 @@ def group_conversations(requests: Sequence[WorkloadRequest]) -> list[list[Worklo
     conversation.
 
     Args:
-        requests: in the order of arrival.
+        requests: the requests in the order of arrival.
     """
     common = _common_blocks(requests)
     found: dict[tuple[int, ...], list[WorkloadRequest]] = {}
@@ -102,10 +102,10 @@ def sample_complete(
 
     Args:
         conversations: all conversations.
-        generator: of the choice. Taking the first ones would crowd the start and leave their late turns alone at the
-            end.
+        generator: source of the choice. Taking the first ones would crowd the start and leave late turns alone at
+            the end.
         count: fewest requests, if there are as many; None for all.
-        most_tokens: of prompt and answer together; a conversation with a longer request is left out.
+        most_tokens: limit on prompt and answer together; a conversation with a longer request is left out.
         least_turns: a conversation with fewer requests is left out.
     """
     taken = []
@@ -130,7 +130,7 @@ def first_complete(requests: Sequence[WorkloadRequest], count: int) -> list[Work
     """Return the first conversations that have ``count`` requests together, complete, in the order of arrival.
 
     Args:
-        requests: in the order of arrival; those without a conversation count as one each.
+        requests: the requests in the order of arrival; one without a conversation is its own.
         count: fewest requests, if there are as many.
     """
     conversations: dict[str | int, list[WorkloadRequest]] = {}
@@ -162,7 +162,7 @@ class Turns:
     """Makes the prompts of a workload one by one, each turn's after the answer to the turn that it continues.
 
     Args:
-        workload: by arrival.
+        workload: the requests, ordered by arrival.
         prompts: makes what no earlier turn contains.
     """
 
@@ -180,7 +180,7 @@ class Turns:
 
     @property
     def await_answers(self) -> bool:
-        """Whether requests are left that wait for an answer."""
+        """Return whether requests still wait for an answer."""
         return bool(self._after)
 
     def first(self) -> Iterator[int]:
@@ -214,7 +214,7 @@ def turns_before(workload: Sequence[WorkloadRequest], block_size: int) -> list[i
     whose prompt and answer are shorter than its prompt.
 
     Args:
-        workload: by arrival.
+        workload: the requests, ordered by arrival.
         block_size: length of a prefix block.
     """
     conversations: dict[str, list[int]] = {}
@@ -244,10 +244,10 @@ def scale_conversation(
     Users often add a few words only, which rounding would lose.
 
     Args:
-        turns: of one conversation, by arrival.
+        turns: the turns of one conversation, ordered by arrival.
         factor: see ``scale_blocks``.
         block_size: before scaling.
-        answer_factor: of answers; None for ``factor``. Longer answers make the prompts after them longer.
+        answer_factor: factor for answers; None for ``factor``. Longer answers make the prompts after them longer.
 
     Raises:
         OptionError: blocks would not be whole.

@@ -1,4 +1,4 @@
-"""Popularity and arrivals of cloud functions, which several papers use in place of adapters.
+"""Derives popularity and arrivals of adapters from cloud functions, as several papers do.
 
 Azure's trace of 2019 (https://github.com/Azure/AzurePublicDataset, AzureFunctionsDataset2019.md, CC-BY 4.0) counts the
 calls of each function per minute: ``read_function_trace``. Without the file, ``popularity`` gives shares that follow
@@ -46,8 +46,8 @@ def popularity(count: int, functions: int = FUNCTIONS, chunk: int | None = None)
     Functions have the rates at the middles of ``functions`` equally likely parts of the log-normal distribution.
 
     Args:
-        count: of adapters.
-        functions: of the trace.
+        count: number of adapters.
+        functions: functions of the trace.
         chunk: None maps the ``count`` most popular functions to one adapter each (ELORA, section III-B). A number maps
             all functions in turn, ``chunk`` at a time: the f-th to adapter ⌊f / chunk⌋ mod ``count`` (dLoRA, section
             7.1, which calls it skewness).
@@ -67,11 +67,11 @@ def popularity(count: int, functions: int = FUNCTIONS, chunk: int | None = None)
 
 
 def map_functions(calls: np.ndarray, count: int, chunk: int | None = None) -> np.ndarray:
-    """Return the calls of ``count`` adapters, shape (count, minutes), from those of functions.
+    """Return the calls of ``count`` adapters, shape (count, minutes), from the calls of functions.
 
     Args:
         calls: shape (functions, minutes); sorted by their sum first, most calls first, ties in their order.
-        count: of adapters.
+        count: number of adapters.
         chunk: see ``popularity``.
 
     Raises:
@@ -160,10 +160,10 @@ def unit_calls(
     has passed.
 
     Args:
-        shares: of all calls, for each adapter; positive, of sum 1.
-        variation: of the gaps, see ``arrivals.arrival_times``.
+        shares: share of all calls for each adapter; positive, of sum 1.
+        variation: variation of the gaps, see ``arrivals.arrival_times``.
         generator: each adapter draws from a spawned one.
-        count: of calls, the first ones; None for all before ``until``.
+        count: number of calls, the first ones; None for all before ``until``.
         until: end of the time; ignored with a ``count``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Predictors of answer lengths for simulations: an oracle with a set accuracy, and the history of answers."""
+"""Predicts answer lengths in simulations: an oracle with a set accuracy, and the history of answers."""
 
 import random
 from abc import ABC, abstractmethod
@@ -22,10 +22,10 @@ class NoisyOracle:
     Args:
         accuracy: probability of the true length, 0 to 1.
         outputs: lengths of all answers, in tokens; the distribution that others are drawn from.
-        seed: of all draws.
+        seed: seed of all draws.
 
     Raises:
-        ValueError: the accuracy is no probability, or there are no lengths.
+        ValueError: the accuracy is not a probability, or ``lengths`` is empty.
     """
 
     def __init__(self, accuracy: float, outputs: Sequence[int], seed: int = 0) -> None:
@@ -81,7 +81,7 @@ class OraclePredictor(Predictor):
     Args:
         accuracy: probability of the true length.
         workload: provides the lengths.
-        seed: of all draws.
+        seed: seed of all draws.
     """
 
     def __init__(self, accuracy: float, workload: Sequence[WorkloadRequest], seed: int) -> None:

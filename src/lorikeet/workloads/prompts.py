@@ -1,4 +1,4 @@
-"""Contents of prompts, as a pure function of a workload's request: equal prefix blocks have equal tokens.
+"""Makes the contents of prompts, a pure function of a workload's request: equal prefix blocks have equal tokens.
 
 There is no stateful generator. The p-th token of a text with key k is SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", 2014) of k at step p, scaled to the vocabulary. So prompts can be made in
@@ -27,7 +27,7 @@ def combine(*numbers: int) -> int:
 
 
 def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size: int, ids: np.ndarray) -> list[int]:
-    """Return ``request.input_tokens`` token ids: first those of its prefix blocks, then its own.
+    """Return ``request.input_tokens`` token ids: the tokens of its prefix blocks, then its own.
 
     The i-th prefix block covers the tokens from ``i * block_size`` on; the last may be cut short. Texts with different
     keys (block ids, indices, seeds) differ with high probability: n tokens of them are equal in one case of ``len(ids)
@@ -35,7 +35,7 @@ def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size
 
     Args:
         request: gives length and prefix blocks.
-        index: of the request in its workload; makes its own tokens differ from all others'.
+        index: the request's index in its workload, so that its own tokens differ from all others'.
         seed: a different seed makes different prompts.
         block_size: length of one of ``request.prefix_blocks``.
         ids: token ids to draw from, int64.

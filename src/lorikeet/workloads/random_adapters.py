@@ -1,4 +1,4 @@
-"""Adapters with random weights in the format of PEFT, for measurements and parity checks."""
+"""Writes adapters with random weights in PEFT's format, for measurements and parity checks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,15 +32,15 @@ def write_random_adapter(
 
     Args:
         folder: created if missing.
-        geometry: of the whole base model.
-        rank: of all modules that ``rank_pattern`` does not name.
+        geometry: geometry of the whole base model.
+        rank: rank of all modules that ``rank_pattern`` does not name.
         modules: some of ``LORA_MODULES``.
-        seed: of the weights.
+        seed: seed of the weights.
         rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
         rank_pattern: module (``q``) → another rank.
         b_std: standard deviation of B. A is drawn as in PEFT, in proportion to 1 / sqrt(in_features).
         base_name: written into the config.
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
     generator = torch.Generator().manual_seed(seed)
     ranks = {module: (rank_pattern or {}).get(module, rank) for module in modules}

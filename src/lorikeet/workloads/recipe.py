@@ -49,7 +49,7 @@ def without_effect(given: Collection[str], shape: str, arrivals: str, *, has_tra
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a workload.
+    """Holds the options of a workload.
 
     Attributes:
         trace: requests to start from; empty to generate them. Requests without an adapter get one, the same for all of
@@ -59,22 +59,22 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         function_minutes: calls of functions per minute (functions, minutes), for ``functions``; None to generate them.
         function_chunk: see ``function_trace.map_functions``.
         rates: requests per second; None for all at once, or the times of ``trace`` or ``function_minutes``.
-        variation: of the gaps of ``gamma`` and ``functions``.
-        count: of requests; by default 1,000 if they are generated. Of a trace the first ones; of ``chat`` random
+        variation: variation of the gaps of ``gamma`` and ``functions``.
+        count: number of requests; by default 1,000 if they are generated. Of a trace the first ones; of ``chat`` random
             conversations until they have at least so many.
         duration_s: instead of ``count``: all arrivals before that time.
         adapters: names, None among them for the base model; empty for the base model alone.
-        ranks: of the adapters, for rules that use them.
+        ranks: the adapters' ranks, for rules that use them.
         adapter_choice: see ``choose_adapters``; ignored by ``functions``.
         prompt_tokens, output_tokens: lengths of generated plain requests.
         lengths: instead of them; each generated plain request has the lengths of a random one of these.
         length_scale: factor on the lengths of ``trace`` and ``lengths``.
         answer_scale: factor on the answers of ``chat`` instead.
-        block_size: of the prefix blocks of ``trace`` before scaling, and of ``SHAPES``; 0 for the trace's own, and 32.
+        block_size: prefix block of ``trace`` before scaling, and of ``SHAPES``; 0 for the trace's own, and 32.
         most_tokens: leave out requests (of ``chat``: conversations) whose prompt and answer are longer.
         least_turns: leave out conversations of ``chat`` with fewer requests.
-        seed: of all random draws. Arrivals, adapters and lengths have their own generators, so that another rate leaves
-            adapters and lengths as they are.
+        seed: seed of all random draws. Arrivals, adapters and lengths have their own generators, so that another
+            rate leaves adapters and lengths as they are.
         run: number of the run; each run draws again.
     """
 

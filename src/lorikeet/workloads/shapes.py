@@ -1,4 +1,4 @@
-"""Requests of the services in ELORA's evaluation (section III-B): translations, personal agents and conversations.
+"""Generates requests of the services in ELORA's evaluation (III-B): translations, personal agents and conversations.
 
 The paper names the texts (OPUS-100, Taskmaster, LMSYS-33k) and prints no lengths. Values without a source are our
 choice. All prompts of an adapter begin with the same text: an instruction, or a scene's tools and rules.
@@ -54,9 +54,9 @@ class Translation(msgspec.Struct, frozen=True):
 
         Args:
             calls: time and adapter of each.
-            names: of the adapters.
+            names: names of the adapters.
             block_size: length of a prefix block.
-            generator: of the lengths.
+            generator: source of the lengths.
         """
         sentences = self.sentence.draw(len(calls), generator)
         ratios = generator.lognormal(0.0, self.growth, len(calls))
@@ -79,14 +79,14 @@ class Dialogues(msgspec.Struct, frozen=True):
 
     An agent's dialogue is about a task, and an adapter is a scene, such as ordering a pizza.
 
-    Every turn sends the whole dialogue so far. Its blocks are those of one growing text, so a turn shares every block
-    that was full before, and the partial block as far as it was filled.
+    Every turn sends the whole dialogue so far. Its blocks cut one growing text, so a turn shares every block that was
+    full before, and the partial block as far as it was filled.
 
     Attributes:
         scene_blocks: blocks that all dialogues of a scene begin with.
         turns: mean number of requests of a dialogue. Taskmaster-1 has 23 utterances on average, of two speakers (Byrne
             and others, EMNLP 2019).
-        least_turns: of every dialogue; the number of further turns has a Poisson distribution.
+        least_turns: fewest turns of a dialogue; the number of further turns has a Poisson distribution.
         utterance: length of the user's messages.
         answer: length of each answer; None for that of utterances.
         pause_s: mean time from one request to the next, exponential.
@@ -106,9 +106,9 @@ class Dialogues(msgspec.Struct, frozen=True):
 
         Args:
             calls: start time and adapter of each dialogue.
-            names: of the adapters.
+            names: names of the adapters.
             block_size: length of a prefix block.
-            generator: of lengths and pauses.
+            generator: source of lengths and pauses.
         """
         ids = itertools.count(len(names) * self.scene_blocks)
         found: list[WorkloadRequest] = []

@@ -1,4 +1,4 @@
-"""Adapters without files, with a name, rank and size: for executors that do not compute."""
+"""Makes adapters without files, with a name, rank and size, for executors that do not compute."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ PAPER_RANKS = (8, 16, 32, 64, 128)
 """Ranks of the adapters of Chameleon (section 5.1) and LoRAServe (section V-E), with as many adapters each."""
 
 ATTENTION = ("q", "k", "v", "o")
-"""Target modules of adapters in the papers unless they say otherwise."""
+"""Target modules of adapters in the papers unless a paper names others."""
 
 
 def adapter_names(count: int) -> list[str]:
@@ -68,7 +68,7 @@ def synthetic_adapters(
     Args:
         count: number of adapters.
         ranks: assigned in turn, see ``spread``; the same on all layers and modules of an adapter.
-        geometry: of the base model; gives layers, shapes and the bytes of an element.
+        geometry: geometry of the base model: layers, shapes and the bytes of an element.
         modules: target modules, some of ``LORA_MODULES``.
         seed: a different seed gives different digests, as if all had been trained again.
     """

@@ -1,4 +1,4 @@
-"""Workloads as JSON Lines, one request per line. Also reads Azure's CSV and Mooncake's JSON Lines."""
+"""Reads and writes workloads as JSON Lines, one request per line. Also reads Azure's CSV and Mooncake's JSON Lines."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from lorikeet.core.request import Slo
 
 
 class OptionError(ValueError):
-    """An option has no meaning, or none for so many requests."""
+    """An option has no meaning, or none for this number of requests."""
 
 
 class Range(NamedTuple):
@@ -181,7 +181,7 @@ def read_any(path: Path) -> list[WorkloadRequest]:
 
 
 def block_tokens_of(requests: Iterable[WorkloadRequest], given: int = 0) -> int:
-    """Return the length of a prefix block: ``given``, otherwise that of the requests, otherwise 512.
+    """Return the length of a prefix block: ``given``, otherwise the requests' own, otherwise 512.
 
     Raises:
         WorkloadError: the requests disagree.

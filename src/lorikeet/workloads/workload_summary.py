@@ -31,12 +31,12 @@ class WorkloadSummary(NamedTuple):
     Attributes:
         requests: number of requests.
         conversations: number of conversations that they name.
-        span_s: from the first arrival to the last.
+        span_s: time from the first arrival to the last.
         rate: requests per second over the span; None if they arrive at the same time.
-        variation: of the gaps, standard deviation / mean; None with fewer than two gaps, or if all are 0.
+        variation: standard deviation / mean of the gaps; None with fewer than two gaps, or if all are 0.
         input_tokens, output_tokens: lengths.
         known_share: share of the prefix blocks that an earlier request of the same adapter had.
-        shares: of the requests by adapter, largest first; None is the base model.
+        shares: share of the requests by adapter, largest first; None is the base model.
     """
 
     requests: int
