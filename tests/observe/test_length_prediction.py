@@ -154,7 +154,7 @@ def write_worse(head: LengthModel, to: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "words"), [("none", "not predicted"), ("history", "by history"), ("auto", "by history")]
 )
-def test_what_is_chosen_without_a_file(kind: str, words: str, tokenizer: Path) -> None:
+def test_predictor_chosen_without_a_file(kind: str, words: str, tokenizer: Path) -> None:
     lengths, note = open_length_predictor(settings(kind), tokenizer)
     assert lengths.process is None
     assert words in note

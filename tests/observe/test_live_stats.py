@@ -52,7 +52,8 @@ def sequence(name: str, adapter: str, tenant: str = "") -> Request:
 
 def timed(*, queue_s: float, adapter_s: float, prefill_s: float, waited_for: str = "") -> RequestTimings:
     """Timings of a request that arrived at 0."""
-    name, timings = RequestId("r"), RequestTimings(0.0)
+    name = RequestId("r")
+    timings = RequestTimings(0.0)
     timings.apply(Queued(name, 0.0))
     timings.apply(Admitted(name, queue_s, 0, waits_for_adapter=adapter_s > 0, waited_for=waited_for))
     timings.apply(AdapterArrived(name, queue_s + adapter_s))
@@ -92,7 +93,7 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert rate.per_s() == 0.0
 
 
-def test_what_is_kept_is_bounded_and_unfinished_requests_stay() -> None:
+def test_history_is_bounded_and_unfinished_requests_stay() -> None:
     live = LiveStats(dict)
     kept = live.begin(sequence("kept", "busy"), RequestTimings(0.0))
     for number in range(MOST_ADAPTERS + 10):
@@ -117,7 +118,7 @@ async def figures(server: Running, **query: Any) -> dict[str, Any]:
     return dict(reply.json())
 
 
-async def test_the_slowest_adapter_comes_first_and_says_why(server: Running) -> None:
+async def test_slowest_adapter_comes_first_with_its_cause(server: Running) -> None:
     server.service.catalog.register("pirate", str(server.sources / "pirate"))
     digests = {record.name: record.digest for record in server.service.catalog.list()}
     server.engine.stats = msgspec.structs.replace(

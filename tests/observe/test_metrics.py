@@ -123,7 +123,7 @@ async def test_finished_requests_are_counted_under_vllms_names(server: Running) 
     assert value(samples, "vllm:inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
 
 
-async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) -> None:
+async def test_engine_metrics_have_the_names_that_gateways_expect(server: Running) -> None:
     server.engine.stats = STATS
     samples = await page(server)
     assert value(samples, "vllm:num_requests_running") == 2
@@ -168,7 +168,7 @@ async def test_the_memory_tells_where_its_bytes_are_and_they_add_up_to_its_tiers
     assert value(samples, "vllm:num_cpu_loaded_lora_adapters") == 6
 
 
-async def test_the_memory_tells_what_it_found_moved_and_decided(server: Running) -> None:
+async def test_memory_metrics_count_hits_transfers_and_decisions(server: Running) -> None:
     server.engine.stats = STATS
     samples = await page(server)
     told = {
@@ -201,7 +201,7 @@ async def test_the_memory_tells_what_it_found_moved_and_decided(server: Running)
     assert [value(samples, f"lorikeet:memory_{name}_total", **unused) for name in numbers] == [0, 0, 0, 0]
 
 
-async def test_merging_and_cold_starts_are_told(server: Running) -> None:
+async def test_metrics_count_merging_and_cold_starts(server: Running) -> None:
     merged = AdapterRef(AdapterName("merged"), AdapterDigest("d" * 64), "", {"q": (8,)}, 1)
     server.service.used_adapters[merged.digest] = merged
     modes = ModeStats(merged.digest, switches=4, switch_s=0.5, merged_steps=30, assisted_steps=2)
@@ -215,7 +215,7 @@ async def test_merging_and_cold_starts_are_told(server: Running) -> None:
     assert "lorikeet:merged_adapter" not in await page(server)
 
 
-async def test_what_host_workers_do_is_told_where_there_are_any(server: Running) -> None:
+async def test_metrics_count_layers_of_host_workers(server: Running) -> None:
     server.engine.stats = msgspec.structs.replace(STATS, assist=AssistCounters(50, 30, 2, 4, 1))
     samples = await page(server)
     names = ("host_layers", "device_layers", "host_layers_after_arrival", "rescued_slices", "lost_workers")
@@ -224,7 +224,7 @@ async def test_what_host_workers_do_is_told_where_there_are_any(server: Running)
     assert "lorikeet:assist_host_layers_total" not in await page(server)
 
 
-async def test_classes_of_the_admission_queue_are_told(server: Running) -> None:
+async def test_metrics_show_classes_of_the_admission_queue(server: Running) -> None:
     queue = QueueStats((5, 0), (300, 700), (310, 20), refreshes=2, bypassed=7, squashed=1, joined=4)
     server.engine.stats = msgspec.structs.replace(STATS, queue=queue)
     samples = await page(server)
@@ -241,8 +241,9 @@ async def test_without_gauges_of_the_engine_the_page_has_none_of_the_memory(serv
     assert not [name for name in await page(server) if name.startswith("lorikeet:memory_")]
 
 
-def test_waits_for_an_adapter_and_beyond_it_for_kv_are_told_apart() -> None:
-    name, timings = RequestId("r"), RequestTimings(arrival_s=0.0)
+def test_waits_for_adapters_and_for_kv_are_separate_metrics() -> None:
+    name = RequestId("r")
+    timings = RequestTimings(arrival_s=0.0)
     for event in (
         Queued(name, 0.5),
         Admitted(name, 1.0, 32, True, True),
@@ -270,11 +271,12 @@ async def test_every_step_is_counted_with_its_tokens(server: Running) -> None:
     assert (buckets["1.0"], buckets["8.0"], buckets["16.0"], buckets["16384.0"], buckets["+Inf"]) == (4, 4, 6, 6, 7)
 
 
-async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> None:
+async def test_resident_and_waiting_adapters_are_separate_labels(server: Running) -> None:
     def adapter(name: str) -> AdapterRef:
         return AdapterRef(AdapterName(name), AdapterDigest(name * 20), "", {"q": (8, 16)}, 1)
 
-    held, queued = adapter("held"), adapter("queued")
+    held = adapter("held")
+    queued = adapter("queued")
     server.service.used_adapters.update({held.digest: held, queued.digest: queued})
     server.engine.stats = msgspec.structs.replace(
         STATS,
@@ -292,7 +294,7 @@ async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> 
     assert value(samples, "vllm:lora_adapter_load_seconds_sum") == 0.2
 
 
-async def test_an_adapter_on_the_device_is_told_under_all_its_names_used_or_not(server: Running) -> None:
+async def test_resident_adapter_is_listed_under_all_its_names(server: Running) -> None:
     await server.http.post(CHAT, json=body(model="formal"))
     twin = server.service.catalog.register("twin", str(server.sources / "formal")).record
     unused = server.service.catalog.register("pirate", str(server.sources / "pirate")).record
@@ -364,7 +366,7 @@ async def test_scrapers_choose_the_format(server: Running, accept: str, is_openm
         assert {name for name in plain ^ found if not name.endswith("_created")} == set()
 
 
-async def test_what_requests_ask_for_is_counted_once_for_each_request(server: Running) -> None:
+async def test_request_parameters_are_counted_once_for_each_request(server: Running) -> None:
     await server.http.post(CHAT, json=body(n=3, max_tokens=7))
     samples = await page(server)
     for name, asked in (("n", 3), ("max_tokens", 7)):
@@ -446,7 +448,8 @@ async def test_openmetrics_names_a_request_beside_its_times(server: Running) -> 
 
 
 def test_time_in_the_queue_is_counted_by_cause() -> None:
-    metrics, timings = RequestMetrics("base", 256), RequestTimings(0.0)
+    metrics = RequestMetrics("base", 256)
+    timings = RequestTimings(0.0)
     name = RequestId("r")
     timings.apply(Queued(name, 1.0))
     timings.apply(Admitted(name, 3.0, 0, waited_for="memory for its KV"))
@@ -468,7 +471,8 @@ async def test_keys_are_counted_one_by_one_by_their_names(start: Start) -> None:
         waiting = [asyncio.create_task(ask("one")) for _ in range(2)]
         await until(lambda: len(server.engine.submitted) == 5, "two run")
         assert await ask("two") == 429
-        one, two = key_name("one"), key_name("two")
+        one = key_name("one")
+        two = key_name("two")
         assert value(await page(server), "lorikeet:tenant_requests_running", tenant=one) == 2
         server.engine.open.set()
         assert await asyncio.gather(*waiting) == [200, 200]

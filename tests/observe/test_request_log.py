@@ -148,7 +148,8 @@ def test_lines_that_the_disk_cannot_take_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.observe.request_log._MAX_QUEUED", 2)
-    writing, go_on = threading.Event(), threading.Event()
+    writing = threading.Event()
+    go_on = threading.Event()
     written = RequestLog._write
 
     def slow(log: RequestLog, line: dict[str, Any]) -> None:
@@ -179,7 +180,7 @@ def test_arrivals_go_on_counting_after_a_restart(tmp_path: Path) -> None:
     assert abs(second["arrival_s"] - 7) < 0.1
 
 
-def test_a_file_that_is_no_log_is_appended_to(tmp_path: Path) -> None:
+def test_file_that_is_not_a_log_is_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text("something else\n")
     log = RequestLog(path, max_bytes=10**6, keep=1)

@@ -30,7 +30,7 @@ async def ask(server: Running, name: str, key: str = "one") -> str:
 
 
 @pytest.mark.slow
-async def test_a_request_says_what_was_decided_for_it_to_its_own_key_and_to_admins(start: Start) -> None:
+async def test_decisions_of_a_request_are_shown_to_its_key_and_to_admins(start: Start) -> None:
     async with start(api_keys=("one", "two"), admin_keys=("admin",)) as server:
         answer_id = await ask(server, "mine")
         for known in ("mine", answer_id):
@@ -84,7 +84,7 @@ async def test_the_log_has_the_decisions_and_why_reads_them(start: Start, tmp_pa
     assert "no request matches" in only.output
 
 
-def test_what_is_not_known_is_not_shown_as_nothing_saved(tmp_path: Path) -> None:
+def test_unknown_savings_are_not_shown_as_zero(tmp_path: Path) -> None:
     """Before a load from the host was seen, nobody knows what a hit saves."""
     hit = {"mechanism": "adapter_cache", "saved_s": 0.0, "why": "its adapter (10 blocks) was on the device"}
     known = {"input_tokens": 9, "output_tokens": 2, "ttft_s": 1.0, "queue_s": 0.9}
@@ -99,7 +99,7 @@ def test_what_is_not_known_is_not_shown_as_nothing_saved(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", ['{"input_tokens": "x"}\n', "not json\n"])
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, content: str) -> None:
+def test_error_names_a_line_that_is_not_a_request(tmp_path: Path, content: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text('{"input_tokens": 1, "output_tokens": 1}\n' + content)
     said = CliRunner().invoke(app, ["why", str(path)])

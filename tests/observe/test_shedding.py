@@ -40,7 +40,8 @@ class Line:
     def admit(self, requests: list[tuple[Request, RequestTimings]]) -> None:
         for _, timings in requests:
             self.now_s += SERVICE_S
-            timings.admitted_s, timings.first_token_s = self.now_s, self.now_s + START_S
+            timings.admitted_s = self.now_s
+            timings.first_token_s = self.now_s + START_S
             self.forecast.on_first_token(timings)
 
     def predict(self, **more: object) -> float:
@@ -72,7 +73,7 @@ def test_the_prediction_is_the_queue_at_its_pace_and_the_usual_start() -> None:
     assert line.predict() == pytest.approx(40 * SERVICE_S + START_S, rel=0.05)
 
 
-def test_the_pace_of_short_queues_says_nothing_of_long_ones() -> None:
+def test_pace_of_short_queues_does_not_count_for_long_ones() -> None:
     line = Line()
     for _ in range(50):
         line.admit(line.arrive(1))  # one at a time: ten a second, though a step may have room for many
@@ -100,7 +101,7 @@ def test_old_times_are_forgotten() -> None:
     assert line.predict() == pytest.approx(len(slow) * 10.1, rel=0.35)
 
 
-def test_skipped_requests_are_no_queue() -> None:
+def test_skipped_requests_do_not_count_as_a_queue() -> None:
     line = Line()
     line.arrive()
     for _ in range(10):
@@ -111,7 +112,8 @@ def test_skipped_requests_are_no_queue() -> None:
 
 def test_request_with_a_slow_prompt_skips_no_other() -> None:
     line = Line()
-    slow, timings = line.request(), RequestTimings(line.now_s)
+    slow = line.request()
+    timings = RequestTimings(line.now_s)
     line.now_s += 1.0
     line.arrive(30)
     line.forecast.on_submitted(slow, timings)
@@ -139,14 +141,15 @@ def test_time_after_the_last_admission_counts_for_no_queue() -> None:
     arrived = line.arrive(4)
     for _, timings in arrived:
         line.now_s += SERVICE_S
-        timings.admitted_s, timings.first_token_s = line.now_s, line.now_s + 50.0
+        timings.admitted_s = line.now_s
+        timings.first_token_s = line.now_s + 50.0
     line.now_s += 50.0
     line.forecast.on_first_token(arrived[-1][1])
     line.arrive(4)
     assert line.predict() == pytest.approx(4 * SERVICE_S * 4 / 5 + 50.0, rel=0.05)
 
 
-def test_requests_that_leave_are_waited_for_no_longer() -> None:
+def test_requests_that_end_no_longer_count_as_ahead() -> None:
     line = Line()
     arrived = line.arrive(10)
     line.now_s += 1.0
@@ -182,7 +185,7 @@ def test_time_that_passed_since_the_arrival_counts() -> None:
         ("fair(by=adapter)", {"tenant": "blue"}, {"tenant": "red"}, 10),
     ],
 )
-def test_only_those_that_the_policy_takes_first_are_ahead(
+def test_only_requests_that_the_policy_admits_first_are_ahead(
     admission: str, waiting: dict[str, object], new: dict[str, object], ahead: int
 ) -> None:
     line = Line(admission)

@@ -40,7 +40,7 @@ def shed(samples: dict[str, Any]) -> float:
 # --- settings ----------------------------------------------------------------------------------------
 
 
-def test_limits_are_read_in_seconds_and_what_is_none_is_refused() -> None:
+def test_limits_are_read_in_seconds_and_invalid_ones_refused() -> None:
     assert parse_slo("ttft=0.5, tpot=0.1") == Slo(0.5, 0.1)
     for text in ("ttft", "itl=1", "ttft=-1", "tpot=nan"):
         with pytest.raises(SloError, match=r"ttft=0\.5"):
@@ -100,7 +100,7 @@ def test_targets_are_met_or_missed_one_by_one(slo: Slo | None, tokens: int, reas
     assert attainment(EndedRequest(request, timings, tokens, reason, ended_s=2.5)) == counts
 
 
-def test_what_was_refused_has_missed_what_it_had() -> None:
+def test_refused_requests_have_missed_their_targets() -> None:
     assert missed(Slo(0.5), 3) == RequestCounts(ttft_missed=3)
     assert missed(None, 3) == RequestCounts()
 
@@ -122,7 +122,7 @@ async def test_the_page_tells_attainment_by_target_and_adapter(start: Start) -> 
         assert shed(samples) == 0
 
 
-async def test_requests_that_clients_break_off_count_for_no_target(start: Start) -> None:
+async def test_aborted_requests_count_for_no_target(start: Start) -> None:
     async with start(slo_ttft_s=60.0) as server:
         server.engine.open.clear()
         asking = asyncio.create_task(server.http.post(CHAT, json=body()))

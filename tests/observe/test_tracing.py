@@ -19,7 +19,8 @@ from tests.api.test_chat import CHAT, body
 from tests.observe.test_live_stats import sequence
 from tests.support.api_server import Running
 
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 
 
 @asynccontextmanager
@@ -82,7 +83,8 @@ async def test_a_requests_parts_are_spans_of_its_clients_trace(server: Running) 
 
 def test_a_request_aborted_while_its_adapter_is_in_transfer_has_no_prefill() -> None:
     exporter = InMemorySpanExporter()
-    traces, timings = RequestTraces("base", exporter), RequestTimings(10.0)
+    traces = RequestTraces("base", exporter)
+    timings = RequestTimings(10.0)
     timings.apply(Admitted(RequestId("r"), 11.0, 0, waits_for_adapter=True))
     traces.traced(EndedRequest(sequence("r", "formal"), timings, 0, "abort", 16.0))
     traces.close()

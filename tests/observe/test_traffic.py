@@ -101,7 +101,8 @@ def test_sums_of_times_in_other_never_fall_by_a_rounding() -> None:
 @given(st.lists(st.one_of(st.sampled_from("abcdefgh"), st.integers(1, 900)), max_size=60))
 def test_the_sum_is_exact_and_other_never_falls(script: list[str | int]) -> None:
     adapters, clock = usage(3)
-    total, other = 0, 0
+    total = 0
+    other = 0
     for entry in script:
         if isinstance(entry, int):
             clock.now_s += entry

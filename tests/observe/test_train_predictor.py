@@ -20,7 +20,8 @@ from lorikeet.scheduling.prediction.messages import PredictionRequest, Predictor
 from tests.models.checkpoints import make_checkpoint
 from tests.support.api_server import TOKENIZER
 
-SHORT, LONG = "What is the capital of France? Name the city.", "Please write a long poem about the sea and its waves."
+SHORT = "What is the capital of France? Name the city."
+LONG = "Please write a long poem about the sea and its waves."
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def run(model: Path, log: Path, output: Path) -> Result:
 
 
 @pytest.mark.slow
-def test_what_is_learned_from_a_log_is_what_the_process_answers(model: Path, tmp_path: Path) -> None:
+def test_predictor_process_answers_as_trained_from_a_log(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "head.safetensors"
     ran = run(model, write_log(tmp_path / "log.jsonl", 120), output)
     assert ran.exit_code == 0, ran.output
@@ -59,7 +60,8 @@ def test_what_is_learned_from_a_log_is_what_the_process_answers(model: Path, tmp
     assert about.tokenizer_sha256 == file_sha256(model / "tokenizer.json")
     assert about.learned.mean_tokens < 10 < 40 < about.history.mean_tokens
 
-    answerer, later = BatchPredictor(PredictorSetup(str(output), str(model / "tokenizer.json"))), time.monotonic() + 60
+    answerer = BatchPredictor(PredictorSetup(str(output), str(model / "tokenizer.json")))
+    later = time.monotonic() + 60
     prompts = [TOKENIZER.encode(f"{text} (200)").ids for text in (SHORT, LONG, SHORT)]
     asks = [
         PredictionRequest(number, prompt, len(prompt), None, until_s)
@@ -72,7 +74,7 @@ def test_what_is_learned_from_a_log_is_what_the_process_answers(model: Path, tmp
     assert short < 20 < 60 < long
 
 
-def test_a_log_without_prompts_is_refused_with_what_to_do(model: Path, tmp_path: Path) -> None:
+def test_log_without_prompts_is_refused_with_a_hint(model: Path, tmp_path: Path) -> None:
     ran = run(model, write_log(tmp_path / "log.jsonl", 3, text=False), tmp_path / "head")
     assert ran.exit_code == 1
     assert "line 1: there is no prompt" in " ".join(ran.output.split())

@@ -74,7 +74,7 @@ async def test_every_adapter_of_a_folder_is_served_and_none_is_opened_before_its
 
 
 @pytest.mark.slow
-async def test_what_one_server_loads_another_with_its_registry_serves(
+async def test_adapter_loaded_by_one_server_is_served_by_another_with_its_registry(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.api.adapters.FOLLOW_S", 0.01)
@@ -102,7 +102,7 @@ async def test_what_one_server_loads_another_with_its_registry_serves(
 
 
 @pytest.mark.slow
-async def test_what_is_said_to_be_loaded_is_served(start: Start) -> None:
+async def test_adapter_reported_as_loaded_is_served(start: Start) -> None:
     """Nobody follows the registry meanwhile: the server reads it before it says so."""
     async with start() as first, start() as second:
         content = {"lora_name": "x", "lora_path": str(first.sources / "formal")}
@@ -155,7 +155,7 @@ async def test_names_are_looked_for_below_each_resolver_in_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "a//b", "/etc", "", "x" * 200, "pirate@main", "hf://other/pirate"])
-async def test_what_is_no_name_is_looked_for_nowhere(name: str) -> None:
+async def test_invalid_name_is_not_looked_up(name: str) -> None:
     found = Sources()
     assert await refused(found.loader(resolvers=("hf://org/",)), name) == 404
     assert found.asked == []
@@ -167,7 +167,8 @@ async def test_a_name_that_cannot_be_loaded_is_not_looked_for_again_for_a_while(
     statuses = [await refused(loader, name) for name in ("nobody", "nobody", "broken", "broken")]
     assert statuses == [404, 404, 400, 400]
     assert found.asked == ["hf://org/nobody", "hf://org/broken"]
-    found.now_s, found.names = 31.0, ("hf://org/nobody",)
+    found.now_s = 31.0
+    found.names = ("hf://org/nobody",)
     await loader.load("nobody")
 
 

@@ -160,7 +160,8 @@ async def test_replaced_name_serves_old_requests_by_the_old_version_and_new_by_n
     replaced_in_mid_traffic = 0
     while replaced_in_mid_traffic < 4:  # a test that stalls may find the engine done: such a turn does not count
         turn = next(turns)
-        content, successor = CONTENTS[turn % 3], CONTENTS[(turn + 1) % 3]
+        content = CONTENTS[turn % 3]
+        successor = CONTENTS[(turn + 1) % 3]
         running = [asyncio.create_task(world.ask("name", f"old-{turn}-{i}", 200)) for i in range(3)]
         running.append(asyncio.create_task(world.ask("base", f"base-{turn}", 200)))
         old = [*(f"old-{turn}-{i}" for i in range(3)), f"base-{turn}"]
@@ -190,7 +191,8 @@ async def test_racing_unloads_and_reloads_give_an_answer_or_a_clean_refusal(worl
     names = ("one", "two")
     asking = True
     statuses: dict[str, set[int]] = {"ask": set(), "load": set(), "unload": set()}
-    answered, hung_up = set[str](), set[str]()
+    answered = set[str]()
+    hung_up = set[str]()
 
     async def ask(worker: int) -> None:
         for turn in range(25):

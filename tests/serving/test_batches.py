@@ -142,7 +142,8 @@ async def test_files_are_listed_read_and_deleted(server: Running) -> None:
 
 async def test_one_keys_files_and_batches_do_not_exist_for_another(start: Start) -> None:
     async with start(api_keys=("one", "two")) as server:
-        one, two = client_of(server, "one"), client_of(server, "two")
+        one = client_of(server, "one")
+        two = client_of(server, "two")
         batch = await submitted(one, line("x"))
         done = await ended(one, batch.id)
         for call in (
@@ -199,7 +200,8 @@ async def test_files_and_batches_expire(start: Start) -> None:
 
 async def test_a_cancelled_batch_keeps_its_answers_and_frees_the_engine(start: Start) -> None:
     async with start(batches={"concurrency": 2}) as server:
-        client, engine = client_of(server), server.engine
+        client = client_of(server)
+        engine = server.engine
         engine.open.clear()
         batch = await submitted(client, b"".join(line(str(index)) for index in range(200)))
         await until(lambda: len(engine.submitted) == 2, "two lines are in flight")
@@ -218,7 +220,8 @@ async def test_a_cancelled_batch_keeps_its_answers_and_frees_the_engine(start: S
 
 async def test_a_batch_that_takes_too_long_expires(start: Start) -> None:
     async with start(batches={"concurrency": 1}) as server:
-        client, engine = client_of(server), server.engine
+        client = client_of(server)
+        engine = server.engine
         engine.open.clear()
         batch = await submitted(client, line("a") + line("b"))
         await until(lambda: len(engine.submitted) == 1, "a line is in flight")
@@ -231,7 +234,8 @@ async def test_a_batch_that_takes_too_long_expires(start: Start) -> None:
 
 async def test_a_restarted_server_computes_no_line_twice(start: Start) -> None:
     async with start(batches={"concurrency": 4}) as server:
-        client, engine = client_of(server), server.engine
+        client = client_of(server)
+        engine = server.engine
         batch = await submitted(client, b"".join(line(str(index)) for index in range(40)))
         await until(lambda: len(engine.submitted) >= 10, "some lines are in flight")
         engine.open.clear()
@@ -242,7 +246,8 @@ async def test_a_restarted_server_computes_no_line_twice(start: Start) -> None:
         assert 0 < len(first) < 40
         output.write_bytes(output.read_bytes() + b'{"custom_id": "half')
     async with start(batches={"concurrency": 4}) as server:
-        client, engine = client_of(server), server.engine
+        client = client_of(server)
+        engine = server.engine
         await server.service.batches.resume()
         done = await ended(client, batch.id)
         assert (done.status, done.request_counts.completed) == ("completed", 40)
@@ -250,11 +255,12 @@ async def test_a_restarted_server_computes_no_line_twice(start: Start) -> None:
         assert set(await answers(client, done.output_file_id)) == {str(index) for index in range(40)}
 
 
-async def test_an_overloaded_server_or_a_lost_engine_is_asked_again(
+async def test_lines_are_retried_after_overload_or_a_lost_engine(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.serving.batches.runner._FIRST_PAUSE_S", 0.01)
-    client, engine = client_of(server), server.engine
+    client = client_of(server)
+    engine = server.engine
     engine.dies_after = 1
     batch = await submitted(client, line("x"))
     await until(lambda: len(engine.submitted) >= 2, "the line was tried again")
@@ -265,7 +271,8 @@ async def test_an_overloaded_server_or_a_lost_engine_is_asked_again(
 
 async def test_the_requests_of_a_batch_take_no_place_of_others(start: Start) -> None:
     async with start(max_queued=2, batches={"concurrency": 2}) as server:
-        client, engine = client_of(server), server.engine
+        client = client_of(server)
+        engine = server.engine
         engine.open.clear()
         await submitted(client, b"".join(line(str(index)) for index in range(4)))
         await until(lambda: len(engine.submitted) == 2, "two lines are in flight")

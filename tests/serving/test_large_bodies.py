@@ -154,7 +154,7 @@ async def test_large_body_may_come_in_chunks_and_must_say_that_it_is_json(server
 
 
 @pytest.mark.slow
-async def test_large_json_that_is_none_is_a_400_with_its_place(server: Running) -> None:
+async def test_invalid_large_json_is_a_400_with_its_position(server: Running) -> None:
     content = b'{"messages":\n [%s}' % (b" " * SMALL_BODY_BYTES)
     reply = await server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert reply.json()["error"]["message"].endswith(f"at line 2, column {SMALL_BODY_BYTES + 3}.")
@@ -200,7 +200,9 @@ async def test_full_or_draining_server_reads_no_large_body(start: Start) -> None
 
 
 async def test_gate_lets_bodies_in_by_their_size_and_in_their_order() -> None:
-    gate, entered, leave = BodyGate(10), [], asyncio.Event()
+    gate = BodyGate(10)
+    entered = []
+    leave = asyncio.Event()
 
     async def hold(name: str, size: int) -> None:
         async with gate.hold(size):

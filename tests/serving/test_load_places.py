@@ -14,7 +14,9 @@ from tests.support.waiting import until
 
 
 async def test_sources_that_hang_block_no_load_from_elsewhere(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, release, register = [], threading.Event(), server.service.catalog.register
+    hung = []
+    release = threading.Event()
+    register = server.service.catalog.register
 
     def registering(name: str, source: str, **options: Any) -> object:
         if source.startswith("https://hangs"):
@@ -38,7 +40,8 @@ async def test_sources_that_hang_block_no_load_from_elsewhere(server: Running, m
 
 
 async def test_waiting_loads_are_bounded_and_hosts_forgotten() -> None:
-    places, release = LoadPlaces(), asyncio.Event()
+    places = LoadPlaces()
+    release = asyncio.Event()
 
     async def load(source: str) -> None:
         async with places.of(source):

@@ -34,7 +34,7 @@ async def test_keys_and_the_salts_of_bodies_keep_kv_apart(start: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"api_keys": ("one", "two"), "shared_prefix_cache": True}])
-async def test_kv_is_shared_without_keys_or_where_the_operator_says_so(start: Start, settings: dict[str, Any]) -> None:
+async def test_kv_is_shared_without_keys_or_by_the_operators_setting(start: Start, settings: dict[str, Any]) -> None:
     found = await salts(start, settings, [("one", {}), ("two", {}), ("one", {"cache_salt": "x"})])
     assert found[:2] == ["", ""]
     assert found[2]
@@ -48,7 +48,8 @@ async def test_empty_salt_is_refused(start: Start) -> None:
 
 @pytest.mark.slow
 async def test_a_key_prefills_and_reuses_as_much_as_if_the_other_key_were_not_there(tmp_path: Path) -> None:
-    model, random = make_model(tmp_path / "tiny"), Random(0)
+    model = make_model(tmp_path / "tiny")
+    random = Random(0)
     adapter = write_adapter(tmp_path / "red", model, seed=1)
     vocabulary = range(TOKENIZER.get_vocab_size())
     beginnings = [random.choices(vocabulary, k=64) for _ in range(3)]

@@ -41,7 +41,7 @@ class EngineCollector(Collector):
 
     Args:
         client: holds the latest statistics.
-        labels: of every metric.
+        labels: the labels of every metric.
         adapters_by_digest: gives adapter versions under all their names.
         pinned: names of pinned adapters, read at every scrape.
     """
@@ -55,7 +55,8 @@ class EngineCollector(Collector):
     ) -> None:
         self._client = client
         self._make = MetricFamilies(labels)
-        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
+        self._adapters_by_digest = adapters_by_digest
+        self._pinned = pinned
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
@@ -146,13 +147,15 @@ class EngineCollector(Collector):
         loaded = [((name, "gpu", str(name in self._pinned).lower(), ranks[name]), 1.0) for name in shown]
         labels = ("adapter_name", "level", "pinned", "rank")
         yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device.", labels, loaded)
-        held, hosted = len(stats.resident_adapters), stats.memory.host_adapters
+        held = len(stats.resident_adapters)
+        hosted = stats.memory.host_adapters
         yield make.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
         yield make.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", hosted)
         yield make.gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
 
     def _modes(self, stats: EngineStats) -> Iterable[Metric]:
-        make, modes = self._make, stats.modes
+        make = self._make
+        modes = stats.modes
         merged = () if modes.merged is None else _names(self._adapters_by_digest({modes.merged}), modes.merged)
         values = [((name,), 1.0) for name in merged]
         yield make.gauges("lorikeet:merged_adapter", "The adapter merged into the base, if any.", ("adapter",), values)
@@ -301,7 +304,7 @@ class MemoryCollector(Collector):
 
     Args:
         client: holds the latest statistics.
-        labels: of every metric.
+        labels: the labels of every metric.
     """
 
     def __init__(self, client: ReplicaView, labels: dict[str, str]) -> None:
@@ -319,7 +322,8 @@ class MemoryCollector(Collector):
         yield from self._decisions(stats.memory)
 
     def _bytes(self, memory: MemoryStats) -> Iterable[Metric]:
-        make, tiers = self._make, (("device", memory.device), ("host", memory.host))
+        make = self._make
+        tiers = (("device", memory.device), ("host", memory.host))
         by_kind = [((name, kind), read(tier)) for name, tier in tiers for kind, read in _KINDS]
         yield make.gauges("lorikeet:memory_bytes", "Bytes of each tier by what they hold.", ("tier", "kind"), by_kind)
         yield make.gauge(
@@ -350,7 +354,8 @@ class MemoryCollector(Collector):
         yield make.counts("lorikeet:memory_kv_hit_tokens", where, ("tier",), hits)
 
     def _transfers(self, memory: MemoryStats) -> Iterable[Metric]:
-        make, labels = self._make, ("source", "target")
+        make = self._make
+        labels = ("source", "target")
         routes = [(tuple(route.split("-")), each) for route, each in (_NO_TRANSFERS | memory.transfers).items()]
         numbers = (
             ("transfers", "Transfers that have ended.", [(route, each.transfers) for route, each in routes]),
@@ -370,7 +375,8 @@ class MemoryCollector(Collector):
         )
 
     def _decisions(self, memory: MemoryStats) -> Iterable[Metric]:
-        make, times = self._make, memory.decisions
+        make = self._make
+        times = memory.decisions
         yield make.count("lorikeet:memory_decisions", "Ticks of the swapper.", times.count)
         yield make.count("lorikeet:memory_decision_seconds", "Time that they took.", times.total_s)
         yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
@@ -407,7 +413,7 @@ class ReplicasCollector(Collector):
 
     Args:
         client: has the replicas, which may change.
-        labels: of every metric, but for ``engine``.
+        labels: the labels of every metric, without ``engine``.
         adapters_by_digest: gives adapter versions under all their names.
         pinned: names of pinned adapters, read at every scrape.
     """
@@ -421,7 +427,8 @@ class ReplicasCollector(Collector):
     ) -> None:
         self._client = client
         self._labels = labels
-        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
+        self._adapters_by_digest = adapters_by_digest
+        self._pinned = pinned
 
     def collect(self) -> Iterable[Metric]:
         """Return each metric once, with the values of all replicas: a page may not name a metric twice."""
@@ -442,7 +449,7 @@ class ConnectionCollector(Collector):
 
     Args:
         closed: how many, by reason; counted on by others.
-        labels: of the metric.
+        labels: the metric's labels.
     """
 
     def __init__(self, closed: Mapping[str, int], labels: Mapping[str, str]) -> None:
@@ -469,7 +476,8 @@ class ClusterCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
-        make, state = self._make, self._client.describe()
+        make = self._make
+        state = self._client.describe()
         copies = state.copies
         by_state = [
             (("open",), sum(replica.is_open for replica in state.replicas)),

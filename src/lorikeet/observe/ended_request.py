@@ -20,7 +20,7 @@ class EndedRequest:
         ended_s: time of its end.
         error: the message that the client got if it failed; else empty.
         text: the answer; None unless the request log has texts.
-        trace_headers: of the HTTP request.
+        trace_headers: the HTTP request's.
         trace_id: id of its trace; empty if it has none.
     """
 

@@ -1,6 +1,6 @@
 """Predicts the lengths of answers with a learned model in another process, or from the history of each adapter.
 
-Also counts how good the predictions are and what they cost.
+Also counts the errors of the predictions and their CPU time.
 """
 
 import asyncio
@@ -37,10 +37,11 @@ from lorikeet.scheduling.prediction.messages import (
 from lorikeet.scheduling.prediction.sentence_model import SentenceModelError, find_sentence_model
 
 MAX_PENDING = 32
-"""Most requests queued at the predictor process; beyond that it is busy and gets no more."""
+"""Most requests queued at the predictor process; a busy process gets no more."""
 
-_FIRST_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 1.0, 60.0
-"""Seconds before a process that has ended is restarted: at first, and at most. Doubled until one has answered."""
+_FIRST_RESTART_DELAY_S = 1.0
+"""Seconds before a process that has ended is restarted; doubled each time until one has answered."""
+_MAX_RESTART_DELAY_S = 60.0
 
 _STUCK_S = 30.0
 """Seconds without progress after which a busy process is killed and restarted."""
@@ -52,7 +53,7 @@ class PredictorProcess:
     """Keeps a predictor process running and sends it requests.
 
     Args:
-        setup: files that it predicts with.
+        setup: files of the model.
         timeout_s: how long to wait for a prediction, in seconds.
 
     Attributes:
@@ -80,7 +81,7 @@ class PredictorProcess:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of all processes so far, in seconds, as of their last messages."""
+        """CPU time of all processes until their last messages, in seconds."""
         return self._ended_cpu_s + self._cpu_s
 
     @property
@@ -108,7 +109,8 @@ class PredictorProcess:
             return None
         if not self._queued:
             self._progress_s = time.monotonic()
-        request_number, loop = next(self._numbers), asyncio.get_running_loop()
+        request_number = next(self._numbers)
+        loop = asyncio.get_running_loop()
         answer = self._pending[request_number] = loop.create_future()
         self._queued += 1
         until_s = time.monotonic() + self._timeout_s
@@ -202,11 +204,11 @@ _COMPLETE_REASONS = frozenset({"stop", "length"})
 
 
 class AnswerLengthPredictor:
-    """Predicts the lengths of answers, and learns from those that end.
+    """Predicts the lengths of answers, and learns from answers that end.
 
     Args:
         history: lengths of past answers; None predicts nothing.
-        model: that the process predicts with; adapters that it does not know are predicted from history.
+        model: the process's model; adapters on which it was not trained are predicted from history.
         process: tried first; None predicts everything from history.
 
     Attributes:
@@ -229,7 +231,7 @@ class AnswerLengthPredictor:
         self._model = model
 
     async def predict(self, prompts: Sequence[list[int]], adapter: str | None) -> list[int | None]:
-        """Return how many tokens the answers to ``prompts`` will have; None where there is no prediction."""
+        """Predict the tokens of the answers to ``prompts``; None without a prediction."""
         if self._history is None:
             return [None] * len(prompts)
         batch: Sequence[int | None] = [None] * len(prompts)
@@ -261,19 +263,20 @@ class AnswerLengthPredictor:
 
 
 def open_length_predictor(settings: ServerSettings, tokenizer_file: Path) -> tuple[AnswerLengthPredictor, str]:
-    """Return the predictor that the settings choose, and a line for the log that says which.
+    """Return the predictor that the settings choose, and a line for the log that names it.
 
     A predictor process starts in the background; until it is ready, history predicts.
 
     Args:
-        settings: of the server.
+        settings: the server's settings.
         tokenizer_file: the base model's ``tokenizer.json``.
 
     Raises:
         ConfigError: the file is missing, was not written by `lorikeet train-predictor`, or was trained for another
             model; or the sentence model is not installed.
     """
-    kind, file = settings.length_predictor, settings.length_predictor_file
+    kind = settings.length_predictor
+    file = settings.length_predictor_file
     if kind is LengthPredictor.NONE:
         return AnswerLengthPredictor(), "answer lengths are not predicted"
     if kind is LengthPredictor.HISTORY or (kind is LengthPredictor.AUTO and not file):
@@ -287,7 +290,8 @@ def open_length_predictor(settings: ServerSettings, tokenizer_file: Path) -> tup
         raise ConfigError(f"length_predictor_file: {error}") from error
     if model.about.tokenizer_sha256 != hashlib.sha256(tokenizer_file.read_bytes()).hexdigest():
         raise ConfigError(f"length_predictor_file: {file} was trained for a model with another tokenizer")
-    learned, history = model.about.learned.mean_tokens, model.about.history.mean_tokens
+    learned = model.about.learned.mean_tokens
+    history = model.about.history.mean_tokens
     errors = f"held out, its mean error was {learned:.1f} tokens, that of history {history:.1f}"
     if kind is LengthPredictor.AUTO and not model.about.is_better:
         return AnswerLengthPredictor(
@@ -302,7 +306,7 @@ class LengthCollector(Collector):
 
     Args:
         lengths: the predictor.
-        labels: of every metric.
+        labels: the labels of every metric.
     """
 
     def __init__(self, lengths: AnswerLengthPredictor, labels: Mapping[str, str]) -> None:
@@ -312,7 +316,8 @@ class LengthCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
-        lengths, make = self._lengths, self._make
+        lengths = self._lengths
+        make = self._make
         made = [((by,), lengths.made[by]) for by in ("learned", "history", "none")]
         yield make.counts("lorikeet:length_predictions", "Answers predicted, by source.", ("by",), made)
         yield make.count("lorikeet:length_predicted_answers", "Whole answers with a prediction.", lengths.answers)

@@ -1,4 +1,4 @@
-"""What the latest requests waited for, adapter by adapter, in memory of a fixed size: for ``/v1/stats``.
+"""Keeps the latest requests of each adapter, in memory of a fixed size, for ``/v1/stats``.
 
 Counters since the start are in ``traffic.py``. Here are the requests of the last minutes one by one, so that
 percentiles and the parts of TTFT are those of now, and errors have their messages.
@@ -23,7 +23,7 @@ from lorikeet.observe.waits import cause_of, parts_of
 RECENT_S = 300.0
 """Requests that ended longer ago are left out of percentiles and means."""
 MOST_ADAPTERS = 2048
-"""Adapters of which single requests are kept; the ones used longest ago are forgotten first."""
+"""Most adapters whose requests are kept one by one; the least recently used are forgotten first."""
 REQUESTS_PER_ADAPTER = 64
 ERRORS_PER_ADAPTER = 8
 _MOST_REQUESTS = 2048
@@ -41,19 +41,19 @@ class RecentRequest(NamedTuple):
     """One request that has ended. Times are in seconds; ``ended_s`` is on the monotonic clock.
 
     Attributes:
-        request_id: of its sequence.
-        tenant: of the request.
+        request_id: its sequence's id.
+        tenant: its tenant.
         ended_s: when.
         reason: its finish reason.
         error: what went wrong; empty if nothing did.
         prompt_tokens, completion_tokens: its lengths.
-        parts: of TTFT, as ``PARTS``; of a request without a first token what it waited so far.
+        parts: the parts of TTFT in the order of ``PARTS``; until its end if it had no first token.
         ttft_s: arrival to first token; None if there was none.
         itl_s: mean gap between its outputs; None of one output.
         itl_max_s: the largest gap.
         e2e_s: arrival to end.
         hit: whether its adapter was on the device when it was admitted; None without adapter or admission.
-        cause: of its time in the queue.
+        cause: the cause of its time in the queue.
     """
 
     request_id: RequestId
@@ -73,7 +73,7 @@ class RecentRequest(NamedTuple):
 
 
 class RecentError(NamedTuple):
-    """An error of one adapter: of a request, or of a load (``request_id`` is None). ``tenant`` is of the request."""
+    """An error of one adapter: a request's, with its tenant, or a load's (``request_id`` is None)."""
 
     unix_s: float
     request_id: RequestId | None
@@ -203,7 +203,7 @@ class AdapterHistory:
         self.finished = Rate(clock)
 
     def recent(self, now_s: float) -> list[RecentRequest]:
-        """Return those that ended in the last ``RECENT_S``, the oldest first."""
+        """Return the requests that ended in the last ``RECENT_S``, the oldest first."""
         return [each for each in self.ended if each.ended_s > now_s - RECENT_S]
 
 
@@ -232,7 +232,8 @@ class LiveStats:
     def __init__(
         self, views: Callable[[], Mapping[ReplicaId, ReplicaView]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._views, self._clock = views, clock
+        self._views = views
+        self._clock = clock
         self._unix_minus_clock_s = time.time() - clock()
         self.started_s = clock()
         self._adapters: OrderedDict[str, AdapterHistory] = OrderedDict()
@@ -298,12 +299,12 @@ class LiveStats:
                 self._of(name).errors.append(RecentError(self.unix_s(self._clock()), None, "", error))
 
     def forget(self, adapter: str) -> None:
-        """Drop what is kept of a removed adapter, unless requests still run."""
+        """Drop the history of a removed adapter, unless requests still run."""
         if (known := self._adapters.get(adapter)) is not None and not known.open:
             del self._adapters[adapter]
 
     def peek(self, adapter: str) -> AdapterHistory:
-        """Return what is kept of an adapter, read only."""
+        """Return the history of an adapter, read only."""
         return self._adapters.get(adapter) or AdapterHistory(self._clock)
 
     def now_s(self) -> float:
@@ -364,7 +365,7 @@ class LiveStats:
 
 
 def memory_by_tier(stats: Iterable[EngineStats]) -> dict[str, dict[str, int]]:
-    """Return the bytes of each tier by what they hold, over all replicas."""
+    """Return the bytes of each tier by use, over all replicas."""
     kinds = ("total", "free", "adapters", "kv_running", "kv_cached", "inflight")
     tiers: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
     for each in stats:

@@ -1,4 +1,4 @@
-"""ORCA load reports: tells a gateway with each answer how busy the server is, if the request asks for it.
+"""Adds ORCA load reports to answers: the load of the server, for gateways whose requests ask for it.
 
 The header and its two forms: https://github.com/cncf/xds/blob/main/xds/data/orca/v3/orca_load_report.proto, with the
 names of vLLM's metrics.
@@ -10,30 +10,32 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_ASKED, _TOLD = "endpoint-load-metrics-format", "endpoint-load-metrics"
+_FORMAT_HEADER = "endpoint-load-metrics-format"
+_REPORT_HEADER = "endpoint-load-metrics"
 
 
 class LoadReports:
     """Middleware that adds the header ``endpoint-load-metrics`` where a request's format is ``TEXT`` or ``JSON``.
 
     Args:
-        app: what answers.
+        app: answers the requests.
         load: returns the values of the metrics by name.
     """
 
     def __init__(self, app: ASGIApp, load: Callable[[], dict[str, float]]) -> None:
-        self._app, self._load = app, load
+        self._app = app
+        self._load = load
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        form = Headers(scope=scope).get(_ASKED, "").upper() if scope["type"] == "http" else ""
+        form = Headers(scope=scope).get(_FORMAT_HEADER, "").upper() if scope["type"] == "http" else ""
         if form not in ("TEXT", "JSON"):
             await self._app(scope, receive, send)
             return
 
         async def send_with_report(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_TOLD] = f"{form} {_written(form, self._load())}"
+                MutableHeaders(scope=message)[_REPORT_HEADER] = f"{form} {_written(form, self._load())}"
             await send(message)
 
         await self._app(scope, receive, send_with_report)

@@ -13,7 +13,7 @@ class MetricFamilies:
     """Builds metrics that share labels.
 
     Args:
-        labels: of every metric.
+        labels: the labels of every metric.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ class MetricFamilies:
         labels: tuple[str, ...],
         values: Iterable[tuple[tuple[str, ...], Mapping[float, int], float]],
     ) -> Metric:
-        """Return a histogram for each combination of ``labels``: counts and sum as of :meth:`histogram`."""
+        """Return a histogram for each combination of ``labels``: counts and sum as in :meth:`histogram`."""
         family = HistogramMetricFamily(name, text, labels=(*self._labels, *labels))
         for chosen, counts, total in values:
             buckets = [("+Inf" if bound == math.inf else str(float(bound)), count) for bound, count in counts.items()]

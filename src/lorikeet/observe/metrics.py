@@ -134,7 +134,7 @@ class RequestMetrics:
         self._refused[shed].inc(sequences)
 
     def observe_params(self, n: int, max_tokens: int) -> None:
-        """Count what an accepted request asks for: answers for each prompt, and the most tokens of one."""
+        """Count the fields of an accepted request: answers for each prompt, and the most tokens of one."""
         self._params_n.observe(n)
         self._params_max_tokens.observe(max_tokens)
 

@@ -85,7 +85,7 @@ class RequestLog:
                 log.error("the request log's disk is too slow", file=str(self._path), lines_dropped=self.dropped)
 
     def close(self) -> None:
-        """Write what is queued and close the file."""
+        """Write all queued lines and close the file."""
         self._queue.put(None)
         self._thread.join()
         self._file.close()
@@ -119,8 +119,10 @@ class RequestLog:
             self._full_at_bytes = self._file.tell() + self._max_bytes
             log.error("the request log cannot be rotated", file=str(self._path), error=str(error))
             return
-        old, self._file = self._file, new
-        self._full_at_bytes, self._first_arrival_s = self._max_bytes, None
+        old = self._file
+        self._file = new
+        self._full_at_bytes = self._max_bytes
+        self._first_arrival_s = None
         old.close()
 
     def _numbered(self, number: int) -> Path:

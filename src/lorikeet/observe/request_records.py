@@ -1,4 +1,4 @@
-"""What was decided for the latest requests, and why, for ``GET /v1/requests/{id}``."""
+"""Keeps the latest requests with the decisions made for them, for ``GET /v1/requests/{id}``."""
 
 import time
 from collections import OrderedDict
@@ -46,7 +46,7 @@ class RequestRecord:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is known, as JSON."""
+        """Return its state, times and decisions as JSON."""
         timings = self._timings
         return {
             "id": self._request_id,
@@ -86,7 +86,7 @@ class RequestRecords:
 
         Args:
             request_id: that of the client's request, of its answer, or of one sequence.
-            may_see: whether who asks may see requests of a tenant.
+            may_see: whether the sender may see requests of a tenant.
         """
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
@@ -102,5 +102,5 @@ class RequestRecords:
 
 
 def _client_id(request_id: RequestId) -> str:
-    """Return the id of the client's request: without the suffix that tells its sequences apart."""
+    """Return the id of the client's request: a sequence's id without its suffix."""
     return request_id.rsplit("-", 2)[0]

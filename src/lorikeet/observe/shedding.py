@@ -67,7 +67,8 @@ class TtftForecast:
         """Count admissions since the last update. The time between counts for the queue length of that update."""
         now_s = self._clock()
         size = _size(len(self._waiting) - len(self._bypassed))
-        before_s, self._updated_s = self._updated_s, now_s
+        before_s = self._updated_s
+        self._updated_s = now_s
         passed_s = now_s - before_s
         kept = math.exp(-passed_s / _DECAY_S)
         for counts in (self._admissions, self._seconds):

@@ -1,4 +1,4 @@
-"""The SLO targets of a server and its adapters, and which of them a request met."""
+"""Reads the SLO targets of a server and its adapters, and counts whether requests met them."""
 
 from collections.abc import Mapping
 
@@ -34,7 +34,7 @@ def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> SloTarge
     """Return the targets in the settings.
 
     Args:
-        settings: of the server.
+        settings: the server's settings.
         cluster: has the number of replicas.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What may be asked of ``/v1/stats``, and its answers as server-sent events: those of a server and of a router."""
+"""Reads the query of ``/v1/stats``, and streams its answers as server-sent events, for a server and a router."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

@@ -25,8 +25,8 @@ class RequestTraces:
     """Makes the spans of requests.
 
     Args:
-        model_name: of the base model.
-        exporter: sends them; see :func:`open_exporter`.
+        model_name: the base model's name.
+        exporter: sends the spans; see :func:`open_exporter`.
     """
 
     def __init__(self, model_name: str, exporter: SpanExporter) -> None:
@@ -77,7 +77,7 @@ class RequestTraces:
         return replace(ended, trace_id=format_trace_id(context.trace_id) if context.trace_flags.sampled else "")
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send all queued spans."""
         self._provider.shutdown()
 
     def _unix_ns(self, at_s: float) -> int:
@@ -91,7 +91,8 @@ def open_exporter(endpoint: str) -> SpanExporter:
 
 def _parts(timings: RequestTimings, ended_s: float) -> list[tuple[str, float, float]]:
     """Return the parts of a request that took time, with their begin and end, as far as it came."""
-    parts, begin_s = [], timings.arrival_s
+    parts = []
+    begin_s = timings.arrival_s
     for name, part_s in zip(PARTS, parts_of(timings, ended_s), strict=True):
         parts.append((name, begin_s, begin_s + part_s))
         begin_s += part_s

@@ -30,7 +30,7 @@ _HYSTERESIS = 1.5
 
 @dataclass
 class RequestCounts:
-    """Sums over finished requests, and over those that were refused.
+    """Sums over finished and refused requests.
 
     ``ttft_met`` and the like count requests with such a target, ``ttft_buckets`` requests by ``TTFT_BOUNDS_S``. Times
     are whole nanoseconds: differences of float sums have rounding errors, and a counter that decreases by one looks to

@@ -32,7 +32,7 @@ class LeftOut(NamedTuple):
     """A folder that looks like an adapter's and is not served.
 
     Attributes:
-        name: of the folder.
+        name: the folder's name.
         reason: why it is not served.
     """
 
@@ -71,7 +71,9 @@ class AdapterLoader:
         self._folder = Path(folder).expanduser() if folder and settings.enabled else None
         self._resolvers = settings.resolvers if settings.enabled else ()
         self._ttl_s = settings.ttl_s
-        self._load, self._unload, self._now = load, unload, now
+        self._load = load
+        self._unload = unload
+        self._now = now
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._refused: OrderedDict[str, _Refusal] = OrderedDict()
         self.used_s: dict[str, float] = {}

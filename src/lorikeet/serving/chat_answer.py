@@ -1,4 +1,4 @@
-"""Starts the answer to a conversation, and reads it as it arrives: what all chat APIs share."""
+"""Starts the answer to a conversation and reads it as it arrives, for all chat APIs."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from lorikeet.serving.service import Service
 
 
 class AnswerStep(NamedTuple):
-    """What one output of the engine added to an answer.
+    """The part of an answer that one output of the engine added.
 
     Attributes:
         part: thoughts, content and calls.
@@ -43,7 +43,7 @@ class ChatAnswer:
         chat: settings of the model.
         use: which functions it may call; None for none.
         generation: running.
-        readers: what reads each choice, by its index; none if their texts are the content as they are.
+        readers: the reader of each choice, by its index; none if the texts are the content as they are.
     """
 
     target: ResolvedModel
@@ -53,7 +53,7 @@ class ChatAnswer:
     readers: list[AnswerReader]
 
     async def steps(self) -> AsyncIterator[AnswerStep]:
-        """Yield what is added to the only choice, until it has finished.
+        """Yield the steps of the only choice, until it has finished.
 
         Raises:
             ApiError: as ``Generation.deltas``.
@@ -79,14 +79,15 @@ async def start_chat(
     Args:
         service: running.
         body: the conversation; without its messages if it was read in another process.
-        sender: of the request.
-        prepared: what was read in another process.
+        sender: the origin of the request.
+        prepared: the prompt, if another process has read it.
 
     Raises:
         ApiError: it cannot be accepted, or a field is not valid.
     """
     if prepared:
-        target, lease = prepared.target, prepared.lease
+        target = prepared.target
+        lease = prepared.lease
     else:
         target, lease = await service.lease(body.model, body.lora_path, access=sender.access)
     with lease:
@@ -137,16 +138,16 @@ def _spec(
 
 
 def check_one_answer(body: GenerationBody) -> None:
-    """Check that a body asks for nothing that an API with one answer of blocks cannot tell.
+    """Refuse fields that an API with a single answer of blocks cannot express.
 
     Raises:
         ApiError: 501.
     """
-    asked = {
+    fields = {
         "n": (body.n or 1) > 1,
         "prompt_logprobs": body.prompt_logprobs is not None,
         "return_token_ids": bool(body.return_token_ids),
     }
-    for name, is_asked in asked.items():
-        if is_asked:
+    for name, is_set in fields.items():
+        if is_set:
             raise not_supported(f"{name} has no place in this answer; use /v1/chat/completions.", name)

@@ -43,10 +43,10 @@ class TextOptions:
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):
-    """What one output of the engine added to one choice.
+    """The part of one choice that one output of the engine added.
 
     Attributes:
-        index: of the choice.
+        index: the choice's index.
         text: new text; empty while characters or stop strings are incomplete.
         tokens: new tokens.
         finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
@@ -157,14 +157,14 @@ class Generation:
     Args:
         client: runs the requests.
         requests: one for each choice.
-        text_processor: of the model.
+        text_processor: the model's.
         options: how tokens become text.
         observer: records outputs and ends.
         on_close: called once, when the generation is closed.
         timeout_s: the choices end with an error after this time; 0 for never.
 
     Attributes:
-        choices: of the request, running or finished.
+        choices: the request's choices, running or finished.
         closed: set when it is closed.
         read_until_s: on the event loop's clock, when a client must have read its answer; None for no limit.
     """
@@ -184,7 +184,7 @@ class Generation:
         self._deltas: asyncio.Queue[OutputDelta | ApiError] = asyncio.Queue()
         self._write: Callable[[OutputDelta], bool] | None = None
         self._has_caught_up = False
-        """Whether the reader of :meth:`deltas` has dealt with all that it took."""
+        """Whether the reader of :meth:`deltas` has handled every delta that it took."""
         self.choices = [
             ActiveChoice(index, handle, observer.watch(handle), text_processor, options)
             for index, handle in enumerate(map(client.submit, requests))
@@ -217,8 +217,8 @@ class Generation:
     def pass_on(self, write: Callable[[OutputDelta], bool]) -> None:
         """Pass deltas to a function as they arrive, instead of to the reader of :meth:`deltas`, which costs much more.
 
-        The reader still gets the last delta of each choice, what ``write`` returns False for, and what comes before the
-        reader has dealt with all that it has. So both together get everything once, in order.
+        The reader still gets the last delta of each choice, deltas for which ``write`` returns False, and deltas that
+        come before the reader has handled all earlier ones. So both together get every delta once, in order.
         """
         self._write = write
 
@@ -236,7 +236,7 @@ class Generation:
         self._on_close()
 
     def abort(self) -> None:
-        """End unfinished choices with what they have; their finish reason is ``abort``."""
+        """End unfinished choices with the tokens they have; their finish reason is ``abort``."""
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.handle.abort()

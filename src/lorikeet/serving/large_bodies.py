@@ -1,6 +1,6 @@
 """Reads large bodies in processes of their own.
 
-Bodies up to ``SMALL_BODY_BYTES`` take the ordinary way and pass none of this.
+Bodies up to ``SMALL_BODY_BYTES`` do not come here.
 """
 
 import os
@@ -36,7 +36,8 @@ from lorikeet.serving.served_models import ResolvedModel
 from lorikeet.tenants.keys import Access
 
 _READ_S = 60.0
-_CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
+_CORES_PER_PROCESS = 4
+_MAX_PROCESSES = 4
 
 _PREPARED = "prepared_body"
 _FROM_PROCESS: msgspec.msgpack.Decoder[WhichModel | BodyRead | BodyRefused] = msgspec.msgpack.Decoder(
@@ -56,7 +57,8 @@ class PromptProcesses:
     """
 
     def __init__(self, chat: ChatSettings, max_queued: int) -> None:
-        self._chat, self._max_queued = chat, max_queued
+        self._chat = chat
+        self._max_queued = max_queued
         most = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS))
         self._processes = HelperProcesses("lorikeet.chat.prompt_process", self._setup, most)
 
@@ -66,7 +68,7 @@ class PromptProcesses:
         return self._processes.pids
 
     async def read(self, path: str, body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
-        """Return what a body says.
+        """Read the prompts of a body.
 
         Args:
             path: its route.
@@ -102,7 +104,9 @@ class PromptProcesses:
         await self._processes.close()
 
     def _setup(self) -> bytes:
-        chat, texts, template = self._chat, self._chat.text_processor, self._chat.text_processor.template
+        chat = self._chat
+        texts = self._chat.text_processor
+        template = self._chat.text_processor.template
         if texts.origin is not None:
             folder, file = texts.origin
             setup = PromptSetup(chat.limits, self._max_queued, str(folder), file, tool_parser=chat.tool_parser)
@@ -119,17 +123,17 @@ class PromptProcesses:
 
 
 class PreparedBody(NamedTuple):
-    """What was read of a large body apart from its small fields.
+    """The prompts and other large fields of a body, read in another process.
 
     Attributes:
         prompts: token ids.
         texts: texts that answers open with, for ``echo``.
-        answer: of a route of the tokenizer, the whole answer.
+        answer: the whole answer of a tokenizer route.
         arrival_s: monotonic time at which it had been received.
-        target: the model that it was read for.
+        target: the model whose tokenizer read it.
         lease: keeps the version of that model.
-        conversation: of the responses API, as a JSON array of items; empty if it is not stored.
-        embeds: of the prompts, instead of their tokens.
+        conversation: the conversation of the responses API, as a JSON array of items; empty if it is not stored.
+        embeds: embeddings of the prompts, instead of their tokens.
     """
 
     prompts: list[list[int]]
@@ -143,7 +147,7 @@ class PreparedBody(NamedTuple):
 
 
 def prepared_body(request: Request) -> PreparedBody | None:
-    """Return what was read of a large body in another process; None for a small one."""
+    """Return the large fields of a body that another process has read; None for a small body."""
     prepared: PreparedBody | None = request.scope["state"].get(_PREPARED)
     return prepared
 
@@ -165,11 +169,12 @@ class _NotLoaded(Exception):
 
     def __init__(self, model: str | None, lora_path: str | None) -> None:
         super().__init__(model, lora_path)
-        self.model, self.lora_path = model, lora_path
+        self.model = model
+        self.lora_path = lora_path
 
 
 class PromptRoute(APIRoute):
-    """A route whose large bodies are read in another process. The route asks :func:`prepared_body`."""
+    """A route whose large bodies are read in another process. The route gets its prompts by :func:`prepared_body`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what answers a request."""
@@ -205,14 +210,14 @@ class PromptRoute(APIRoute):
 async def prepare(
     service: Any, path: str, body: bytes, tenant: str, access: Access, holding: ExitStack
 ) -> tuple[PreparedBody, bytes]:
-    """Read a body in another process; return what was read, and its small fields.
+    """Read a body in another process; return its prompts, and its small fields.
 
     Args:
         service: running.
         path: route of the body.
         body: as it came.
         tenant: that sent it.
-        access: what it may do.
+        access: the rights of its key.
         holding: closes the lease of the model's version, unless the request was submitted until then.
 
     Raises:

@@ -65,7 +65,7 @@ class Lease:
 class AdapterLeases:
     """Gives out leases, so that no answer mixes versions of an adapter.
 
-    An engine keeps the versions of the requests that it has. It must get them before the message that drops a version,
+    An engine keeps the versions of its requests. It must get these requests before the message that drops a version,
     which :meth:`all_submitted` waits for.
 
     Args:

@@ -90,7 +90,7 @@ class SharedFields:
     """Fields that all requests of a body have in common.
 
     Attributes:
-        sender: of the body.
+        sender: the origin of the body.
         target: the model.
         choices: sequences for each prompt.
         arrival_s: monotonic time of arrival.
@@ -121,9 +121,9 @@ def engine_requests(
 
     Args:
         body: types and ranges of its fields are already checked.
-        spec: of the route.
+        spec: the fields in which the routes differ.
         prompts: token ids.
-        predicted: tokens that the answer to each prompt will have; None where there is no prediction.
+        predicted: predicted tokens of the answer to each prompt; None without a prediction.
         shared: fields of all requests.
 
     Raises:

@@ -17,7 +17,7 @@ from lorikeet.http.errors import ApiError, bad_request, hide_paths, model_not_fo
 from lorikeet.tenants.keys import OPERATOR, Access
 
 _VERSIONED = re.compile(r"(.+)@([0-9a-f]{8,64})")
-"""An adapter's name, and the beginning of the digest that it must have."""
+"""An adapter's name, and the beginning of its version's digest."""
 
 
 class ResolvedModel(NamedTuple):
@@ -77,7 +77,7 @@ class ServedModels:
         Args:
             model: None or empty for the base model, as in vLLM.
             lora_path: SGLang's field, an adapter's name.
-            access: of the sender. A model that it may not see does not exist for it.
+            access: the sender's rights. A model that it may not see does not exist for it.
 
         Raises:
             ApiError: 404 for an unknown name, which never falls back to the base; 403 for one that the sender may see
@@ -93,7 +93,7 @@ class ServedModels:
     def mixture(self, model: str | None) -> tuple[str, list[tuple[str, float]]] | None:
         """Return the base's name, if it is there, with its colon, and the parts of ``base:a*0.7+b*0.3``.
 
-        None for what is no mixture.
+        None for a name that is not a mixture.
 
         Raises:
             ApiError: 400, the mixture is not valid.
@@ -175,7 +175,7 @@ class ServedModels:
 
         Args:
             unloaded: names of adapters that would be loaded if a request named them.
-            access: of the sender, which gets only what it may see.
+            access: the sender's rights; it gets only models that it may see.
         """
         cards = [self._card(name, self._created, self._root, None) for name in self.base_names if access.may_see(name)]
         # Mixtures are made by requests, and go again.

@@ -122,7 +122,7 @@ class Service:
     base_task: AdapterTask = field(default_factory=AdapterTask)
     """How the base model makes vectors."""
     tenants: Tenants | None = None
-    """Keys of the registry's database; None if it has none to tell."""
+    """Keys of the registry's database; None without one."""
     ranks: int = 1
     """Tensor-parallel ranks of a replica."""
     unpaused: asyncio.Event = field(default_factory=_set_event)
@@ -135,7 +135,7 @@ class Service:
     sessions: Sessions = field(default_factory=Sessions)
     """Of SageMaker's clients."""
     cache_epoch: str = ""
-    """Changes when the prefix cache is reset, and tells KV from before and after apart."""
+    """Changes when the prefix cache is reset, so that no later request finds KV from before."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that drop adapters; kept here so that they are not garbage-collected."""
     loads: LoadPlaces = field(default_factory=LoadPlaces)
@@ -168,7 +168,7 @@ class Service:
 
         Args:
             model, lora_path: the names.
-            access: of the sender.
+            access: the sender's rights.
             generates: whether the request must wait while generation is paused. It then gets the version that its
                 adapter has after that.
 
@@ -271,7 +271,8 @@ class Service:
         try:
             return await self.mixtures.get(parts)
         except ApiError as error:
-            own, shown = name_of(parts), text[:_SHOWN_CHARS]
+            own = name_of(parts)
+            shown = text[:_SHOWN_CHARS]
             said = error.message.replace(f"adapter {own!r}", f"mixture {shown!r}").replace(own, shown)
             raise ApiError(error.status, said, param="model", type=error.type) from error
 
@@ -341,8 +342,8 @@ class Service:
             body: types and ranges of its fields are already checked.
             target: the model.
             lease: keeps its version; the end of the generation closes it. After an error the caller does.
-            spec: of the route.
-            sender: of the request.
+            spec: the fields in which the routes differ.
+            sender: the origin of the request.
 
         Raises:
             ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
@@ -448,7 +449,7 @@ class Service:
         lease.close()
 
     def reset_prefix_cache(self) -> None:
-        """Let no later request reuse KV that is there now. Its blocks are evicted as room is needed."""
+        """Stop later requests from reusing the present KV. Its blocks are evicted as room is needed."""
         self.cache_epoch = secrets.token_hex(8)  # random, so that no tenant or salt makes the same text
 
     def _shed(self, requests: list[Request], forecast: TtftForecast) -> None:

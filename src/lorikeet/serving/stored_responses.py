@@ -20,7 +20,7 @@ class BackgroundRun:
 
     Attributes:
         task: makes the answer.
-        events: of its stream so far.
+        events: the events of its stream so far.
         keeps_events: as above.
     """
 
@@ -61,7 +61,8 @@ class BackgroundRun:
             await asyncio.wait([self.task])
 
     def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
+        news = self._news
+        self._news = asyncio.Event()
         news.set()
 
 
@@ -71,9 +72,9 @@ class StoredResponse:
 
     Attributes:
         response_id: its id.
-        conversation: what it answers, as a JSON array of items.
+        conversation: the conversation that it answers, as a JSON array of items.
         response: as it is reported, as JSON; empty while it is made.
-        run: of an answer in the background.
+        run: the task of an answer in the background.
         snapshot: while it is made, returns the response as it is now.
         stored_s: when it was stored.
         counted_bytes: its size then.
@@ -94,7 +95,7 @@ class StoredResponse:
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it takes, nearly."""
+        """Its memory in bytes, nearly."""
         events = sum(map(len, self.run.events)) if self.run is not None else 0
         return len(self.conversation) + len(self.response) + events
 
@@ -120,8 +121,8 @@ class StoredResponses:
     When there are too many, the oldest of the tenant that stores most are dropped. Those that are being made stay.
 
     Args:
-        max_number: of answers; 0 stores none.
-        max_bytes: of them together.
+        max_number: most answers; 0 stores none.
+        max_bytes: most bytes of all answers together.
         keep_s: time after which one is dropped.
         now: returns the time in seconds.
     """
@@ -143,7 +144,8 @@ class StoredResponses:
         self._take(tenant, stored.response_id)
         if not self.max_number or (stored.size_bytes > self._max_bytes and not stored.is_running):
             return
-        stored.stored_s, stored.counted_bytes = self._now(), stored.size_bytes
+        stored.stored_s = self._now()
+        stored.counted_bytes = stored.size_bytes
         mine = self._tenants.setdefault(tenant, _Tenant())
         mine.responses[stored.response_id] = stored
         self._count(mine, 1, stored.counted_bytes)

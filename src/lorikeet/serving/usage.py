@@ -1,4 +1,4 @@
-"""Counts the tokens of an answer as clients are told them."""
+"""Counts the tokens of an answer as clients get them."""
 
 import time
 from typing import Any
@@ -10,7 +10,8 @@ def usage_of(generation: Generation) -> dict[str, Any]:
     """Return the usage. Each prompt counts once for all its choices, with the fewest cached tokens of any of them."""
     prompts: dict[int, tuple[int, int]] = {}
     for choice in generation.choices:
-        token_ids, cached_tokens = choice.handle.request.prompt_token_ids, choice.handle.timings.cached_tokens
+        token_ids = choice.handle.request.prompt_token_ids
+        cached_tokens = choice.handle.timings.cached_tokens
         known = prompts.get(id(token_ids), (0, cached_tokens))
         prompts[id(token_ids)] = len(token_ids), min(known[1], cached_tokens)
     prompt_tokens, cached_tokens = map(sum, zip(*prompts.values(), strict=True))
@@ -24,9 +25,11 @@ def metrics_of(generation: Generation) -> dict[str, Any]:
     They are of its first choice. What has not happened has no entry.
     """
     choice = generation.choices[0]
-    timings, tokens = choice.handle.timings, choice.completion_tokens
-    admitted_s, first_s = timings.admitted_s, timings.first_token_s
-    ended_s = timings.finished_s or time.monotonic()  # a stop string ends an answer before the engine says so
+    timings = choice.handle.timings
+    tokens = choice.completion_tokens
+    admitted_s = timings.admitted_s
+    first_s = timings.first_token_s
+    ended_s = timings.finished_s or time.monotonic()  # a stop string ends an answer before the engine's end arrives
     found: dict[str, Any] = {}
     if admitted_s is not None:
         queued_s = admitted_s - timings.arrival_s

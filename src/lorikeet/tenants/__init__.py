@@ -1,1 +1,1 @@
-"""Tenants: keys with scopes and limits, their counters, and what they used, in the registry's database."""
+"""Tenants: keys with scopes and limits, their counters and usage, in the registry's database."""

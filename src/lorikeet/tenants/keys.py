@@ -1,4 +1,4 @@
-"""Keys of tenants: what each may see, use and load, how much, and how urgent its requests are."""
+"""Keys of tenants: scopes, limits and priorities."""
 
 import fnmatch
 import hashlib
@@ -21,20 +21,22 @@ _Patterns = Annotated[tuple[_Pattern, ...], msgspec.Meta(max_length=100)]
 
 
 class KeySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a key may do. Patterns are globs over names of adapters and of the base; ``*`` also matches a slash.
+    """The rights and limits of a key.
+
+    Patterns are globs over names of adapters and of the base; ``*`` also matches a slash.
 
     Attributes:
         use: models that its requests may name.
         see: further models that are listed for it.
-        load: names under which it may register adapters, and folders that it may register them from.
+        load: names under which it may register adapters, and folders from which it may register them.
         requests_per_minute: most sequences in a minute of the clock; 0 for no limit, as for all of these.
         tokens_per_minute: most tokens of prompts and answers in a minute of the clock.
         tokens_per_day: the same in a day of UTC.
         concurrent_requests: most unfinished sequences.
-        max_adapters: most adapters that it owns.
+        max_adapters: most adapters of its own.
         max_adapter_bytes: most bytes of their weights.
-        priority: of its requests, for presets that use it: lower runs earlier.
-        weight: of its share, for presets that share fairly between tenants.
+        priority: the priority of its requests, for presets that use it: lower runs earlier.
+        weight: the weight of its share, for presets that share fairly between tenants.
         cache_group: keys of one group reuse each other's KV; empty for none.
     """
 
@@ -65,9 +67,9 @@ class ApiKey(msgspec.Struct, frozen=True, dict=True):
         key_id: names it for ever; the tenant of its requests.
         name: for people.
         digest: SHA-256 of its secret, in hex.
-        settings: what it may do.
+        settings: its rights and limits.
         created_at: in Unix seconds.
-        old_digest: of the secret before the last rotation; empty if there is none.
+        old_digest: digest of the secret before the last rotation; empty if there is none.
         old_until: Unix seconds until which that one is valid.
         revoked_at: in Unix seconds; None while it is valid.
     """
@@ -105,10 +107,10 @@ def _compiled(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 class Access(NamedTuple):
-    """What the sender of a request may do.
+    """The rights of a request's sender.
 
     Attributes:
-        key: of a tenant; None for the operator, who may do everything.
+        key: a tenant's key; None for the operator, who may do everything.
         actor: who it is, for the audit log.
     """
 
@@ -132,7 +134,7 @@ class Access(NamedTuple):
         return self.key is None or self.key.key_id == owner
 
     def priority(self, asked: int) -> int:
-        """Return the priority of a request: a tenant may make it less urgent than its key says, not more."""
+        """Return the priority of a request: a tenant may make it less urgent than its key, not more."""
         return asked if self.key is None else self.key.settings.priority + max(0, asked)
 
     @property
@@ -156,5 +158,5 @@ def new_key_id() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """Return what is stored of a secret. It is random, so a plain hash cannot be reversed by guessing."""
+    """Return the hash that is stored of a secret. Secrets are random, so no guess reverses a plain hash."""
     return hashlib.sha256(secret.encode()).hexdigest()

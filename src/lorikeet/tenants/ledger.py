@@ -1,4 +1,4 @@
-"""Counts requests of tenants against their limits, and what they used; one thread writes to the database."""
+"""Counts requests of tenants against their limits, and adds up their usage; one thread writes to the database."""
 
 import logging
 import math
@@ -22,11 +22,14 @@ from lorikeet.tenants.store import COUNTERS, RUNNING, USAGE, StoreUnavailable, T
 _LOG = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 500
-_LEASE_S, _RENEW_S, _TICK_S = 30.0, 10.0, 2.0
+_LEASE_S = 30.0
+_RENEW_S = 10.0
+_TICK_S = 2.0
 _RETRY_S = 0.5
 _CLOSE_S = 10.0
-"""How long a server that stops tries to write what is left."""
-MINUTE_S, DAY_S = 60, 86400
+"""Most seconds that a stopping server tries to write its last counts."""
+MINUTE_S = 60
+DAY_S = 86400
 _USAGE_KEY = [column.name for column in USAGE.primary_key]
 _USAGE_COUNTS = [column.name for column in USAGE.c if not column.primary_key]
 
@@ -36,7 +39,7 @@ class LimitState(NamedTuple):
 
     Attributes:
         limit: most in a window.
-        remaining: of this window.
+        remaining: the rest in this window.
         reset_s: seconds until the window ends.
     """
 
@@ -51,7 +54,7 @@ class Admission(NamedTuple):
     Attributes:
         grant: the places; None if there are none.
         requests: the limit of requests; None without one.
-        tokens: the limit of tokens of which less is left; None without one.
+        tokens: the limit of tokens with the smaller rest; None without one.
         retry_after_s: seconds after which there may be places.
         reason: why there are none.
     """
@@ -67,8 +70,8 @@ class Grant(NamedTuple):
     """Places of one request.
 
     Attributes:
-        key_id: of its key.
-        sequences: of the request.
+        key_id: its key's id.
+        sequences: the request's sequences.
         tokens: taken from the windows ``minute`` and ``day``.
         is_concurrent: whether its sequences count against the limit of concurrent requests.
     """
@@ -144,7 +147,10 @@ class Ledger:
         now: Callable[[], float] = time.time,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._base, self._now, self._on_tick = store, base, now, on_tick
+        self._store = store
+        self._base = base
+        self._now = now
+        self._on_tick = on_tick
         self._server = secrets.token_hex(8)
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._kept: list[_Work] = []
@@ -160,8 +166,8 @@ class Ledger:
 
         Args:
             key: with limits.
-            sequences: of the request.
-            tokens: of their prompts, and the most of their answers.
+            sequences: the request's sequences.
+            tokens: the tokens of their prompts, and the most of their answers.
             is_concurrent: whether the sequences count against the limit of concurrent requests.
 
         Returns:
@@ -172,7 +178,7 @@ class Ledger:
         return answer
 
     def release(self, grant: Grant, used_tokens: int) -> None:
-        """Give back the places of a request that has ended, and the tokens that it did not use."""
+        """Give back the places and the unused tokens of a request that has ended."""
         self._work.put(_Release(grant, used_tokens))
 
     def ended(self, ended: Ended) -> None:
@@ -186,7 +192,7 @@ class Ledger:
         return done
 
     def close(self) -> None:
-        """Write what is left and end; gives up after ten seconds without the database."""
+        """Write the last counts and end; gives up after ten seconds without the database."""
         self._ends_s = time.monotonic() + _CLOSE_S
         self._work.put(None)
         self._thread.join()
@@ -221,7 +227,7 @@ class Ledger:
             _LOG.warning("running sequences are not signed off: %s", error)
 
     def _take(self, fresh: list[_Work]) -> bool:
-        """Wait for work and take what is there; return whether the end was asked for."""
+        """Wait for work and take all of it; return whether the thread should end."""
         try:
             first = self._work.get(timeout=_RETRY_S if self._kept else _TICK_S)
         except queue.Empty:
@@ -372,8 +378,10 @@ class Ledger:
 
 
 def _admit(ask: _Ask, counts: _Counts, now: float) -> Admission:
-    """Take places from the counts of a key, or say when there may be some."""
-    limits, waits, reasons = ask.key.settings, list[float](), list[str]()
+    """Take places from the counts of a key, or return the time until there may be some."""
+    limits = ask.key.settings
+    waits = list[float]()
+    reasons = list[str]()
     minute_left_s = (counts.minute + 1) * MINUTE_S - now
     day_left_s = (counts.day + 1) * DAY_S - now
     checks = (
@@ -412,7 +420,8 @@ def _state(limit: int, used: int, reset_s: float) -> LimitState | None:
 
 
 def _give_back(release: _Release, counts: _Counts) -> None:
-    grant, unused = release.grant, release.grant.tokens - release.used_tokens
+    grant = release.grant
+    unused = release.grant.tokens - release.used_tokens
     if grant.minute == counts.minute:
         counts.minute_tokens = max(0, counts.minute_tokens - unused)
     if grant.day == counts.day:

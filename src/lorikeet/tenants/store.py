@@ -74,11 +74,11 @@ class StoreUnavailable(Exception):
 
 
 class UnknownKey(LookupError):
-    """There is no such key, or it is revoked."""
+    """No valid key has that id."""
 
 
 class UsageRow(NamedTuple):
-    """What a tenant used of an adapter on a day. Fields as of the table."""
+    """A tenant's usage of an adapter on a day, with the columns of the table ``usage``."""
 
     day: str
     key_id: str
@@ -156,7 +156,7 @@ class TenantStore:
         return key, secret
 
     def change(self, key_id: str, settings: KeySettings, actor: str) -> ApiKey:
-        """Let a key have other settings.
+        """Change the settings of a key.
 
         Raises:
             UnknownKey: there is none, or it is revoked.
@@ -174,7 +174,7 @@ class TenantStore:
         return self._change(key_id, values, actor, "key rotated", {"overlap_s": overlap_s}), secret
 
     def revoke(self, key_id: str, actor: str) -> ApiKey:
-        """Let a key be refused from now on.
+        """Revoke a key.
 
         Raises:
             UnknownKey: there is none, or it is revoked already.
@@ -190,7 +190,7 @@ class TenantStore:
         detail: dict[str, Any],
         settings: KeySettings | None = None,
     ) -> ApiKey:
-        """Write to a key's row and to the audit log; of ``settings`` that log gets those that change."""
+        """Write to a key's row and to the audit log, which gets the settings that change."""
         found: list[ApiKey] = []
         statement = (
             update(_KEYS)
@@ -226,7 +226,7 @@ class TenantStore:
     # --- usage and audit -----------------------------------------------------------------------------
 
     def usage(self, first_day: str, last_day: str, key_id: str = "", adapter: str | None = None) -> list[UsageRow]:
-        """Return what was used, by day, tenant and adapter.
+        """Return the usage by day, tenant and adapter.
 
         Args:
             first_day, last_day: days of UTC, both included.

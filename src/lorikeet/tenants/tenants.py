@@ -1,4 +1,4 @@
-"""All that a server knows of its tenants: keys in memory, and their ledger."""
+"""Keeps the keys of tenants in memory, and their ledger."""
 
 import threading
 import time
@@ -56,7 +56,7 @@ class Tenants:
         return sorted(self._keys.values(), key=lambda key: (key.created_at, key.key_id))
 
     def access_of(self, tenant: str) -> Access | None:
-        """Return what a tenant may do whose request waited: None if its key is revoked."""
+        """Return the present rights of a tenant whose request waited; None if its key is revoked."""
         key = self._keys.get(tenant)
         if key is None:
             return Access(actor=tenant)
@@ -90,7 +90,7 @@ class Tenants:
         return made
 
     def change(self, key_id: str, settings: KeySettings, actor: str) -> ApiKey:
-        """Let a key have other settings; raises UnknownKey."""
+        """Change the settings of a key; raises UnknownKey."""
         changed = self.store.change(key_id, settings, actor)
         self.refresh()
         return changed
@@ -108,6 +108,6 @@ class Tenants:
         return revoked
 
     def close(self) -> None:
-        """Write what is left, and close."""
+        """Write the last counts, and close."""
         self.ledger.close()
         self.store.close()

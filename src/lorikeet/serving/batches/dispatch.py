@@ -61,7 +61,8 @@ class Dispatcher:
             "state": {"request_id": request_id, "tenant": tenant, "access": access, "is_batch": True},
         }
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        status, parts = 0, list[bytes]()
+        status = 0
+        parts = list[bytes]()
 
         async def receive() -> Message:
             if unread:

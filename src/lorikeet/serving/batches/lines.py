@@ -13,14 +13,14 @@ LONGEST_ID = 512
 
 
 class LineError(ValueError):
-    """A line is no request; the message begins with its number."""
+    """A line is not a valid request; the message begins with its number."""
 
 
 class RequestLine(NamedTuple):
     """One request.
 
     Attributes:
-        custom_id: tells its answer from others.
+        custom_id: the client's id of the request, which its answer carries.
         url: its route.
         body: a JSON object.
     """
@@ -93,7 +93,7 @@ class FileSummary(msgspec.Struct):
 
     Attributes:
         lines: number of requests.
-        urls: of each route the number of its first line.
+        urls: number of the first line of each route.
     """
 
     lines: int = 0
@@ -106,7 +106,8 @@ def check_requests(file: BinaryIO, max_requests: int, max_line_bytes: int) -> Fi
     Raises:
         LineError: the first line that is wrong.
     """
-    summary, ids = FileSummary(), dict[str, int]()
+    summary = FileSummary()
+    ids = dict[str, int]()
     for number, content in numbered_lines(file, max_line_bytes):
         request = read_request(content, number)
         if (other := ids.setdefault(request.custom_id, number)) != number:
@@ -127,7 +128,7 @@ def answered(path: Path) -> set[str]:
     """Return the ``custom_id`` of every answer in a file; none if it is not there.
 
     Raises:
-        ValueError: a line is no answer.
+        ValueError: a line is not an answer.
     """
     if not path.exists():
         return set()
@@ -136,7 +137,7 @@ def answered(path: Path) -> set[str]:
 
 
 def answer_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the line of an answer; of one that is no success with its error beside it."""
+    """Return the line of an answer; if it is not a success, with its error beside it."""
     response = {"status_code": status, "request_id": request_id, "body": _raw(body)}
     error = None if status < 400 else _error_in(body)
     line = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}

@@ -27,12 +27,15 @@ from lorikeet.serving.batches.lines import (
 )
 from lorikeet.serving.batches.storage import Batch, BatchStorage
 
-_LINES_READ, _BYTES_READ = 64, 2**20
-"""Lines that are read from a file at once, and bytes after which no more are."""
+_LINES_READ = 64
+"""Most lines that are read from a file at once."""
+_BYTES_READ = 2**20
+"""Bytes after which no further line is read."""
 _MAX_HELD_BYTES = 32 * 2**20
 """Most bytes of the requests that are being answered; a larger one is answered alone."""
 _RETRIED = {429, 503}
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
 _DISK_PAUSE_S = 10.0
 
 
@@ -53,7 +56,7 @@ class BatchRun:
     Attributes:
         batch: as given.
         tasks: that answer its requests.
-        calls: of the routes that are under way.
+        calls: calls of routes in progress.
         is_expired: whether a request was given up because the batch's time had passed.
     """
 
@@ -81,7 +84,8 @@ class BatchRun:
     def _read(self) -> list[RequestLine]:
         if self._requests is None:
             self._requests = self._open()
-        requests, size_bytes = list[RequestLine](), 0
+        requests = list[RequestLine]()
+        size_bytes = 0
         for request in islice(self._requests, _LINES_READ):
             requests.append(request)
             size_bytes += len(request.body)
@@ -91,8 +95,10 @@ class BatchRun:
 
     def _open(self) -> Iterator[RequestLine]:
         """Return the requests without an answer, once it is known which have one."""
-        batch, storage = self.batch, self._storage
-        done, counts = set[str](), list[int]()
+        batch = self.batch
+        storage = self._storage
+        done = set[str]()
+        counts = list[int]()
         for file_id in (batch.output_file_id, batch.error_file_id):
             path = storage.data_path(file_id)
             drop_partial_line(path)
@@ -151,8 +157,10 @@ class BatchRunner:
         dispatcher: Callable[[], Dispatcher],
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._storage, self._concurrency = storage, concurrency
-        self._make_dispatcher, self._now = dispatcher, now
+        self._storage = storage
+        self._concurrency = concurrency
+        self._make_dispatcher = dispatcher
+        self._now = now
         self._dispatcher: Dispatcher | None = None
         self._runs: dict[str, BatchRun] = {}
         self._turns: deque[BatchRun] = deque()
@@ -175,7 +183,7 @@ class BatchRunner:
             self._pump = asyncio.create_task(self._take_turns())
 
     async def cancel(self, batch: Batch) -> None:
-        """Stop a batch: what is in flight is aborted, and every request without an answer gets an error.
+        """Stop a batch: abort its requests in flight, and write an error for every request without an answer.
 
         Raises:
             OSError: the new status cannot be stored.
@@ -188,7 +196,7 @@ class BatchRunner:
             self.add(batch)  # it could not go on before
 
     async def close(self) -> None:
-        """Stop; what is in flight is computed again after the next start."""
+        """Stop all batches; requests in flight are computed again after the next start."""
         tasks = [*self._answering, *self._endings, *([] if self._pump is None else [self._pump])]
         for task in tasks:
             task.cancel()
@@ -237,7 +245,9 @@ class BatchRunner:
 
     async def _answer(self, run: BatchRun, request: RequestLine) -> None:
         """Get the answer of one request, and write it."""
-        batch, line_id, size_bytes = run.batch, f"batch_req_{secrets.token_hex(12)}", len(request.body)
+        batch = run.batch
+        line_id = f"batch_req_{secrets.token_hex(12)}"
+        size_bytes = len(request.body)
         self._held_bytes += size_bytes
         try:
             why = self._why_stopped(batch)
@@ -256,7 +266,8 @@ class BatchRunner:
                     why = "batch_expired"
                 except Exception as error:
                     log.error("a request of a batch failed", batch=batch.id, line=line_id, exc_info=error)
-                    status, body = 500, bytes(unexpected_failure().response().body)
+                    status = 500
+                    body = bytes(unexpected_failure().response().body)
             if why is None:
                 line = await off_the_loop(
                     lambda: answer_line(line_id, request.custom_id, status, line_id, body), len(body)
@@ -275,7 +286,7 @@ class BatchRunner:
         return task is not None and task.cancelling() > 0
 
     async def _ask(self, batch: Batch, request: RequestLine, line_id: str) -> Answer:
-        """Return the answer of the route; an overloaded server or a lost engine is asked again.
+        """Return the answer of the route; try again while the server is overloaded or the engine is lost.
 
         Raises:
             TimeoutError: the batch has expired.
@@ -294,7 +305,7 @@ class BatchRunner:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _end(self, run: BatchRun) -> None:
-        """Publish what a batch has answered, once its last requests have ended."""
+        """Publish the answers of a batch, once its last requests have ended."""
         while run.tasks:
             await asyncio.wait(run.tasks)
         batch = run.batch
@@ -319,7 +330,7 @@ def _refusal(request: RequestLine) -> Answer | None:
     try:
         asked = msgspec.json.decode(request.body, type=_Asked)
     except msgspec.DecodeError:
-        return None  # the route says what is wrong
+        return None  # the route's answer names the error
     for name in ("stream", "background"):
         if getattr(asked, name):
             error = bad_request(f"{name}: not in a batch.", name)

@@ -1,7 +1,7 @@
 """Files and batches in a folder, which one server owns.
 
-``ID.json`` tells of a file or a batch, ``ID.data`` is the content of a file. The output and error files of a running
-batch have only data. docs/decisions/batches.md says more.
+``ID.json`` describes a file or a batch, ``ID.data`` is the content of a file. The output and error files of a running
+batch have only data. See docs/decisions/batches.md.
 """
 
 import fcntl
@@ -35,13 +35,13 @@ class StoredFile(msgspec.Struct, tag="file"):
     """A file.
 
     Attributes:
-        id: of the file.
+        id: the file's id.
         tenant: its owner.
         filename: as it was uploaded.
         purpose: ``batch`` or ``batch_output``.
         bytes: size of its content.
         created_at, expires_at: Unix seconds.
-        requests: of a file of requests.
+        requests: number of requests in the file.
     """
 
     id: str
@@ -169,7 +169,7 @@ class BatchStorage:
         return self.folder.is_dir()
 
     def open(self) -> None:
-        """Own the folder and read what is in it; a second call does nothing.
+        """Take the folder and read its files and batches; a second call does nothing.
 
         Raises:
             StorageTaken: another server owns it.
@@ -196,7 +196,7 @@ class BatchStorage:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another server own the folder."""
+        """Give the folder up, so that another server may take it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -228,7 +228,7 @@ class BatchStorage:
     # --- files ---------------------------------------------------------------------------------------
 
     def check_space(self, size_bytes: int) -> None:
-        """Check that there is space for one more file of that size, once what is too old is gone.
+        """Check that there is space for one more file of that size, after deleting files that are too old.
 
         Raises:
             ApiError: 413 or 507.
@@ -260,7 +260,7 @@ class BatchStorage:
         """Store a file of requests; takes long for a large one.
 
         Raises:
-            LineError: a line of it is no request.
+            LineError: a line is not a valid request.
             ApiError: there is no space.
             OSError: it cannot be written.
         """
@@ -293,7 +293,8 @@ class BatchStorage:
     def _new_file(
         self, file_id: str, tenant: str, filename: str, purpose: str, size_bytes: int, keep_s: int | None
     ) -> StoredFile:
-        now, most_s = int(self._now()), int(self.settings.keep_s)
+        now = int(self._now())
+        most_s = int(self.settings.keep_s)
         expires_at = now + (most_s if keep_s is None else min(keep_s, most_s))
         return StoredFile(file_id, tenant, filename, purpose, size_bytes, now, expires_at)
 
@@ -344,9 +345,9 @@ class BatchStorage:
             tenant: its owner.
             source: its requests.
             endpoint: route of all of them.
-            window: the time that it may take, as the client said it.
+            window: the time that it may take, as the client wrote it.
             window_s: the same in seconds.
-            metadata: of the client.
+            metadata: the client's metadata.
             output_keep_s: time for which its output is kept; None for as long as everything is.
 
         Raises:
@@ -355,7 +356,8 @@ class BatchStorage:
         """
         assert source.requests is not None
         self.check_space(0)
-        now, most_s = int(self._now()), int(self.settings.keep_s)
+        now = int(self._now())
+        most_s = int(self.settings.keep_s)
         batch = Batch(
             id=self._new_id("batch_"),
             tenant=tenant,
@@ -409,7 +411,8 @@ class BatchStorage:
             OSError: something cannot be written.
         """
         for file_id, name in zip(_outputs(batch), ("output", "error"), strict=True):
-            path, size_bytes = self.data_path(file_id), self._size(file_id)
+            path = self.data_path(file_id)
+            size_bytes = self._size(file_id)
             if not size_bytes:
                 path.unlink(missing_ok=True)
                 continue
@@ -425,7 +428,7 @@ class BatchStorage:
         return [batch for batch in list(self._batches.values()) if batch.is_running]
 
     def drop_old(self) -> None:
-        """Delete files and ended batches whose time has passed; what a running batch needs stays."""
+        """Delete files and ended batches whose time has passed; files of a running batch stay."""
         now = self._now()
         needed = {batch.input_file_id for batch in self._running()}
         for record in list(self._files.values()):
