@@ -314,7 +314,7 @@ def test_kv_wanted_again_during_eviction_leaves_if_its_parent_has_left() -> None
 
 def test_a_static_split_lends_nothing_across_and_pads_its_slots() -> None:
     preset = PRESETS["vllm-static"]
-    bench = Bench(blocks=48, host_blocks=21, preset=preset)
+    bench = Bench(blocks=40, host_blocks=0, preset=preset)
     bench.engine.register_adapters((adapter("big", 4),))
     for index in range(4):
         ask(bench, f"r{index}", [1, 2, 3], f"small{index}", blocks=1)
