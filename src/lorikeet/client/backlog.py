@@ -1,4 +1,4 @@
-"""Outputs of an engine that have come and were not passed on yet."""
+"""Outputs of an engine that have arrived and are not passed on yet."""
 
 from itertools import count, islice
 
@@ -32,7 +32,7 @@ class Backlog:
         return bool(self._waiting or self._events or self._logprobs or self._pooled)
 
     def add(self, outputs: StepOutputs) -> None:
-        """Add outputs that have come."""
+        """Add outputs that have arrived."""
         waiting = self._waiting
         for tokens in outputs.tokens:
             before = waiting.get(tokens.request_id)
@@ -44,14 +44,15 @@ class Backlog:
         if outputs.stats is not None:
             self._stats = outputs.stats
         elif any(isinstance(event, Finished) for event in outputs.events):
-            self._stats = None  # they count requests that have ended since
+            self._stats = None  # These gauges count requests that have ended since.
         rest = msgspec.structs.replace(outputs, tokens=(), events=(), stats=None, prompt_logprobs=(), pooled=())
         if rest != _NOTHING:
             waiting[next(self._numbers)] = rest
 
     def take(self, most: int) -> StepOutputs:
-        """Return outputs of at most so many requests; there must be some."""
-        waiting, part = self._waiting, _NOTHING
+        """Return outputs of at most so many requests. The backlog must not be empty."""
+        waiting = self._waiting
+        part = _NOTHING
         urgent = [*islice(self._events, most)]
         events = [event for request_id in urgent for event in self._events.pop(request_id)]
         tokens = [waiting.pop(request_id) for request_id in urgent if request_id in waiting]
@@ -61,18 +62,21 @@ class Backlog:
                 part = found
                 break
             tokens.append(found)
-        logprobs, self._logprobs = tuple(self._logprobs), []
-        pooled, self._pooled = tuple(self._pooled), []
+        logprobs = tuple(self._logprobs)
+        self._logprobs = []
+        pooled = tuple(self._pooled)
+        self._pooled = []
         stats = None
         if not self._events:
-            stats, self._stats = self._stats, None
+            stats = self._stats
+            self._stats = None
         return msgspec.structs.replace(
             part, tokens=tuple(tokens), events=tuple(events), stats=stats, prompt_logprobs=logprobs, pooled=pooled
         )
 
 
 def _joined(before: TokenOutput, later: TokenOutput) -> TokenOutput:
-    """Return the tokens of two outputs of a request. Those of an earlier attempt are stale by now."""
+    """Return the tokens of two outputs of a request. Tokens of an earlier attempt are stale and left out."""
     if before.attempt != later.attempt:
         return later
     return msgspec.structs.replace(before, tokens=before.tokens + later.tokens)

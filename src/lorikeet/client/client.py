@@ -32,11 +32,11 @@ from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request
 
 DEATHS_PER_REQUEST = 3
-"""A request that was in flight at this many deaths of an engine ends with an error, since it may be their cause."""
+"""Deaths of engines after which a request in flight ends with an error, because it may be their cause."""
 
 
 class RequestOutput(NamedTuple):
-    """The tokens of one request from one turn of the engine loop, and its end if it has finished."""
+    """The tokens of one request from one turn of the engine loop, and how it ended if it has."""
 
     tokens: tuple[Token, ...]
     finished: Finished | None
@@ -48,17 +48,17 @@ class RequestHandle:
     Its outputs go to a function (:meth:`listen`); the last one has ``finished``.
 
     Args:
-        request: as submitted.
+        request: the request as submitted.
         abort: called by :meth:`abort` with this handle and ``is_complete``.
 
     Attributes:
-        request: as submitted.
+        request: the request as submitted.
         timings: filled as events arrive.
         token_ids: received so far, those of earlier attempts included.
         prompt_logprobs: of the prompt's tokens by their positions, if the request asks for them; complete when the
             first token is there.
         pooled: the vector of a request with ``pooling``, as of ``core.plan.Pooled``; None until it is there.
-        deaths: how many engines died while they ran it.
+        deaths: number of engines that died while they ran it.
         attempt: number of the newest attempt; one less than the request's own before it is first sent. Outputs of
             other attempts are stale.
         is_queued: whether that attempt has reached its engine.
@@ -79,11 +79,11 @@ class RequestHandle:
         self.sent_s = 0.0
         self._abort = abort
         self._unheard: list[RequestOutput | EngineError] = []
-        """Outputs that came before there was a listener."""
+        """Outputs that arrived before there was a listener."""
         self._listener: OutputListener = self._unheard.append
 
     def abort(self, *, is_complete: bool = False) -> None:
-        """End the request; its blocks are free at the engine's next step. A second call does nothing.
+        """Abort the request; its blocks are free at the engine's next step. A second call does nothing.
 
         Args:
             is_complete: whether its answer is complete, as after a stop string; else it was cut short.
@@ -91,7 +91,7 @@ class RequestHandle:
         self._abort(self, is_complete)
 
     def listen(self, listener: "OutputListener") -> None:
-        """Have outputs passed to a function as they arrive, beginning with those that already have.
+        """Pass outputs to a function as they arrive, beginning with those that have arrived already.
 
         An ``EngineError`` says that the engine has ended and will not be restarted. The function may abort the request,
         and must not raise.
@@ -107,7 +107,7 @@ class RequestHandle:
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the prompt and of the answer so far."""
+        """The number of tokens of the prompt and of the answer so far."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def next_attempt(self) -> Request:
@@ -118,7 +118,7 @@ class RequestHandle:
 
 
 OutputListener = Callable[[RequestOutput | EngineError], None]
-"""Gets the outputs of one request."""
+"""Receives the outputs of one request."""
 
 
 class Streams:
@@ -135,12 +135,12 @@ class Streams:
         """Return the handle of a request.
 
         Raises:
-            KeyError: it is not in flight.
+            KeyError: the request is not in flight.
         """
         return self._handles[request_id]
 
     def __contains__(self, request_id: RequestId) -> bool:
-        """Whether a request is in flight."""
+        """Return whether a request is in flight."""
         return request_id in self._handles
 
     def at(self, replica: ReplicaId) -> list[RequestHandle]:
@@ -148,10 +148,10 @@ class Streams:
         return [handle for handle in self._handles.values() if handle.replica == replica]
 
     def open(self, request: Request, abort: Callable[[RequestHandle, bool], None]) -> RequestHandle:
-        """Begin a stream.
+        """Open the stream of a request.
 
         Args:
-            request: to be sent by the caller (:meth:`RequestHandle.next_attempt`).
+            request: the request that the caller sends (:meth:`RequestHandle.next_attempt`).
             abort: called when the client wants no more tokens (:meth:`RequestHandle.abort`).
 
         Raises:
@@ -228,7 +228,7 @@ class Streams:
         return False
 
     def finish(self, handle: RequestHandle, reason: FinishReason, error: str | None = None) -> None:
-        """End a stream for a reason on this side, such as an abort or too many deaths."""
+        """End a stream for a reason in this process, such as an abort or too many deaths."""
         self.end(handle, RequestOutput((), Finished(handle.request.request_id, time.monotonic(), reason, error=error)))
 
     def end(self, handle: RequestHandle, output: RequestOutput) -> None:
@@ -254,21 +254,21 @@ class Engines(Protocol):
 
     @property
     def engine_info(self) -> EngineReady:
-        """Sizes of one replica; they are the same on all."""
+        """The sizes of one replica, which are the same for all."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether any replica is ready now."""
+        """Whether any replica is ready."""
         ...
 
     @property
     def views(self) -> Mapping[ReplicaId, ReplicaView]:
-        """Every replica by its id."""
+        """The replicas by id."""
         ...
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
-        """Start and wait until requests can be served.
+        """Start the engines and wait until requests can be served.
 
         Args:
             on_progress: called while an engine starts.
@@ -288,11 +288,11 @@ class Engines(Protocol):
         ...
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """Announce versions for which requests may arrive, so that they can be prefetched, until they are dropped."""
+        """Announce versions for which requests may arrive until they are dropped, so that they can be prefetched."""
         ...
 
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
-        """Have these versions evicted last, and no others; engines that start later hear of it, too."""
+        """Evict these versions last, and no others, in all engines and those that start later."""
         ...
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
@@ -304,7 +304,7 @@ class Engines(Protocol):
         ...
 
     def set_paused(self, paused: bool) -> None:
-        """Let the engines run no steps, or go on. Requests wait meanwhile; their streams stay open."""
+        """Pause the engines, or let them go on. While they are paused, requests wait and their streams stay open."""
         ...
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
@@ -319,7 +319,7 @@ class Engines(Protocol):
         """Start one more replica and route requests to it.
 
         Raises:
-            EngineError: it cannot be started.
+            EngineError: the replica cannot be started.
         """
         ...
 
@@ -327,7 +327,7 @@ class Engines(Protocol):
         """Empty and stop a replica. It gets no new requests; those that it has move to others, with their KV if it can.
 
         Args:
-            replica_id: which.
+            replica_id: id of the replica.
             drain_s: how long requests whose KV cannot move may go on there before they are recomputed elsewhere, in
                 seconds.
 
@@ -371,32 +371,32 @@ class EngineClient:
 
     @property
     def engine_info(self) -> EngineReady:
-        """Sizes of the engine."""
+        """The sizes of the engine."""
         return self._supervisor.engine_info
 
     @property
     def stats(self) -> EngineStats | None:
-        """The newest gauges, None before the first."""
+        """The newest gauges; None before the first."""
         return self._supervisor.stats
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is ready now, and answers."""
+        """Whether the engine is ready and answers."""
         return self._supervisor.alive
 
     @property
     def restarts(self) -> int:
-        """How often the engine was restarted."""
+        """The number of restarts of the engine."""
         return self._supervisor.restarts
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the running engine, None while there is none."""
+        """The process id of the running engine; None while there is none."""
         return self._supervisor.process_id
 
     @property
     def views(self) -> Mapping[ReplicaId, ReplicaView]:
-        """The one engine."""
+        """The engine as the only replica."""
         return {ONLY_REPLICA: self._supervisor}
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
@@ -409,7 +409,7 @@ class EngineClient:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         handle.replica = ONLY_REPLICA
-        if self._supervisor.is_connected:  # else on_restart sends it
+        if self._supervisor.is_connected:  # Otherwise on_restart sends it.
             self._supervisor.send(Submit(handle.next_attempt()))
         return handle
 
@@ -425,7 +425,7 @@ class EngineClient:
         self._supervisor.pin_adapters(self._pinned)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
-        """Ask the engine to drop a version and wait until it has; return the bytes freed."""
+        """Drop a version from the engine; return the bytes freed."""
         if self._failure is not None:
             raise self._failure
         self._registered.pop(digest, None)
@@ -470,13 +470,13 @@ class EngineClient:
         for event in outputs.adapter_events:
             if isinstance(event, AdapterEvicted) and event.dropped:
                 self._drops.end(event.digest, event.freed_bytes)
-                if event.digest in self._registered:  # it was registered again before the drop ended
+                if event.digest in self._registered:  # The version was registered again before the drop ended.
                     self._supervisor.register_adapters((self._registered[event.digest],))
             for on_event in self._on_adapter_event:
                 on_event(event)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
-        """Count the death for every request; end those that were in flight at too many."""
+        """Count the death for every request; end requests that were in flight at too many deaths."""
         for handle in self._streams:
             self._streams.count_death(handle, code)
 
@@ -489,7 +489,7 @@ class EngineClient:
         for handle in handles:
             handle.replica = ONLY_REPLICA
             self._supervisor.send(Submit(handle.next_attempt()))
-        for digest in self._drops:  # after the requests, which may still use a version that is being dropped
+        for digest in self._drops:  # Drops follow the requests, which may still use their versions.
             self._supervisor.drop_adapter(digest)
         return len(handles)
 
@@ -510,7 +510,7 @@ class EngineClient:
 
 
 class PendingDrops:
-    """Adapter versions that one engine was asked to drop, and the futures of the callers that wait for that."""
+    """Adapter versions that one engine is dropping, and the futures of the callers that wait."""
 
     def __init__(self) -> None:
         self._waiting: dict[AdapterDigest, list[asyncio.Future[int]]] = {}
@@ -520,11 +520,11 @@ class PendingDrops:
         return iter(tuple(self._waiting))
 
     def __contains__(self, digest: AdapterDigest) -> bool:
-        """Whether a version is being dropped."""
+        """Return whether a version is being dropped."""
         return digest in self._waiting
 
     def begin(self, digest: AdapterDigest) -> "asyncio.Future[int]":
-        """Return a future of the number of bytes that the drop will have freed."""
+        """Begin a drop; return a future of the bytes that it frees."""
         freed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(digest, []).append(freed)
         return freed
@@ -536,7 +536,7 @@ class PendingDrops:
                 freed.set_result(freed_bytes)
 
     def fail(self, failure: EngineError) -> None:
-        """Fail all futures: nothing more will be dropped."""
+        """Fail all futures, because the engine has ended."""
         for waiting in self._waiting.values():
             for freed in waiting:
                 if not freed.done():

@@ -1,4 +1,4 @@
-"""Engine processes on this machine. Imports little, since the command starts one before it imports anything else."""
+"""Engine processes on this machine. The command starts one before its other imports, so this module imports little."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ class ChildProcess:
     """An engine process on this machine; implements ``EngineProcess``. It can be started before a loop runs.
 
     Args:
-        address: where the channel listens.
+        address: address at which the channel listens.
     """
 
     def __init__(self, address: str) -> None:
@@ -29,34 +29,35 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     def tell(self, settings: bytes) -> None:
-        """Write the line that it waits for; its standard input stays open, so that it ends with this process."""
+        """Write the line that the process waits for. Its standard input stays open, so it ends with this process."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died, which ``wait`` reports
+        with suppress(BrokenPipeError):  # The process has died, which ``wait`` reports.
             self._process.stdin.write(settings + b"\n")
             self._process.stdin.flush()
 
     def kill(self) -> None:
-        """Kill it immediately."""
+        """Kill the process."""
         self._process.kill()
 
     async def wait(self) -> int:
-        """Wait until it has ended; return its exit code."""
-        import asyncio  # not needed to start it
+        """Wait until the process has ended; return its exit code."""
+        import asyncio  # A start does not need this module.
 
         if not hasattr(os, "pidfd_open"):  # macOS
             return await asyncio.to_thread(self._process.wait)
         if self._process.poll() is None:
-            loop, ended = asyncio.get_running_loop(), asyncio.Event()
-            ended_fd = os.pidfd_open(self.pid)  # not reaped yet, so this is still its id
+            loop = asyncio.get_running_loop()
+            ended = asyncio.Event()
+            ended_fd = os.pidfd_open(self.pid)  # The process is not reaped yet, so the id is still its own.
             try:
                 loop.add_reader(ended_fd, ended.set)
                 await ended.wait()
@@ -67,7 +68,7 @@ class ChildProcess:
 
 
 class LocalHost:
-    """This machine; implements ``EngineHost``. Engines are child processes and end with this process."""
+    """This machine as an ``EngineHost``. Engines are child processes and end with this process."""
 
     address = "localhost"
 
@@ -77,7 +78,7 @@ class LocalHost:
         self._early: ChildProcess | None = None
 
     def start_early(self) -> None:
-        """Start the next engine process now. It imports its libraries while its settings are not known yet."""
+        """Start the next engine process early: it imports its libraries before its settings are known."""
         self._early = ChildProcess(self.bind_address())
 
     def bind_address(self) -> str:
@@ -88,12 +89,13 @@ class LocalHost:
 
     async def start(self, address: str, settings: bytes) -> ChildProcess:
         """Start the process with this interpreter (``EngineHost.start``)."""
-        process, self._early = self._early or ChildProcess(address), None
+        process = self._early or ChildProcess(address)
+        self._early = None
         process.tell(settings)
         return process
 
     def close(self) -> None:
-        """Remove the socket files, and kill a process that was started early and is not used."""
+        """Remove the socket files, and kill a process that was started early and not used."""
         if self._early is not None:
             self._early.kill()
         self._folder.cleanup()
@@ -110,16 +112,17 @@ def start_first_host() -> None:
 
 
 def first_host() -> LocalHost:
-    """Return, once, the host of :func:`start_first_host`; else a new one whose engine process starts now."""
+    """Return the host of :func:`start_first_host` once; otherwise a new one, whose engine process starts now."""
     global _first
     if _first is None:
         start_first_host()
     assert _first is not None
-    host, _first = _first, None
+    host = _first
+    _first = None
     return host
 
 
 def close_first_host() -> None:
-    """Close the host of :func:`start_first_host` if nobody has taken it."""
+    """Close the host of :func:`start_first_host` if it was not used."""
     if _first is not None:
         _first.close()

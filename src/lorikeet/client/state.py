@@ -10,53 +10,53 @@ from lorikeet.core.messages import EngineReady, EngineStats, RouteStats
 
 
 class ReplicaView(Protocol):
-    """One replica, as its supervisor sees it."""
+    """The state of one replica from its supervisor."""
 
     @property
     def engine_info(self) -> EngineReady:
-        """Sizes of the engine."""
+        """The sizes of the engine."""
         ...
 
     @property
     def stats(self) -> EngineStats | None:
-        """The newest gauges, None before the first."""
+        """The newest gauges; None before the first."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is ready now."""
+        """Whether the engine is ready."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often the engine was restarted."""
+        """The number of restarts of the engine."""
         ...
 
     @property
     def trouble(self) -> str:
-        """Why it is not ready; of no meaning while it is."""
+        """The reason why the engine is not ready; without meaning while it is."""
         ...
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the engine on its machine, None while there is none."""
+        """The process id of the engine on its machine; None while there is none."""
         ...
 
     @property
     def address(self) -> str:
-        """Name or network address of the engine's machine."""
+        """The name or network address of the engine's machine."""
         ...
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
-    """One replica, as ``/v1/cluster`` shows it.
+    """The state of one replica for ``/v1/cluster``.
 
     Attributes:
-        id: of the replica.
-        pid, address: of its engine process, and of the machine on which that runs.
+        id: id of the replica.
+        pid, address: process id of its engine, and address of the machine on which that runs.
         alive: whether it is ready now.
         is_open: whether it gets new requests.
-        restarts: how often its engine was restarted.
+        restarts: number of restarts of its engine.
         running, waiting: number of requests, as its engine counts them.
         resident: digests of the adapters on its device.
         held, held_bytes: number of adapters whose files it has, and their bytes.
@@ -87,8 +87,8 @@ class CopyCounts(msgspec.Struct):
     Attributes:
         fetches, fetched_bytes: copies from one replica to another.
         provisions, provided_bytes: copies from an adapter's own files to a replica.
-        peer_bytes: those of both kinds that went from the memory of one process straight to that of another.
-        disk_bytes: those of both kinds that were written to a disk.
+        peer_bytes: bytes of both kinds that went straight from the memory of one process to another's.
+        disk_bytes: bytes of both kinds that were written to a disk.
         failed: failed copies of both kinds.
         deletes: copies deleted.
         under_way: copies in flight.
@@ -106,16 +106,16 @@ class CopyCounts(msgspec.Struct):
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """All replicas, and the placement of adapters on them.
+    """The state of all replicas, and the placement of adapters on them.
 
     Attributes:
-        replicas: in the order of their start.
+        replicas: replicas in the order of their start.
         unrouted: requests that are at no replica yet.
         epoch: number of the placement.
         shares: digest → replica → share of the adapter's requests; empty with one replica.
-        copies: of adapters, since the start.
+        copies: copies of adapters since the start.
         moves: requests moved between replicas since the start.
-        moves_with_kv: those of them that moved with their KV; the others recomputed it.
+        moves_with_kv: number of moves with KV; the other requests recomputed it.
         wanted: number of replicas that the autoscaler wants; None without an autoscaler.
     """
 
@@ -132,7 +132,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         """Return the body of ``/v1/cluster``.
 
         Args:
-            names: of adapters, by digest. An adapter without a name is shown by its digest.
+            names: names of adapters by digest. An adapter without a name is shown by its digest.
         """
         shown: dict[str, Any] = msgspec.to_builtins(self)
         for replica in shown["replicas"]:

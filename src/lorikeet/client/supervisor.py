@@ -39,39 +39,39 @@ from lorikeet.core.messages import (
 )
 
 MAX_FAILED_STARTS = 3
-"""The supervisor gives up after this many failed starts in a row."""
+"""Failed starts in a row after which the supervisor gives up."""
 
 MAX_ADAPTERS_PER_MESSAGE = 500
 """Most adapters in one ``RegisterAdapters``, which bounds the size of a message."""
 REQUESTS_AT_ONCE = 16
-"""Most requests whose tokens are passed on before the event loop has a turn: a new request waits no longer for it."""
+"""Most requests whose tokens are passed on before the event loop has a turn, so that a new request waits little."""
 
 DRAIN_TIMEOUT_S = 0.2
-"""How long to wait for messages that a dead engine sent before it ended."""
+"""Seconds to wait for messages that an engine sent before it died."""
 
 _SHUTDOWN_TIMEOUT_S = 5.0
-"""An engine that has not stopped after this time is killed."""
+"""Seconds after which an engine that was asked to stop is killed."""
 
 _KILL_TIMEOUT_S = 5.0
-"""An engine whose end has not been reported so long after it was killed counts as ended; its machine may be lost."""
+"""Seconds after a kill until an engine counts as ended without a report: its machine may be lost."""
 
 _FIRST_MESSAGE_TIMEOUT_S = 300.0
-"""Least time until the first message of an engine process, which imports its libraries first."""
+"""Least seconds to wait for the first message of an engine process, which imports its libraries first."""
 
 LINK_PING_EVERY_S = 2.0
-"""How often ZeroMQ asks the other end of a connection between machines for a sign of life."""
+"""Seconds between two pings of ZeroMQ on a connection between machines."""
 
 LINK_TIMEOUT_S = 5.0
-"""A connection between machines on which nothing has come for so long after that is lost."""
+"""Seconds without any message after a ping until a connection between machines is lost."""
 
 _EXIT_REPORT_S = 1.0
-"""An engine whose connection is lost has most likely died if its end is reported within this time."""
+"""Seconds to wait for the report of an engine's end after its connection was lost, which the end would explain."""
 
 CHECK_EVERY_S = 1.0
-"""Interval at which it is checked whether messages have come."""
+"""Seconds between two checks for messages."""
 
 _LATE_SHARE = 1 / 3
-"""After this share of a timeout an engine counts as not ready."""
+"""Share of a timeout after which an engine counts as not ready."""
 
 _log = structlog.get_logger("lorikeet")
 
@@ -81,7 +81,7 @@ class EngineError(RuntimeError):
 
 
 class EngineTimeouts(NamedTuple):
-    """When an engine process that still runs is replaced; 0 for never. See ``EngineSettings``.
+    """Timeouts after which a running engine process is replaced; 0 for never. See ``EngineSettings``.
 
     Attributes:
         heartbeat_s: time without a message.
@@ -93,7 +93,7 @@ class EngineTimeouts(NamedTuple):
 
     @classmethod
     def of(cls, settings: EngineSettings) -> "EngineTimeouts":
-        """Return those of the settings."""
+        """Return the timeouts of the settings."""
         return cls(settings.heartbeat_timeout_s, settings.step_timeout_s)
 
 
@@ -111,7 +111,7 @@ class EngineListener(Protocol):
         """Handle the end of the engine process. All its state is lost, and another process is about to be started.
 
         Args:
-            supervisor: of the engine.
+            supervisor: supervisor of the engine.
             code: exit code, negative for a signal; None if it is not known.
         """
         ...
@@ -135,7 +135,7 @@ class EngineSupervisor:
     Args:
         replica: id of the engine, for the listener and the log.
         host: starts the processes.
-        context: of the ZeroMQ sockets.
+        context: context of the ZeroMQ sockets.
         settings: all settings as JSON.
         listener: its callbacks are called on the event loop.
         timeouts: when it counts as hung.
@@ -145,7 +145,7 @@ class EngineSupervisor:
         engine_info: sizes of the running engine; set by :meth:`start`.
         stats: the newest gauges, None before the first.
         is_connected: whether an engine is ready, so that messages reach it, though it may not answer at the moment.
-        restarts: how often the engine was restarted.
+        restarts: number of restarts of the engine.
         trouble: why the engine is not ready, as far as is known here.
     """
 
@@ -181,7 +181,7 @@ class EngineSupervisor:
         """Start the engine and wait until it is ready.
 
         Raises:
-            EngineError: it cannot be started; the message is for the user.
+            EngineError: the engine cannot be started; the message is for the user.
         """
         connection = await self._connect(on_progress)
         self._task = asyncio.create_task(self._supervise(connection))
@@ -189,12 +189,12 @@ class EngineSupervisor:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine is ready now, and answers."""
+        """Whether an engine is ready and answers."""
         return self.is_connected and self._connection is not None and not self._connection.is_late
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the running engine on its machine; None while there is none."""
+        """The process id of the running engine on its machine; None while there is none."""
         return None if self._connection is None else self._connection.process.pid
 
     @property
@@ -208,21 +208,21 @@ class EngineSupervisor:
             self._connection.send(message)
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """Send the engine, if one is running, adapter versions for which requests may arrive."""
+        """Send adapter versions for which requests may arrive to the engine, if one is running."""
         remaining = iter(refs)
         while batch := tuple(islice(remaining, MAX_ADAPTERS_PER_MESSAGE)):
             self.send(RegisterAdapters(batch))
 
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
-        """Send the engine, if one is running, all versions that it evicts last."""
+        """Send all versions that are evicted last to the engine, if one is running."""
         self.send(PinAdapters(tuple(digests)))
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
-        """Ask the engine, if one is running, to free a version once no request uses it."""
+        """Send the engine, if one is running, a version to free once no request uses it."""
         self.send(DropAdapter(digest))
 
     def set_paused(self, paused: bool) -> None:
-        """Let the engine, and any that replaces it, run no steps, or go on."""
+        """Pause the engine and any that replaces it, or let them go on."""
         self.is_paused = paused
         self.send(SetPaused(paused))
 
@@ -236,7 +236,7 @@ class EngineSupervisor:
             except TimeoutError:
                 self._connection.process.kill()
         elif self._task is not None:
-            self._task.cancel()  # an engine that is being restarted is no longer needed
+            self._task.cancel()  # An engine that is being restarted is no longer needed.
         if self._task is not None:
             await asyncio.wait({self._task})
         self.host.close()
@@ -245,12 +245,14 @@ class EngineSupervisor:
         self._connection = await connect(
             self.host, self._context, self._settings, on_progress, self._timeouts, self.replica
         )
-        self.engine_info, self.is_connected, self._started_s = self._connection.engine_info, True, time.monotonic()
-        self.trouble = "it does not answer"  # is shown only if it becomes late
+        self.engine_info = self._connection.engine_info
+        self.is_connected = True
+        self._started_s = time.monotonic()
+        self.trouble = "it does not answer"  # This reason is shown only if the engine becomes late.
         return self._connection
 
     async def _supervise(self, connection: "Connection") -> None:
-        """Run :meth:`_watch`; if it fails, tell the listener, so that no stream waits forever."""
+        """Run :meth:`_watch`; if it fails, fail the engine, so that no stream waits forever."""
         try:
             await self._watch(connection)
         except Exception as error:
@@ -270,11 +272,14 @@ class EngineSupervisor:
                         self._listener.on_outputs(self, message)
             while self._backlog:
                 self._pass_on()
-            self.is_connected, self._connection, self.stats = False, None, None
+            self.is_connected = False
+            self._connection = None
+            self.stats = None
             connection.close()
             if self._closing:
                 return
-            died_s, code = time.monotonic(), connection.process.returncode
+            died_s = time.monotonic()
+            code = connection.process.returncode
             uptime_s = round(died_s - self._started_s, 1)
             self.trouble = connection.hung or f"its engine died ({describe_exit(code)})"
             _log.warning("engine died", replica=self.replica, exit=describe_exit(code), uptime_s=uptime_s)
@@ -361,25 +366,25 @@ class EngineProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id on its machine."""
+        """The process id on its machine."""
         ...
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs, as far as is known here."""
+        """The exit code, negative for a signal; None while no end was reported."""
         ...
 
     def kill(self) -> None:
-        """Kill it immediately."""
+        """Kill the process."""
         ...
 
     async def wait(self) -> int | None:
-        """Wait until it has ended; return its exit code, None if that cannot be known."""
+        """Wait until the process has ended; return its exit code, None if that is unknown."""
         ...
 
 
 class EngineHost(Protocol):
-    """A place where engine processes are started."""
+    """A machine on which engine processes are started."""
 
     @property
     def address(self) -> str:
@@ -394,12 +399,12 @@ class EngineHost(Protocol):
         """Start ``lorikeet.engine`` with an address to connect to.
 
         Args:
-            address: where the channel listens.
+            address: address at which the channel listens.
             settings: a line for its standard input (``EngineInput``), which stays open as long as the starting process
                 lives. It holds a key, and must not be written anywhere else.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         ...
 
@@ -417,7 +422,7 @@ class Connection:
         process: runs the engine.
         socket: bound to the address that the engine connects to.
         timeouts: when the process is killed although it runs.
-        replica, address: for the log.
+        replica, address: replica and address for the log.
 
     Attributes:
         process: see above.
@@ -473,7 +478,7 @@ class Connection:
         return self._messages
 
     def shut_down(self) -> None:
-        """Ask the engine to end."""
+        """Send the engine the message to stop."""
         self._is_ending = True
         self.send(Shutdown())
 
@@ -523,10 +528,11 @@ class Connection:
 
         Silence is counted in checks of this process: if it stood still itself, messages may wait to be read.
         """
-        received, silent_s = 0, 0.0
+        received = 0
+        silent_s = 0.0
         while not self.hung:
             await asyncio.sleep(CHECK_EVERY_S)
-            if self._messages_received:  # before, the socket may have no peer
+            if self._messages_received:  # Before this message the socket may have no peer.
                 self.send(Heartbeat(0.0))
             silent_s = silent_s + CHECK_EVERY_S if self._messages_received == received else 0.0
             received = self._messages_received
@@ -535,7 +541,8 @@ class Connection:
             limit_s = self._timeouts.heartbeat_s
             if not received:
                 limit_s = limit_s and max(limit_s, _FIRST_MESSAGE_TIMEOUT_S)
-            silent, stuck = _share(silent_s, limit_s), _share(self._turn_s, self._timeouts.step_s)
+            silent = _share(silent_s, limit_s)
+            stuck = _share(self._turn_s, self._timeouts.step_s)
             reason = f"no message for {silent_s:.3g} s" if silent > stuck else f"one step for {self._turn_s:.3g} s"
             if max(silent, stuck) >= 1:
                 self.hung = reason
@@ -549,30 +556,31 @@ class Connection:
         await self._kill()
 
     async def _kill(self) -> None:
-        """Kill the process, and wait for its end as long as that may take to be reported."""
+        """Kill the process, and wait until its end is reported or that takes too long."""
         self.is_late = True
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # The process has just ended.
             self.process.kill()
         await asyncio.wait({self._exited}, timeout=_KILL_TIMEOUT_S)
-        self._exited.cancel()  # does nothing if it has ended
+        self._exited.cancel()  # A second kill does nothing if the process has ended.
 
     @property
     def _has_peer(self) -> bool:
-        """Whether the engine is connected. A PAIR socket that has lost its peer cannot send."""
+        """Return whether the engine is connected. A PAIR socket without a peer cannot send."""
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
 
     async def _replace_cut_off(self) -> None:
         """End the messages of an engine whose connection is lost, unless its own end is reported, which explains it."""
         await asyncio.wait({self._exited}, timeout=_EXIT_REPORT_S)
         if not self._exited.done():
-            self.is_late, self.hung = True, "the connection to its machine is lost"
+            self.is_late = True
+            self.hung = "the connection to its machine is lost"
             _log.error("engine is cut off and replaced", replica=self._replica, address=self._address)
-            self.process.kill()  # takes effect when the machine is reached again, if it ever is
+            self.process.kill()  # The kill takes effect if the machine is reached again.
             self._exited.cancel()
 
 
 def _share(seconds: float, limit_s: float) -> float:
-    """Return which share of a limit has passed; 0 of none."""
+    """Return the share of a limit that has passed; 0 without a limit."""
     return seconds / limit_s if limit_s else 0.0
 
 
@@ -584,10 +592,11 @@ def secure(socket: zmq.asyncio.Socket) -> str:
     can begin a connection. Sockets without it are closed before they become the peer.
     """
     key, secret = zmq.curve_keypair()
-    socket.curve_server, socket.curve_secretkey = True, secret
+    socket.curve_server = True
+    socket.curve_secretkey = secret
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(LINK_PING_EVERY_S * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(LINK_TIMEOUT_S * 1000))
-    socket.setsockopt(zmq.TCP_MAXRT, round(LINK_TIMEOUT_S * 1000))  # pings wait behind what cannot be sent
+    socket.setsockopt(zmq.TCP_MAXRT, round(LINK_TIMEOUT_S * 1000))  # Pings wait behind messages that cannot be sent.
     return key.decode()
 
 
@@ -603,19 +612,21 @@ async def connect(
 
     Args:
         host: starts the process.
-        context: of the socket.
+        context: context of the socket.
         settings: all settings as JSON.
         on_progress: called while the engine starts.
         timeouts: when the process counts as hung, now and later.
-        replica: for the log.
+        replica: replica for the log.
 
     Raises:
-        EngineError: it cannot be started; the message is for the user.
+        EngineError: the engine cannot be started; the message is for the user.
     """
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 0)
-    process, connection, address = None, None, host.bind_address()
+    process = None
+    connection = None
+    address = host.bind_address()
     try:
         key = secure(socket) if address.startswith("tcp:") else ""
         socket.bind(address)

@@ -1,1 +1,1 @@
-"""``lorikeet router``: one address, with placement and routing of adapters, for servers that others started."""
+"""``lorikeet router``: one address for servers that others started; it places adapters and routes requests."""

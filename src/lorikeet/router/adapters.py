@@ -19,10 +19,10 @@ class RoutedAdapter(msgspec.Struct, frozen=True):
     Attributes:
         name: what clients write in ``model``, and what backends load it as.
         source: path or URL that backends load it from; it must mean the same to all of them.
-        digest: of name and content. If the files cannot be read here, of name, source and the number of replacements.
+        digest: hash of name and content. If the files cannot be read here, of name, source and number of replacements.
             The name is part of it since backends keep an adapter under each of its names.
         rank: its largest rank; 0 for unknown.
-        size_bytes: of its weights; 0 for unknown.
+        size_bytes: size of its weights; 0 for unknown.
         replaces: the name belonged to another version before, which a backend may still have under that name.
     """
 

@@ -26,14 +26,14 @@ RUNNING = re.compile(
     r"(?:\{.*\})? (\S+)",
     re.MULTILINE,
 )
-"""Gauges of requests that run and wait, of all these servers."""
+"""Gauges of running and waiting requests, under the names of all these servers."""
 PROGRESS = re.compile(
     r"^(?:vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_sum)?|"
     r"sglang:(?:prompt|generation)_tokens_total|llamacpp:(?:prompt_tokens|tokens_predicted)_total|"
     r"(?:tgi|lorax)_request_generated_tokens_sum)(?:\{.*\})? (\S+)",
     re.MULTILINE,
 )
-"""Counters that rise while they compute, whoever asked."""
+"""Counters that rise while these servers compute, for any client."""
 
 _CHUNK_BYTES = 2**20
 
@@ -54,13 +54,13 @@ class Ask(Protocol):
 
 
 class ServerApi:
-    """Adapters as vLLM has them, and Lorikeet: loaded by a call, then a model of their own.
+    """The API of vLLM and Lorikeet: a call loads an adapter, which is then a model of its own.
 
     Args:
         base: the base model's name at the server; empty for what it lists.
 
     Attributes:
-        name: as ``api=`` of a backend.
+        name: name of the API, as ``api=`` of a backend gives it.
         health_path: answers 200 while the server takes requests; 503 while it takes none.
         health_waits: whether calls about its health wait while it answers many requests.
         continues_chats: whether a chat can go on within its last message.
@@ -77,41 +77,41 @@ class ServerApi:
         self.base = base
 
     def is_base(self, card: Mapping[str, Any]) -> bool:
-        """Whether a card in ``/v1/models`` is that of a base model, and not of an adapter."""
+        """Return whether a card in ``/v1/models`` is a base model and not an adapter."""
         return card.get("parent") is None if not self.base else card.get("id") == self.base
 
     async def list_more(self, ask: Ask) -> None:
-        """Read what else the server says of its adapters."""
+        """Read more about the server's adapters than ``/v1/models`` lists."""
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Load an adapter; a status other than 200 says that it cannot."""
+        """Load an adapter; a status other than 200 is a refusal."""
         return await ask("POST", "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.source})
 
     async def unload(self, ask: Ask, name: str) -> Reply:
-        """Unload the adapter of that name."""
+        """Unload an adapter by its name."""
         return await ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
-        """Whether the server takes a request for that model as the client sent it."""
+        """Return whether the server accepts the client's request for a model unchanged."""
         return adapter is not None or model in ("", base) or not base
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
         """Return the body of a request that the server does not take as it is.
 
         Args:
-            fields: of the body.
-            adapter: that it names; None for the base model.
+            fields: fields of the body.
+            adapter: adapter of the request; None for the base model.
             base: name of the base model at the server.
         """
         return {**fields, "model": base}
 
     async def tokenize(self, ask: Ask, model: str, text: str) -> Reply:
-        """Ask for the token ids of a text that continues a prompt."""
+        """Request the token ids of a text that continues a prompt."""
         return await ask("POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
 
 
 class SglangApi(ServerApi):
-    """SGLang: a request names the base model, and its adapter in a field of its own."""
+    """The API of SGLang: a request names the base model, and its adapter in a separate field."""
 
     name = "sglang"
     lists_adapters = False
@@ -144,25 +144,25 @@ class SglangApi(ServerApi):
 
 
 class _StartedWithAdapters(ServerApi):
-    """A server that is given its adapters when it starts."""
+    """The API of a server whose adapters are set at its start."""
 
     lists_adapters = False
 
     async def unload(self, ask: Ask, name: str) -> Reply:
-        """Do nothing: it keeps what it was started with."""
+        """Do nothing: the server keeps the adapters of its start."""
         return Reply(200, b"")
 
 
 class LlamaCppApi(_StartedWithAdapters):
-    """llama.cpp's server: adapters are given at its start, and a request chooses among them by number."""
+    """The API of llama.cpp's server: adapters are set at its start, and a request selects one by number."""
 
     name = "llamacpp"
-    health_waits = True  # it has a thread for each connection that it answers, four more than slots
+    health_waits = True  # The server has one thread for each connection, four more than slots.
 
     def __init__(self, base: str = "") -> None:
         super().__init__(base)
         self._numbers: dict[str, int] = {}
-        """By path, and by file name without its ending."""
+        """Numbers of adapters by path, and by file name without its suffix."""
 
     async def list_more(self, ask: Ask) -> None:
         """Read the list of its adapters."""
@@ -173,7 +173,8 @@ class LlamaCppApi(_StartedWithAdapters):
         try:
             found = msgspec.json.decode(reply.text, type=list[dict[str, Any]])
             for each in found:
-                path, number = str(each["path"]), int(each["id"])
+                path = str(each["path"])
+                number = int(each["id"])
                 self._numbers |= {path: number, Path(path).stem: number}
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, ValueError):
             return
@@ -187,7 +188,7 @@ class LlamaCppApi(_StartedWithAdapters):
         return next((self._numbers[name] for name in names if name in self._numbers), None)
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Look for an adapter among those that the server was started with."""
+        """Find an adapter among those of the server's start."""
         if self._number(adapter) is None:
             await self.list_more(ask)
         if self._number(adapter) is not None:
@@ -198,7 +199,7 @@ class LlamaCppApi(_StartedWithAdapters):
         )
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Choose the adapter, and no other, by its number.
+        """Return the body with the adapter's number, and with the base model's adapters off.
 
         Adapters that are not listed are off, but for an empty list, which leaves all on. So the base model needs one
         that is listed as off.
@@ -208,12 +209,12 @@ class LlamaCppApi(_StartedWithAdapters):
         return {**fields, "model": base, "lora": [chosen]}
 
     async def tokenize(self, ask: Ask, model: str, text: str) -> Reply:
-        """Ask for the token ids of a text."""
+        """Request the token ids of a text."""
         return await ask("POST", "/tokenize", {"content": text, "add_special": False})
 
 
 class OllamaApi(ServerApi):
-    """Ollama: an adapter becomes a model of its own, made from the base and from files that are uploaded."""
+    """The API of Ollama: an adapter is a model of its own, created from the base and uploaded files."""
 
     name = "ollama"
     lists_adapters = False
@@ -227,7 +228,8 @@ class OllamaApi(ServerApi):
         """Upload the files that the server does not have, and make the model."""
         if not self.base:
             return _refused("name the model that adapters are for: --backend URL,api=ollama,base=MODEL")
-        source, files = Path(adapter.source), dict[str, str]()
+        source = Path(adapter.source)
+        files = dict[str, str]()
         paths = [source / CONFIG_FILE, source / WEIGHTS_FILE] if source.is_dir() else [source]
         for path in paths:
             try:
@@ -255,7 +257,7 @@ def _read(path: Path) -> tuple[bytes, str]:
 
 
 class TgiApi(_StartedWithAdapters):
-    """Text Generation Inference: adapters are given at its start (``LORA_ADAPTERS``); the base is called ``tgi``."""
+    """The API of Text Generation Inference: adapters are set at its start (``LORA_ADAPTERS``); the base is ``tgi``."""
 
     name = "tgi"
     continues_chats = False
@@ -265,28 +267,28 @@ class TgiApi(_StartedWithAdapters):
         return False
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Do nothing: it lists no adapters, and refuses requests for those that it has not got."""
+        """Do nothing: the server lists no adapters, and refuses requests for unknown ones."""
         return Reply(200, b"")
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Name the adapter as it was named at the server's start."""
+        """Return the body with the adapter's name at the server's start."""
         return {**fields, "model": "tgi" if adapter is None else adapter.name}
 
 
 class LoraxApi(TgiApi):
-    """LoRAX: the source of an adapter is its name, and its first request loads it."""
+    """The API of LoRAX: an adapter's source is its name, and its first request loads it."""
 
     name = "lorax"
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Name the adapter by its source."""
+        """Return the body with the adapter's source as its name."""
         if adapter is None:
             return {**fields, "model": base}
         return {**fields, "model": adapter.source.removeprefix("hf://")}
 
 
 class OpenAiApi(_StartedWithAdapters):
-    """Any server whose adapters are models that it lists under their names."""
+    """The API of any server that lists adapters as models under their names."""
 
     name = "openai"
     health_path = "/v1/models"
@@ -297,7 +299,7 @@ class OpenAiApi(_StartedWithAdapters):
         return not self.base or card.get("id") == self.base
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Look for the adapter in the server's list of models."""
+        """Find the adapter in the server's list of models."""
         reply = await ask("GET", "/v1/models")
         try:
             names = {card["id"] for card in msgspec.json.decode(reply.text)["data"]}
@@ -310,24 +312,24 @@ APIS: dict[str, type[ServerApi]] = {
     api.name: api for api in (ServerApi, SglangApi, LlamaCppApi, OllamaApi, TgiApi, LoraxApi, OpenAiApi)
 }
 _BY_OWNER = {"sglang": "sglang", "llamacpp": "llamacpp", "library": "ollama"}
-"""What ``owned_by`` says of the models of those servers that tell."""
+"""APIs by the ``owned_by`` of the servers' models."""
 
 
 def api_of(cards: list[Any]) -> str:
-    """Return the API of a server by its list of models; vLLM's if that does not tell."""
+    """Return the API of a server by its list of models; vLLM's if the list has no hint."""
     owners = [card.get("owned_by") for card in cards if isinstance(card, dict)]
     return next((_BY_OWNER[owner] for owner in owners if owner in _BY_OWNER), ServerApi.name)
 
 
 class BackendSpec(NamedTuple):
-    """A backend as the user names it: ``URL[,api=NAME][,base=MODEL][,max_loras=N][,max_rank=N]``.
+    """The address and API of a backend, from ``URL[,api=NAME][,base=MODEL][,max_loras=N][,max_rank=N]``.
 
     Attributes:
         url: its address, without ``/v1``.
-        api: of ``APIS``; empty to find it out.
+        api: name in ``APIS``; empty to find it out.
         base: name of its base model; empty for what it lists.
-        max_loras: most adapters that it is to have loaded; 0 for no limit.
-        max_rank: largest rank that it takes; 0 for no limit.
+        max_loras: most adapters that it may have loaded; 0 for no limit.
+        max_rank: largest rank that it accepts; 0 for no limit.
     """
 
     url: str
@@ -338,7 +340,7 @@ class BackendSpec(NamedTuple):
 
 
 def parse_backend(text: str) -> BackendSpec:
-    """Return a backend as the user names it.
+    """Read an address and API of a backend.
 
     Raises:
         ValueError: an option is unknown, or there is no such API.
@@ -355,7 +357,8 @@ def parse_backend(text: str) -> BackendSpec:
     api = given.get("api", "")
     if api and api not in APIS:
         raise ValueError(f"{text}: unknown api {api!r}; choose one of: {', '.join(APIS)}")
-    max_loras, max_rank = int(given.get("max_loras", 0)), int(given.get("max_rank", 0))
+    max_loras = int(given.get("max_loras", 0))
+    max_rank = int(given.get("max_rank", 0))
     return BackendSpec(server_root(url), api, given.get("base", ""), max_loras, max_rank)
 
 

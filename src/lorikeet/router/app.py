@@ -47,11 +47,11 @@ def create_app(
     """Return the ASGI application.
 
     Args:
-        parts: of the router.
+        parts: parts of the router.
         preset: name of the preset that routes and places, for ``/v1/cluster``.
-        api_keys: for all routes but health and metrics; empty for open access.
-        admin_keys: for the routes that change adapters; empty means that the API keys do.
-        allowed_origins: of web pages that may use the router; what the backends allow does not count.
+        api_keys: keys for all routes but health and metrics; empty for open access.
+        admin_keys: keys for the routes that change adapters; empty if the API keys may.
+        allowed_origins: origins of web pages that may use the router. Those that backends allow do not count.
         host: address that it listens on.
     """
     app = Starlette()
@@ -115,11 +115,11 @@ class _Routes:
         self._preset = preset
 
     async def models(self, http: Request) -> Response:
-        """All models, the base first."""
+        """Return all models, the base first."""
         return _json({"object": "list", "data": self._parts.catalog.cards()})
 
     async def model(self, http: Request) -> Response:
-        """One model."""
+        """Return one model."""
         name = http.path_params["name"]
         card = next((card for card in self._parts.catalog.cards() if card["id"] == name), None)
         if card is None:
@@ -129,7 +129,8 @@ class _Routes:
     async def load(self, http: Request) -> Response:
         """Serve an adapter, as vLLM's route does; backends load it with its first request."""
         body = await _read(http, _Load)
-        name, catalog = body.lora_name, self._parts.catalog
+        name = body.lora_name
+        catalog = self._parts.catalog
         if not name or not body.lora_path:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type="InvalidUserInput")
         self._check_is_new(body)
@@ -138,7 +139,7 @@ class _Routes:
             adapter = await asyncio.to_thread(describe_adapter, name, body.lora_path, body.rank)
         except AdapterError as error:
             raise bad_request(hide_paths(str(error))) from error
-        self._check_is_new(body)  # another call may have added it meanwhile
+        self._check_is_new(body)  # Another call may have added it meanwhile.
         await catalog.add(adapter)
         log.info("adapter added", adapter=name, source=adapter.source, rank=adapter.rank)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -158,39 +159,39 @@ class _Routes:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def cluster(self, http: Request) -> Response:
-        """Backends as replicas, in the form of a server's own ``/v1/cluster``."""
+        """Return the backends as replicas, in the form of a server's own ``/v1/cluster``."""
         backend_router = self._parts.backend_router
         names = {digest: adapter.name for digest, adapter in backend_router.versions.items()}
         return _json({**router_state(backend_router).shown(names), "preset": self._preset})
 
     async def stats(self, http: Request) -> Response:
-        """What the router does now, in the form of a server's own ``/v1/stats``."""
+        """Return the router's current statistics, in the form of a server's own ``/v1/stats``."""
         return await stats_response(self._parts.stats.snapshot, read_stats_query(http.query_params))
 
     async def stats_stream(self, http: Request) -> Response:
-        """The same as server-sent events."""
+        """Stream the same statistics as server-sent events."""
         query = read_stats_query(http.query_params)
         return self._parts.stats.streams.response(self._parts.stats.snapshot, query)
 
     async def page(self, http: Request) -> Response:
-        """The console, or a file of it."""
+        """Return the console, or one of its files."""
         return page_file(http, http.path_params.get("name", "ui.html"))
 
     async def health(self, http: Request) -> Response:
-        """200 if a backend takes requests, else 503."""
+        """Answer 200 if a backend takes requests, otherwise 503."""
         is_open = sum(backend.is_open for backend in self._parts.backend_router.backends.values())
         body = {"status": "ready" if is_open else "no backend", "backends": is_open}
         return JSONResponse(body, 200 if is_open else 503)
 
     async def metrics(self, http: Request) -> Response:
-        """Prometheus's text format, or that of OpenMetrics."""
+        """Return the metrics in the format of Prometheus or OpenMetrics."""
         return self._parts.metrics.page(http.headers.get("accept", ""))
 
     async def not_served(self, http: Request) -> Response:
-        """Answer 404, and say which routes there are."""
+        """Answer 404 with the list of routes."""
         raise ApiError(
             404,
-            f"{http.method} {http.url.path} is not forwarded. lorikeet router forwards what names a model "
+            f"{http.method} {http.url.path} is not forwarded. lorikeet router forwards requests that name a model "
             "(completions, chats, messages, responses, embeddings, scores, tokens) and has /v1/models, "
             "/v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats, /ui, /health and /metrics of its "
             "own; docs/router.md lists all. Ask a backend at its own address for others; /v1/cluster lists backends.",

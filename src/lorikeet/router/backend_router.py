@@ -1,9 +1,9 @@
-"""Chooses a backend for each request, and has adapters loaded there first. Owns the router's dispatcher.
+"""Chooses a backend for each request, and loads its adapter there first. Owns the router's dispatcher.
 
 Backends that failed a request, or could not load its adapter, are excluded while others may serve it.
 
-Backends read adapters from their source, not from each other. So the dispatcher's fetches and provisions are both a
-call to load an adapter, and its deletes are a call to unload one.
+Backends read adapters from their source, not from each other. So the dispatcher's fetches and provisions both become
+calls to load an adapter, and its deletes become calls to unload one.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from lorikeet.router.connections import BackendConnectionError, ConnectFailed, p
 from lorikeet.router.proxied_request import ProxiedRequest, routing_request
 
 EXCLUDED_S = 60.0
-"""Seconds for which a backend that could not load an adapter gets no requests for it. Then it is tried again."""
+"""Seconds for which a backend that could not load an adapter gets no requests for it."""
 
 
 class _Refusal(NamedTuple):
@@ -57,20 +57,20 @@ class ExclusionPolicy(RoutingPolicy):
         self._refusals: dict[AdapterDigest, dict[ReplicaId, _Refusal]] = {}
 
     def on_refused(self, adapter: AdapterDigest, replica: ReplicaId, error: BackendRefused, now: float) -> None:
-        """A backend could not load an adapter."""
+        """Exclude a backend for an adapter that it could not load."""
         self._refusals.setdefault(adapter, {})[replica] = _Refusal(now, error)
 
     def on_loaded(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
-        """A backend has loaded an adapter."""
+        """Include a backend again that has loaded an adapter."""
         self._refusals.get(adapter, {}).pop(replica, None)
 
     def on_backend_up(self, replica: ReplicaId) -> None:
-        """A backend is back: it may have been restarted with other options, so its refusals no longer count."""
+        """Forget the refusals of a backend that is back: it may have been restarted with other options."""
         for refusals in self._refusals.values():
             refusals.pop(replica, None)
 
     def forget(self, adapter: AdapterDigest) -> None:
-        """Drop what is known of an adapter that requests no longer name."""
+        """Forget an adapter that requests no longer name."""
         self._refusals.pop(adapter, None)
 
     def last_refusal(self, adapter: AdapterDigest) -> BackendRefused | None:
@@ -79,11 +79,11 @@ class ExclusionPolicy(RoutingPolicy):
         return max(refusals.values(), key=lambda refusal: refusal.at_s).error if refusals else None
 
     def can_be_loaded(self, adapter: AdapterDigest, fleet: Fleet, now: float) -> bool:
-        """Whether an open backend is not excluded for an adapter."""
+        """Return whether an open backend may load an adapter."""
         return len(_others(self._refused(adapter, now), fleet)) > 0
 
     def is_excluded(self, adapter: AdapterDigest, replica: ReplicaId, fleet: Fleet, now: float) -> bool:
-        """Whether a backend is excluded for an adapter while another is not."""
+        """Return whether a backend is excluded for an adapter while another one is not."""
         return replica in self._refused(adapter, now) and self.can_be_loaded(adapter, fleet, now)
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
@@ -128,7 +128,7 @@ class BackendRouter:
         prefetch: load adapters as soon as a placement asks for them, instead of with the first request.
 
     Attributes:
-        backends: by replica id.
+        backends: backends by replica id.
         dispatcher: read only.
         versions: adapter versions that requests may name, and those that a request or a backend still has; read only.
         has_come: set once a backend has come up.
@@ -141,7 +141,7 @@ class BackendRouter:
         self.on_change: Callable[[], object] = lambda: None
         self.versions: dict[AdapterDigest, RoutedAdapter] = {}
         self._dropped: set[AdapterDigest] = set()
-        """Versions to forget as soon as no request and no backend has them."""
+        """Versions to forget once no request and no backend uses them."""
         self._requests: dict[RequestId, ProxiedRequest] = {}
         self._routing = ExclusionPolicy(routing, lambda each: self._requests[each].failed_at)
         self.dispatcher = Dispatcher(self._routing, prefetch=prefetch)
@@ -166,11 +166,11 @@ class BackendRouter:
         self.dispatcher.register(adapter.digest, size_bytes=adapter.size_bytes)
 
     def retire_adapter(self, adapter: RoutedAdapter) -> None:
-        """Have backends unload an adapter when its running requests have ended; new ones no longer name it."""
+        """Unload an adapter from backends once its running requests have ended."""
         self._apply(self.dispatcher.retire(adapter.digest))
 
     def drop_adapter(self, adapter: RoutedAdapter) -> None:
-        """Forget a retired adapter, which is in no placement any more: now, or when its last holder lets it go."""
+        """Forget a retired adapter, now or once the last backend has unloaded it."""
         self._dropped.add(adapter.digest)
         held = {digest for backend in self.backends.values() for digest in backend.adapters.values()}
         for digest in self._dropped - held:
@@ -180,14 +180,14 @@ class BackendRouter:
                 self._routing.forget(digest)
 
     def set_placement(self, table: RoutingTable) -> None:
-        """Use a placement from now on; the one already in use changes nothing."""
+        """Replace the placement. The same one changes nothing."""
         if table is not self.dispatcher.table:
             self._apply(self.dispatcher.swap(table, time.monotonic()))
 
     # --- requests ------------------------------------------------------------------------------------
 
     async def place(self, request: ProxiedRequest) -> Backend:
-        """Return a backend for a request that is at none; the adapter has been loaded there.
+        """Choose a backend for a request, load the adapter there, and return the backend.
 
         Raises:
             ApiError: no backend can load the adapter, or none was available in time.
@@ -216,7 +216,7 @@ class BackendRouter:
         return "This request has waited for a backend to load its adapter"
 
     def on_first_token(self, request: ProxiedRequest) -> None:
-        """A request's backend has sent its first token."""
+        """Record that a request's backend has sent the first token."""
         if not request.is_started:
             request.is_started = True
             if request.is_dispatched and request.backend is not None:
@@ -225,7 +225,7 @@ class BackendRouter:
                 self.dispatcher.on_admitted(replica, request.request_id, time.monotonic())
 
     def on_finished(self, request: ProxiedRequest, output_tokens: int) -> None:
-        """A request has its whole answer: ``output_tokens`` tokens over all backends."""
+        """Record that a request has its whole answer, with ``output_tokens`` tokens from all backends."""
         if request.is_dispatched and request.backend is not None:
             rest = max(0, output_tokens - request.output_tokens - request.is_started)
             self.dispatcher.on_tokens(request.backend.replica, request.request_id, rest)
@@ -240,19 +240,19 @@ class BackendRouter:
         self._forget(request)
 
     def on_adapter_refused(self, request: ProxiedRequest, error: BackendRefused) -> bool:
-        """A request's backend has lost its adapter and could not load it again; return whether another may."""
+        """Record that a request's backend could not load its adapter again; return whether another backend may."""
         assert request.adapter is not None
         assert request.backend is not None
         self._routing.on_refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
         return self._can_be_loaded(request.adapter)
 
     def last_refusal(self, adapter: RoutedAdapter) -> str | None:
-        """Return what the last backend said that could not load an adapter; None if none has refused it."""
+        """Return the error of the last backend that could not load an adapter; None if there is none."""
         refusal = self._routing.last_refusal(adapter.digest)
         return None if refusal is None else hide_paths(str(refusal))
 
     def _can_be_loaded(self, adapter: RoutedAdapter) -> bool:
-        """Whether an open backend may load an adapter."""
+        """Return whether an open backend may load an adapter."""
         return self._routing.can_be_loaded(adapter.digest, self.dispatcher.fleet, time.monotonic())
 
     def _forget(self, request: ProxiedRequest) -> None:
@@ -262,7 +262,7 @@ class BackendRouter:
     def _dispatch(self, request: ProxiedRequest) -> None:
         request.is_dispatched = True
         if request.adapter is not None and request.adapter.digest not in self.versions:
-            # It was dropped while this request moved from one backend to another.
+            # The adapter was dropped while this request moved from one backend to another.
             self.versions[request.adapter.digest] = request.adapter
             self._dropped.add(request.adapter.digest)
         body = routing_request(
@@ -279,7 +279,7 @@ class BackendRouter:
     # --- backends ------------------------------------------------------------------------------------
 
     def add_backend(self, backend: Backend) -> None:
-        """Take in a backend that is not up yet."""
+        """Add a backend that is not up yet."""
         self.backends[backend.replica] = backend
         self._copies[backend.replica] = set()
         self._connect(backend)
@@ -289,17 +289,17 @@ class BackendRouter:
         backend.on_evicted = partial(self.dispatcher.on_adapter_evicted, backend.replica)
 
     def _uses(self, backend: Backend, name: str) -> bool:
-        """Whether a request for an adapter is at a backend."""
+        """Return whether a backend has a request for an adapter."""
         there = (each for each in self._requests.values() if each.backend is backend and each.is_dispatched)
         return any(each.adapter is not None and each.adapter.name == name for each in there)
 
     def has_requests(self, backend: Backend) -> bool:
-        """Whether a request is at a backend."""
+        """Return whether a backend has a request."""
         return any(request.backend is backend and request.is_dispatched for request in self._requests.values())
 
     async def remove_backend(self, backend: Backend) -> None:
-        """Forget a backend for good."""
-        self.on_backend_down(backend, "it is not found any more")
+        """Remove a backend."""
+        self.on_backend_down(backend, "it is no longer found")
         log.info("backend removed", backend=backend.url)
         del self.backends[backend.replica]
         self._copies.pop(backend.replica)
@@ -307,12 +307,12 @@ class BackendRouter:
         await backend.close()
 
     def backend_errors(self) -> str:
-        """Return why backends are not there, to follow a sentence that says so; empty where that is not known."""
+        """Return the last errors of backends, in parentheses, to append to a message; empty if there are none."""
         known = [f"{backend.replica}: {backend.last_error}" for backend in self.backends.values() if backend.last_error]
         return f" ({'; '.join(known)})" if known else ""
 
     def on_backend_down(self, backend: Backend, why: str) -> None:
-        """A backend is gone, with its adapters and KV. Its requests go on at others."""
+        """Move the requests of a backend that is gone, with its adapters and KV, to other backends."""
         if not backend.is_up:
             return
         log.warning("backend down", backend=backend.url, reason=why)
@@ -326,7 +326,7 @@ class BackendRouter:
         self._apply(actions)
         for request in requests:
             if request.placed.done():
-                request.mark_lost()  # its proxy task places it again
+                request.mark_lost()  # The request's proxy task places it again.
                 continue
             try:
                 request.count_loss()
@@ -338,10 +338,10 @@ class BackendRouter:
         self.on_change()
 
     def on_backend_up(self, backend: Backend, adapters: Iterable[RoutedAdapter]) -> None:
-        """A backend has come up, for the first time or again; its models have been listed.
+        """Open a backend that has come up, for the first time or again; its models have been listed.
 
         Args:
-            backend: that is up.
+            backend: the backend.
             adapters: need not be loaded again if it lists them.
         """
         backend.on_up()
@@ -365,14 +365,14 @@ class BackendRouter:
         self.on_change()
 
     def on_backend_reopened(self, backend: Backend) -> None:
-        """A backend takes requests again, without a restart."""
+        """Send a backend requests again; it was not restarted."""
         log.info("backend open again", backend=backend.url)
         backend.on_reopened()
         self._apply(self.dispatcher.reopen(backend.replica, time.monotonic()))
         self.on_change()
 
     def on_backend_load(self, backend: Backend, requests: int) -> None:
-        """A backend reports how many requests it has, those of other clients included."""
+        """Record a backend's number of requests, including those of other clients."""
         self._load_reports += 1
         self._apply(
             self.dispatcher.gauges(
@@ -397,7 +397,7 @@ class BackendRouter:
             self._on_adapter_unavailable(request_id)
 
     def _on_adapter_unavailable(self, request_id: RequestId) -> None:
-        """A request's adapter could not be loaded: try the next backend, and fail the request if none is left."""
+        """Try the next backend for a request whose adapter could not be loaded; fail the request if none is left."""
         request = self._requests.get(request_id)
         if request is None or request.adapter is None:
             return
@@ -427,11 +427,11 @@ class BackendRouter:
         if not backend.is_up or self._routing.is_excluded(
             adapter.digest, replica, self.dispatcher.fleet, time.monotonic()
         ):
-            return False  # the placement still names this backend; waiting requests go to others
+            return False  # The placement still names this backend; waiting requests go to others.
         try:
             await backend.load(adapter)
         except (BackendRefused, ConnectFailed) as error:
-            if isinstance(error, BackendRefused):  # which has counted it
+            if isinstance(error, BackendRefused):  # already counted by the backend
                 refusal = error
             else:
                 backend.failed("unreachable", str(error))
@@ -455,7 +455,8 @@ class BackendRouter:
         self.dispatcher.on_adapter_evicted(replica, adapter.digest)
 
     def _start_copy(self, work: Coroutine[Any, Any, None], replica: ReplicaId) -> None:
-        """Run a load or unload in the background; it is cancelled when the backend goes down."""
-        task, copies = self._tasks.run(work), self._copies[replica]
+        """Run a load or unload in the background, until it ends or the backend goes down."""
+        task = self._tasks.run(work)
+        copies = self._copies[replica]
         copies.add(task)
         task.add_done_callback(copies.discard)

@@ -18,13 +18,13 @@ from lorikeet.router.apis import APIS, PROGRESS, RUNNING, BackendSpec, Reply, Se
 from lorikeet.router.connections import STUCK_S, AnswerWatch, BackendResponse, Connections, Headers
 
 ANSWER_S = 10.0
-"""A backend that takes longer to answer about its health is down."""
+"""Seconds after which a health check without an answer counts the backend as down."""
 LOAD_S = 120.0
-"""A backend that takes longer to load an adapter has refused it."""
+"""Seconds after which a load of an adapter counts as refused."""
 REST_S = 60.0
-"""A backend that hung gets no requests for so long, whatever it says of its health."""
+"""Seconds for which a backend that hung gets no requests, even if its health check answers."""
 _LOG_EVERY_S = 10.0
-"""Failures of one kind at one backend are logged no more often."""
+"""Seconds between two log lines about failures of one kind at one backend."""
 
 
 class BackendRefused(RuntimeError):
@@ -65,7 +65,7 @@ class BackendHealth(NamedTuple):
 
 
 class Backend:
-    """A server that speaks OpenAI's API and has adapters, each kind of server in its own way.
+    """A server with OpenAI's API and adapters. Each kind of server loads them in its own way.
 
     Every method that sends a request raises ``BackendConnectionError`` if the connection fails.
 
@@ -79,11 +79,11 @@ class Backend:
 
     Attributes:
         url: its address, without ``/v1``.
-        api: of its kind; vLLM's until it is known.
+        api: API of its kind; vLLM's until it is known.
         epoch: incremented each time it comes up.
-        is_up: it answers.
-        is_open: it takes new requests.
-        is_leaving: it is not found any more, and gets no new requests.
+        is_up: whether it answers.
+        is_open: whether it takes new requests.
+        is_leaving: whether it is no longer found, and gets no new requests.
         last_error: why it was not there when it was last asked; empty since it has come.
         adapters: by name, the versions that it has loaded for this router, as far as is known; the one that was used
             last comes last.
@@ -91,8 +91,8 @@ class Backend:
         on_evicted: called with a version that was unloaded to make room for another.
         base_cards: its base models, as it lists them.
         loads, unloads, refusals: calls so far.
-        failures: by reason, so far.
-        watch: of its answers.
+        failures: number of failures by reason.
+        watch: the waits for its answers.
     """
 
     def __init__(self, replica: ReplicaId, spec: BackendSpec, api_key: str = "") -> None:
@@ -128,7 +128,7 @@ class Backend:
 
     @property
     def has_own_key(self) -> bool:
-        """Whether the router sends its own key, and not the client's."""
+        """Whether the router sends its own key instead of the client's."""
         return bool(self._key)
 
     async def open(
@@ -152,16 +152,16 @@ class Backend:
             log.warning("backend failed", backend=self.url, reason=reason, detail=detail, times=self.failures[reason])
 
     def hangs(self, timeout_s: float) -> bool:
-        """Whether nothing of any answer has come for ``timeout_s`` seconds of waiting; never for 0.
+        """Return whether no piece of any answer has arrived for ``timeout_s`` seconds; False for 0.
 
-        While it computes tokens, by its metrics, it does not hang. One without such metrics may take longer for a whole
+        While its metrics count tokens, it does not hang. A server without such metrics may take longer for a whole
         answer, of which nothing comes before its end.
         """
         limit_s = timeout_s if self._progress or self.watch.streams else max(timeout_s, STUCK_S)
         return timeout_s > 0 and self.watch.silent_s >= limit_s
 
     def is_occupied(self, timeout_s: float) -> bool:
-        """Whether it is up, and its answers come: then a call about its health may wait behind them.
+        """Return whether it is up and answering, so that a health check may wait behind its answers.
 
         Where such calls have no connection of their own, answers may take ``timeout_s`` seconds between two pieces.
         """
@@ -169,12 +169,12 @@ class Backend:
         return self.is_up and self.watch.has_heard(within_s)
 
     def rest(self) -> None:
-        """Leave it alone for a while."""
+        """Send it no requests for a while."""
         self._rests_until_s = time.monotonic() + REST_S
 
     @property
     def is_resting(self) -> bool:
-        """Whether it is left alone."""
+        """Whether it gets no requests after it hung."""
         return time.monotonic() < self._rests_until_s
 
     async def check(self) -> BackendHealth:
@@ -196,7 +196,7 @@ class Backend:
         return BackendHealth(status == 200, requests)
 
     async def _find_api(self) -> None:
-        """Find out which kind of server it is, by its list of models."""
+        """Detect the kind of server by its list of models."""
         status, text = await self._request("GET", "/v1/models")
         if status != 200:
             return
@@ -211,7 +211,8 @@ class Backend:
     async def _count_requests(self) -> int | None:
         status, text = await self._request("GET", "/metrics")
         page = text.decode(errors="replace") if status == 200 else ""
-        found, progress = RUNNING.findall(page), tuple(PROGRESS.findall(page))
+        found = RUNNING.findall(page)
+        progress = tuple(PROGRESS.findall(page))
         if progress != self._progress:
             self._progress = progress
             self.watch.heard()
@@ -219,7 +220,7 @@ class Backend:
         try:
             return round(sum(map(float, found))) if found else None
         except (ValueError, OverflowError):
-            return None  # a metric is not a number, or infinite
+            return None  # A metric is infinite or not a number.
 
     async def list_models(self) -> None:
         """Read its ``/v1/models``. Adapters that it no longer lists are forgotten, since it was restarted.
@@ -229,7 +230,8 @@ class Backend:
             TimeoutError: it does not answer in time.
             BackendRefused: the answer is no list of models.
         """
-        before, last = set(self.adapters), set(self._last_versions)
+        before = set(self.adapters)
+        last = set(self._last_versions)
         async with asyncio.timeout(ANSWER_S):
             status, text = await self._request("GET", "/v1/models")
             await self.api.list_more(self._request)
@@ -260,7 +262,7 @@ class Backend:
         return BackendRefused(status, f"{path} answers {status}: {why}")
 
     def on_up(self) -> None:
-        """It answers again. Of its adapters only those that it lists are known."""
+        """Mark it as up. Only the adapters that it lists are known."""
         self.epoch += 1
         self.is_up = self.is_open = True
         self.last_error = ""
@@ -268,31 +270,31 @@ class Backend:
         self._has_metrics = True
 
     def on_reopened(self) -> None:
-        """It takes requests again."""
+        """Mark it as open."""
         self.is_open = self._has_metrics = True
 
     def on_down(self) -> None:
-        """It does not answer."""
+        """Mark it as down."""
         self.is_up = self.is_open = False
         self.adapters.clear()
         self._listed.clear()
-        self._knows_api = bool(self._spec.api)  # another server may come at the address
+        self._knows_api = bool(self._spec.api)  # Another server may start at this address.
 
     # --- adapters ------------------------------------------------------------------------------------
 
     def holds(self, adapter: RoutedAdapter) -> bool:
-        """Whether it has loaded this version."""
+        """Return whether it has loaded this version."""
         return self.adapters.get(adapter.name) == adapter.digest
 
     def adopt_listed(self, adapter: RoutedAdapter) -> bool:
-        """Count a listed adapter as loaded if it has the same source and may be this version; return whether so."""
+        """Count a listed adapter as loaded if it has the same source and may be this version; return whether it was."""
         is_new = adapter.name not in self.adapters
         if is_new and self._listed.get(adapter.name) == _hash(adapter.source) and self._may_hold(adapter):
             self._set_loaded(adapter)
         return self.holds(adapter)
 
     def _may_hold(self, adapter: RoutedAdapter) -> bool:
-        """Whether the adapter that it has under this name may be this version."""
+        """Return whether its adapter of this name may be this version."""
         last = self._last_versions.get(adapter.name)
         return not adapter.replaces if last is None else last == adapter.digest
 
@@ -300,12 +302,12 @@ class Backend:
         self.adapters[adapter.name] = self._last_versions[adapter.name] = adapter.digest
 
     def note_use(self, adapter: RoutedAdapter) -> None:
-        """A request for an adapter is sent there."""
+        """Record that a request for an adapter is sent there."""
         if self.holds(adapter):
             self.adapters[adapter.name] = self.adapters.pop(adapter.name)
 
     async def _make_room(self) -> None:
-        """Unload the adapter that was unused for longest, if there is one and no more can be loaded."""
+        """Unload the least recently used adapter, if no more can be loaded."""
         if not self._spec.max_loras or len(self.adapters) < self._spec.max_loras:
             return
         if (name := next((name for name in self.adapters if not self.uses(name)), None)) is not None:
@@ -314,7 +316,7 @@ class Backend:
             self.on_evicted(digest)
 
     def forget(self, adapter: RoutedAdapter) -> None:
-        """It has answered that it does not know an adapter."""
+        """Forget an adapter that it no longer has."""
         self.adapters.pop(adapter.name, None)
         self._listed.pop(adapter.name, None)
 
@@ -398,11 +400,11 @@ class Backend:
 
     @property
     def base(self) -> str:
-        """Name of its base model; empty until it has listed one."""
+        """The name of its base model; empty until it has listed one."""
         return self.base_cards[0]["id"] if self.base_cards else ""
 
     def body_for(self, content: bytes, model: str, adapter: RoutedAdapter | None) -> bytes:
-        """Return the body of a request for ``model`` as this kind of server takes it."""
+        """Return the body of a request for ``model`` in the form of this kind of server."""
         base = model if any(card["id"] == model for card in self.base_cards) else self.base
         if self.api.takes(model, adapter, base):
             return content
@@ -411,7 +413,8 @@ class Backend:
     async def _request(self, method: str, path: str, body: dict[str, Any] | bytes | None = None) -> Reply:
         headers: Headers = []
         if isinstance(body, dict):
-            headers, body = [(b"content-type", b"application/json")], msgspec.json.encode(body)
+            headers = [(b"content-type", b"application/json")]
+            body = msgspec.json.encode(body)
         reply = await self._connections.send(method, path, headers + self._key, body)
         try:
             return Reply(reply.status, await reply.read())
@@ -424,5 +427,5 @@ def _hash(source: str) -> str:
 
 
 def _is_already_loaded(status: int, text: bytes) -> bool:
-    """Whether a load failed because the backend has an adapter of that name."""
+    """Return whether a load failed because the backend has an adapter of that name."""
     return status != 200 and b"already been loaded" in text

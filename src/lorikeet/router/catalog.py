@@ -23,20 +23,20 @@ _ONE_NAME = (
 )
 
 AWAY_S = 60.0
-"""Seconds for which a backend that is down keeps its place in the placement: it may come back with its adapters."""
+"""Seconds for which a backend that is down stays in the placement: it may come back with its adapters."""
 
 
 class ModelCatalog:
-    """Adapters by name, and their placement.
+    """The adapters by name, and their placement.
 
     Args:
-        backend_router: gets adapters and placements.
-        adapters: that clients may name from the start.
+        backend_router: router that gets adapters and placements.
+        adapters: adapters that clients may name from the start.
         placements: places adapters.
         period_s: time between two placements, in seconds.
 
     Attributes:
-        adapters: by name; read only.
+        adapters: adapters by name; read only.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ModelCatalog:
         self._placed_on = set(backend_router.backends)
         """Backends that the placement uses."""
         self._away: dict[ReplicaId, asyncio.TimerHandle] = {}
-        """Timers of those that take no requests: when one ends, its backend is left out of the placement."""
+        """Timers of backends that take no requests: when one ends, its backend leaves the placement."""
         for adapter in self.adapters.values():
             backend_router.add_adapter(adapter)
 
@@ -67,7 +67,7 @@ class ModelCatalog:
         self._tasks.run(self._placer.run())
 
     async def close(self) -> None:
-        """Stop placing."""
+        """Stop to place adapters."""
         self._backend_router.on_change = lambda: None
         for timer in self._away.values():
             timer.cancel()
@@ -110,7 +110,7 @@ class ModelCatalog:
         """Serve an adapter. One of the same name is replaced; its running requests keep the old version."""
         before = self.adapters.get(adapter.name)
         if before is not None:
-            if not adapter.size_bytes:  # its files cannot be read here, so the content may have changed
+            if not adapter.size_bytes:  # The router cannot read its files, so the content may have changed.
                 adapter = as_new_version(adapter, next(self._numbers))
             adapter = replace(adapter, replaces=before.replaces or before.digest != adapter.digest)
         self.adapters[adapter.name] = adapter
@@ -130,11 +130,11 @@ class ModelCatalog:
     # --- placement -----------------------------------------------------------------------------------
 
     def on_request(self, adapter: RoutedAdapter, prompt_tokens: int) -> None:
-        """Count a new request for the placement."""
+        """Count a new request in the demand for placements."""
         self._placer.arrived(adapter.digest, prompt_tokens)
 
     def on_answer(self, adapter: RoutedAdapter, output_tokens: int) -> None:
-        """Count the tokens of a whole answer for the placement."""
+        """Count the tokens of a whole answer in the demand for placements."""
         self._placer.answered(adapter.digest, output_tokens)
 
     async def _register(self, adapters: Iterable[RoutedAdapter]) -> None:
@@ -150,7 +150,7 @@ class ModelCatalog:
             self._backend_router.drop_adapter(adapter)
 
     def _note_change(self) -> None:
-        """A backend came up, went down, stopped taking requests or takes them again."""
+        """Update the placement after a backend came up, went down, closed or opened again."""
         is_new = False
         for replica in self._placed_on - self._backend_router.backends.keys():
             if (timer := self._away.pop(replica, None)) is not None:
@@ -171,7 +171,7 @@ class ModelCatalog:
             self._place_again()
 
     def _on_away_too_long(self, replica: ReplicaId) -> None:
-        """A backend has been down for too long."""
+        """Remove a backend from the placement that has been down for too long."""
         del self._away[replica]
         self._placed_on.discard(replica)
         self._place_again()
@@ -182,5 +182,5 @@ class ModelCatalog:
 
 
 def _shown_root(root: str) -> str:
-    """Return the root of a base model as clients see it: of a folder its name, a hub id as it is."""
+    """Return the root of a base model for clients: a folder's name without its path, or a hub id unchanged."""
     return shown_source(root) if root.startswith(("/", "~", ".")) else root

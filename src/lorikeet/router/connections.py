@@ -17,17 +17,17 @@ from yarl import URL
 
 CONNECT_S = 5.0
 _KEEP_ALIVE_S = 4.0
-"""Less than the 5 s after which uvicorn, and with it vLLM, closes idle connections."""
+"""Seconds for which idle connections are kept: less than the 5 s of uvicorn, which vLLM uses."""
 _MAX_BUFFERED_BYTES = 2**18
 """Most bytes of a response that are buffered for a slow reader; the rest stays with the server."""
 _SKIPPED_AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Headers that aiohttp would add. The client's headers are passed on as they came."""
+"""Headers that aiohttp must not add. The client's headers are passed on unchanged."""
 
 STUCK_S = 600.0
-"""An answer of which nothing comes for so long is given up, whatever else its server does."""
+"""Seconds without a piece after which an answer is given up, even if its server answers others."""
 
 _STALE_WITHIN_S = 1.0
-"""A kept connection that broke so soon after a request was sent had most likely ended before."""
+"""A kept connection that breaks within these seconds after a request was sent had probably ended before."""
 _NO_LISTENER_ERRNOS = (ECONNREFUSED, EHOSTUNREACH)
 _LOCAL_ERRNOS = (EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL)
 
@@ -39,7 +39,7 @@ class BackendConnectionError(Exception):
 
 
 class BackendUnreachable(BackendConnectionError):
-    """Nothing listens at the address."""
+    """No server listens at the address."""
 
 
 class ConnectFailed(BackendConnectionError):
@@ -47,7 +47,7 @@ class ConnectFailed(BackendConnectionError):
 
 
 class LocalSocketError(ConnectFailed):
-    """This machine has no socket or port left, which says nothing about the server."""
+    """This machine has no socket or port left; the server may be alive."""
 
 
 class ConnectionBroken(BackendConnectionError):
@@ -55,7 +55,7 @@ class ConnectionBroken(BackendConnectionError):
 
 
 def plain_reason(error: Exception) -> str:
-    """Return what went wrong with a server, in words for clients: without its address."""
+    """Return the reason of a failure for clients, without the server's address."""
     if isinstance(error, TimeoutError):
         return "it does not answer"
     if isinstance(error, LocalSocketError):
@@ -72,7 +72,7 @@ class AnswerWatch:
     which nothing comes at all, while something is asked of it, hangs.
 
     Attributes:
-        streams: how many of the waits are for a piece of a stream.
+        streams: number of waits for a piece of a stream.
     """
 
     def __init__(self) -> None:
@@ -82,14 +82,14 @@ class AnswerWatch:
         self._heard_s = -math.inf
 
     def begin(self, *, is_stream: bool) -> None:
-        """Something of an answer is waited for."""
+        """Count one more wait for a piece of an answer."""
         if not self._waits:
             self._began_s = time.monotonic()
         self._waits += 1
         self.streams += is_stream
 
     def end(self, *, is_stream: bool, has_come: bool) -> None:
-        """It has come, or is not waited for any more."""
+        """Count one wait less: the piece has arrived, or nobody waits for it."""
         self._waits -= 1
         self.streams -= is_stream
         if has_come:
@@ -98,31 +98,32 @@ class AnswerWatch:
             self._before_s += time.monotonic() - self._began_s
 
     def heard(self) -> None:
-        """The server has done something."""
-        self._before_s, self._began_s = 0.0, time.monotonic()
+        """Record a sign of life of the server."""
+        self._before_s = 0.0
+        self._began_s = time.monotonic()
         self._heard_s = self._began_s
 
     def has_heard(self, within_s: float) -> bool:
-        """Whether something has come in the last ``within_s`` seconds."""
+        """Return whether a piece of an answer has arrived in the last ``within_s`` seconds."""
         return time.monotonic() - self._heard_s < within_s
 
     @property
     def silent_s(self) -> float:
-        """Seconds of waiting since something came. Time in which nothing is asked of the server does not count."""
+        """Seconds of waiting since the last piece. Time without a pending request does not count."""
         return self._before_s + (time.monotonic() - self._began_s if self._waits else 0.0)
 
 
 class BackendResponse:
-    """An answer, from its head on. It must be read to its end, or closed.
+    """A response whose head has arrived. The caller reads it to its end, or closes it.
 
     Args:
-        response: whose head has come.
+        response: response whose head has arrived.
         watch: is told of each wait.
         is_stream: whether the answer comes in pieces.
 
     Attributes:
         status: HTTP status.
-        headers: in the order received, names in lower case.
+        headers: headers in the order received, names in lower case.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ class BackendResponse:
         Raises:
             ConnectionBroken: the connection ended before the response; bytes that were not read are lost.
         """
-        watch, has_come = self._watch, False
+        watch = self._watch
+        has_come = False
         if watch is not None:
             watch.begin(is_stream=self._is_stream)
         try:
@@ -213,7 +215,8 @@ class Connections:
         given = CIMultiDict((name.decode(), value.decode(errors="replace")) for name, value in headers)
         may_resend = True
         while True:
-            attempt, has_come = SimpleNamespace(reused_at_s=None), False
+            attempt = SimpleNamespace(reused_at_s=None)
+            has_come = False
             if watch is not None:
                 watch.begin(is_stream=is_stream)
             try:
@@ -251,7 +254,7 @@ class Connections:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=_SKIPPED_AUTO_HEADERS,
                 auto_decompress=False,
-                read_bufsize=_MAX_BUFFERED_BYTES // 2,  # it stops reading at twice as much
+                read_bufsize=_MAX_BUFFERED_BYTES // 2,  # aiohttp stops reading at twice this size.
                 trace_configs=[tracing],
             )
         return self._opened
@@ -262,14 +265,15 @@ async def _note_reused(session: aiohttp.ClientSession, context: SimpleNamespace,
 
 
 def _was_stale(attempt: SimpleNamespace, error: aiohttp.ClientError) -> bool:
-    """Whether a reused connection broke immediately."""
+    """Return whether a reused connection broke immediately."""
     if attempt.reused_at_s is None or not isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
         return False
     return bool(asyncio.get_running_loop().time() - attempt.reused_at_s < _STALE_WITHIN_S)
 
 
 def _not_connected(error: aiohttp.ClientConnectorError) -> BackendConnectionError:
-    number, why = error.os_error.errno, _why(error)
+    number = error.os_error.errno
+    why = _why(error)
     if number in _NO_LISTENER_ERRNOS:
         return BackendUnreachable(why)
     return LocalSocketError(os.strerror(number)) if number in _LOCAL_ERRNOS else ConnectFailed(why)

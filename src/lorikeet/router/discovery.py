@@ -18,11 +18,13 @@ from lorikeet.router.apis import BackendSpec, parse_backend
 EVERY_S = 5.0
 """Seconds between two searches."""
 _ANSWER_S = 10.0
-_SCHEME, _ACCOUNT = "https", Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""How the API server is reached from a pod, and the folder with the pod's token and the API server's certificates."""
+_SCHEME = "https"
+"""Scheme of the API server."""
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Folder in a pod with the pod's token and the API server's certificates."""
 
 Find = Callable[[], Awaitable[list[BackendSpec]]]
-"""Returns the backends that are there now; raises ``OSError`` or ``ValueError`` if that cannot be found out."""
+"""Returns the current backends; raises ``OSError`` or ``ValueError`` if they cannot be found."""
 
 
 class DiscoveryError(OSError):
@@ -30,14 +32,14 @@ class DiscoveryError(OSError):
 
 
 def open_source(text: str) -> Find:
-    """Return what finds the backends that a value of ``--backend`` stands for.
+    """Return the source of backends for a value of ``--backend``.
 
     Args:
         text: an address (``http://host:port``), ``dns://name:port``, ``file:PATH`` with one of these in each line, or
             ``kubernetes://namespace/service:port``; all but files with the options of a backend.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the value has none of these forms.
     """
     if text.startswith("file:"):
         return _File(Path(text.removeprefix("file:").removeprefix("//")))
@@ -67,10 +69,12 @@ class _Fixed:
 
 
 class _Dns:
-    """All addresses of a name, as those of a headless service."""
+    """Finds the backends at all addresses of a DNS name, such as a headless service's."""
 
     def __init__(self, spec: BackendSpec, host: str, port: int) -> None:
-        self._spec, self._host, self._port = spec, host, port
+        self._spec = spec
+        self._host = host
+        self._port = port
 
     async def __call__(self) -> list[BackendSpec]:
         loop = asyncio.get_running_loop()
@@ -78,14 +82,14 @@ class _Dns:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
             if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
-                return []  # a headless service without ready pods has no name
+                return []  # A headless service without ready pods has no name.
             raise DiscoveryError(f"{self._host}: {error.strerror}") from error
         addresses = sorted({str(each[4][0]) for each in found})
         return [self._spec._replace(url=f"{_url(address)}:{self._port}") for address in addresses]
 
 
 class _File:
-    """The lines of a file, which is read anew each time."""
+    """Reads the backends from the lines of a file, each time again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -122,12 +126,15 @@ class _Slices(msgspec.Struct):
 
 
 class _Kubernetes:
-    """The ready endpoints of a service, asked from the API server with the account of this pod."""
+    """Reads the ready endpoints of a service from the API server, with the account of this pod."""
 
     def __init__(self, spec: BackendSpec, namespace: str, service: str, port: int) -> None:
         if not namespace:
             raise ValueError(f"{spec.url}: the namespace is missing; write kubernetes://namespace/service:port")
-        self._spec, self._namespace, self._service, self._port = spec, namespace, service, port
+        self._spec = spec
+        self._namespace = namespace
+        self._service = service
+        self._port = port
 
     async def __call__(self) -> list[BackendSpec]:
         try:
@@ -149,7 +156,8 @@ class _ApiServer(NamedTuple):
 
     @classmethod
     def of_this_pod(cls) -> "_ApiServer":
-        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        host = os.environ.get("KUBERNETES_SERVICE_HOST")
+        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise DiscoveryError("this is no pod: KUBERNETES_SERVICE_HOST is not set")
         certificates = _ACCOUNT / "ca.crt"
@@ -157,7 +165,8 @@ class _ApiServer(NamedTuple):
         return cls(f"{_SCHEME}://{host}:{port}", (_ACCOUNT / "token").read_text().strip(), trusts)
 
     async def get(self, path: str) -> bytes:
-        timeout, headers = aiohttp.ClientTimeout(_ANSWER_S), {"authorization": f"Bearer {self.token}"}
+        timeout = aiohttp.ClientTimeout(_ANSWER_S)
+        headers = {"authorization": f"Bearer {self.token}"}
         async with (
             aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             session.get(self.url + path, ssl=self.trusts) as reply,
@@ -173,7 +182,7 @@ def _url(address: str) -> str:
 
 
 class Discovery:
-    """Finds the backends of all sources. A source that does not answer keeps those that it named before.
+    """Finds the backends of all sources. The last known backends of a source that does not answer stay.
 
     Args:
         texts: values of ``--backend``.

@@ -14,19 +14,19 @@ from lorikeet.router.connections import BackendConnectionError, LocalSocketError
 from lorikeet.router.discovery import EVERY_S, Discovery
 
 HEALTH_S = 1.0
-"""Backends are asked how they are so often."""
+"""Seconds between two health checks of a backend."""
 TIMEOUT_S = 60.0
-"""A backend hangs if for so long nothing of any answer has come that is waited for."""
+"""Seconds without a piece of any awaited answer after which a backend hangs."""
 MODELS_EVERY = 5
 """Every fifth health check also lists the backend's models."""
 
 
 class HealthMonitor:
-    """Polls backends and reports those that come up, go down or drain to the backend router.
+    """Polls backends, and reports to the backend router when one comes up, goes down or drains.
 
     Args:
-        backend_router: of the backends.
-        adapters: those that clients may ask for now, by name.
+        backend_router: router of the backends.
+        adapters: adapters that clients may name now, by name.
         health_s: time between two calls to a backend.
         timeout_s: a backend of which no answer comes for so long hangs; 0 for never.
     """
@@ -53,7 +53,7 @@ class HealthMonitor:
             self._tasks.run(self._watch(backend))
 
     def follow(self, discovery: Discovery, api_key: str) -> None:
-        """Let backends come and go with what a discovery finds."""
+        """Add and remove backends as a discovery finds them."""
         self._tasks.run(self._follow(discovery, api_key))
 
     async def _follow(self, discovery: Discovery, api_key: str) -> None:
@@ -79,12 +79,13 @@ class HealthMonitor:
         await self._tasks.close()
 
     def check_soon(self, backend: Backend) -> None:
-        """Check a backend immediately, since a request to it has failed."""
+        """Check a backend immediately, because a request to it has failed."""
         if backend.replica in self._check_now:
             self._check_now[backend.replica].set()
 
     async def _watch(self, backend: Backend) -> None:
-        check_now, calls = self._check_now[backend.replica], 0
+        check_now = self._check_now[backend.replica]
+        calls = 0
         while True:
             try:
                 async with asyncio.timeout(self._health_s):
@@ -117,7 +118,8 @@ class HealthMonitor:
         except (BackendConnectionError, TimeoutError, BackendRefused) as error:
             if isinstance(error, TimeoutError) and backend.is_occupied(self._timeout_s):
                 return
-            why, told = str(error) or type(error).__name__, plain_reason(error)
+            why = str(error) or type(error).__name__
+            told = plain_reason(error)
             if not backend.is_up and told != backend.last_error:
                 log.warning("backend not there", backend=backend.url, reason=why)
             if backend.is_up:
@@ -126,7 +128,7 @@ class HealthMonitor:
             backend_router.on_backend_down(backend, why)
             return
         if backend.is_up and backend.hangs(self._timeout_s):
-            backend.last_error = f"nothing of its answers came for {self._timeout_s:g} s"
+            backend.last_error = f"no piece of its answers arrived for {self._timeout_s:g} s"
             backend.failed("hangs", backend.last_error)
             backend.rest()
             backend_router.on_backend_down(backend, backend.last_error)

@@ -17,7 +17,8 @@ from lorikeet.router.backends import Backend
 
 def router_state(backend_router: BackendRouter) -> ClusterState:
     """Return the backends and the placement. Requests of other clients count as running."""
-    fleet, table = backend_router.dispatcher.fleet, backend_router.dispatcher.table
+    fleet = backend_router.dispatcher.fleet
+    table = backend_router.dispatcher.table
     index = {info.replica: at for at, info in enumerate(fleet.infos())}
 
     def state(backend: Backend) -> ReplicaState:
@@ -53,7 +54,7 @@ def router_state(backend_router: BackendRouter) -> ClusterState:
 
 
 OUTCOMES = ("complete", "refused", "failed", "left")
-"""How requests end: refused with a 4xx or 501, or left by their clients."""
+"""How requests end. Refused ones got a 4xx or 501; left ones were ended by their clients."""
 
 
 class RouterMetrics:
@@ -85,12 +86,12 @@ class RouterMetrics:
         self._ended[outcome].inc()
 
     def page(self, accept: str) -> Response:
-        """Return all metrics, as :func:`metrics_page`."""
+        """Return a page with all metrics; see :func:`metrics_page`."""
         return metrics_page(self.registry, accept)
 
 
 class _Backends(Collector):
-    """Gauges and counters of each backend, read at every scrape."""
+    """Collects gauges and counters of each backend at every scrape."""
 
     def __init__(self, backend_router: BackendRouter) -> None:
         self._backend_router = backend_router

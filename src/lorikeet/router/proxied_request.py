@@ -22,7 +22,8 @@ from lorikeet.memory.tree import block_keys
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 _POOLED = (
     *("/v1/embeddings", "/v1/moderations", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score"),
@@ -34,39 +35,42 @@ FORWARDED = (COMPLETIONS, CHAT, f"{CHAT}/batch", MESSAGES_PATH, RESPONSES, *_POO
 _STREAMED = (COMPLETIONS, CHAT, MESSAGES_PATH, RESPONSES)
 _PROMPTS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), MESSAGES_PATH: ("messages",)}
 _OTHER_PROMPTS = ("input", "documents", "text_2", "text_1", "messages", "prompt", "tokens")
-"""Fields that hold what is read, of which the first that is given counts."""
+"""Fields that may hold the prompt; the first one in the body counts."""
 _LIMITS = {CHAT: ("max_completion_tokens", "max_tokens"), RESPONSES: ("max_output_tokens",)}
 DEFAULT_MAX_TOKENS = 16
 """Default of ``max_tokens`` in completions, for OpenAI, vLLM and Lorikeet."""
 
-_KEY_BYTES, _KEY_TOKENS = 64, 16
-"""Size of a prompt block, in bytes of text or in token ids. Routing compares prompts by hashes of their blocks."""
+_KEY_BYTES = 64
+"""Bytes of a block of a text prompt. Routing compares prompts by hashes of their blocks."""
+_KEY_TOKENS = 16
+"""Tokens of a block of a prompt of token ids."""
 _MAX_KEYS = 1024
-"""Most blocks that are hashed; of longer prompts only the start is compared."""
+"""Most blocks that are hashed. Only the start of longer prompts is compared."""
 
 
 _MAX = BodyStructure(depth=100, containers=2**16, keys=2**18, values=2**21)
-"""Of a large body, which would hold up every stream while it is decoded."""
+"""Limits of a large body, which would delay every stream while it is decoded."""
 
 
 _OTHER_WAYS = ("lora_path", "lora", "merged_adapters", "adapter_parameters", "adapter_id", "adapter_source")
-"""Fields by which servers let a request name adapters beside ``model``: what they name would be at no known backend."""
+"""Fields beside ``model`` that name adapters at some servers. The router would not know which backend has these."""
 
 
 class RequestBody:
     """The body of a request that names a model.
 
     Args:
-        path: of ``FORWARDED``.
+        path: route, one of ``FORWARDED``.
         content: the body.
-        tenant: whose KV no other tenant's request may reuse; empty where all share it.
+        tenant: tenant of the request. Other tenants' requests do not reuse its KV; empty if all share it.
 
     Attributes:
         fields: the parsed body, unknown fields included.
         content: the bytes as received; with a tenant, encoded again with a ``cache_salt`` of that tenant.
 
     Raises:
-        ApiError: 400, it is no JSON object, ``model`` or ``cache_salt`` is no string, or other fields name adapters.
+        ApiError: 400, the body is not a JSON object, ``model`` or ``cache_salt`` is not a string, or other fields name
+            adapters.
     """
 
     def __init__(self, path: str, content: bytes, tenant: str = "") -> None:
@@ -87,7 +91,7 @@ class RequestBody:
             own = fields.get("cache_salt") or ""
             if not isinstance(own, str):
                 raise bad_request("cache_salt: not a string.", "cache_salt")
-            # vLLM's field. Its back ends, and Lorikeet's, reuse KV only for the same one.
+            # A field of vLLM: backends reuse KV only between requests with the same salt.
             fields["cache_salt"] = hashlib.sha256(f"{tenant}\0{own}".encode()).hexdigest()[:32]
             content = msgspec.json.encode(fields)
         self.path = path
@@ -96,29 +100,29 @@ class RequestBody:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat completion."""
+        """Whether the request is a chat completion."""
         return self.path == CHAT
 
     @property
     def model(self) -> str:
-        """The model that it names; empty for the backend's default."""
+        """The model of the request; empty for the backend's default."""
         return self.fields.get("model") or ""
 
     @property
     def cache_salt(self) -> str:
-        """Its KV is reused only by requests with the same one."""
+        """The salt of the request's KV, which only requests with the same salt reuse; empty for none."""
         salt = self.fields.get("cache_salt")
         return salt if isinstance(salt, str) else ""
 
     @property
     def prompt(self) -> Any:
-        """What is to be read: a text, texts, token ids or messages; None if there is nothing."""
+        """The prompt: a text, texts, token ids or messages; None if the body has none."""
         names = _PROMPTS.get(self.path, _OTHER_PROMPTS)
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
     @property
     def previous_response(self) -> str:
-        """Id of the stored answer that it goes on from; empty for none."""
+        """The id of the stored answer that the request continues; empty for none."""
         previous = self.fields.get("previous_response_id") if self.path == RESPONSES else None
         return previous if isinstance(previous, str) else ""
 
@@ -129,7 +133,7 @@ class RequestBody:
 
     @property
     def max_tokens(self) -> int | None:
-        """Most tokens of the answer; None if the body sets no limit."""
+        """The most tokens of the answer; None if the body sets no limit."""
         if self.path in _POOLED or self.path in _COUNTED:
             return 1
         limits = [self.fields.get(name) for name in _LIMITS.get(self.path, ("max_tokens",))]
@@ -141,7 +145,8 @@ class PromptLengths:
     """Estimates the tokens of prompts from their characters, by the ratio that backends have reported."""
 
     def __init__(self) -> None:
-        self._characters, self._tokens = 400.0, 100.0  # as if one had been seen
+        self._characters = 400.0
+        self._tokens = 100.0  # as if one had been seen
 
     def tokens(self, body: RequestBody) -> int:
         """Return the number of tokens of a prompt: exact for token ids, estimated for text."""
@@ -151,7 +156,7 @@ class PromptLengths:
     def learn(self, body: RequestBody, tokens: int) -> None:
         """Update the ratio with the number of tokens that a backend has counted."""
         ids, characters = _size(body)
-        if characters and not ids and body.path in _PROMPTS:  # others may count a text several times
+        if characters and not ids and body.path in _PROMPTS:  # Other routes may count a text several times.
             self._characters = 0.99 * self._characters + characters
             self._tokens = 0.99 * self._tokens + tokens
 
@@ -187,13 +192,13 @@ def routing_request(
     *,
     wants_keys: bool,
 ) -> RoutingRequest:
-    """Return what routing needs to know of a request.
+    """Return the part of a request that routing needs.
 
     Args:
         request_id: unique id.
-        body: its body.
-        adapter: that it names, None for the base model.
-        prompt_tokens: of the prompt.
+        body: body of the request.
+        adapter: adapter of the request; None for the base model.
+        prompt_tokens: tokens of the prompt.
         output_tokens: generated so far, at other backends.
         averages: give the expected length of the answer.
         wants_keys: also compute the hashes of the prompt's blocks.
@@ -216,18 +221,20 @@ def routing_request(
 
 def _keys(body: RequestBody, adapter: RoutedAdapter | None) -> tuple[bytes, ...]:
     """Return the hashes of a prompt's blocks; prompts with a common prefix share the hashes of its blocks."""
-    digest, salt, prompt = None if adapter is None else adapter.digest, body.cache_salt, body.prompt
+    digest = None if adapter is None else adapter.digest
+    salt = body.cache_salt
+    prompt = body.prompt
     try:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return tuple(block_keys(digest, prompt[: _MAX_KEYS * _KEY_TOKENS], _KEY_TOKENS, salt=salt))
     except (TypeError, OverflowError):
-        return ()  # invalid token ids, which the backend will refuse
+        return ()  # The token ids are invalid, and the backend will refuse them.
     text = prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)
     return tuple(block_keys(digest, list(text[: _MAX_KEYS * _KEY_BYTES]), _KEY_BYTES, salt=salt))
 
 
 MAX_LOSSES = 3
-"""A request fails after losing its backend this many times, since it may be what crashes them."""
+"""A request fails after losing its backend this many times, because it may be the cause of the crashes."""
 
 _T = TypeVar("_T")
 
@@ -237,7 +244,7 @@ def _nothing() -> None:
 
 
 class BackendLost(Exception):
-    """The backend of a request is gone, or did not take it; the request must be placed again."""
+    """The backend of a request is gone or did not accept it, so the request must be placed again."""
 
 
 class ProxiedRequest:
@@ -245,9 +252,9 @@ class ProxiedRequest:
 
     Args:
         request_id: unique among all requests of the router.
-        body: its body.
-        adapter: that it names, None for the base model.
-        prompt_tokens: of its prompt, counted or estimated.
+        body: body of the request.
+        adapter: adapter of the request; None for the base model.
+        prompt_tokens: tokens of the prompt, counted or estimated.
 
     Attributes:
         placed: set to the backend once one is chosen and has the adapter.
@@ -255,8 +262,8 @@ class ProxiedRequest:
         failed_at: backends that have failed it, or lack what it goes on from; avoided while another is open.
         output_tokens: generated by earlier backends.
         is_dispatched: the dispatcher counts it.
-        is_started: its current backend has sent a token.
-        is_lost: its current backend is gone.
+        is_started: whether its current backend has sent a token.
+        is_lost: whether its current backend is gone.
     """
 
     placed: "asyncio.Future[Backend]"
@@ -279,23 +286,23 @@ class ProxiedRequest:
         self._close: Callable[[], None] = _nothing
 
     def begin(self) -> None:
-        """Prepare it to be placed, for the first time or again."""
+        """Prepare the request for its first or next placement."""
         self.placed = asyncio.get_running_loop().create_future()
         self.is_lost = self.is_started = False
         self._close = _nothing
 
     def count_loss(self) -> None:
-        """Count that its backend was lost while it answered or loaded the adapter.
+        """Count a loss of its backend while that answered or loaded the adapter.
 
         Raises:
-            ApiError: 502, that has happened too often.
+            ApiError: 502, it has lost too many backends.
         """
         self._losses += 1
         if self._losses == MAX_LOSSES:
             raise ApiError(502, f"The backend of this request was lost {MAX_LOSSES} times; it is not tried again.")
 
     def mark_lost(self) -> None:
-        """Its backend is gone: what it awaits from there ends with ``BackendLost``."""
+        """End everything that the request awaits from its backend with ``BackendLost``, because the backend is gone."""
         if not self.is_lost:
             self.is_lost = True
             self._close()
@@ -303,12 +310,12 @@ class ProxiedRequest:
                 self._scope.reschedule(0.0)
 
     def close_if_lost(self, close: Callable[[], None]) -> None:
-        """Call ``close``, which ends the response that is being read, when its backend is lost.
+        """Call ``close`` when the backend is lost; it ends the response that is being read.
 
-        It is cheaper than a time limit around each piece.
+        One callback is cheaper than a time limit around each piece.
         """
         self._close = close
-        if self.is_lost:  # since the response began
+        if self.is_lost:  # The backend was lost after the response began.
             close()
 
     async def run_unless_lost(self, work: Callable[[], Awaitable[_T]]) -> _T:

@@ -53,16 +53,18 @@ from lorikeet.router.stats import RouterStats
 from lorikeet.router.stored_answers import StoredAnswers
 
 MAX_BODY_BYTES = 64 * 2**20
-"""Larger request bodies get 413; most backends allow less."""
+"""Most bytes of a request body; a larger one gets 413. Most backends allow less."""
 MAX_FAILURES = 3
-"""A request fails after this many failures in a row, not counting lost backends."""
+"""Failures in a row after which a request fails, without lost backends."""
 _PAUSE_S = 0.1
-"""Seconds before the third attempt; longer before each further one."""
+"""Seconds before the third attempt; the pause grows with each further one."""
 _NOT_RETRIED = (501, 504)
-"""Statuses that are not retried: what one backend does not support no other does, and a time-out would only repeat."""
+"""Statuses that are not retried: other backends would not support the request either, or time out again."""
 _TOO_MANY_REQUESTS = 429
-_BUSY_PAUSE_S, _MAX_BUSY_PAUSE_S = 1.0, 10.0
-"""Seconds before a stream is resumed at a busy backend: if it sends no Retry-After, and at most."""
+_BUSY_PAUSE_S = 1.0
+"""Seconds before a stream is resumed at a busy backend that sends no Retry-After."""
+_MAX_BUSY_PAUSE_S = 10.0
+"""Most seconds before a stream is resumed at a busy backend."""
 
 _WITHHELD_REQUEST_HEADERS = frozenset(
     b"host connection keep-alive transfer-encoding te trailer upgrade expect content-length accept-encoding "
@@ -77,11 +79,11 @@ _WITHHELD_RESPONSE_HEADERS = frozenset(
 
 
 class StreamCut(Exception):
-    """A backend has not given the answer, or the stream ended before its end mark.
+    """A backend did not answer, or its stream ended before the end mark.
 
     Args:
-        message: what came instead; for clients.
-        reason: as it counts; empty to count nothing.
+        message: the error, for clients.
+        reason: reason under which it is counted; empty to count nothing.
     """
 
     def __init__(self, message: str, reason: str = "broken") -> None:
@@ -90,7 +92,7 @@ class StreamCut(Exception):
 
 
 class RouterParts(NamedTuple):
-    """What the requests of a router share.
+    """The parts of a router that its requests share.
 
     Attributes:
         body_gate: bounds the bytes of large bodies, which are kept until their answers have ended.
@@ -130,7 +132,7 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         held_bytes = 0
     try:
         content = await http.body()
-        if held_bytes > len(content):  # it was not announced
+        if held_bytes > len(content):  # The client did not announce the length.
             parts.body_gate.leave(held_bytes - len(content))
             held_bytes = len(content)
         tenant = http.state.tenant if parts.isolates_keys else ""
@@ -223,12 +225,12 @@ class ProxyTask:
 
     Args:
         http: the client's request, its body read.
-        request: its state, shared with the backend router.
-        parts: of the router.
-        held_bytes: of its body, which the gate counts until the end.
+        request: state of the request, shared with the backend router.
+        parts: parts of the router.
+        held_bytes: bytes of the body, which the gate counts until the end.
 
     Attributes:
-        outcome: for the metrics: ``complete``, ``refused``, ``failed``, or ``left`` if none of these has been set.
+        outcome: outcome for the metrics: ``complete``, ``refused``, ``failed``, or ``left`` if none was set.
     """
 
     def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int) -> None:
@@ -277,8 +279,8 @@ class ProxyTask:
             return EventStream(self.events(reply), write_to=self._write_to)
         if reply.status != 200:
             self.outcome = _outcome_of(reply.status)
-        self.close()  # before a client that reads slowly has read it
-        answer = Response(await reply.read(), reply.status)  # which has been read
+        self.close()  # A client that reads slowly may still be reading it.
+        answer = Response(await reply.read(), reply.status)  # The response has been read already.
         headers = [each for each in reply.headers if not _is_withheld(each[0])]
         if self._request.backend is not None:
             headers = [_without_address(each, self._request.backend.url) for each in headers]
@@ -291,7 +293,7 @@ class ProxyTask:
         """Send the body, or the rest of it, to a backend; return its response, of which only the headers are read.
 
         Raises:
-            ApiError: none can.
+            ApiError: no backend can answer.
         """
         while True:
             backend = await self._backend_router.place(self._request)
@@ -325,10 +327,10 @@ class ProxyTask:
             raise ApiError(400 if error.status < 500 else 502, hide_paths(str(error))) from error
 
     async def _load(self, backend: Backend, adapter: RoutedAdapter) -> None:
-        """Load the request's adapter at a backend that should have it.
+        """Load the request's adapter again at a backend that should have it.
 
         Raises:
-            BackendLost: it cannot, and another may.
+            BackendLost: this backend cannot load it, and another one may.
             BackendRefused: no backend can.
         """
         try:
@@ -339,7 +341,8 @@ class ProxyTask:
             raise
 
     async def _send(self, backend: Backend) -> BackendResponse:
-        body, stream = self._request.body, self._stream
+        body = self._request.body
+        stream = self._stream
         content = body.content
         if body.streams:
             if body.is_chat and stream.text and not backend.api.continues_chats:
@@ -384,7 +387,7 @@ class ProxyTask:
     # --- whole answers -------------------------------------------------------------------------------
 
     async def read_whole(self) -> BackendResponse:
-        """Return a response that has been read; if it breaks off, the request is sent again."""
+        """Return a whole response. If it breaks off, the request is sent again."""
         while True:
             reply = await self.open_response()
             try:
@@ -399,8 +402,9 @@ class ProxyTask:
             return reply
 
     def _keep(self, answer_id: str) -> None:
-        """Remember where an answer is kept that can be asked for later."""
-        body, backend = self._request.body, self._request.backend
+        """Remember the backend that keeps a stored answer."""
+        body = self._request.body
+        backend = self._request.backend
         if answer_id and backend is not None and body.path == RESPONSES and body.fields.get("store") is not False:
             self._parts.stored.put(answer_id, self._http.state.tenant, backend.replica)
 
@@ -453,11 +457,14 @@ class ProxyTask:
             BackendFailed: the backend reported an error.
             BackendLost, BackendConnectionError: the backend is gone.
         """
-        stream, request, client = self._stream, self._request, self._client
+        stream = self._stream
+        request = self._request
+        client = self._client
         request.close_if_lost(reply.close)
         while piece := await self._piece(reply):
             if out := stream.feed(piece):
-                self._has_sent, self._failures = True, 0
+                self._has_sent = True
+                self._failures = 0
                 if isinstance(stream, NamedEventsAnswer) and stream.answer_id:
                     self._keep(stream.answer_id)
                 if client is not None and client.is_open:
@@ -504,14 +511,15 @@ class ProxyTask:
             said = error_text(await reply.read())
             if reply.status != _TOO_MANY_REQUESTS or self._failures == MAX_FAILURES:
                 raise ApiError(reply.status, said)
-            error, pause_s = StreamCut(said, ""), _busy_pause_s(reply.headers)
+            error = StreamCut(said, "")
+            pause_s = _busy_pause_s(reply.headers)
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
 
 
 def _outcome_of(status: int) -> str:
-    """Return how a request has ended whose answer has a status other than 200."""
+    """Return the outcome of a request whose answer has a status other than 200."""
     return "refused" if 400 <= status < 500 or status == 501 else "failed"
 
 
@@ -520,13 +528,13 @@ def _is_withheld(header: bytes) -> bool:
 
 
 def _without_address(header: tuple[bytes, bytes], url: str) -> tuple[bytes, bytes]:
-    """Return a header; a redirect to the backend itself loses its address, which is nothing for clients."""
+    """Return a header, without the backend's address in a redirect, which clients cannot use."""
     name, value = header
     return (name, value.removeprefix(url.encode()) or b"/") if name == b"location" else header
 
 
 def _count_failure(backend: Backend, error: Exception) -> None:
-    """Count what went wrong at a backend, unless that was done when it went down, or this machine is at fault."""
+    """Count a failure of a backend, unless it was counted when the backend went down, or this machine is at fault."""
     if isinstance(error, StreamCut):
         reason = error.reason
     elif isinstance(error, BackendFailed):
@@ -562,13 +570,13 @@ def _counts(usage: ReportedUsage | None) -> TokenUsage | None:
 
 
 def _busy_pause_s(headers: Headers) -> float:
-    """Return the seconds to wait for a busy backend, by its Retry-After."""
+    """Return the seconds to wait for a busy backend, from its Retry-After."""
     said = next((value for name, value in headers if name == b"retry-after"), b"")
     return min(float(said), _MAX_BUSY_PAUSE_S) if said.isdigit() else _BUSY_PAUSE_S
 
 
 def _last_events(error: ApiError, path: str) -> bytes:
-    """Return what ends a stream that has failed, in the form of its route."""
+    """Return the last events of a stream that has failed, in the form of its route."""
     if path == MESSAGES_PATH:
         event: dict[str, Any] = {"type": "error", "error": anthropic_error(error.status, error.message)}
     elif path == RESPONSES:

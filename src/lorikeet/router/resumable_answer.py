@@ -43,7 +43,7 @@ which that is not so. null is such a value for all fields."""
 
 
 def why_not_resumable(body: RequestBody) -> str | None:
-    """Return why an answer could not be resumed at another backend once it has begun; None if it can."""
+    """Return the reason why an answer cannot be resumed at another backend; None if it can."""
     if body.path not in (COMPLETIONS, CHAT):
         return f"it is one of {body.path}"
     for name, neutral in _NEUTRAL.items():
@@ -81,7 +81,7 @@ class BackendFailed(RuntimeError):
 
 
 class TokenUsage(msgspec.Struct):
-    """Tokens of a prompt and of its answer, as a backend counts them."""
+    """Numbers of tokens of a prompt and its answer, as counted by a backend."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -93,8 +93,8 @@ class PassthroughAnswer:
     It has the interface of :class:`ResumableAnswer`.
 
     Args:
-        body: of the request.
-        why: it cannot be resumed.
+        body: body of the request.
+        why: why the answer cannot be resumed.
     """
 
     is_whole = False
@@ -112,7 +112,7 @@ class PassthroughAnswer:
 
     @property
     def counts(self) -> TokenUsage | None:
-        """Tokens of prompt and answer; None where nobody counts."""
+        """The tokens of prompt and answer; None if nobody counts them."""
         return None
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
@@ -129,7 +129,7 @@ class PassthroughAnswer:
         return lines + end
 
     def closing(self) -> bytes:
-        """Return nothing: such an answer is never known to be whole."""
+        """Return nothing: the end of such an answer is unknown."""
         return b""
 
 
@@ -142,10 +142,10 @@ _LAST_EVENTS = frozenset(
 
 
 class NamedEventsAnswer(PassthroughAnswer):
-    """A stream of ``/v1/messages`` or ``/v1/responses``, whose events have names, the last one of the end.
+    """A stream of ``/v1/messages`` or ``/v1/responses``, which ends with an event of a known name.
 
     Attributes:
-        answer_id: of a response, by which it can be asked for later; empty until it has come.
+        answer_id: id of a stored response; empty until it has arrived.
     """
 
     def __init__(self, body: RequestBody, why: str) -> None:
@@ -185,12 +185,12 @@ class NamedEventsAnswer(PassthroughAnswer):
 
     @property
     def counts(self) -> TokenUsage | None:
-        """Tokens of prompt and answer; None if the backend has not counted."""
+        """The tokens of prompt and answer; None if the backend has not counted them."""
         return None if self._prompt_tokens is None else TokenUsage(self._prompt_tokens, self.tokens)
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
-    """Tokens as a route reports them: OpenAI's completions under one pair of names, others under another."""
+    """The tokens in a route's ``usage``; OpenAI's completions use one pair of names, other routes another pair."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -199,12 +199,12 @@ class ReportedUsage(msgspec.Struct, frozen=True):
 
     @property
     def prompt(self) -> int | None:
-        """Tokens of the prompt; None if it does not say."""
+        """The tokens of the prompt; None if they are not given."""
         return self.input_tokens if self.prompt_tokens is None else self.prompt_tokens
 
     @property
     def answer(self) -> int | None:
-        """Tokens of the answer; None if it does not say."""
+        """The tokens of the answer; None if they are not given."""
         return self.output_tokens if self.completion_tokens is None else self.completion_tokens
 
 
@@ -214,7 +214,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class _NamedEvent(msgspec.Struct):
-    """A message's usage is in the message that begins, and in the event before its end; a response's in its last."""
+    """An event with usage: the first and the last but one of a message, or the last one of a response."""
 
     response: _Answer = _Answer()
     message: _Answer = _Answer()
@@ -228,12 +228,12 @@ class ResumableAnswer:
     """The part of one answer that has arrived so far, from all backends that contributed to it.
 
     Args:
-        body: of a request for which :func:`why_not_resumable` returns None.
+        body: body of a request for which :func:`why_not_resumable` returns None.
 
     Attributes:
         stuck: why it cannot be resumed after what has arrived; None if it can.
-        prompt_tokens: as counted by the first backend; None before.
-        is_finished: its last chunk has arrived.
+        prompt_tokens: tokens of the prompt, counted by the first backend; None before.
+        is_finished: whether its last chunk has arrived.
         is_done: the end mark has arrived, too.
         failure: the backend's error, which follows what :meth:`feed` has returned.
     """
@@ -249,9 +249,9 @@ class ResumableAnswer:
         self._wants_usage, self._wants_counts = usage_wanted(at_the_end, along)
         self._text: list[str] = []
         self._before = 0
-        """Tokens of the text that earlier backends gave."""
+        """Tokens of the text from earlier backends."""
         self._counted = 0
-        """Tokens of the text that this backend has given."""
+        """Tokens of the text from this backend."""
         self._chunks = 0
         self._head: dict[str, Any] = {}
         self._ids: dict[str, Any] = {}
@@ -273,12 +273,12 @@ class ResumableAnswer:
 
     @property
     def counts(self) -> TokenUsage | None:
-        """Tokens of prompt and answer; None if no backend has counted."""
+        """The tokens of prompt and answer; None if no backend has counted them."""
         return None if self.prompt_tokens is None else TokenUsage(self.prompt_tokens, self.tokens)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether :meth:`next_body` needs the text so far as token ids, since the prompt is one of token ids."""
+        """Whether :meth:`next_body` needs the text so far as token ids, because the prompt is given as token ids."""
         return bool(self._text) and isinstance(self._body.fields.get("prompt"), list)
 
     @property
@@ -288,13 +288,16 @@ class ResumableAnswer:
         return self.is_finished or (bool(self._text) and limit is not None and self.tokens >= limit)
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
-        """Return the body to send to the next backend: the whole one, or one that resumes the answer.
+        """Return the body for the next backend: the original one, or one that resumes the answer.
 
         Args:
             text_tokens: token ids of the text so far, if :attr:`needs_tokens`.
         """
-        self._before, self._counted, self._chunks = self.tokens, 0, 0
-        self._lines, self.failure = EventLines(), None
+        self._before = self.tokens
+        self._counted = 0
+        self._chunks = 0
+        self._lines = EventLines()
+        self.failure = None
         fields = dict(self._body.fields)
         fields["stream_options"] = {**self._options, "include_usage": True, "continuous_usage_stats": True}
         if self._text:
@@ -306,7 +309,7 @@ class ResumableAnswer:
         prompt = self._body.fields["prompt"]
         if isinstance(prompt, str):
             return {"prompt": prompt + self.text}
-        assert text_tokens is not None  # the prompt is one of token ids
+        assert text_tokens is not None  # The prompt is given as token ids.
         return {"prompt": prompt + text_tokens}
 
     def _rest_of_chat(self) -> dict[str, Any]:
@@ -343,7 +346,7 @@ class ResumableAnswer:
         """Take one event's data from a backend; return the event for the client, or nothing.
 
         Raises:
-            BackendFailed: it is an error, or not valid.
+            BackendFailed: the event is an error, or not valid.
         """
         if data == b"[DONE]":
             self.is_done = True
@@ -371,7 +374,7 @@ class ResumableAnswer:
         return _event(event)
 
     def _count(self, usage: Any) -> int | None:
-        """Take a backend's usage; return the tokens that it has generated, None if it does not say."""
+        """Read a backend's usage; return the tokens that it has generated, None if they are not given."""
         if not isinstance(usage, dict) or not isinstance(usage.get("completion_tokens"), int):
             return None
         if self.prompt_tokens is None:
@@ -380,10 +383,12 @@ class ResumableAnswer:
 
     def _take_choice(self, choice: dict[str, Any], counted: int | None) -> bool:
         """Add a chunk's text; return whether the client gets the chunk."""
-        role, others = False, list[str]()
+        role = False
+        others = list[str]()
         if self._is_chat:
             delta = choice.get("delta") or {}
-            text, role = delta.get("content"), bool(delta.get("role"))
+            text = delta.get("content")
+            role = bool(delta.get("role"))
             if others := [name for name, value in delta.items() if value and name not in ("role", "content")]:
                 self.stuck = f"it holds {others[0]}"
         else:
@@ -395,8 +400,9 @@ class ResumableAnswer:
         if choice.get("finish_reason") is not None:
             self.is_finished = True
             if counted is not None:
-                self._counted = counted  # llama.cpp counts here only, in a chunk without text
-        opens, self._has_opened = role and not self._has_opened, self._has_opened or role
+                self._counted = counted  # llama.cpp reports usage only here, in a chunk without text.
+        opens = role and not self._has_opened
+        self._has_opened = self._has_opened or role
         return bool(text or others or opens or self.is_finished or (self._wants_counts and not role))
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
@@ -417,7 +423,7 @@ class ResumableAnswer:
         return events + self._last_usage() + DONE
 
     def _last_usage(self) -> bytes:
-        """Return the event with the usage that the client asked for; nothing if it has had one or nobody has counted.
+        """Return the event with the usage that the client requested; nothing if it was sent or nobody has counted.
 
         llama.cpp counts a completion in its last chunk, and a server that is lost may not have counted at the end.
         """
@@ -428,7 +434,7 @@ class ResumableAnswer:
 
 
 def _is_answer(event: Any) -> bool:
-    """Whether an event is part of an answer: no error, and of the expected form."""
+    """Return whether an event is part of an answer and not an error or an unknown form."""
     if not isinstance(event, dict) or event.get("error") or event.get("object") == "error":
         return False
     choices = event.get("choices")

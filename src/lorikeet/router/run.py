@@ -49,25 +49,25 @@ _KEEP_ALIVE_S = 75
 
 
 class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router is started with.
+    """The options of a router.
 
     Attributes:
-        backends: as ``discovery.open_source`` takes them, at least one, all different.
-        adapters: that clients may ask for from the start.
+        backends: backends in the form of ``discovery.open_source``, at least one, all different.
+        adapters: adapters that clients may name from the start.
         preset: the system whose routing and placement are used.
         profile: name or file of a cost profile of one backend, for presets that decide by costs; empty for none.
         slo: targets that such presets keep.
-        seed: of random choices.
-        host, port: where to listen; port 0 picks a free one.
+        seed: seed of random choices.
+        host, port: address to listen on; port 0 picks a free one.
         ssl_certfile, ssl_keyfile: PEM files of certificate and key for HTTPS; empty for HTTP.
-        api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
+        api_keys, admin_keys, allowed_origins: see ``lorikeet serve``.
         shared_prefix_cache: requests of all API keys reuse each other's KV at the backends.
         backend_key: sent to the backends instead of the client's key; empty for none.
-        connections: what one client may take.
+        connections: limits of one client.
         health_s: time between two health checks of a backend, in seconds.
         backend_timeout_s: a backend of which no answer comes for so long is taken out for a minute; 0 for never.
-        drain_timeout_s: how long requests may go on after SIGTERM, in seconds.
-        log_level, log_json: of the router's own log.
+        drain_timeout_s: seconds for which requests may go on after SIGTERM.
+        log_level, log_json: level and form of the router's own log.
     """
 
     backends: tuple[str, ...]
@@ -128,7 +128,7 @@ async def _serve(
 ) -> None:
     preset, _ = resolve_preset(options.preset)
     app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins, options.host)
-    files = raise_file_limit() // 2  # a request takes two sockets
+    files = raise_file_limit() // 2  # A request takes two sockets.
     limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
     config = uvicorn.Config(
         app,
@@ -143,7 +143,8 @@ async def _serve(
         timeout_graceful_shutdown=round(options.drain_timeout_s),
     )
 
-    tasks, has_come = BackgroundTasks(), parts.backend_router.has_come
+    tasks = BackgroundTasks()
+    has_come = parts.backend_router.has_come
 
     def on_listening(url: str) -> None:
         if not has_come.is_set():
@@ -184,7 +185,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     replicas = [ReplicaId(f"backend-{number}") for number in range(len(specs))]
     _, preset = resolve_preset(options.preset)
     profile = load_profile(options.profile) if options.profile else None
-    if preset.routing == "seconds" and profile is None:  # backends do not report what their steps cost
+    if preset.routing == "seconds" and profile is None:  # Backends do not report the times of their steps.
         preset = msgspec.structs.replace(preset, routing="kv-affinity")
     slo = options.slo
     cluster = ClusterOptions(
@@ -238,7 +239,7 @@ class _Server(ListeningServer):
         self._stats = stats
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then call ``on_listening`` with the URL."""
+        """Accept connections, then call ``on_listening`` with the URL."""
         await super().startup(sockets)
         if self.started:
             host, port = self._listener.getsockname()[:2]
@@ -252,6 +253,6 @@ class _Server(ListeningServer):
         log.info("drained", seconds=round(time.monotonic() - began_s, 1))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: finish what has been accepted, on the next one stop immediately. It is not passed on."""
+        """Drain after the first signal and stop immediately after the next one; pass neither on."""
         self.force_exit = self.should_exit
         self.should_exit = self._stats.is_ending = True

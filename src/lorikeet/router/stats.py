@@ -1,4 +1,4 @@
-"""``/v1/stats`` of a router: the object that a server has, as far as a router knows it.
+"""The statistics of a router, in the form of a server's own ``/v1/stats``.
 
 A router sees requests come and go, their first tokens and the adapters of its backends. What happens inside a backend
 (parts of TTFT, memory, hits) is at the backend's own ``/v1/stats``, and is empty or 0 here.
@@ -35,7 +35,7 @@ _MOST_RECENT = 2048
 
 
 class _FirstToken(NamedTuple):
-    """A stream's first token: when its request ended, and its TTFT."""
+    """The first token of a stream: the time when the request ended, and its TTFT."""
 
     ended_s: float
     ttft_s: float
@@ -46,8 +46,8 @@ class _Requests:
 
     Attributes:
         open: when those that run arrived.
-        unanswered: of these, the ones without a token.
-        first_tokens: of the latest streams.
+        unanswered: number of these without a token.
+        first_tokens: times of the first tokens of the latest streams.
         outcomes: requests that have ended, those that were refused too. All other counts are without these.
         finished: per second.
     """
@@ -62,11 +62,11 @@ class _Requests:
 
     @property
     def ended(self) -> int:
-        """Requests that have ended and were not refused."""
+        """The number of requests that have ended and were not refused."""
         return sum(self.outcomes.values()) - self.outcomes["refused"]
 
     def oldest_s(self, now_s: float) -> float:
-        """Return how long the oldest request without a token has waited."""
+        """Return the seconds for which the oldest request without a token has waited."""
         return max((now_s - began_s for began_s in self.unanswered.values()), default=0.0)
 
 
@@ -74,37 +74,40 @@ class RouterStats:
     """The latest requests of a router, by adapter.
 
     Args:
-        backend_router, catalog: of the router.
+        backend_router, catalog: backends and models of the router.
         clock: monotonic, in seconds.
 
     Attributes:
         is_ending: whether the router drains; streams of statistics end then.
-        streams: that are open.
+        streams: open streams of statistics.
     """
 
     def __init__(
         self, backend_router: BackendRouter, catalog: ModelCatalog, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._backend_router, self._catalog, self._clock = backend_router, catalog, clock
+        self._backend_router = backend_router
+        self._catalog = catalog
+        self._clock = clock
         self._unix_minus_clock_s = time.time() - clock()
         self._started_s = clock()
         self._adapters: OrderedDict[str, _Requests] = OrderedDict()
         self._total = _Requests(clock)
         self._total.first_tokens = deque(maxlen=_MOST_RECENT)
-        self._prompt_rate, self._answer_rate = Rate(clock), Rate(clock)
+        self._prompt_rate = Rate(clock)
+        self._answer_rate = Rate(clock)
         self._ttft_s: dict[RequestId, float] = {}
         self._history = deque[dict[str, Any]](maxlen=MOST_HISTORY)
         self.is_ending = False
         self.streams = StatsStreams(lambda: self.is_ending)
 
     def begin(self, request: ProxiedRequest) -> None:
-        """A request has arrived."""
+        """Count a request that has arrived."""
         now_s = self._clock()
         for each in self._both(request):
             each.open[request.request_id] = each.unanswered[request.request_id] = now_s
 
     def first_token(self, request: ProxiedRequest) -> None:
-        """The first piece of its stream has been sent; later calls do nothing."""
+        """Record that the first piece of a stream was sent; later calls do nothing."""
         began_s = self._total.unanswered.get(request.request_id)
         if began_s is not None:
             self._ttft_s[request.request_id] = self._clock() - began_s
@@ -112,8 +115,9 @@ class RouterStats:
                 each.unanswered.pop(request.request_id, None)
 
     def end(self, request: ProxiedRequest, outcome: str, completion_tokens: int) -> None:
-        """A request has ended; ``outcome`` is one of ``OUTCOMES``."""
-        ttft_s, both = self._ttft_s.pop(request.request_id, None), self._both(request)
+        """Count a request that has ended; ``outcome`` is one of ``OUTCOMES``."""
+        ttft_s = self._ttft_s.pop(request.request_id, None)
+        both = self._both(request)
         for each in both:
             each.open.pop(request.request_id, None)
             each.unanswered.pop(request.request_id, None)
@@ -130,7 +134,7 @@ class RouterStats:
                 each.first_tokens.append(_FirstToken(self._clock(), ttft_s))
 
     def _both(self, request: ProxiedRequest) -> tuple[_Requests, _Requests]:
-        """Return what is kept of all requests, and of those of this one's adapter."""
+        """Return the records of all requests, and of requests for this one's adapter."""
         name = BASE if request.adapter is None else request.adapter.name
         known = self._adapters.get(name)
         if known is None:
@@ -142,7 +146,9 @@ class RouterStats:
 
     async def snapshot(self, query: StatsQuery) -> dict[str, Any]:
         """Return the body of ``/v1/stats``."""
-        now_s, total, state = self._clock(), self._total, router_state(self._backend_router)
+        now_s = self._clock()
+        total = self._total
+        state = router_state(self._backend_router)
         bases = self._catalog.base_cards()
         rows = [row for row in self._rows(bases, now_s) if query.match.lower() in row["name"].lower()]
         pick = heapq.nsmallest if query.ascending else heapq.nlargest
@@ -213,7 +219,8 @@ class RouterStats:
 
     def _row(self, name: str, requests: _Requests | None, now_s: float) -> dict[str, Any]:
         known = requests or _Requests(self._clock)
-        ttft, oldest_s = _recent(known, now_s), known.oldest_s(now_s)
+        ttft = _recent(known, now_s)
+        oldest_s = known.oldest_s(now_s)
         return {
             "name": name,
             "is_base": False,

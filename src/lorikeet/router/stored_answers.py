@@ -1,4 +1,4 @@
-"""Answers of ``/v1/responses`` that a backend keeps: which one, so that later requests find them there."""
+"""Remembers which backend keeps each answer of ``/v1/responses``, so that later requests are sent there."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from lorikeet.core.ids import ReplicaId
 
 _MOST = 100_000
-"""Of them, the newest, the router knows; some 200 bytes each."""
+"""Number of answers that are remembered, the newest; each takes about 200 bytes."""
 
 
 class _Place(NamedTuple):
@@ -15,18 +15,18 @@ class _Place(NamedTuple):
 
 
 class StoredAnswers:
-    """Where answers are kept, and whose they are. A router that is started anew knows none."""
+    """The backends and tenants of stored answers. A restarted router knows none."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[str, _Place] = OrderedDict()
 
     def put(self, answer_id: str, tenant: str, replica: ReplicaId) -> None:
-        """A backend has begun an answer for a tenant."""
+        """Remember that a backend has begun an answer for a tenant."""
         self._places[answer_id] = _Place(tenant, replica)
         while len(self._places) > _MOST:
             self._places.popitem(last=False)
 
     def find(self, answer_id: str, tenant: str) -> ReplicaId | None:
-        """Return the backend that keeps a tenant's answer; None if that is not known."""
+        """Return the backend that keeps a tenant's answer; None if it is unknown."""
         place = self._places.get(answer_id)
         return None if place is None or place.tenant != tenant else place.replica

@@ -1,7 +1,7 @@
-"""A simulated cluster that is cut into cells (docs/decisions/cells.md).
+"""Simulates a cluster that is cut into cells (docs/decisions/cells.md).
 
-Each cell has its own replicas, router and orchestrator, and shares nothing with the others. So each is simulated in a
-process of its own.
+Each cell has its own replicas, routing and orchestrator, and shares nothing with the others. So each is simulated in
+a process of its own.
 """
 
 import multiprocessing
@@ -21,11 +21,11 @@ from lorikeet.workloads.workload import WorkloadRequest
 
 
 class Cells(NamedTuple):
-    """What each cell serves.
+    """The adapters and requests of each cell.
 
     Attributes:
-        adapters: for each cell the names of its adapters. A popular adapter is in several cells.
-        requests: for each cell the indices of its requests, in the order of the workload.
+        adapters: names of the adapters of each cell. A popular adapter is in several cells.
+        requests: indices of the requests of each cell, in the order of the workload.
     """
 
     adapters: list[list[str]]
@@ -33,7 +33,7 @@ class Cells(NamedTuple):
 
 
 def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str], cells: int) -> Cells:
-    """Give every adapter a cell by its demand, the tokens of its requests, and every request a cell of its adapter.
+    """Assign adapters to cells by their demand, the tokens of their requests, and requests to a cell of their adapter.
 
     Adapters are placed by decreasing demand, each in the cell with the least demand so far. Those without demand go to
     the cell with the fewest adapters. An adapter with more than a cell's share of all demand gets as many cells as its
@@ -47,7 +47,8 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
     for request in workload:
         demand[request.adapter] += request.input_tokens + request.output_tokens
     share = max(1.0, sum(demand.values()) / cells)
-    load, found = [0.0] * cells, Cells([[] for _ in range(cells)], [[] for _ in range(cells)])
+    load = [0.0] * cells
+    found = Cells([[] for _ in range(cells)], [[] for _ in range(cells)])
     homes: dict[str | None, list[int]] = {None: list(range(cells))}
     for name in sorted(adapters, key=lambda name: -demand[name]):
         copies = min(cells, max(1, -int(-demand[name] // share)))
@@ -60,7 +61,8 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
     taken = dict.fromkeys(homes, 0)
     of_conversation: dict[tuple[str | None, str], int] = {}
     for index, request in enumerate(workload):
-        adapter, conversation = request.adapter, request.conversation
+        adapter = request.adapter
+        conversation = request.conversation
         cell = None if conversation is None else of_conversation.get((adapter, conversation))
         if cell is None:
             cell = homes[adapter][taken[adapter] % len(homes[adapter])]
@@ -87,7 +89,8 @@ def simulate_cells(
         ValueError: see ``run_scenario``.
     """
     show("cells", 0, cells)
-    context, workers = multiprocessing.get_context("spawn"), min(cells, len(usable_cores()))
+    context = multiprocessing.get_context("spawn")
+    workers = min(cells, len(usable_cores()))
     # A process ends with its cell, so that its memory is free when the results are put together.
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as executor:
         futures = [executor.submit(run_cell, cell) for cell in range(cells)]

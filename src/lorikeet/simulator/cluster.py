@@ -1,4 +1,4 @@
-"""Runs a workload through many modelled engines on one virtual clock.
+"""Simulates a workload on many modelled engines on one virtual clock.
 
 The engines stand behind the dispatcher and the orchestrator of a live cluster. The agenda orders the events.
 """
@@ -71,12 +71,12 @@ longer than this limit stays unsolved here, too.
 
 
 class ClusterChoice(NamedTuple):
-    """What a scenario says of its cluster; the preset says the rest.
+    """The options of a cluster that a scenario sets; the preset sets the others.
 
     Attributes:
         replicas: number of engines, all alike.
-        seed: of the random draws of policies.
-        slo: that policies should meet.
+        seed: seed of the random draws of policies.
+        slo: SLO that policies should meet.
         fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
         routing_parameters: arguments of the routing policy that a preset cannot set.
         history: requests of earlier periods, oldest first, which count as demand and do not run.
@@ -108,13 +108,13 @@ def simulate_cluster(
     """Run ``workload`` on modelled replicas behind the preset's routing and placement.
 
     Args:
-        settings: of every engine.
+        settings: settings of every engine.
         profile: cost profile. A replica's copies are read from its host's memory. If the preset's placement needs
             operating points and the profile has none, they are searched first (see ``operating_points_for``).
-        workload: by arrival, at least one request.
-        adapters: by the names in the workload.
+        workload: requests in the order of their arrival, at least one.
+        adapters: adapters by their names in the workload.
         prompts: makes the prompts.
-        choice: of the cluster.
+        choice: options of the cluster.
         predictor: predicts the lengths of answers, see ``run_workload``.
         on_finished: called with the number of requests that have ended.
         show: called with (stage, done, total) while operating points are searched.
@@ -190,7 +190,8 @@ def _options(
 ) -> ClusterOptions:
     """Return the options of the policies; mean requests are those of the workload."""
     _, preset = resolve_preset(settings.engine.preset)
-    info, slo = replica.info(), choice.slo
+    info = replica.info()
+    slo = choice.slo
     prompt_tokens = max(1, round(fmean(request.input_tokens for request in workload)))
     output_tokens = max(1, round(fmean(request.output_tokens for request in workload)))
     options = ClusterOptions(
@@ -230,7 +231,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
         provisioned: at the start every adapter is where the first placement puts it; at one replica, in turn, if not
             all copies may be held. Otherwise it is nowhere, and is
             read from its source files for its first request.
-        migration: what co-migration needs; None for no co-migration.
+        migration: costs that co-migration needs; None for no co-migration.
         learned: learns what steps and loads cost; None if routing keeps the costs that it was built with, as in papers.
         history: demand of earlier periods, oldest first.
     """
@@ -248,7 +249,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
 
 
 class EventKind(IntEnum):
-    """Kinds of events. Of several events at one time the kind listed first comes first.
+    """Kinds of events. Among events at one time, the kind listed first comes first.
 
     State changes come before decisions that use them. Engines begin their turns last, so a request that arrives at that
     very moment is part of the turn.
@@ -263,18 +264,18 @@ class EventKind(IntEnum):
     REVIEW = 3
     """Co-migration reviews the cluster."""
     ARRIVAL = 4
-    """A request arrives. The workload keeps these events, not the agenda."""
+    """A request arrives. These events are in the workload, not in the agenda."""
     TURN = 5
     """An engine begins a turn."""
 
 
 class Event(NamedTuple):
-    """An event in the future. Earlier ones are smaller; their numbers make all of them different.
+    """A future event. Events are ordered by time, kind and number.
 
     Attributes:
         at_s: when it happens.
-        kind: of event.
-        number: in the order in which they were added.
+        kind: kind of event.
+        number: number of the event, in the order of creation.
         act: carries it out; called with the time.
     """
 
@@ -285,7 +286,7 @@ class Event(NamedTuple):
 
 
 class Agenda:
-    """The events that are still to happen."""
+    """The future events."""
 
     def __init__(self) -> None:
         self._of_engines: list[Event] = []
@@ -293,7 +294,7 @@ class Agenda:
         self._numbers = count()
 
     def add(self, at_s: float, kind: EventKind, act: Callable[[float], None]) -> None:
-        """Add an event at a time that is not past."""
+        """Add an event, not in the past."""
         events = self._of_engines if kind in (EventKind.TURN_END, EventKind.TURN) else self._others
         heappush(events, Event(at_s, kind, next(self._numbers), act))
 
@@ -307,12 +308,12 @@ class Agenda:
 
     @property
     def engine_s(self) -> float:
-        """When an engine next begins or ends a turn; infinity if none does."""
+        """The time at which an engine next begins or ends a turn; infinity if none does."""
         return self._of_engines[0].at_s if self._of_engines else math.inf
 
     @property
     def other_s(self) -> float:
-        """When the next other event happens, arrivals excluded; infinity if there is none."""
+        """The time of the next other event, arrivals excluded; infinity if there is none."""
         return self._others[0].at_s if self._others else math.inf
 
 
@@ -321,10 +322,10 @@ class ClusterRun:
 
     Args:
         replicas: their clocks are at the start of the workload.
-        setup: of the cluster.
+        setup: setup of the cluster.
         adapters: all that requests may name.
         arrivals: the workload.
-        collector: of the same workload.
+        collector: collector of the same workload.
     """
 
     def __init__(
@@ -344,7 +345,7 @@ class ClusterRun:
         self._dispatcher = Dispatcher(setup.routing, prefetch=setup.prefetch, held_share=setup.held_share)
         for ref in adapters:
             self._dispatcher.register(ref.digest, size_bytes=ref.weight_bytes)
-        self._began_s = max(now, arrivals.next_s())  # the first request starts a period
+        self._began_s = max(now, arrivals.next_s())  # The first request starts a period.
         self._orchestrator = Orchestrator(
             setup.placement, list(self._replicas), self._began_s - len(setup.history) * setup.period_s
         )
@@ -352,7 +353,7 @@ class ClusterRun:
         self._comigration = CoMigration(review._replace(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
         self._copies = 0
-        self._leaving = 0  # requests that leave their replicas when these end their turns
+        self._leaving = 0  # requests that leave their replicas at the end of a turn
         self._agenda = Agenda()
         self._requests: dict[RequestId, Request] = {}
         self._sent_s: dict[RequestId, float] = {}
@@ -376,7 +377,7 @@ class ClusterRun:
                 break
             event = self._agenda.pop_before(arrival_s)
             if event is None:
-                now = max(now, arrival_s)  # a turn of a conversation may follow an answer that failed early
+                now = max(now, arrival_s)  # The next turn of a conversation may follow an answer that failed early.
                 self._arrive(self._arrivals.take(), now)
             elif arrival_s == math.inf and self._is_stalled(event.kind):
                 raise ExecutorError("requests wait, and nothing is in flight that could let one continue")
@@ -429,7 +430,8 @@ class ClusterRun:
         for request_id, replica in actions.sends:
             self._sent_s[request_id] = now
             self._tally.of[replica].requests += 1
-            request, exported = self._requests[request_id], self._imports.pop(request_id, None)
+            request = self._requests[request_id]
+            exported = self._imports.pop(request_id, None)
             if exported is not None:
                 self._send(self._replicas[replica], ImportKv(request.adapter, exported.keys, exported.blocks), now)
             self._send(self._replicas[replica], Submit(request), now)
@@ -471,20 +473,21 @@ class ClusterRun:
 
     def _turn(self, replica: SimulatedReplica, now: float) -> None:
         if now != replica.turn_s:
-            return  # an earlier turn was scheduled since
-        replica.turn_s, replica.is_turning = math.inf, True
+            return  # An earlier turn was scheduled since.
+        replica.turn_s = math.inf
+        replica.is_turning = True
         outputs, end_s = replica.turn(now, self._until_s())
         self._agenda.add(end_s, EventKind.TURN_END, partial(self._on_turn_end, replica, outputs))
 
     def _until_s(self) -> float:
-        """Return until when nothing can reach an engine that begins a turn now."""
+        """Return the time until which no message can reach an engine that begins a turn now."""
         until_s = min(self._arrivals.next_s(), self._agenda.other_s)
         if self._dispatcher.waiting or self._arrivals.follow_answers or self._leaving:
             until_s = min(until_s, self._agenda.engine_s)
         return until_s
 
     def _on_turn_end(self, replica: SimulatedReplica, outputs: StepOutputs, now: float) -> None:
-        """End a turn: apply its outputs, then move the requests that were to leave."""
+        """End a turn: apply its outputs, then move the requests that leave."""
         replica.is_turning = False
         self._collector.take(outputs, now)
         self._tally.of[replica.id].output_tokens += sum(len(output.tokens) for output in outputs.tokens)
@@ -500,7 +503,8 @@ class ClusterRun:
             self._apply(self._dispatcher.gauges(gauges, now), now)
         for exported in outputs.exported_kv:
             self._on_exported(replica, exported, now)
-        all_leaving, replica.leaving = replica.leaving, []
+        all_leaving = replica.leaving
+        replica.leaving = []
         self._leaving -= len(all_leaving)
         for leaving in all_leaving:
             self._move(leaving, now)
@@ -542,7 +546,8 @@ class ClusterRun:
         observed = observe(self._dispatcher.fleet, self._sent_s, self._moved_s, times, now, reserved_share)
         requests = {request.request_id: request for request in observed.requests}
         for move in self._comigration.review(*observed).moves:
-            source, leaving = self._replicas[move.source], PendingMove(requests[move.request_id], move.target)
+            source = self._replicas[move.source]
+            leaving = PendingMove(requests[move.request_id], move.target)
             if source.is_turning:
                 source.leaving.append(leaving)
                 self._leaving += 1
@@ -553,7 +558,8 @@ class ClusterRun:
     def _move(self, leaving: PendingMove, now: float) -> None:
         """Export a request from its engine, unless it has ended or moved since the review."""
         request, target = leaving
-        request_id, source = request.request_id, self._replicas[request.replica]
+        request_id = request.request_id
+        source = self._replicas[request.replica]
         if self._dispatcher.fleet.where(request_id) != request.replica or request_id in self._targets:
             return
         exported = source.export_with_kv(request_id, now) if request.transfers_kv else None
@@ -568,7 +574,7 @@ class ClusterRun:
             self._targets[request_id] = target
 
     def _on_exported(self, replica: SimulatedReplica, exported: ExportedKv, now: float) -> None:
-        """The KV of an exported request is in its host's memory: send it to another host."""
+        """Send the KV of an exported request from its host's memory to another host."""
         size_bytes = len(exported.keys) * replica.sizes.block_bytes
         self._copies += 1
         end_s = self._copy_times.kv_arrival_s(replica.id, size_bytes, now)

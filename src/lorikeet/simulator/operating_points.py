@@ -39,7 +39,7 @@ Show = Callable[[str, int, int], None]
 
 
 class OperatingPointError(ValueError):
-    """There is no operating point. The message says at which rank and why."""
+    """No operating point was found. The message names the rank and the reason."""
 
 
 class MeanTokens(NamedTuple):
@@ -50,10 +50,10 @@ class MeanTokens(NamedTuple):
 
 
 class OperatingPointSearch(msgspec.Struct, frozen=True):
-    """How operating points are searched.
+    """The options of a search for operating points.
 
     Attributes:
-        ranks: to search.
+        ranks: ranks to search.
         adapters: number of adapters, all of one rank, requested at random.
         requests: fewest of one probe.
         limits: see ``probe_requests``. An overload of less than one part in ``limits`` goes unnoticed.
@@ -69,7 +69,7 @@ class OperatingPointSearch(msgspec.Struct, frozen=True):
 
 THOROUGH = OperatingPointSearch()
 BRIEF = OperatingPointSearch(requests=1000, limits=10.0, precision=0.05)
-"""Less precise, for simulations whose profile has no operating points that fit."""
+"""Options of a less precise search, for simulations whose profile has no operating points that fit."""
 
 _found: dict[bytes, OperatingLoads] = {}
 """Results of :func:`operating_points_for` in this process."""
@@ -89,13 +89,13 @@ def operating_points_for(
     """Return the profile's own operating points for exactly this setting, or search them, once per process.
 
     Args:
-        profile: of the replica.
-        preset: its name; only what a single replica uses counts.
-        slo: to meet.
+        profile: profile of the replica.
+        preset: name of the preset; only the options of a single replica count.
+        slo: SLO to meet.
         lengths: prompt and answer of every request, tokens.
-        seed: of the requests.
+        seed: seed of the requests.
         engine: settings of the replica, whose preset is ignored; None for the defaults, with a plan for each step.
-        search: how they are searched, if they must be.
+        search: options of the search.
         show: called with (stage, requests that have ended, requests) during a search.
 
     Raises:
@@ -131,11 +131,11 @@ def find_operating_loads(
     tokens of a request, so it is offered load, like demand.
 
     Args:
-        profile: of the replica.
-        engine: its settings. With ``num_scheduler_steps`` 1 it decides after each step, and the simulation is faster.
-        slo: to meet.
+        profile: profile of the replica.
+        engine: settings. With ``num_scheduler_steps`` 1 the engine decides after each step, and simulating is faster.
+        slo: SLO to meet.
         lengths: prompt and answer of every request, tokens.
-        seed: of the requests.
+        seed: seed of the requests.
         search: precision and size of the search.
         show: called with (stage, requests of a probe that have ended, requests).
 
@@ -152,7 +152,7 @@ def find_operating_loads(
     name, preset = resolve_preset(engine.preset)
     rates: dict[int, float] = {}
     for rank in sorted(search.ranks):
-        start = min(rates.values(), default=_FIRST_RATE)  # a larger rank is hardly ever faster
+        start = min(rates.values(), default=_FIRST_RATE)  # A larger rank is hardly ever faster.
         rates[rank] = _peak(_Probe(profile, engine, slo, MeanTokens(*lengths), seed, search, rank, show), start)
     return OperatingLoads(
         kernel_form=preset.kernel_form,
@@ -180,7 +180,7 @@ def with_operating_loads(profile: CostProfile, loads: OperatingLoads) -> CostPro
 
 
 def _setting(loads: OperatingLoads) -> tuple[object, ...]:
-    """Return what operating points depend on besides the profile."""
+    """Return everything that operating points depend on besides the profile."""
     return (
         loads.kernel_form,
         loads.slo,
@@ -226,7 +226,7 @@ class _Probe(NamedTuple):
             on_finished=lambda done: self.show(stage, done, requests),
         )
         share = slo_attainment(simulated.run.exchanges[int(requests * _LEFT_OUT) :], self.slo)
-        assert share is not None  # the SLO has limits
+        assert share is not None  # The SLO has limits.
         return share
 
 

@@ -14,13 +14,14 @@ from lorikeet.simulator.scenario import Scenario, ScenarioError
 from lorikeet.simulator.trials import Trial, TrialPool, TrialResult
 
 _LEAST_S = 120.0
-"""Length of a simulation, unless the scenario says otherwise."""
-_SHORT_SHARE, _SHORT_REQUESTS = 0.25, 300
+"""Seconds of a simulation, unless the scenario sets its length."""
+_SHORT_SHARE = 0.25
+_SHORT_REQUESTS = 300
 _FINALISTS = 8
-"""Candidates of one price that are simulated whole."""
+"""Number of candidates of one price that are simulated whole."""
 _ROUNDING = 1e-6
 LOADS = (1.1, 1.25, 1.5, 2.0)
-"""Multiples of the load that the choice is tried with."""
+"""Multiples of the load with which the choice is simulated."""
 FIRST_UNSEEN_SEED = 1000
 
 
@@ -30,7 +31,7 @@ class PricedProfile(NamedTuple):
     Attributes:
         profile: name or file of the cost profile.
         ranks: devices of one replica.
-        price: of one device for an hour.
+        price: price of one device for an hour.
     """
 
     profile: str
@@ -42,9 +43,9 @@ class Candidate(NamedTuple):
     """One way to serve the load.
 
     Attributes:
-        hardware: of each replica.
+        hardware: hardware of each replica.
         preset: the system.
-        host_memory_bytes: for adapters and KV on the host, of each replica.
+        host_memory_bytes: memory of each replica's host for adapters and KV.
         replicas: number of them.
     """
 
@@ -55,11 +56,11 @@ class Candidate(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Price of an hour."""
+        """The price of an hour."""
         return self.replicas * self.hardware.ranks * self.hardware.price
 
     def scenario(self, of: Scenario, seed: int) -> Scenario:
-        """Return the scenario served in this way."""
+        """Return the scenario with this hardware and preset."""
         return msgspec.structs.replace(
             of,
             profile=self.hardware.profile,
@@ -72,12 +73,12 @@ class Candidate(NamedTuple):
 
 @dataclass
 class Judged:
-    """What was found of a candidate.
+    """The trials of a candidate.
 
     Attributes:
         candidate: as given.
-        short: of the beginning of the simulation with the first seed; None before it.
-        full: of whole simulations, by seed.
+        short: trial of the beginning of the workload with the first seed; None before it.
+        full: trials of the whole workload, by seed.
         is_done: whether nothing more will be simulated.
     """
 
@@ -117,7 +118,7 @@ class Plan(NamedTuple):
         loads: the choice at higher loads, up to the first that misses; empty if the load cannot be multiplied.
         unseen: the choice with seeds that the search did not use.
         target: share of requests that must meet the SLO.
-        seeds: of each whole simulation.
+        seeds: seed of each whole simulation.
     """
 
     choice: Judged | None
@@ -143,7 +144,7 @@ def long_enough(scenario: Scenario) -> Scenario:
     """Return a scenario with a number of requests that shows whether its load can be sustained.
 
     Raises:
-        ScenarioError: it has no SLO.
+        ScenarioError: the scenario has no SLO.
     """
     limits = scenario.limits()
     if limits == type(limits)():
@@ -167,7 +168,7 @@ def _single_rate(scenario: Scenario) -> float | None:
 
 
 def _short(scenario: Scenario) -> Scenario:
-    """Return the beginning of a scenario, for a first look."""
+    """Return the beginning of a scenario, for a short trial."""
     if scenario.count is None:
         return scenario
     return msgspec.structs.replace(
@@ -184,7 +185,7 @@ class Planner:
 
     Args:
         scenario: the load; its profile, preset, replicas and seed are those of the candidates.
-        candidates: to choose from.
+        candidates: candidates to choose from.
         target: share of requests that must meet the SLO.
         seeds: simulations of each candidate.
         pool: runs them.
@@ -193,7 +194,10 @@ class Planner:
     def __init__(
         self, scenario: Scenario, candidates: Sequence[Candidate], target: float, seeds: int, pool: TrialPool
     ) -> None:
-        self._scenario, self._target, self._seeds, self._pool = long_enough(scenario), target, seeds, pool
+        self._scenario = long_enough(scenario)
+        self._target = target
+        self._seeds = seeds
+        self._pool = pool
         self._most_missed = self._misses_allowed(self._scenario, None)
         self._judged = [Judged(each) for each in sorted(candidates, key=_by_cost)]
         self._waiting: dict[int, list[Future[TrialResult]]] = {}
@@ -201,7 +205,8 @@ class Planner:
     def plan(self, unseen: int) -> Plan:
         """Return the plan; the choice is also simulated with ``unseen`` further seeds, and with more load."""
         choice = self._search(self._seeds + unseen + len(LOADS))
-        loads, checks = list[LoadStep](), list[TrialResult]()
+        loads = list[LoadStep]()
+        checks = list[TrialResult]()
         if choice is not None:
             raised = self._with_more_load(choice.candidate.scenario(self._scenario, 0))
             seeds = range(FIRST_UNSEEN_SEED, FIRST_UNSEEN_SEED + unseen)
@@ -214,20 +219,22 @@ class Planner:
         return Plan(choice, judged, loads, checks, self._target, self._seeds)
 
     def _misses_allowed(self, scenario: Scenario, rate: float | None) -> int:
-        """Return how many requests of a simulation may miss the SLO."""
+        """Return the number of requests of a simulation that may miss the SLO."""
         return int((1 - self._target) * len(scenario.recipe(rate).requests()) + _ROUNDING)
 
     def _trial(self, scenario: Scenario) -> Trial:
         return Trial(scenario, most_missed=self._most_missed)
 
     def _with_more_load(self, scenario: Scenario) -> list[tuple[float, Future[TrialResult]]]:
-        """Begin simulations with more and more load, until one is known to miss; return the multiples with them."""
-        rate, begun = _single_rate(self._scenario), list[tuple[float, Future[TrialResult]]]()
+        """Begin simulations with more and more load, until one misses; return them with their multiples."""
+        rate = _single_rate(self._scenario)
+        begun = list[tuple[float, Future[TrialResult]]]()
         for factor in LOADS if rate is not None else ():
             self._pool.wait_for_worker()
             if any(each.done() and not each.result().meets(self._target) for _, each in begun):
                 break
-            longer, more = _as_long(scenario, factor), (rate or 0.0) * factor
+            longer = _as_long(scenario, factor)
+            more = (rate or 0.0) * factor
             begun.append((factor, self._pool.submit(Trial(longer, more, self._misses_allowed(longer, more)))))
         return begun
 
@@ -266,7 +273,7 @@ class Planner:
         return sorted(seen, key=lambda number: self._closeness(number, self._judged[number].short))[:_FINALISTS]
 
     def _wanted(self) -> list[int]:
-        """Return the candidates of which a simulation should begin, those of the least price first.
+        """Return the candidates whose simulations should begin, the cheapest first.
 
         Of the next price only the beginnings are wanted. Candidates that are being simulated are left out.
         """
@@ -286,11 +293,11 @@ class Planner:
         return [number for number in wanted if number not in self._waiting]
 
     def _rank(self, number: int) -> tuple[float, float, int]:
-        """Return what orders candidates that were simulated whole with one seed, the best first."""
+        """Return a sort key of candidates that were simulated whole with one seed, the best first."""
         return self._closeness(number, self._judged[number].full[0])
 
     def _closeness(self, number: int, result: TrialResult | None) -> tuple[float, float, int]:
-        """Return misses beyond the target, the P99 nearest to its limit, as a share of that, and host memory."""
+        """Return a sort key: misses beyond the target, the P99 nearest to its limit, and host memory."""
         assert result is not None
         limits = self._scenario.limits()
         pairs = (
@@ -315,7 +322,8 @@ class Planner:
             if not all(future.done() for future in futures):
                 continue
             del self._waiting[number]
-            judged, results = self._judged[number], [future.result() for future in futures]
+            judged = self._judged[number]
+            results = [future.result() for future in futures]
             if judged.short is None:
                 (judged.short,) = results
                 judged.is_done = bool(judged.short.error or judged.short.stopped_after)

@@ -6,11 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 260, 180, 50, 40, 60
-"""Pixels: a panel, the space left of it and above, and between panels."""
+_WIDTH = 260
+_HEIGHT = 180
+_LEFT = 50
+_TOP = 40
+_GAP = 60
+"""Pixels between two panels; the others are the size of a panel, and the space left of it and above."""
 
 _POINTS = 200
-_COLOUR, _LIMIT_COLOUR, _OTHER_COLOUR = "#2a9d5c", "#c0392b", "#8a94a6"
+_COLOUR = "#2a9d5c"
+_LIMIT_COLOUR = "#c0392b"
+_OTHER_COLOUR = "#8a94a6"
 _FRAME_COLOUR = "#8a94a6"
 _LIMIT_LINE = f'stroke="{_LIMIT_COLOUR}" stroke-dasharray="4 3"'
 _TICKS = (1, 2, 5)
@@ -26,10 +32,10 @@ def svg_document(width: float, height: float, shapes: Iterable[str], font_size: 
 
 
 class Panel(NamedTuple):
-    """One distribution.
+    """The distribution of one panel.
 
     Attributes:
-        name: of the values.
+        name: name of the values.
         seconds: the values; those of 0 are not drawn.
         limit_s: the SLO's; None for none.
     """
@@ -40,13 +46,13 @@ class Panel(NamedTuple):
 
 
 def distribution_panels(title: str, panels: Sequence[Panel]) -> str:
-    """Return one panel for each: the cumulative distribution, its P50, P95 and P99, and the limit as a dashed line.
+    """Draw one panel for each distribution: its cumulative curve, P50, P95 and P99, and the limit as a dashed line.
 
     The axis of seconds is logarithmic and ends at the largest value.
 
     Args:
         title: above all panels.
-        panels: those without values above 0 stay empty.
+        panels: panels; one without a value above 0 stays empty.
     """
     shapes = [f'<text x="{_LEFT}" y="20" font-weight="bold">{escape(title)}</text>']
     for number, panel in enumerate(panels):
@@ -64,7 +70,7 @@ def _panel(left: int, panel: Panel, values: np.ndarray) -> list[str]:
     for share in (0.5, 0.95, 0.99):
         y = bottom - share * _HEIGHT
         shapes.append(f'<line x1="{left}" y1="{y}" x2="{left + _WIDTH}" y2="{y}" stroke="#d5dae2"/>')
-        # The upper two lie close together.
+        # The labels of P95 and P99 lie close together.
         shapes.append(
             f'<text x="{left - 6}" y="{y + (4 if share != 0.99 else -3)}" text-anchor="end">{share:.0%}</text>'
         )
@@ -91,7 +97,8 @@ def _panel(left: int, panel: Panel, values: np.ndarray) -> list[str]:
     shapes.append(f'<circle cx="{across(p99):.1f}" cy="{bottom - 0.99 * _HEIGHT:.1f}" r="4" fill="{_COLOUR}"/>')
     said = f"P99 {p99:.3g} s"
     if panel.limit_s:
-        x, met = across(panel.limit_s), float((values <= panel.limit_s).mean())
+        x = across(panel.limit_s)
+        met = float((values <= panel.limit_s).mean())
         shapes.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" {_LIMIT_LINE}/>')
         said += f", limit {panel.limit_s:g} s: {met:.1%} within"
     shapes.append(f'<text x="{left + _WIDTH / 2}" y="{bottom + 50}" text-anchor="middle">{said}</text>')
@@ -104,7 +111,8 @@ def _frame(left: int, top: int, width: int, height: int) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return a few round values between two."""
-    first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
+    first = int(np.floor(np.log10(low)))
+    last = int(np.ceil(np.log10(high)))
     steps = _TICKS if last - first <= 2 else (1,)
     return [
         step * 10.0**power for power in range(first, last + 1) for step in steps if low <= step * 10.0**power <= high
@@ -115,7 +123,7 @@ class Bar(NamedTuple):
     """One system in a comparison.
 
     Attributes:
-        name: of the system.
+        name: name of the system.
         values: one for each seed; the bar is their mean, a line goes from the least to the most.
         is_best: whether it is the best.
     """
@@ -125,11 +133,13 @@ class Bar(NamedTuple):
     is_best: bool
 
 
-_BAR_HEIGHT, _BAR_GAP, _NAMES = 18, 10, 150
+_BAR_HEIGHT = 18
+_BAR_GAP = 10
+_NAMES = 150
 
 
 def bar_panels(title: str, panels: Sequence[tuple[str, float | None, Sequence[Bar]]]) -> str:
-    """Return one panel for each (name, limit or None, bars): horizontal bars, and the limit as a dashed line."""
+    """Draw one panel for each (name, limit or None, bars): horizontal bars, and the limit as a dashed line."""
     rows = max((len(bars) for _, _, bars in panels), default=0)
     bottom = _TOP + rows * (_BAR_HEIGHT + _BAR_GAP) + _BAR_GAP
     shapes = [f'<text x="20" y="20" font-weight="bold">{escape(title)}</text>']
@@ -144,7 +154,8 @@ def bar_panels(title: str, panels: Sequence[tuple[str, float | None, Sequence[Ba
             y = _TOP + _BAR_GAP + row * (_BAR_HEIGHT + _BAR_GAP)
             mean = sum(bar.values) / len(bar.values)
             width, least, largest = (value / most * _WIDTH for value in (mean, min(bar.values), max(bar.values)))
-            colour, middle = _COLOUR if bar.is_best else _OTHER_COLOUR, y + _BAR_HEIGHT / 2
+            colour = _COLOUR if bar.is_best else _OTHER_COLOUR
+            middle = y + _BAR_HEIGHT / 2
             shapes.append(
                 f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}" fill="{colour}"/>'
                 f'<line x1="{left + least:.1f}" y1="{middle}" x2="{left + largest:.1f}" y2="{middle}" stroke="black"/>'
@@ -162,8 +173,8 @@ class CostPoint(NamedTuple):
     """A candidate of a plan.
 
     Attributes:
-        name: what it is.
-        cost: of an hour.
+        name: name of the hardware and preset.
+        cost: cost of an hour.
         attainment: share of requests that met the SLO.
         is_choice: whether it was chosen.
     """
@@ -174,13 +185,18 @@ class CostPoint(NamedTuple):
     is_choice: bool
 
 
-_PLAN_WIDTH, _PLAN_HEIGHT, _PLAN_LEFT, _PLAN_TOP, _LEGEND = 420, 260, 70, 50, 330
+_PLAN_WIDTH = 420
+_PLAN_HEIGHT = 260
+_PLAN_LEFT = 70
+_PLAN_TOP = 50
+_LEGEND = 330
 _MOST_NAMED = 16
 
 
 def cost_plot(title: str, points: Sequence[CostPoint], target: float) -> str:
-    """Return cost against attainment: one numbered mark a candidate, the target as a dashed line, names beside."""
-    left, bottom = _PLAN_LEFT, _PLAN_TOP + _PLAN_HEIGHT
+    """Draw cost against attainment: a numbered mark for each candidate, the target as a dashed line, and a legend."""
+    left = _PLAN_LEFT
+    bottom = _PLAN_TOP + _PLAN_HEIGHT
     right = left + _PLAN_WIDTH
     most = max((point.cost for point in points), default=1.0) * 1.1 or 1.0
     shapes = [
@@ -201,7 +217,8 @@ def cost_plot(title: str, points: Sequence[CostPoint], target: float) -> str:
     shapes.append(f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" {_LIMIT_LINE}/>')
     # The choice is drawn last, above the others.
     for number, point in sorted(enumerate(points, 1), key=lambda item: item[1].is_choice):
-        x, y = left + point.cost / most * _PLAN_WIDTH, bottom - point.attainment * _PLAN_HEIGHT
+        x = left + point.cost / most * _PLAN_WIDTH
+        y = bottom - point.attainment * _PLAN_HEIGHT
         colour = _COLOUR if point.is_choice else _OTHER_COLOUR
         shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{7 if point.is_choice else 4}" fill="{colour}"/>')
         shapes.append(f'<text x="{x + 9:.1f}" y="{y + 4:.1f}">{number}</text>')

@@ -14,10 +14,10 @@ from lorikeet.core.request import Request
 from lorikeet.engine.process import STATS_EVERY_S
 
 _MARGIN = 1.1
-"""A step is assumed to be at most this many times as long as the last one: contexts grow."""
+"""Factor by which a step may be longer than the last one, because contexts grow."""
 
 EPOCH = 0
-"""Incarnation of every simulated engine: none is ever restarted."""
+"""Incarnation of every simulated engine. Engines are not restarted."""
 
 
 EngineMessage = Submit | ImportKv | RegisterAdapters | DropAdapter
@@ -25,10 +25,10 @@ EngineMessage = Submit | ImportKv | RegisterAdapters | DropAdapter
 
 
 class PendingMove(NamedTuple):
-    """A request that is to be moved.
+    """A request that will be moved.
 
     Attributes:
-        request: as it was at the review.
+        request: the request at the review.
         target: replica to move it to.
     """
 
@@ -43,12 +43,12 @@ class SimulatedReplica:
     messages sent meanwhile are received with the next turn, as an engine process does.
 
     Args:
-        replica_id: its id.
+        replica_id: id of the replica.
         made: the engine.
         max_batch: most requests in a step.
 
     Attributes:
-        engine, sizes, notes: of the replica.
+        engine, sizes, notes: engine, sizes and notes of the replica.
         is_turning: whether a turn is running.
         turn_s: when its next turn begins; infinity if none is scheduled.
         leaving: requests to move when the running turn has ended.
@@ -71,7 +71,7 @@ class SimulatedReplica:
         self.busy_s = 0.0
 
     def info(self) -> ReplicaInfo:
-        """Return what a fleet knows of it when it joins."""
+        """Return the replica's sizes for the fleet."""
         sizes = self.sizes
         return ReplicaInfo(
             replica=self.id,
@@ -82,17 +82,17 @@ class SimulatedReplica:
         )
 
     def send(self, message: EngineMessage) -> None:
-        """Send a message. An idle replica must be given a turn."""
+        """Send a message. The caller schedules a turn of an idle replica."""
         self._inbox.append(message)
 
     def turn(self, now: float, until_s: float) -> tuple[StepOutputs, float]:
-        """Receive messages and run a turn that begins now. Return its outputs, and when it ends.
+        """Receive messages and run a turn that begins now. Return its outputs and the time of its end.
 
         Identical steps are run together as long as they are expected to end by ``until_s``, judging by the last step. A
         step that ends later is its own turn, so that all tokens before ``until_s`` have been reported by then.
 
         Args:
-            now: at or after the end of the last turn.
+            now: a time at or after the end of the last turn.
             until_s: nothing reaches the engine before (see ``Engine.step``). Ignored if the engine repeats steps as a
                 live one does.
 
@@ -125,7 +125,7 @@ class SimulatedReplica:
         return outputs, end_s
 
     def next_turn_s(self, now: float) -> float:
-        """Return when the next turn begins if no message is sent before. The last turn has ended."""
+        """Return the time at which the next turn begins if no message is sent before. The last turn has ended."""
         if self._inbox:
             return now
         if not self.engine.has_requests and not self.engine.has_chores:
@@ -136,7 +136,7 @@ class SimulatedReplica:
         return max(now, min(self.engine.due_s, math.inf if transfer_s is None else transfer_s))
 
     def withdraw(self, request_id: RequestId, now: float) -> Request:
-        """Take back a request that was sent here. No turn is running. The replica must be given a turn.
+        """Take back a request that was sent here, while no turn runs. The caller schedules a turn.
 
         Raises:
             KeyError: unknown request.

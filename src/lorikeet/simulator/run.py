@@ -1,4 +1,4 @@
-"""Runs a workload through one engine on a virtual clock; the result of a simulated run."""
+"""Simulates a workload on one engine on a virtual clock; the figures of simulated runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -53,10 +53,10 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
     """The figures of one replica. Means are over the time of the run.
 
     Attributes:
-        replica: which.
+        replica: id of the replica.
         requests: sent to it, including those that were moved away.
-        output_tokens: that it generated.
-        busy_share: of the time.
+        output_tokens: tokens that it generated.
+        busy_share: share of the time in which it was busy.
         routed_mean, routed_most: adapters that placements assigned to it.
         held_mean, held_most: adapters of which it had a copy.
         held_bytes_mean, held_bytes_most: weights of those.
@@ -84,11 +84,11 @@ class ClusterFigures(msgspec.Struct, frozen=True):
     """The figures of all replicas.
 
     Attributes:
-        duration_s: of the run.
+        duration_s: duration of the run.
         adapters, adapter_bytes: number of adapters, and their weights: what each replica would hold under full
             replication.
         held_share: mean of ``held_bytes_mean`` over the replicas, as a share of that; None without adapters.
-        placements: that changed the table since the start.
+        placements: number of placements that changed the table after the start.
         fetches, fetched_bytes, provisions, provided_bytes: sums over the replicas.
         deletes: copies deleted.
         moves: requests that co-migration moved.
@@ -119,10 +119,12 @@ class ReplicaTally:
     def __init__(self, now: float) -> None:
         self.requests = self.output_tokens = 0
         self.fetches = self.fetched_bytes = self.provisions = self.provided_bytes = 0
-        self.routed, self.held, self.held_bytes = TimeWeightedLevel(now), TimeWeightedLevel(now), TimeWeightedLevel(now)
+        self.routed = TimeWeightedLevel(now)
+        self.held = TimeWeightedLevel(now)
+        self.held_bytes = TimeWeightedLevel(now)
 
     def hold(self, copies: int, size_bytes: int, now: float) -> None:
-        """Add ``copies`` copies (-1 to remove one) of an adapter of that size."""
+        """Add ``copies`` copies (-1 to remove one) of an adapter with a size."""
         self.held.add(copies, now)
         self.held_bytes.add(copies * size_bytes, now)
 
@@ -147,11 +149,11 @@ class ReplicaTally:
 
 
 class ClusterTally:
-    """Counts what happens in a simulated cluster.
+    """Counts the events of a simulated cluster.
 
     Args:
         replicas: all replicas.
-        sizes_bytes: of all adapters' weights.
+        sizes_bytes: sizes of all adapters' weights.
         now: start of the run.
 
     Attributes:
@@ -172,19 +174,21 @@ class ClusterTally:
             tally.routed.add(there[replica] - tally.routed.value, now)
 
     def seeded(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
-        """Record a copy that is there from the start."""
+        """Record a copy that exists at the start."""
         self.of[replica].hold(1, self._sizes_bytes[adapter], now)
 
     def fetched(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
         """Record a copy from another replica."""
-        tally, size_bytes = self.of[replica], self._sizes_bytes[adapter]
+        tally = self.of[replica]
+        size_bytes = self._sizes_bytes[adapter]
         tally.fetches += 1
         tally.fetched_bytes += size_bytes
         tally.hold(1, size_bytes, now)
 
     def provided(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
         """Record a copy from source files."""
-        tally, size_bytes = self.of[replica], self._sizes_bytes[adapter]
+        tally = self.of[replica]
+        size_bytes = self._sizes_bytes[adapter]
         tally.provisions += 1
         tally.provided_bytes += size_bytes
         tally.hold(1, size_bytes, now)
@@ -196,7 +200,8 @@ class ClusterTally:
 
     def figures(self, busy_s: Mapping[ReplicaId, float], now: float) -> ClusterFigures:
         """Return the figures of a run that has ended now; ``busy_s`` is the busy time of each replica."""
-        duration_s, adapter_bytes = now - self._start_s, sum(self._sizes_bytes.values())
+        duration_s = now - self._start_s
+        adapter_bytes = sum(self._sizes_bytes.values())
         replicas = tuple(tally.figures(replica, busy_s[replica], duration_s, now) for replica, tally in self.of.items())
         held_bytes = fmean(each.held_bytes_mean for each in replicas)
         return ClusterFigures(
@@ -246,10 +251,10 @@ def simulate(
     """Run ``workload`` on one modelled replica (see ``modelled_replica``).
 
     Args:
-        settings: of the engine.
+        settings: settings of the engine.
         profile: cost profile.
-        workload: by arrival.
-        adapters: by the names in the workload.
+        workload: requests in the order of their arrival.
+        adapters: adapters by their names in the workload.
         prompts: makes the prompts.
         predictor: predicts the lengths of answers, see ``run_workload``.
         on_finished: called with the number of requests that have ended.

@@ -1,4 +1,4 @@
-"""What is simulated, as plain values: from a file, from flags, or both."""
+"""Reads scenarios to simulate, as plain values, from a file, from flags, or from both."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -28,15 +28,15 @@ _WITHOUT_EFFECT = frozenset(
     {"executor", "profile", "tensor_parallel", "pipeline_parallel", "rank_address", "rank_key_file"}
     | {"device", "kernels", "enforce_eager", "threads"}
 )
-"""Settings of an engine that computes; a modelled one takes these from its profile."""
+"""Settings of a real engine. A modelled one takes these from its profile."""
 
 
 class ScenarioError(ValueError):
-    """A scenario cannot be read or has no meaning. The message names file and key."""
+    """The scenario cannot be read or has no meaning. The message names file and key."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One simulation.
+    """The settings of one simulation.
 
     Attributes:
         profile: name or file of the cost profile.
@@ -62,7 +62,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         slo: limits such as ``ttft=0.5,tpot=0.1``.
         predictor: of the lengths of answers, for policies that use them: ``oracle:0.8`` is right four times in five,
             ``history`` learns from finished answers, ``none`` uses the true lengths.
-        seed: of all random draws.
+        seed: seed of all random draws.
     """
 
     profile: str
@@ -172,7 +172,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the SLO.
 
         Raises:
-            OptionError: it cannot be read.
+            OptionError: the SLO cannot be read.
         """
         return parse_slo(self.slo)
 
@@ -180,7 +180,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Check that every given value has an effect.
 
         Raises:
-            ScenarioError: one has none.
+            ScenarioError: a value has no effect.
         """
         given = [name for name, default in _DEFAULTS.items() if getattr(self, name) != default]
         useless = without_effect(given, self.shape, self.arrivals, has_trace=bool(self.trace))
@@ -196,12 +196,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _NUMBERS = {"rate", "ranks", "prompt_tokens", "output_tokens"}
-"""Text values that may be given as a number."""
+"""Text values that may be written as a number."""
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
 
 
 def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:
-    """Merge a TOML file and flags. Flags win; flags that are None are not given.
+    """Merge a TOML file and flags. Flags take precedence; flags that are None are not set.
 
     Raises:
         ScenarioError: the file cannot be read, a key is unknown, or a value is wrong.

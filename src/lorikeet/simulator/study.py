@@ -34,11 +34,11 @@ class ScenarioResult(NamedTuple):
     """The result of a simulation.
 
     Attributes:
-        scenario: what was simulated.
+        scenario: the scenario that was simulated.
         profile: cost profile.
-        rate: that replaced the scenario's own; None if none did.
+        rate: rate that replaced the scenario's own; None for none.
         simulated: run, gauges and notes.
-        figures: of the run.
+        figures: figures of the run.
     """
 
     scenario: Scenario
@@ -85,7 +85,7 @@ def run_scenario(
     """Simulate a scenario.
 
     Args:
-        scenario: what to simulate.
+        scenario: scenario to simulate.
         show: called with (stage, requests that have ended, requests).
         rate: requests per second instead of the scenario's.
         stage: name for ``show``.
@@ -117,7 +117,7 @@ def _workload(scenario: Scenario, rate: float | None) -> list[WorkloadRequest]:
 
 
 def _run_cell(scenario: Scenario, rate: float | None, most_missed: int | None, cell: int) -> Simulated:
-    """Run one cell of a scenario, as a process of its own does."""
+    """Run one cell of a scenario in a process of its own."""
     workload = _workload(scenario, rate)
     adapters = scenario.adapter_refs(load_profile(scenario.profile).geometry, workload)
     cells = cut_into_cells(workload, list(adapters), scenario.cells)
@@ -126,7 +126,7 @@ def _run_cell(scenario: Scenario, rate: float | None, most_missed: int | None, c
     part = msgspec.structs.replace(scenario, replicas=scenario.replicas // scenario.cells, cells=1)
     run = _cluster(part, lambda stage, done, total: None)
     simulated = _run(part, run, workload, adapters, lambda done, total: None, most_missed)
-    gc.collect()  # the engines, before their figures are sent
+    gc.collect()  # Free the engines before their figures are sent.
     return_freed_memory()
     return simulated
 
@@ -140,7 +140,8 @@ def _run(
     most_missed: int | None,
 ) -> Simulated:
     """Run a workload by ``run``, called as ``simulate``; ``show`` is called with (requests ended, requests)."""
-    profile, block_size = load_profile(scenario.profile), block_tokens_of(workload)
+    profile = load_profile(scenario.profile)
+    block_size = block_tokens_of(workload)
     simulated = run(
         scenario.settings(),
         profile,
@@ -156,7 +157,7 @@ def _run(
 
 
 def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int, ranks: int) -> list[str]:
-    """Return the assumptions, in words."""
+    """Return the assumptions as sentences."""
     notes = []
     if any(request.prefix_blocks for request in workload):
         notes.append(f"prefix blocks of {block_size} tokens")
@@ -168,7 +169,7 @@ def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: 
 
 
 def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
-    """Return the function that runs the scenario's cluster, to be called as ``simulate``.
+    """Return a function that runs the scenario's cluster, with the arguments of ``simulate``.
 
     Raises:
         ScenarioError: a package that clusters need is not installed.

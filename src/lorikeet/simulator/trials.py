@@ -1,4 +1,4 @@
-"""Simulations of one scenario each, run beside each other in processes, and what is kept of them."""
+"""Runs simulations of one scenario each in parallel processes, and keeps their results."""
 
 import multiprocessing
 import time
@@ -17,10 +17,10 @@ from lorikeet.simulator.study import ScenarioResult, run_scenario
 
 
 class Trial(NamedTuple):
-    """One simulation to be run.
+    """A simulation to run.
 
     Attributes:
-        scenario: what to simulate.
+        scenario: scenario to simulate.
         rate: requests per second instead of the scenario's; None for that.
         most_missed: the simulation ends soon after more requests than this have missed the SLO; None for a whole one.
     """
@@ -31,17 +31,17 @@ class Trial(NamedTuple):
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """What is kept of a simulation. Times are in seconds.
+    """The kept figures of a simulation. Times are in seconds.
 
     Attributes:
-        seed: of the scenario.
+        seed: seed of the scenario.
         attainment: share of the requests that met the SLO; if the simulation was stopped, share of those sent by then
             that had met it or still could. None without limits.
-        stopped_after: how many requests had been sent when it was stopped; 0 for a whole one.
+        stopped_after: number of requests sent before the trial was stopped; 0 for a whole one.
         missed: share of the requests that missed each limit (``TTFT``, ``TPOT``, ``E2E``), or failed.
-        ttft_p50_s, ttft_p99_s, cold_ttft_p99_s, tpot_p99_s, e2e_p99_s: of complete answers.
+        ttft_p50_s, ttft_p99_s, cold_ttft_p99_s, tpot_p99_s, e2e_p99_s: percentiles of complete answers.
         goodput: requests per second that met the SLO.
-        preemptions: of all engines.
+        preemptions: preemptions in all engines.
         error: why it cannot be simulated; empty if it can.
     """
 
@@ -64,7 +64,7 @@ class TrialResult(msgspec.Struct, frozen=True):
 
 
 def run_trial(trial: Trial) -> TrialResult:
-    """Run one simulation. What has no meaning is an error in the result, so that others go on."""
+    """Run one simulation. A scenario without meaning is an error in the result, so that others go on."""
     try:
         return summary(
             run_scenario(trial.scenario, lambda stage, done, total: None, trial.rate, most_missed=trial.most_missed)
@@ -74,8 +74,9 @@ def run_trial(trial: Trial) -> TrialResult:
 
 
 def summary(result: ScenarioResult) -> TrialResult:
-    """Return what is kept of a simulation."""
-    figures, limits = result.figures, result.scenario.limits()
+    """Return the kept figures of a simulation."""
+    figures = result.figures
+    limits = result.scenario.limits()
     records = result.simulated.run.exchanges
 
     def at(values: object, percentile: str) -> float:
@@ -113,16 +114,17 @@ def _missed(record: RequestRecord, limits: Slo) -> bool:
     """Return whether a request has missed its limits; one that was stopped may have missed that on TTFT."""
     if record.error != STOPPED:
         return not record.meets(limits)
-    limit_s, ttft_s = (record.slo or limits).ttft_s, record.ttft_s
+    limit_s = (record.slo or limits).ttft_s
+    ttft_s = record.ttft_s
     return limit_s is not None and (record.e2e_s if ttft_s is None else ttft_s) > limit_s
 
 
 class TrialPool:
-    """Runs trials beside each other, and tells how far it is.
+    """Runs trials in parallel, and reports the progress.
 
     Args:
         executor: runs them.
-        workers: how many at once.
+        workers: number of workers that run at once.
         show: called with the number of trials that have ended, the number that is expected, and the seconds that the
             rest may take; None before the first has ended.
         run: runs one.
@@ -138,13 +140,15 @@ class TrialPool:
         self.workers = workers
         self.expected = 0
         self.done = 0
-        self._executor, self._show, self._run = executor, show, run
+        self._executor = executor
+        self._show = show
+        self._run = run
         self._began_s = time.monotonic()
         self._running: dict[Future[TrialResult], Trial] = {}
 
     @property
     def is_full(self) -> bool:
-        """Whether no more can run at once."""
+        """Whether no worker is free."""
         return len(self._running) >= self.workers
 
     def submit(self, trial: Trial) -> "Future[TrialResult]":
@@ -159,7 +163,7 @@ class TrialPool:
             self.wait()
 
     def result(self, future: "Future[TrialResult]") -> TrialResult:
-        """Return the result of a trial that was started, when it has ended."""
+        """Wait until a started trial has ended, and return its result."""
         while not future.done():
             self.wait()
         return future.result()
@@ -190,7 +194,7 @@ class TrialPool:
 def process_pool(
     workers: int, show: Callable[[int, int, float | None], None] = lambda done, expected, left_s: None
 ) -> Iterator[TrialPool]:
-    """Yield a pool of processes, which are ended at the end."""
+    """Yield a pool of processes, and end them afterwards."""
     executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
     try:
         yield TrialPool(executor, workers, show)
