@@ -1,4 +1,4 @@
-"""The audit log: who changed which adapter and which key, in the registry's database."""
+"""Records changes of adapters and keys, with their authors, in the registry's database."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ AUDIT = MetaData()
 _AUDIT = Table(
     "audit",
     AUDIT,
-    # SQLite counts only a column of this very type by itself.
+    # SQLite numbers rows automatically only in a column of exactly this type.
     Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
     Column("unix_s", Float, nullable=False),
     Column("actor", String, nullable=False),
@@ -70,7 +70,7 @@ def read_changes(connection: Connection, subject: str, before: int, limit: int) 
     """Return entries, the latest first.
 
     Args:
-        connection: to the registry's database.
+        connection: connection to the registry's database.
         subject: only of this adapter or key; empty for all.
         before: only those with smaller numbers; 0 for all.
         limit: most entries.

@@ -58,17 +58,17 @@ def _store_dir(settings: AdapterSettings) -> Path:
 
 
 _LATE_CHANGES = 100
-"""A change may become visible after so many that have larger numbers: its transaction ended after theirs."""
+"""Number of later changes that may become visible before a change, because its transaction ended after theirs."""
 
 
 class FollowedChange(NamedTuple):
-    """What another server has done to a name.
+    """A change that another server has made to a name.
 
     Attributes:
-        name: which.
-        record: what the name means now; None if it is gone.
-        old: what it meant here before; None if it is new.
-        why_not: why it cannot be served here; empty if it can.
+        name: the name.
+        record: the adapter of the name now; None if the name was removed.
+        old: the adapter of the name here before; None if the name is new.
+        why_not: reason for which it cannot be served here; empty if it can.
     """
 
     name: str
@@ -78,15 +78,15 @@ class FollowedChange(NamedTuple):
 
 
 class StoredAdapters:
-    """What the registry names, for all base models. A server reads it before it knows the sizes of its own.
+    """The names in the registry for all base models. A server reads them before it knows the sizes of its own.
 
     Args:
-        settings: of the catalog.
+        settings: settings of the catalog.
 
     Attributes:
         registry: open, of no base model yet.
         newest: number of the registry's latest change when it was read.
-        records: by base model and name.
+        records: records by base model and name.
 
     Raises:
         AdapterError: the registry cannot be opened or read.
@@ -192,9 +192,9 @@ class AdapterCatalog:
             trusted: whether the source is given by the operator, and may be anywhere.
             persistent: whether to write the name to the registry, so that it is there at the next start; None: unless
                 it is trusted, since the command line names it again then.
-            overrides: what counts instead of what its files say about conversations.
+            overrides: settings that replace the chat settings of its files.
             shown_source: reported instead of ``source``, which is not there later.
-            author: who registers it. What a tenant adds is its own; what it was before stays its owner's.
+            author: the author of the change. A tenant owns the names that it adds; a replaced name keeps its owner.
 
         Returns:
             The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
@@ -224,7 +224,7 @@ class AdapterCatalog:
 
         Raises:
             UnknownAdapter: no adapter is called ``of``.
-            AdapterExists, AdapterBusy, AdapterQuotaExceeded, AdapterStoreError, AdapterError: as of :meth:`register`.
+            AdapterExists, AdapterBusy, AdapterQuotaExceeded, AdapterStoreError, AdapterError: see :meth:`register`.
         """
         check_name(name, self._reserved)
         with self._reserve(name), self._changes:
@@ -241,7 +241,7 @@ class AdapterCatalog:
         """Remove a name. The files of its version are deleted when no name and no request uses them any more.
 
         Raises:
-            UnknownAdapter: there is no such name.
+            UnknownAdapter: the name is not registered.
             AdapterBusy: another call is changing the name.
             AdapterStoreError: the registry cannot be written.
         """
@@ -257,7 +257,7 @@ class AdapterCatalog:
             return record
 
     def follow(self) -> list[FollowedChange]:
-        """Take over what other servers have changed in the registry since the last call, or since it was read.
+        """Take over changes that other servers have made in the registry since the last call, or since it was read.
 
         What the command line named here stays as it is. Files of a new version must be in the store: servers share it.
 
@@ -298,7 +298,7 @@ class AdapterCatalog:
             return list(self._records)
 
     def list(self) -> "list[AdapterRecord]":
-        """Return all records, oldest first, including those that are not served."""
+        """Return all records, oldest first, including adapters that are not served."""
         with self._state:
             return [*self._records.values()]
 
@@ -387,7 +387,7 @@ class AdapterCatalog:
         return tuple(notes)
 
     def _follow(self, name: str, row: RegistryRow | None) -> FollowedChange | None:
-        """Let a name mean what the registry says; None if it does already. Call with ``_changes`` held."""
+        """Change the record of a name to the registry's; return None if they are equal. Call with ``_changes`` held."""
         old = self._records.get(name)
         if (row is None and old is None) or (old is not None and not (old.persistent and _differs(old.row, row))):
             return None

@@ -33,20 +33,20 @@ class AddedToken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How conversations with an adapter differ from those with the base model; by default not at all.
+    """The chat settings of an adapter that differ from the base model's; by default none.
 
     Attributes:
         chat_template: Jinja source; empty for the base's. It compiles.
         knows_tools: whether the template explains tools to the model.
         special_tokens: variables of the template, such as ``bos_token``.
         pad_token: never in a prompt or an answer.
-        added_tokens: of its tokenizer.
+        added_tokens: tokens that its tokenizer adds.
         generation: defaults of sampling fields.
         eos_token_ids: tokens that end an answer, besides the base's.
-        system_prompt: for conversations without one.
+        system_prompt: system prompt of conversations without one.
         tool_call_parser: name of the format of tool calls; empty for the template's.
-        reasoning_parser: name of the format of what it thinks; empty for the base's.
-        task: how it makes vectors and labels, which belongs to its name likewise.
+        reasoning_parser: name of the format of reasoning; empty for the base's.
+        task: vectors and labels that it makes, which also belong to its name.
     """
 
     chat_template: str = ""
@@ -63,7 +63,7 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatOverrides(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Settings of ``lorikeet.toml``, and of a route that adds an adapter; None for what the other files say."""
+    """Settings of ``lorikeet.toml``, and of a route that adds an adapter; None keeps the settings of other files."""
 
     chat_template: str | None = None
     system_prompt: str | None = None
@@ -76,5 +76,5 @@ NO_OVERRIDES = ChatOverrides()
 
 
 def as_text(chat: AdapterChat) -> str:
-    """Return ``chat`` as JSON, empty if the adapter's conversations are those of the base."""
+    """Return ``chat`` as JSON; it is empty if all settings are the base's."""
     return "" if chat == AdapterChat() else msgspec.json.encode(chat).decode()

@@ -1,6 +1,6 @@
-"""Reads what an adapter's folder says about conversations with it, besides its weights.
+"""Reads the chat template, tokenizer settings and defaults of an adapter's folder.
 
-The folder may come from somebody who is not trusted, so it is read in the reader process (see ``adapters.reader``),
+The folder may come from an untrusted user, so it is read in the reader process (see ``adapters.reader``),
 which has limits of memory and time.
 """
 
@@ -48,9 +48,9 @@ def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES, labels: int
     """Read the files of ``CHAT_FILES`` that are in a folder.
 
     Args:
-        folder: of the adapter.
-        overrides: what counts instead of the files.
-        labels: of its score head, 0 without one.
+        folder: folder of the adapter.
+        overrides: settings that replace those of the files.
+        labels: number of labels of its score head, 0 without one.
 
     Raises:
         AdapterError: a file is too large or not valid; the message names it.

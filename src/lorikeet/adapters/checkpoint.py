@@ -55,10 +55,10 @@ _MAX_UNUSED = 3
 
 
 class ServedBase(msgspec.Struct, frozen=True):
-    """The base model, to compare with the one that an adapter names.
+    """The base model, to compare with the name in an adapter's config.
 
     Attributes:
-        names: hub ids, names and folders; the first is the one to show.
+        names: hub ids, names and folders; messages show the first.
         revision: commit of the hub; "" if it is not known.
         is_strict: whether adapters of another base model are refused.
     """
@@ -130,12 +130,12 @@ def describe_folder(
 ) -> AdapterDescription:
     """Read a PEFT LoRA folder, and check everything in it.
 
-    Its time and memory depend on what is in the folder, so call it in the reader process (``adapters.reader``).
+    Its time and memory depend on the folder's content, so call it in the reader process (``adapters.reader``).
 
     Args:
         folder: the folder.
-        options: what to check besides.
-        on_stage: called with what is read next.
+        options: further checks.
+        on_stage: called with the name of the next part to read.
         on_chunk: called after each chunk of weights.
 
     Raises:
@@ -209,13 +209,13 @@ def describe_folder(
 
 
 def _check_base(base_model: str, revision: str, base: ServedBase) -> list[str]:
-    """Compare the base model that a config names with the one that is served.
+    """Compare the base model of an adapter's config with the served base model.
 
     Returns:
         Warnings.
 
     Raises:
-        AdapterError: it is another one, and ``base.is_strict``.
+        AdapterError: they differ, and ``base.is_strict``.
     """
     problem = ""
     if base_model and not base.is_called(base_model):
@@ -234,7 +234,7 @@ def shard_names(folder: Path) -> list[str]:
     """Return the names of the files that the index of a sharded adapter lists.
 
     Raises:
-        AdapterError: it cannot be read, lists too many, or a name is not that of a safetensors file in the folder.
+        AdapterError: it cannot be read, lists too many, or a name is not a safetensors file in the folder.
     """
     places = read_json(folder / INDEX_FILE, MAX_CONFIG_BYTES).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
@@ -364,7 +364,7 @@ def _digest_of_config(config: LoraConfig) -> "hashlib._Hash":
 
 
 def begin_digest(config_file: Path) -> "hashlib._Hash":
-    """Return the digest of an adapter so far: updated with its weights file, its hex form is that of the version.
+    """Begin the digest of an adapter; once updated with its weights file, it is the digest of the version.
 
     Raises:
         AdapterError: the config is not valid.

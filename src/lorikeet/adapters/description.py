@@ -9,7 +9,7 @@ from lorikeet.core.geometry import SCORE, ModelGeometry
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "adapter_model.safetensors.index.json"
-"""Of a sharded adapter: says which file has each tensor."""
+"""The index of a sharded adapter, which maps each tensor to a file."""
 
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
@@ -22,7 +22,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: its key.
-        dtype: as safetensors writes it (``BF16``, ``F16``, ``F32``, ...).
+        dtype: dtype in the spelling of safetensors (``BF16``, ``F16``, ``F32``, ...).
         shape: sizes of its dimensions.
         start, stop: byte range in the file, half-open.
     """
@@ -74,15 +74,15 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A matrix of an adapter beside A and B.
+    """A matrix of an adapter besides A and B.
 
     Attributes:
-        kind, module, columns, tokens: as of ``AdapterExtra``.
-        layer: whose it is.
-        rows: of the matrix.
-        entry: where it is in the file; None: it is computed from others once they are on the device.
-        scaling: its factor.
-        is_transposed: whether the file has it with rows and columns exchanged.
+        kind, module, columns, tokens: see ``AdapterExtra``.
+        layer: index of its layer.
+        rows: rows of the matrix.
+        entry: place in the file; None if it is computed from other matrices once they are on the device.
+        scaling: factor of the matrix.
+        is_transposed: whether rows and columns are exchanged in the file.
     """
 
     kind: str
@@ -106,16 +106,16 @@ class AdapterDescription(msgspec.Struct, frozen=True):
 
     Attributes:
         base_model: base model named in the config, "" if none.
-        modules: in packing order.
+        modules: modules in packing order.
         weight_bytes: size of the weights file.
         shards: names of the weights files of a sharded adapter that were not merged, else empty. The byte ranges of
             its tensors are then those of the merged file, and so is ``weight_bytes``.
         digest: its version; "" if the weights were not read.
         largest: bound of all that is computed from its weights alone, as ``numbers.fits`` takes it; 0 if they were not
             read.
-        warnings: sentences about keys that are ignored.
-        chat: how conversations with it differ from those with the base model.
-        extras: what it has beside low-rank matrices on linear modules, by kind and module and then by layer.
+        warnings: sentences about ignored keys.
+        chat: its chat settings that differ from the base model's.
+        extras: its other matrices, ordered by kind and module and then by layer.
     """
 
     base_model: str

@@ -32,10 +32,10 @@ def check_parameters(targets: Sequence[str], resolver: BaseModules) -> None:
 
 
 def parameter_of(name: str, resolver: BaseModules, is_targeted: Callable[[str], bool]) -> str:
-    """Return the full name of the parameter that the tensors of a module change; the module's if it is no such module.
+    """Return the full name of the parameter that the tensors of a module change; for other modules, their own.
 
     Args:
-        name: of the module in the adapter, as in ``model.layers.0.mlp.experts.base_layer``.
+        name: name of the module in the adapter, such as ``model.layers.0.mlp.experts.base_layer``.
         resolver: knows the base's parameters.
         is_targeted: whether the adapter changes a parameter.
     """
@@ -53,10 +53,10 @@ def describe_experts(
     """Yield the LoRA of each module of the experts of a layer.
 
     Args:
-        place: of the parameter.
+        place: place of the parameter.
         rows: output features of each of its modules.
-        rank: of one expert.
-        scaling: as of ``ModuleTensors``.
+        rank: rank of one expert.
+        scaling: see ``ModuleTensors``.
         a, b: the tensors of all experts.
 
     Raises:

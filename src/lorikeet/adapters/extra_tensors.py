@@ -1,4 +1,4 @@
-"""Finds what an adapter's weights file has beside LoRA's A and B: magnitudes, biases, whole weights, trained tokens."""
+"""Finds the tensors of a weights file besides A and B: magnitudes, biases, whole weights, trained tokens."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ _FORMS = [
 
 
 class Named(NamedTuple):
-    """A tensor of the file: the full name of its module, what it is of it, and where it lies."""
+    """A tensor of the file: full name of its module, kind, and place in the file."""
 
     name: str
     kind: str
@@ -56,14 +56,14 @@ class LowRankTensors(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """The extras of an adapter, and sentences about what is ignored."""
+    """The extras of an adapter, and sentences about ignored tensors."""
 
     tensors: tuple[ExtraTensor, ...]
     warnings: list[str]
 
 
 def named(entry: TensorEntry) -> Named | None:
-    """Return what a tensor is, judged by its name; None if that says nothing."""
+    """Return module and kind of a tensor from its name; None if the name has no known form."""
     found = ((form.fullmatch(entry.name), kind) for form, kind in _FORMS)
     return next((Named(match[1], kind, entry) for match, kind in found if match), None)
 
@@ -93,12 +93,12 @@ def find_extras(
     """Return the extras of an adapter, by kind and module and then by layer.
 
     Args:
-        tensors: of the file, except A and B.
+        tensors: tensors of the file, except A and B.
         low_rank: A and B of the modules of the vocabulary, and of the linear modules that text requests use.
-        config: of the adapter.
-        matcher: of the config.
-        resolver: of the base.
-        geometry: of the base; None: any name stands for a module.
+        config: config of the adapter.
+        matcher: matcher of the config's patterns.
+        resolver: modules of the base.
+        geometry: sizes of the base; if None, any name stands for a module.
 
     Raises:
         AdapterError: one belongs to nothing that can be served, or does not fit the config or the base.
@@ -227,7 +227,7 @@ class _Finder:
         if kind in ("weight", "base") and len(shape) == 2:
             base = self._geometry.replaceable if self._geometry is not None else None
             if kind == "base" and (base is None or shape[0] == base.vocab_size):
-                return []  # the base's own, which PEFT saves beside LoRA on it
+                return []  # the base's own weight, which PEFT saves together with LoRA on it
             _, hidden = self._sizes(0, shape[1])
             kept = self._kept(entry)
             return [self._extra("weight", module, 0, kept, kept.shape[0], hidden)]
@@ -253,7 +253,7 @@ class _Finder:
         raise _refusal(entry, f"is {kind} of the {module}, which is not supported")
 
     def _kept(self, entry: TensorEntry) -> TensorEntry:
-        """Return the rows of a tensor whose tokens the server knows: those that the base's vocabulary has."""
+        """Return the rows of a tensor whose tokens are in the base's vocabulary."""
         rows = entry.shape[0]
         base = self._geometry.replaceable if self._geometry is not None else None
         if base is None or rows <= base.vocab_size:
@@ -265,7 +265,7 @@ class _Finder:
         return entry.row_range(0, base.vocab_size)
 
     def _sizes(self, vocabulary: int, hidden: int) -> tuple[int, int]:
-        """Return the sizes of the vocabulary, given those of a tensor for a base that is not known."""
+        """Return the base's sizes of vocabulary and hidden state, or the tensor's if the base is unknown."""
         if self._geometry is None or self._geometry.replaceable is None:
             return vocabulary, hidden
         return self._geometry.replaceable.vocab_size, self._geometry.hidden_size
@@ -289,7 +289,7 @@ class _Finder:
 
 
 def _computed(found: Iterable[ExtraTensor]) -> Iterator[ExtraTensor]:
-    """Yield the matrices that are computed on the device: factors of outputs, and what is added to them."""
+    """Yield the matrices that are computed on the device: factors and summands of outputs."""
     wanted: dict[tuple[str, str, int], tuple[int, int]] = {}
     replaced = {(each.module, each.layer) for each in found if each.kind == "weight"}
     for each in found:
@@ -311,7 +311,7 @@ def _check_complete(
     tensors: Sequence[Named],
     low_rank: Sequence[LowRankTensors],
 ) -> None:
-    """Check that what the config announces is there, and that nothing else is.
+    """Check that the file has the tensors that the config announces, and no others.
 
     Raises:
         AdapterError: it is not.

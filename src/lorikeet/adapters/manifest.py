@@ -1,4 +1,4 @@
-"""The manifest of a stored adapter version: what was found in its files when it was registered."""
+"""The manifest of a stored adapter version: a description of its files from the time it was registered."""
 
 import os
 from pathlib import Path
@@ -16,13 +16,13 @@ MANIFEST_FILE = "version.json"
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What was found when a version was stored.
+    """The description of a version from the time it was stored.
 
     Attributes:
         weight_bytes, weight_mtime_ns: size and modification time of its weights file; any difference is an error.
         modules: its tensors and scalings. A manifest of Lorikeet 0.2 or older has none.
-        largest: as in its description; older manifests have 0.
-        extras: what it has beside them.
+        largest: see ``AdapterDescription``; older manifests have 0.
+        extras: its other matrices.
     """
 
     weight_bytes: int
@@ -33,7 +33,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Largest(msgspec.Struct, frozen=True):
-    """Of a manifest only this, which takes a tenth of the time to decode."""
+    """The part of a manifest that is decoded alone, in a tenth of the time."""
 
     largest: float = 0.0
 
@@ -42,8 +42,8 @@ def write_manifest(folder: Path, found: "AdapterDescription | Manifest") -> None
     """Write the manifest of a version, whose weights file is complete.
 
     Args:
-        folder: of the version.
-        found: what was found in it, here or where it comes from.
+        folder: folder of the version.
+        found: its description, made here or at its origin.
 
     Raises:
         OSError: it cannot be written.
@@ -103,7 +103,7 @@ def check_unchanged(ref: AdapterRef) -> Tensors:
 
 
 def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
-    """Return the tensors of an adapter, from its manifest if that has those of the base; else its folder is read again.
+    """Return the tensors of an adapter, from its manifest if that lists them, else from its folder.
 
     Args:
         ref: the adapter.

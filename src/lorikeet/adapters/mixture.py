@@ -1,4 +1,4 @@
-"""Weighted mixtures of adapters: one adapter whose rank rows are those of all of them.
+"""Makes weighted mixtures of adapters: one adapter with the rank rows of all of them.
 
 That is PEFT's ``add_weighted_adapter`` with ``combination_type="cat"``: the sum of ``weight * scaling * B·A``. Nothing
 is added up: the A of a module are stacked, and the B, each multiplied by weight and scaling, stand side by side. So it
@@ -32,10 +32,10 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
     Args:
         folder: is there, and empty.
         parts: the adapters, whose files are kept meanwhile.
-        geometry: of the whole base model.
+        geometry: sizes of the whole base model.
 
     Raises:
-        AdapterError: an adapter is missing or has changed, or has what cannot be mixed.
+        AdapterError: an adapter is missing or has changed, or a part of it cannot be mixed.
         OSError: the folder cannot be written.
     """
     found: dict[tuple[int, str], _Matrices] = {}

@@ -10,8 +10,8 @@ class ModulePlace(NamedTuple):
     """A linear layer of a base: its layer, and the modules of the geometry that it consists of.
 
     Attributes:
-        layer: of the base.
-        modules: of one linear layer, or of all experts', one expert after the other.
+        layer: index of the layer.
+        modules: modules of one linear layer, or of all experts in order.
         experts: 0, or the number of experts whose linear layers these are.
     """
 
@@ -24,7 +24,7 @@ class BaseModules:
     """The linear layers of a base, by their names in adapters.
 
     Args:
-        geometry: of the base; None: any name stands for a module, called by its path unless it is one of Llama's.
+        geometry: sizes of the base; if None, any name stands for a module, which is called by its path or Llama's name.
     """
 
     def __init__(self, geometry: ModelGeometry | None) -> None:
@@ -95,7 +95,7 @@ class BaseModules:
         return self._numbers.get(module, len(self._numbers))
 
     def names(self, prefix: str) -> dict[str, ModulePlace]:
-        """Return all linear layers by their full names with this prefix, but for those of experts."""
+        """Return all linear layers except experts, by their full names with this prefix."""
         return self._named(prefix, ((path.path, path.modules) for path in self._names.paths))
 
     def names_of_experts(self, prefix: str) -> dict[str, ModulePlace]:
@@ -118,7 +118,7 @@ class BaseModules:
         }
 
     def vocabulary_names(self, prefix: str) -> list[str]:
-        """Return the full names of the embedding and the output layer, of those that adapters may change."""
+        """Return the full names of embedding and output layer, if adapters may change them."""
         weights = self._geometry.replaceable if self._geometry is not None else None
         if weights is None:
             return []

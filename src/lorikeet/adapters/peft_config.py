@@ -43,7 +43,7 @@ _IGNORED = {
     "created_at", "created_by", "_commit_hash", "description", "library_name", "license", "merge_weights", "model_name",
     "_name_or_path", "tags", "transformers_version",
 }  # fmt: skip
-"""Keys that other tools and old versions of PEFT write, and that PEFT ignores. ``merge_weights`` says whether to merge
+"""Keys that other tools and old versions of PEFT write, and that PEFT ignores. ``merge_weights`` decides whether to merge
 at loading, which does not change the result. An adapter with another unknown key is refused, since it may change it."""
 _HARMLESS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
@@ -71,7 +71,7 @@ REFUSED_TYPES = {
         "it learns a prompt; train a LoRA instead",
     ),
 }  # fmt: skip
-"""Types that are no linear maps, so that they cannot be converted either; and what to do instead."""
+"""Types that are not linear maps, so that they cannot be converted either, each with an alternative."""
 CONVERT = "convert it with `lorikeet adapters convert FOLDER OUT --base BASE`"
 _KEEPS_BASE = {"gaussian", "eva", "mica", "orthogonal"}
 """Initialisers that do not change the base weights."""
@@ -119,7 +119,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
         """Return the keys that change the meaning of the weights, in a canonical form. The order of patterns counts."""
         others = {
             "fan_in_fan_out": self.fan_in_fan_out and bool(self.modules_to_save),
-            # The names of tensors do not tell them.
+            # They do not follow from the names of tensors.
             "target_parameters": sorted(self.target_parameters),
             "peft_type": "" if self.peft_type == "LORA" else self.peft_type,
             "trainable_token_indices": self.trainable_token_indices,
@@ -275,7 +275,7 @@ _BYTE_ORDER_MARKS = {
 
 
 class ReadConfig(NamedTuple):
-    """What an ``adapter_config.json`` says.
+    """The content of an ``adapter_config.json``.
 
     Attributes:
         config: the settings.
@@ -313,7 +313,7 @@ def read_config(file: Path) -> ReadConfig:
 
 
 def _check_supported(raw: dict[str, Any]) -> list[str]:
-    """Check the keys of a config, and return warnings about those that are ignored."""
+    """Check the keys of a config, and return warnings about ignored keys."""
     kind = raw.get("peft_type")
     if kind in CONVERTED_TYPES:
         raise AdapterError(f"peft_type is {kind!r}: {CONVERT}")

@@ -44,7 +44,7 @@ def describe(folder: Path, options: DescribeOptions | None = None) -> AdapterDes
 
     Raises:
         AdapterError: it is not valid, does not fit, or reading it takes too much time or memory.
-        AdapterStoreError: merged weights cannot be written, or there is no process to read it.
+        AdapterStoreError: merged weights cannot be written, or no reader process can be started.
     """
     answer = _ask(DescribeFolder(str(folder), options or DescribeOptions()))
     assert isinstance(answer, Described)

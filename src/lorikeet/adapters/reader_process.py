@@ -1,7 +1,7 @@
-"""The reader process: reads what users put into adapter folders, under limits of memory and time.
+"""The reader process: reads the adapter folders of users, under limits of memory and time.
 
 Started by ``adapters.reader`` as ``python -m lorikeet.adapters.reader_process FD MEMORY_BYTES CPU_S``, where FD is an
-inherited connection. It answers one request after the other, and ends when the connection is closed.
+inherited connection. It answers requests in order, and ends when the connection is closed.
 """
 
 import os
@@ -45,7 +45,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """From the reader: what it reads next."""
+    """From the reader: the name of the next part that it reads."""
 
     name: str
 

@@ -178,7 +178,7 @@ _OWNERS = _table_of_names(
     "adapter_owners",
     Column("key_id", String, nullable=False, index=True),
 )
-"""The tenant that owns a name; those of the operator have no row. ``key_id`` is that of the tenant's key."""
+"""The tenant that owns a name; names of the operator have no row. ``key_id`` is the id of the tenant's key."""
 
 
 def _is_of_name(table: Table) -> ColumnElement[bool]:
@@ -208,11 +208,11 @@ _ALL_ROWS = (
 
 
 class Author(NamedTuple):
-    """Who changes adapters.
+    """The author of a change of adapters.
 
     Attributes:
-        actor: for the audit log.
-        owner: id of the tenant's key that owns what is added; empty for the operator.
+        actor: name in the audit log.
+        owner: id of the tenant's key that owns new names; empty for the operator.
         max_adapters: most adapters that this owner may have; 0 for no limit.
         max_bytes: most bytes of their weights; 0 for no limit.
     """
@@ -224,14 +224,14 @@ class Author(NamedTuple):
 
 
 NOBODY = Author()
-"""Of what no request asks for: the command line, and what a server registers by itself."""
+"""The author of changes without a request, by the command line or by the server itself."""
 
 
 class RegistryRow(NamedTuple):
     """A name joined with its version.
 
-    ``ranks`` is the JSON of ranks and extras (:func:`encode_shape`), ``chat`` that of an ``AdapterChat``, empty if it
-    says nothing. ``owner`` is the id of a tenant's key, empty for the operator.
+    ``ranks`` is the JSON of ranks and extras (:func:`encode_shape`), ``chat`` the JSON of an ``AdapterChat``, empty if
+    it is the default. ``owner`` is the id of a tenant's key, empty for the operator.
     """
 
     name: str
@@ -253,7 +253,7 @@ class Registry:
         base: identity of the base model; "" if it is not known yet.
 
     Attributes:
-        base: as given; to be set before anything is changed. Rows of other base models are not touched.
+        base: identity of the base model; set it before any change. Rows of other base models are not touched.
 
     Raises:
         AdapterError: the database cannot be opened.
@@ -306,7 +306,7 @@ class Registry:
             return newest_change(connection)
 
     def changed(self, after: int) -> dict[int, str]:
-        """Return what any server has changed after a numbered change: names, and ids of keys, by number.
+        """Return the names and ids of keys that any server has changed after a numbered change, by number.
 
         Raises:
             AdapterStoreError: the database cannot be read.
@@ -408,10 +408,10 @@ class Registry:
 
 
 def _check_quota(connection: Connection, author: Author) -> None:
-    """Check what an owner has with the name that this transaction adds; two servers do so one after the other.
+    """Check an owner's limits with the name that this transaction adds; servers do so one at a time.
 
     Raises:
-        AdapterQuotaExceeded: it is too much.
+        AdapterQuotaExceeded: the owner has too many adapters or bytes.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(author.owner))))
@@ -528,7 +528,7 @@ class _StoredShape(msgspec.Struct, frozen=True):
 
 
 _WITH_EXTRAS = '{"ranks":'
-"""Begins the JSON of an adapter with extras; that of others is their ranks alone."""
+"""Start of the JSON of an adapter with extras; other adapters have only their ranks."""
 
 
 def encode_shape(ranks: dict[str, tuple[int, ...]], extras: tuple[AdapterExtra, ...]) -> str:

@@ -41,7 +41,7 @@ _LOCAL_SCHEMES = ("file", "local")
 
 
 def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = False) -> None:
-    """Copy config and weights from ``source`` into the folder ``into``, and what it says about conversations.
+    """Copy config, weights and chat files from ``source`` into the folder ``into``.
 
     Args:
         source: a folder (relative to ``adapter_dir``, or to the working directory if trusted) or a URL
@@ -83,7 +83,7 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
 
 
 class _Copy(Protocol):
-    """Copies files, given the limit of each, and the names of those that may be missing."""
+    """Copies files, given the limit of each, and the names of optional files."""
 
     def __call__(self, max_bytes: dict[str, int], optional: tuple[str, ...] = (), /) -> None: ...
 

@@ -31,8 +31,8 @@ class StagedVersion(NamedTuple):
 
     Attributes:
         folder: the temporary folder.
-        description: what is in it.
-        ranks, extras: as in ``AdapterRef``.
+        description: description of its content.
+        ranks, extras: see ``AdapterRef``.
     """
 
     folder: Path
@@ -165,7 +165,7 @@ class AdapterStore:
 
     def overflows(self, digest: AdapterDigest) -> bool:
         """Return whether a stored version, which may be from a server of another dtype, is too large for this dtype."""
-        # float16 alone has a smaller range than the others: only then there is something to read.
+        # Only float16 has a smaller range than other dtypes, so only then the weights have to be read.
         return self._options.checks.dtype == "float16" and not fits(largest_of(self.folder(digest)), "float16")
 
     @contextmanager
@@ -177,7 +177,7 @@ class AdapterStore:
         Args:
             source: a folder or URL.
             trusted: whether the source is given on the command line.
-            overrides: what counts instead of what its files say about conversations.
+            overrides: settings that replace the chat settings of its files.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -195,7 +195,7 @@ class AdapterStore:
             except AdapterError as error:
                 raise AdapterError(f"{source}: {error}") from error
             with _writing():
-                for name in CHAT_FILES:  # what they say belongs to a name, a stored version to its weights
+                for name in CHAT_FILES:  # their settings belong to a name, a stored version to its weights
                     (folder / name).unlink(missing_ok=True)
             yield StagedVersion(folder, found, found.ranks(self._geometry), found.extras_of(self._geometry))
 
@@ -216,7 +216,7 @@ class AdapterStore:
         return place
 
     def _is_intact(self, place: Path, staged: StagedVersion) -> bool:
-        """Return whether a stored version is what it would be if it were stored now."""
+        """Return whether a stored version equals the staged one."""
         found = staged.description
         ref = AdapterRef(AdapterName(""), staged.digest, str(place), staged.ranks, found.weight_bytes)
         try:

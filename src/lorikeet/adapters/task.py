@@ -1,4 +1,4 @@
-"""What an adapter is for besides text: vectors, as its pooling says, and labels, as its score head and config say."""
+"""The tasks of an adapter besides text: vectors, by its pooling, and labels, by its score head and config."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,18 @@ import msgspec
 from lorikeet.core.request import PoolingKind
 
 SCORE_MODULES = frozenset({"score", "classifier"})
-"""What PEFT adds to ``modules_to_save`` for sequence classification. Decoders have only the first."""
+"""Modules that PEFT adds to ``modules_to_save`` for sequence classification. Decoders have only the first."""
 
 
 class AdapterTask(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How vectors and labels are made; by default as with the base model.
+    """The settings of vectors and labels; by default those of the base model.
 
     Attributes:
-        labels: names of the score head's labels, in order; empty if it has no head, or nothing names them.
+        labels: names of the score head's labels, in order; empty without a head or names.
         is_multi_label: whether a text can have several labels, so that each has a probability of its own.
-        pooling: of embeddings; None if nothing says so.
-        normalizes: whether embeddings have length 1; None if nothing says so.
-        invocation_token_ids: of an aLoRA, which acts from their last occurrence in a prompt on; empty for others.
+        pooling: pooling of embeddings; None if no file sets it.
+        normalizes: whether embeddings have length 1; None if no file sets it.
+        invocation_token_ids: tokens of an aLoRA, which acts from their last occurrence in a prompt on; else empty.
     """
 
     labels: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
-"""Reads what an adapter is for besides text, and finds its score head.
+"""Reads the tasks of an adapter besides text, and finds its score head.
 
-The folder may come from somebody who is not trusted, so it is read in the reader process (see ``adapters.reader``).
+The folder may come from an untrusted user, so it is read in the reader process (see ``adapters.reader``).
 """
 
 import re
@@ -19,13 +19,13 @@ from lorikeet.core.geometry import SCORE, ModelGeometry
 from lorikeet.core.request import PoolingKind
 
 MODEL_CONFIG_FILE = "config.json"
-"""Of transformers: names the labels."""
+"""File of transformers with the names of the labels."""
 MODULES_FILE = "modules.json"
-"""Of sentence-transformers: lists what follows the model."""
+"""File of sentence-transformers that lists the modules after the model."""
 POOLING_FILE = "1_Pooling/config.json"
 
 TASK_FILES = {MODEL_CONFIG_FILE: 2**20, MODULES_FILE: 2**16, POOLING_FILE: 2**16}
-"""Files that are read if they are there, with their largest sizes in bytes."""
+"""Files that are read if they exist, with their largest sizes in bytes."""
 
 _SCORE_KEY = re.compile(r"(?:base_model\.model\.)?score\.(?:modules_to_save\.default\.)?(weight|bias)")
 _MAX_LABELS = 65_536
@@ -45,11 +45,11 @@ def read_task(folder: Path, labels: int = 0) -> AdapterTask:
     """Read the files of ``TASK_FILES`` that are in a folder, of an adapter or of a base model.
 
     Args:
-        folder: with the files.
-        labels: of the score head; 0 if there is none, and names of labels then mean nothing.
+        folder: folder with the files.
+        labels: number of labels of the score head; 0 if there is none, and names of labels are then ignored.
 
     Raises:
-        AdapterError: a file is too large or not valid, or asks for what is not supported; the message names it.
+        AdapterError: a file is too large or not valid, or has an unsupported setting; the message names it.
     """
     config = _json(folder, MODEL_CONFIG_FILE) if labels else {}
     pooling, normalizes = _embedding(folder)
@@ -119,7 +119,7 @@ def split_score(
 
     Args:
         entries: all tensors.
-        geometry: of the base; None if it is not known, and the head then is on layer 0.
+        geometry: sizes of the base; None if it is not known, and the head is then on layer 0.
 
     Returns:
         The other tensors; and the head as a module of the last layer, with its labels as rank. None or one.

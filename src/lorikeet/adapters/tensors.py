@@ -179,7 +179,7 @@ def merged(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> tuple[bytes, dic
 
 
 def merged_data(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> Iterator[bytes]:
-    """Yield what follows the header of :func:`merged`, in chunks.
+    """Yield the bytes after the header of :func:`merged`, in chunks.
 
     Raises:
         AdapterError: a file was truncated meanwhile.
@@ -202,7 +202,7 @@ def _chunks(stream: BinaryIO, name: str, start: int, stop: int) -> Iterator[byte
 
 
 def _not_safetensors(file: Path, head: bytes, why: str) -> AdapterError:
-    """Return the error of a file that is not safetensors; it says what the file is, as far as ``head`` tells."""
+    """Return the error of a file that is not safetensors; it names the format if ``head`` is a known one."""
     if head.startswith(_LFS_POINTER):
         return AdapterError(f"{file.name}: {LFS_POINTER_TEXT}")
     for magic, what in _DISGUISES.items():
@@ -212,7 +212,7 @@ def _not_safetensors(file: Path, head: bytes, why: str) -> AdapterError:
 
 
 def is_lfs_pointer(content: bytes) -> bool:
-    """Return whether a file's content is that of a Git LFS pointer."""
+    """Return whether a file is a Git LFS pointer."""
     return content.startswith(_LFS_POINTER)
 
 

@@ -37,14 +37,14 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class UrlRead(msgspec.Struct, frozen=True):
-    """What to read.
+    """The request of a reader of URLs.
 
     Attributes:
         source: URL of the folder.
         into: an existing folder for the files.
-        max_bytes: of each file, by name.
+        max_bytes: largest size of each file, by name.
         allowed: URL prefixes below which redirects may lead; None for anywhere.
-        optional: names of those that may be missing.
+        optional: names of files that may be missing.
     """
 
     source: str
@@ -64,7 +64,7 @@ class ReadOutcome(msgspec.Struct, frozen=True):
         """Raise the error, if there was one.
 
         Raises:
-            AdapterNotFound, AdapterStoreError, AdapterError: as of :func:`read_url`.
+            AdapterNotFound, AdapterStoreError, AdapterError: see :func:`read_url`.
         """
         match self.error:
             case "failed":
@@ -79,7 +79,7 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
     """Copy the files of a URL into a folder.
 
     Args:
-        read: what to read.
+        read: the request.
         until_s: when to give up, on the monotonic clock; checked between two reads.
 
     Raises:
@@ -97,7 +97,7 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
         raise
     except FileNotFoundError as error:
         status = _refusal(error)
-        if status is not None:  # the Hub says the same of a private repository and of one that does not exist
+        if status is not None:  # the Hub gives the same answer for private and for missing repositories
             raise AdapterError(
                 f"{source}: refused with status {status}: it is private or does not exist; the server may need "
                 f"credentials for it (HF_TOKEN for hf://)"
@@ -106,7 +106,7 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
     except ImportError as error:  # fsspec imports each file system's package when it is first used
         hint = f"run `{install_command('s3')}`" if source.startswith(("s3:", "s3a:")) else str(error)
         raise AdapterError(f"{source}: a package is not installed: {hint}") from error
-    except Exception as error:  # file systems raise errors of their own, some of which are not OSErrors
+    except Exception as error:  # file systems raise errors of their own, not only OSErrors
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -250,7 +250,7 @@ def _open_http(read: UrlRead, name: str) -> Iterator[tuple[IO[bytes], int | None
             answer = _OPENER.open(urllib.request.Request(plain, headers=headers), timeout=_SOCKET_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:
-                # Storage that lets nobody list its content refuses what is not there.
+                # Storage that forbids listing refuses missing files.
                 if error.code in (404, 410) or (error.code in (401, 403) and name in read.optional):
                     raise AdapterNotFound(f"{source}: {name} is not there (status {error.code})") from error
                 target = error.headers.get("Location")
@@ -270,7 +270,7 @@ def _check_redirect(read: UrlRead, url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise AdapterError(f"{read.source}: redirects to {without_credentials(url)}, which is not on the web")
-    if read.allowed is not None:  # servers may sign links, so a query is no matter here
+    if read.allowed is not None:  # servers may sign links, so queries are allowed
         check_below(read.source, parts._replace(query="").geturl(), read.allowed)
 
 
@@ -299,7 +299,7 @@ def _read(stream: Any, name: str, source: str) -> bytes:
 
 
 def main() -> None:
-    """Read what the first line of the input says, and write the outcome."""
+    """Read the URL of the request in the first line of the input, and write the outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))

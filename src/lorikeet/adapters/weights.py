@@ -93,9 +93,9 @@ def load_weights(
 def load_extras(
     ref: AdapterRef, geometry: ModelGeometry, dtype: str
 ) -> Iterator[tuple[int, int, Callable[[int, int], NDArray[Any]]]]:
-    """Read the extras of an adapter, whole, in packing order; ``geometry`` is that of the model.
+    """Read the extras of an adapter, whole, in packing order; ``geometry`` has the sizes of the model.
 
-    Other arguments and errors are those of :func:`load_weights`.
+    See :func:`load_weights` for other arguments and errors.
 
     Yields:
         Its number, its layer, and a function that returns ``count`` rows of its matrix from ``first`` on. A matrix

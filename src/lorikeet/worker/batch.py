@@ -67,13 +67,13 @@ class RankSequence:
         adapter: adapter version it runs with, None for the base model.
         adapter_start: position of the first token on which the adapter acts.
         prompt_tokens: how many of ``token_ids`` are prompt.
-        token_ids: prompt and outputs, including those of earlier attempts.
+        token_ids: prompt and outputs, including outputs of earlier attempts.
         blocks: its block table.
-        embeds: of the prompt's tokens, ``[tokens, hidden]``; None for those of the ids.
+        embeds: embeddings of the prompt's tokens, ``[tokens, hidden]``; None for the model's.
         scores_prompt: whether the log probabilities of its prompt are wanted. Those of a sequence with outputs of
             earlier attempts have been reported.
         pooling: how one vector is made of its prompt, None if tokens are sampled.
-        pooled_sum: of the hidden states that are averaged, with their weights, so far: fp32 ``[hidden]``.
+        pooled_sum: weighted sum so far of the hidden states that are averaged, fp32 ``[hidden]``.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -135,7 +135,7 @@ class DraftedSequence:
 
 
 def drafted_sequences(sequence: RankSequence, draft: Sequence[int]) -> list[DraftedSequence]:
-    """Return what a sequence is before each token that a step with a draft yields, by how many drafted ones came."""
+    """Return the sequence before each token of a step with a draft, by the number of accepted draft tokens."""
     known = len(sequence.token_ids)
     token_ids = np.concatenate((sequence.token_ids.values, np.array(draft, dtype=np.int64)))
     return [DraftedSequence(sequence, token_ids[: known + came]) for came in range(len(draft) + 1)]
@@ -216,10 +216,10 @@ def build_batch(
     """Build the metadata of one step.
 
     Args:
-        rows: sequences in batch order; those of one adapter are consecutive.
-        weights: of each adapter in use.
+        rows: sequences in batch order; sequences of one adapter are consecutive.
+        weights: weights of each adapter in use.
         block_size: tokens of KV in a block.
-        device: of the tensors.
+        device: device of the tensors.
         form: how mixed ranks are computed.
         merged: adapter that is merged into the base weights: its rows need no LoRA.
 
@@ -298,7 +298,7 @@ def lora_batch(
     form: KernelForm = KernelForm.UNPADDED,
     merged: AdapterDigest | None = None,
 ) -> LoraBatch | None:
-    """Return the LoRA part of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
+    """Return the LoRA part of a batch, None if no row needs any; see :func:`build_batch` for the arguments."""
     added = list[AdapterDigest | None]()
     counts = list[int]()
     for row in rows:

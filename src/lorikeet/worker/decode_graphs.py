@@ -50,7 +50,7 @@ class _Inputs(NamedTuple, Generic[Array]):
         token_ids: int64 ``[rows]``, the newest token of each sequence.
         contexts: int64 ``[rows]``, number of tokens including that one; 0 for padding rows.
         segments: int64 ``[rows, 4]``, the table of ``LoraBatch``.
-        temperature, top_k, top_p, min_p, seed: ``[rows]``, as of ``SamplingTensors``.
+        temperature, top_k, top_p, min_p, seed: ``[rows]``, see ``SamplingTensors``.
     """
 
     token_ids: Array
@@ -96,7 +96,7 @@ class _Variant(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
-        """Return the variant for a batch with so many rows, and so many segments after splitting."""
+        """Return the variant for a batch with these numbers of rows, and of segments after splitting."""
         padded = padded_rows(rows)
         if lora is None:
             return cls(padded)
@@ -200,7 +200,7 @@ class DecodeGraphs:
         return self._received[at, : self._rows].tolist()
 
     def close(self) -> None:
-        """Unregister the host memory. No step may be in flight."""
+        """Unregister the host memory. No step may be running."""
         self._unregister()
 
     def _send_inputs(self, rows: Sequence[BatchRow], segments: Sequence[Segment], parameters: SamplingTensors) -> None:
@@ -295,7 +295,7 @@ def build_graphs(
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows of the graph that is used for so many rows."""
+    """Return the number of rows of the graph that serves a batch of ``rows`` rows."""
     for small in _SMALL_ROWS:
         if rows <= small:
             return small

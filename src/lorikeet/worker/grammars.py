@@ -45,10 +45,10 @@ class GrammarError(ValueError):
 
 
 class SingleThread:
-    """Runs tasks one after the other, on a thread with a large stack.
+    """Runs tasks in order, on a thread with a large stack.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         stack_bytes: size of its stack.
     """
 
@@ -65,7 +65,7 @@ class SingleThread:
         return self._executor.submit(task, *args)
 
     def close(self) -> None:
-        """Drop the tasks that have not begun, and wait for the one that has."""
+        """Drop the tasks that have not begun, and wait for the running one."""
         self._executor.shutdown(cancel_futures=True)
 
 
@@ -136,14 +136,14 @@ class GrammarCompiler:
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._read_tokenizer(), grammar, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask takes milliseconds; what it computes is copied with the matcher
+            matcher.compute_bitmask()  # the first mask takes milliseconds; copies of the matcher share its result
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be used: {matcher.get_error()}")
         return matcher
 
 
 class Follower(Protocol):
-    """The part of a sequence that masks need; attributes as of ``worker.sampler.Sampled``."""
+    """The part of a sequence that masks need; ``worker.sampler.Sampled`` documents the attributes."""
 
     sampling: SamplingParams
     token_ids: GrowingInts
@@ -203,7 +203,7 @@ class GrammarMasks:
 
     Args:
         compiler: compiles the grammars.
-        device, dtype: of the logits.
+        device, dtype: device and dtype of the logits.
         forces: whether tokens that must come are taken at once.
 
     Attributes:
@@ -258,7 +258,7 @@ class _State:
     """The matcher of one sequence, and how far it has read.
 
     Attributes:
-        error: why there is no mask; empty if there is.
+        error: reason for a missing mask; empty if there is one.
     """
 
     def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
@@ -271,7 +271,7 @@ class _State:
             self.error = str(error)
 
     def fill(self, row: NDArray[np.int32], sequence: Follower) -> None:
-        """Read the sequence's new tokens and set the bits of those that may come next.
+        """Read the sequence's new tokens, and set the bits of the tokens that may come next.
 
         None are set after an error, and after a drafted token that may not come.
         """
@@ -314,7 +314,7 @@ class _State:
         self._drafted = self._drafted[:came]
 
     def force(self, row: NDArray[np.int32]) -> tuple[int, ...]:
-        """If several tokens must come next, leave the first alone in the row; return the others, at most so many."""
+        """Leave only the first of several tokens that must come next in the row, and return some of the others."""
         tokens = [] if self.error else self._matcher.compute_ff_tokens()
         if len(tokens) < 2:
             return ()
@@ -334,6 +334,6 @@ def _may_force(params: SamplingParams) -> bool:
 
 
 def _is_end(row: NDArray[np.int32], stop_token_ids: Sequence[int]) -> bool:
-    """Return whether the only bits that are set are those of stop tokens."""
+    """Return whether only bits of stop tokens are set."""
     stops = sum(bool(row[token_id // 32] >> (token_id % 32) & 1) for token_id in stop_token_ids)
     return 0 < stops == int.from_bytes(row.tobytes(), "little").bit_count()

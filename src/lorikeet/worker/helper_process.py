@@ -23,7 +23,7 @@ from lorikeet.core.executor import ExecutorError
 _LOG = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
-"""After so many processes in a row that died without finishing any work, the next start is delayed."""
+"""Number of processes in a row that die without finishing any work, after which the next start is delayed."""
 
 RESTART_DELAY_S = 10.0
 """The delay, so that starts do not keep the cores busy."""
@@ -48,10 +48,9 @@ class HelperProcess:
     Args:
         module: the Python module that it runs.
         process: the process.
-        connection: to the process.
+        connection: connection to the process.
 
     Attributes:
-        module, process: as given.
         ready_s: when it became ready, on the monotonic clock; ``inf`` until then.
         has_ended: set once it has ended and cannot write to shared memory any more.
     """
@@ -112,7 +111,7 @@ def start_helper_process(module: str, name: str) -> HelperProcess:
 
     Args:
         module: the Python module.
-        name: of the helper, for the error message.
+        name: name of the helper, for the error message.
 
     Raises:
         ExecutorError: the process cannot be started.
@@ -140,13 +139,13 @@ def start_helper_process(module: str, name: str) -> HelperProcess:
 class Helper:
     """Keeps one helper process running: sets it up, and starts another when it dies.
 
-    The first message of a process says that it is ready. Subclasses override :meth:`_on_message` to handle further
+    The first message of a process reports that it is ready. Subclasses override :meth:`_on_message` to handle further
     messages, :meth:`_is_reply_overdue` to have a process killed that does not reply, and :meth:`_on_death` to clean up
     after it. All are called on a thread of this object.
 
     Args:
         process: the first process; owned by this object.
-        name: of the helper, for messages.
+        name: name of the helper, for messages.
         setup: sent to every process first.
         fds: file descriptors that are sent after it.
 
@@ -217,7 +216,7 @@ class Helper:
         _LOG.error("%s", reason)
 
     def _ensure_started(self) -> HelperProcess | None:
-        """The process if it is ready, else None. Starts one if there is none and the delay is over."""
+        """Return the process if it is ready, else None. Start one if there is none and the delay is over."""
         if self._running is None and not self._is_closing and time.monotonic() >= self._next_start_s:
             self._start()
         return self._running

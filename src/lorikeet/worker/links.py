@@ -24,11 +24,11 @@ class TransferLink(Protocol):
         ...
 
     def promote(self, transfer_ids: Collection[int], now: float) -> None:
-        """Make transfers demanded; those that have ended are ignored."""
+        """Mark transfers as demanded; ids of ended transfers are ignored."""
         ...
 
     def next_s(self) -> float | None:
-        """Return when the next transfer ends if nothing else starts; None if none is in flight."""
+        """Return when the next transfer ends if nothing else starts; None without transfers."""
         ...
 
     def take_done(self, now: float) -> list[TransferDone]:
@@ -70,7 +70,7 @@ class ModelledTransferLink:
         self._schedule_changed(now)
 
     def promote(self, transfer_ids: Collection[int], now: float) -> None:
-        """Make transfers demanded; those that have ended are ignored."""
+        """Mark transfers as demanded; ids of ended transfers are ignored."""
         self._settle(now)
         self._lanes.promote(frozenset(transfer_ids), now)
         self._schedule_changed(now)

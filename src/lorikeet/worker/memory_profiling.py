@@ -32,7 +32,7 @@ from lorikeet.worker.rank_setup import RankModel
 _RANKS = (16, 32, 64)
 """Rank tiles of the LoRA kernels. Larger ranks take several tiles."""
 _MANY_ROWS = 17
-"""From so many rows of one adapter on, all LoRA kernels of the step use larger tiles."""
+"""Rows of one adapter from which on all LoRA kernels of a step use larger tiles."""
 
 
 def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
@@ -41,7 +41,7 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
     Args:
         model: runs the steps.
         engine: has the limits of a step.
-        rank: of adapters; 0 for none.
+        rank: rank of the adapters; 0 for no adapters.
         longest_tokens: tokens of the longest sequence.
     """
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -73,7 +73,7 @@ def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest
     Args:
         model: runs the steps.
         engine: has the limits of a step.
-        rank: of the largest adapters; 0 for none.
+        rank: rank of the largest adapters; 0 for no adapters.
         longest_tokens: tokens of the longest sequence.
     """
     most_tokens = min(engine.max_num_batched_tokens, longest_tokens)
@@ -106,7 +106,7 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
     Args:
         model: runs the step.
         engine: settings.
-        rank: of the adapters; 0 for none.
+        rank: rank of the adapters; 0 for no adapters.
         lengths: tokens of each sequence.
 
     Returns:
@@ -129,7 +129,7 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
     Args:
         model: runs the steps.
         engine: settings.
-        rank: of the adapters; 0 for none.
+        rank: rank of the adapters; 0 for no adapters.
         sequences: number of sequences.
         longest_tokens: tokens of the longest sequence. If long contexts have their own graphs, these are run too.
     """

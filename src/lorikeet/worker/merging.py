@@ -39,8 +39,8 @@ class Merger:
         packed: the same weights in the kernels' layout, from ``pack_weights`` with ``keep_plain``; the decoder reads
             these.
         kernels: the backend of ``packed``.
-        geometry: of the rank's share.
-        merge_by: which weights a switch writes: those that the old or the new adapter changes, or every linear weight.
+        geometry: sizes of the rank's share.
+        merge_by: whether a switch writes only weights that the old or the new adapter changes, or all linear weights.
         place: device of the pristine copies. Copies in host memory for a CUDA device are pinned.
 
     Attributes:

@@ -29,7 +29,7 @@ from lorikeet.presets import Preset
 from lorikeet.worker.links import ModelledTransferLink, TransferLink
 
 GroupEnds = Callable[[int], Sequence[float]]
-"""Returns when each group of a transfer in flight arrives, by transfer id, in seconds from the plan's start."""
+"""Returns when each group of a running transfer arrives, by transfer id, in seconds from the plan's start."""
 
 
 class PlanDuration(NamedTuple):
@@ -167,21 +167,21 @@ class ModelledExecutor:
         return StepResult(plan.step, tuple(given), steps, times.seconds, failed, times.switch_s, times.next_runs)
 
     def assist_counters(self) -> None:
-        """Return None: there are no host workers."""
+        """Return None, since a modelled executor has no host workers."""
 
     def completed_transfers(self) -> list[TransferDone]:
         """Return the transfers that have ended since the last call."""
         return self._link.take_done(self._clock.now())
 
     def next_transfer_s(self) -> float | None:
-        """Return when the next transfer ends if nothing else starts; None if none is in flight."""
+        """Return when the next transfer ends if nothing else starts; None without transfers."""
         return self._link.next_s()
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
         """Wait until the next transfer has ended, or for ``timeout_s``.
 
         Raises:
-            ExecutorError: no transfer is in flight and there is no timeout.
+            ExecutorError: no transfer is running and there is no timeout.
         """
         next_end_s = self._link.next_s()
         due = [] if next_end_s is None else [next_end_s]
@@ -216,8 +216,8 @@ class ModelledTimes:
     plan runs, and the loop overlaps with the next one.
 
     Args:
-        transfers: costs of transfers; its profile has the other constants.
-        preset: of the replica.
+        transfers: costs of transfers; their profile has all other constants.
+        preset: preset of the replica.
         loop_each_step: whether a repeat stands for as many turns of the engine loop, or is one turn.
     """
 
@@ -331,9 +331,10 @@ def build_modelled_executor(
     """Build the executor of a simulation.
 
     Args:
-        settings: of the engine. ``settings.model.max_model_len`` may exceed the profile's, since no time depends on it.
+        settings: settings of the engine. ``settings.model.max_model_len`` may exceed the profile's, since no time
+            depends on it.
         profile: costs.
-        preset: of the replica.
+        preset: preset of the replica.
         clock: the executor moves it forward.
         coalesced: whether a repeat stands for as many turns of the engine loop (see ``Engine.step``).
 
@@ -355,13 +356,13 @@ def build_paced_executor(
     Args:
         settings: all; ``engine.profile`` is a name or a file, ``model.model`` a folder with the same model's
             ``config.json`` and tokenizer. Weights are not read.
-        preset: of the replica.
+        preset: preset of the replica.
         clock: the real one.
         on_transfer_done: called, on another thread, when a transfer has ended.
 
     Raises:
         ConfigError: no profile is named, or a setting does not fit it.
-        ProfileError: there is no such profile, or it is of another model.
+        ProfileError: the profile does not exist, or is of another model.
         ValueError: the model's config cannot be read.
     """
     if not settings.engine.profile:

@@ -20,7 +20,7 @@ class PooledRows(NamedTuple):
     Attributes:
         sequence: whose prompt.
         first: the first of the rows.
-        position: of its token.
+        position: position of its token.
         tokens: number of rows, and of tokens.
     """
 
@@ -43,7 +43,7 @@ def pool(
 
     Args:
         hidden: states after the last norm, of all rows of the step that need them: ``[rows, hidden]``.
-        pooled: which of them belong to what.
+        pooled: the rows of ``hidden`` of each prompt.
         weights: returns the weights of an adapter on the device, with its score head.
 
     Returns:

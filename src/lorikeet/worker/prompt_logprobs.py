@@ -11,7 +11,7 @@ from lorikeet.kernels.devices import to_device
 from lorikeet.worker.batch import RankSequence
 
 _SLICE_ROWS = 64
-"""Rows whose logits are held at once: those of a whole prompt would take gigabytes."""
+"""Rows whose logits are held at once; the logits of a whole prompt would take gigabytes."""
 
 
 class ScoredRows(NamedTuple):
@@ -20,7 +20,7 @@ class ScoredRows(NamedTuple):
     Attributes:
         sequence: whose prompt.
         first: the first of the rows.
-        position: of the token that it scores.
+        position: position of the token that it scores.
         tokens: number of rows, and of tokens.
     """
 
@@ -35,7 +35,7 @@ def score_prompts(head: Callable[[Sequence[int]], Tensor], scored: Sequence[Scor
 
     Args:
         head: the output layer: logits ``[rows, vocab]`` of some of the rows of the step that need logits.
-        scored: which of them score what.
+        scored: rows of the step, with the prompt tokens that they score.
     """
     return tuple(PromptLogprobs(rows.sequence.request_id, rows.position, tuple(_tokens(head, rows))) for rows in scored)
 

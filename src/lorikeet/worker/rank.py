@@ -28,8 +28,8 @@ class StepOutput(NamedTuple):
     """What a step yields.
 
     Attributes:
-        logits: of the sequences that sample, ``[S, vocab]`` in the dtype of ``Kernels.logits``.
-        prompt_logprobs: of the prompts that are scored.
+        logits: logits of the sampling sequences, ``[S, vocab]`` in the dtype of ``Kernels.logits``.
+        prompt_logprobs: log probabilities of the prompts that are scored.
         pooled: vectors of the prompts that have been computed.
     """
 
@@ -47,7 +47,7 @@ class Rank:
         block_size: tokens of KV in a block.
         transfers: copies blocks in the background, and knows which adapters are in the arena.
         cores: gives the number of compute threads before every plan.
-        host_lora: computes LoRA on the host for adapters in flight; None if no plan has assisted prefills.
+        host_lora: computes LoRA on the host for adapters that are being loaded; None without assisted prefills.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Rank:
         return rows, lora_batch(rows, weights, plan.kernel_form, plan.merged)
 
     def has_extras(self, plan: StepPlan) -> bool:
-        """Whether an adapter of a plan, all of which are loaded, has more than A and B."""
+        """Whether an adapter of a plan has more than A and B. All its adapters are loaded."""
         digests = {self.sequence(step.request_id).adapter for step in plan.sequences}
         return any(digest is not None and self._transfers.adapters.has_extras(digest) for digest in digests)
 
@@ -190,7 +190,7 @@ class Rank:
     def _outputs(
         self, hidden: Tensor, rows: Sequence[BatchRow], lora: LoraBatch | None = None, *, samples: bool
     ) -> StepOutput:
-        """Return what a step yields, from the hidden states of the rows that need them.
+        """Return the results of a step, from the hidden states of the rows that need them.
 
         ``lora`` has the adapters of these rows, if any has more than A and B.
         """

@@ -52,11 +52,11 @@ class RankModel:
         config: the whole model's, of all stages.
         decoder: the rank's share, or a model of transformers.
         kernels: the kernel backend.
-        dtype, device: of weights, KV and adapters.
+        dtype, device: dtype and device of weights, KV and adapters.
         geometry: sizes of the rank's share.
         merger: merges adapters into the decoder's weights; None if the preset never merges.
-        weights: in what form the linear weights are, in words.
-        whole_geometry: sizes of the model; None if they are those of the rank.
+        weights: form of the linear weights, in words.
+        whole_geometry: sizes of the model; None if the rank has the whole model.
     """
 
     config: BaseConfig
@@ -70,7 +70,7 @@ class RankModel:
     whole_geometry: ModelGeometry | None = None
 
     def base_info(self) -> BaseInfo:
-        """Return what clients of the engine know of the model."""
+        """Return the description of the model for clients of the engine."""
         config = self.config
         how = "lorikeet"
         embed_size = 0
@@ -95,7 +95,7 @@ class RunsModel(Protocol):
         ...
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
-        """View ``arena [blocks, elements]`` as the other methods take it."""
+        """View ``arena [blocks, elements]`` in the shape of ``kv`` of other methods."""
         ...
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -111,12 +111,12 @@ class RunsModel(Protocol):
         ...
 
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute what of an adapter with extras depends on the base, into the adapter's blocks."""
+        """Compute the extras of an adapter that depend on the base, into the adapter's blocks."""
         ...
 
 
 def read_base_config(settings: Settings, folder: Path) -> BaseConfig:
-    """Return the config of the base, by what will compute it.
+    """Return the config of the base, for the own decoder or for the modules of transformers.
 
     Raises:
         ModelConfigError: the model is not supported, or does not split over the ranks.
@@ -145,8 +145,8 @@ def load_rank(
     """Load one rank's share of the model.
 
     Args:
-        settings: of the engine.
-        folder: of the model.
+        settings: settings of the engine.
+        folder: folder of the model.
         group: has the rank's number.
         progress: called with (stage, done, total).
         gpu: number of its GPU, if that is not the rank's.
@@ -250,7 +250,7 @@ def rank_device(settings: Settings, rank: int) -> torch.device:
     """Return the device of a rank.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the device does not exist.
     """
     name = settings.engine.device
     if name not in DEVICES:

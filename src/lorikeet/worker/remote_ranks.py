@@ -34,13 +34,13 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """To a rank that has joined: what it is.
+    """To a rank that has joined: its number and the engine's settings.
 
     Attributes:
-        version: of Lorikeet; the rank's must be the same.
+        version: version of Lorikeet; the rank's must be the same.
         settings: JSON of the engine's settings.
-        folder: of the model, on rank 0's machine.
-        number: of the rank.
+        folder: folder of the model, on rank 0's machine.
+        number: number of the rank.
         init_url: where ``torch.distributed`` meets.
     """
 
@@ -134,10 +134,10 @@ def follow_engine(run: RunRank, address: str, key_file: str, model: str, log_lev
 
     Args:
         run: the function that runs one.
-        address: of the engine, HOST:PORT.
+        address: address of the engine, HOST:PORT.
         key_file: has the key.
         model: the model's folder on this machine; empty if it has the same path as on rank 0's.
-        log_level: of the process.
+        log_level: log level of the process.
 
     Raises:
         RemoteRankError: the address or the key is wrong, or the engine has another key or version.
@@ -193,9 +193,9 @@ def _authenticated(sock: socket.socket, key: bytes, *, answers_first: bool) -> C
     """Return a connection whose other end has proved that it has the key, as this end has; None if it has not.
 
     Args:
-        sock: is the connection's from now on.
-        key: of both ends.
-        answers_first: whether the other end asks first.
+        sock: the socket, which the connection owns from now on.
+        key: secret key of both ends.
+        answers_first: whether the other end sends the first challenge.
     """
     seconds = int(_AUTHENTICATION_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

@@ -36,7 +36,7 @@ class Sampled(Protocol):
         sampling: its sampling parameters.
         token_ids: prompt and outputs so far; their number is the position of the new token.
         prompt_tokens: how many of them are prompt.
-        embedded_tokens: of how many, the first ones, the ids mean nothing.
+        embedded_tokens: number of first tokens that are embeddings, whose ids mean nothing.
     """
 
     sampling: SamplingParams
@@ -65,11 +65,11 @@ class _Prepared(NamedTuple):
     """What stays the same for the sequences of a batch from step to step.
 
     Attributes:
-        sequences: in the order of their logits.
+        sequences: sequences in the order of their logits.
         chosen: parameters of all rows. Edited rows are greedy here; this call only checks that they are finite.
         edited: rows whose logits are edited, ascending.
         chosen_edited: parameters of the edited rows, None if there are none.
-        biases: of the edited rows.
+        biases: biases of the edited rows.
         held: edited rows that need no edit once they have ``min_tokens``.
         masked: rows whose answers follow a grammar, ascending.
         masked_only: those of them that need no other edit, if the logits are in host memory. They are not among the
@@ -110,7 +110,7 @@ class Sampler:
         """Begin to compute the masks for the next :meth:`sample`, so that they are ready when the logits are.
 
         Args:
-            sequences: as for :meth:`sample`; their tokens may not change until then.
+            sequences: sequences of the next :meth:`sample`; their tokens may not change until then.
         """
         masked = [sequences[i] for i in self._rows_of(sequences).masked]
         if masked:
@@ -124,7 +124,7 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab]`` of any floating dtype; changed in host memory, for rows that follow a grammar.
-            sequences: in the order of the logits. :meth:`begin` was called with them if one has a grammar.
+            sequences: sequences in the order of the logits. :meth:`begin` was called with them if one has a grammar.
             chosen: the result of ``choose`` with :meth:`parameters`, if it was called already.
         """
         if not sequences:
@@ -170,7 +170,7 @@ class Sampler:
         return tokens
 
     def take_forced(self) -> dict[int, tuple[int, ...]]:
-        """Return the tokens that grammars force after those of the last :meth:`sample`, by row."""
+        """Return the tokens that grammars force after the tokens of the last :meth:`sample`, by row."""
         forced = self._forced
         self._forced = {}
         return forced
@@ -302,7 +302,7 @@ def _with_logprobs(rows: Sequence[Tensor], wanted: Sequence[tuple[int, SamplingP
 
     Args:
         rows: logits ``[vocab]`` of each.
-        wanted: for each row the sampled token, and what to report.
+        wanted: sampled token of each row, and the log probabilities to report.
     """
     if not rows:
         return []

@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArenaSizes(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: allocate arenas with so many blocks."""
+    """To a rank: allocate arenas with these numbers of blocks."""
 
     device_blocks: int
     host_blocks: int
@@ -91,9 +91,9 @@ def run_rank(
     """Run rank ``rank`` until ``StopRank``, or until rank 0 has ended. The main function of its process.
 
     Args:
-        connection: to rank 0.
-        settings: of the engine.
-        folder: of the model.
+        connection: connection to rank 0.
+        settings: settings of the engine.
+        folder: folder of the model.
         rank: its number.
         init_url: where ``torch.distributed`` meets.
         gpu: its number on this machine, if that is not the rank's.
@@ -220,7 +220,7 @@ class RankProcesses:
 
     Args:
         settings: the same as rank 0's.
-        folder: of the model.
+        folder: folder of the model.
         finished: collects the ranks' finished transfers.
 
     Attributes:
@@ -347,13 +347,13 @@ class RankProcesses:
         """Return if no rank has died, nor dies within ``grace_s`` seconds.
 
         Raises:
-            ExecutorError: a rank has died; the message says which and why.
+            ExecutorError: a rank has died; the message names the rank and the reason.
         """
         if self._failed.wait(grace_s) if grace_s else self._failed.is_set():
             raise ExecutorError(self._failure)
 
     def close(self) -> None:
-        """Stop the ranks; those that do not stop in time are killed."""
+        """Stop the ranks, and kill any that does not stop in time."""
         self._closing = True
         if self._listener is not None:
             stop = msgspec.msgpack.encode(StopRank())

@@ -44,7 +44,7 @@ class CpuBudget:
 
     Args:
         threads: fixed number of threads; 0 takes a fair share.
-        folder: of the files; the default is one folder per user.
+        folder: folder of the files; the default is one folder per user.
 
     Attributes:
         all: the cores that the rank may run on.
@@ -84,7 +84,7 @@ class CpuBudget:
             self._threads = self._fair_threads()
 
     def close(self) -> None:
-        """Delete this rank's file, which leaves its share to the others."""
+        """Delete this rank's file, so that other ranks get its share."""
         self._path.unlink(missing_ok=True)
 
     def _fair_threads(self) -> int:

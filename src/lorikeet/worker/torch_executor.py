@@ -38,7 +38,7 @@ class StepRunner(Protocol):
 
     Attributes:
         lead: number of steps that can be launched before the tokens of the previous step are known.
-        prompt_logprobs, pooled: of the steps launched so far.
+        prompt_logprobs, pooled: results of the steps launched so far.
     """
 
     lead: int
@@ -50,7 +50,7 @@ class StepRunner(Protocol):
         ...
 
     def take(self) -> "list[StepTokens]":
-        """Wait for the oldest step that was launched; return what it yielded, for each sequence that samples.
+        """Wait for the oldest launched step, and return its result for each sampling sequence.
 
         The caller appends the tokens to the sequences before it launches
         another step beyond the lead.
@@ -62,8 +62,8 @@ class StepTokens(NamedTuple):
     """What a step yielded for a sequence: a token, and more if a draft was right or a grammar leaves no choice.
 
     Attributes:
-        tokens: in order.
-        failure: why there are no tokens; empty if there are.
+        tokens: tokens in order.
+        failure: reason for missing tokens; empty if there are tokens.
     """
 
     tokens: list[Token]
@@ -71,7 +71,7 @@ class StepTokens(NamedTuple):
 
     @classmethod
     def of(cls, token: Token | str) -> "StepTokens":
-        """Return what the sampler says of one row."""
+        """Return the sampler's result for one row."""
         return cls([], token) if isinstance(token, str) else cls([token])
 
 
@@ -140,7 +140,7 @@ def _accepted(
         sampled: the token before and after each drafted one, if that came; or why there is none.
         draft: the drafted tokens.
         first: row of the first of ``sampled``.
-        forced: tokens that must follow those of some rows.
+        forced: tokens that must follow the sampled tokens of some rows.
     """
     tokens: list[Token] = []
     for at, token in enumerate(sampled):
@@ -160,8 +160,8 @@ class GraphRunner:
     sends the inputs of every step instead, and no step is launched ahead.
 
     Args:
-        graphs: of the rank.
-        rank, sampler, plan, sequences: as of :class:`EagerRunner`.
+        graphs: graphs of the rank.
+        rank, sampler, plan, sequences: see :class:`EagerRunner`.
     """
 
     def __init__(
@@ -216,10 +216,10 @@ class _PlanRun(NamedTuple):
     """The outcome of a plan's steps.
 
     Attributes:
-        tokens: of each sequence that samples.
+        tokens: tokens of each sampling sequence.
         failed: the requests that got none, and why.
         steps_run: number of steps.
-        prompt_logprobs: of the prompts that were scored.
+        prompt_logprobs: log probabilities of the prompts that were scored.
         pooled: vectors of prompts.
     """
 
@@ -252,7 +252,7 @@ class OtherRanks(Protocol):
         """Return if no rank has died, nor dies within ``grace_s`` seconds.
 
         Raises:
-            ExecutorError: a rank has died; the message says which and why.
+            ExecutorError: a rank has died; the message names the rank and the reason.
         """
         ...
 
@@ -280,7 +280,7 @@ class NoOtherRanks:
 
 
 class TorchExecutor:
-    """Rank 0: runs its share of every step, samples, and leads the other ranks. Implements ``core.executor.Executor``.
+    """Runs rank 0's share of every step, samples, and leads the ranks. Implements ``core.executor.Executor``.
 
     Args:
         model: rank 0's share.
@@ -289,7 +289,7 @@ class TorchExecutor:
         cores: rank 0's share of the machine's cores.
         finished: collects finished transfers of all ranks.
         transfers: rank 0's transfers, which report to ``finished``; also an attribute, for tests.
-        others: the other ranks; None if there are none.
+        others: all other ranks; None for a single rank.
         host_lora: computes LoRA on the host for adapters in flight; also an attribute, for its counters. None if no
             plan has assisted prefills.
         graphs: runs decode steps as CUDA graphs; None if all steps run eagerly.
@@ -312,7 +312,7 @@ class TorchExecutor:
         self._graphs = graphs
         self.grammars = grammars
         self._others: OtherRanks = others or NoOtherRanks()
-        # Other ranks are told of one token for each sequence and step, so that none can be taken at once.
+        # Other ranks get one token for each sequence and step, so a step cannot yield several.
         forces = self._others.size == 1
         self._masks = None if grammars is None else GrammarMasks(grammars, model.device, model.dtype, forces=forces)
         self._finished = finished
@@ -386,7 +386,7 @@ class TorchExecutor:
             self.transfers.host_arena.bytes[block] = np.frombuffer(content, np.uint8)
 
     def close(self) -> None:
-        """Stop threads, loader processes, host workers and ranks. Transfers in flight are abandoned."""
+        """Stop threads, loader processes, host workers and ranks. Running transfers are abandoned."""
         self._others.close()
         with suppress(RuntimeError):  # the device has failed, and so runs nothing
             self._discard_running()
@@ -474,7 +474,7 @@ def build_torch_executor(
     progress: Callable[[str, int, int], None],
     on_transfer_done: Callable[[], None],
 ) -> tuple[TorchExecutor, BaseConfig, EngineSizes]:
-    """Load the model, start the other ranks, the loader process and host workers, and allocate memory.
+    """Load the model, start ranks, loader process and host workers, and allocate memory.
 
     Args:
         settings: all settings.

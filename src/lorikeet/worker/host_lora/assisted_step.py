@@ -1,4 +1,4 @@
-"""Assisted steps: the choice of host or device for the LoRA delta of each layer of an adapter in flight.
+"""Chooses host or device for the LoRA delta of each layer of an adapter that is being loaded.
 
 Rank 0 chooses; the other ranks follow its choices.
 """
@@ -30,16 +30,16 @@ class HostLoraSide(Protocol):
     """
 
     def assisting(self, lora: LoraBatch, arrivals: Sequence[PartialAdapter]) -> AbstractContextManager["AssistedStep"]:
-        """Return the context of a step with adapters in flight.
+        """Return the context of a step with adapters that are being loaded.
 
         Args:
             lora: all adapters of the batch.
-            arrivals: the adapters in flight; each one's ``weights`` are in a segment of ``lora``.
+            arrivals: the adapters that are being loaded; the ``weights`` of each are in a segment of ``lora``.
         """
         ...
 
     def choose(self, arrivals: Sequence[PartialAdapter], layer: int, tokens: Sequence[int]) -> frozenset[int]:
-        """Return the indices of the adapters, with so many tokens each, whose delta the host computes on a layer."""
+        """Return the indices of the adapters whose delta the host computes on a layer, given the tokens of each."""
         ...
 
     def assign(self, parts: Sequence[HostRows]) -> RowAssignment:
@@ -63,7 +63,7 @@ class _Shares(NamedTuple):
 
 
 class _Rows:
-    """The adapters of some rows of a step, all or those that sample, and how they have been divided so far."""
+    """The adapters of all or of the sampling rows of a step, and their division so far."""
 
     def __init__(self, lora: LoraBatch, numbers: dict[int, int]) -> None:
         self.segments: list[tuple[LoraSegment, int | None]] = [
@@ -114,7 +114,7 @@ class AssistedStep:
             self._host.add_to(out)
 
     def _rows_of(self, lora: LoraBatch) -> _Rows:
-        """Return the rows of a batch: all of a step, or after the last attention those that sample."""
+        """Return the rows of a batch: all rows of a step, or after the last attention only the sampling rows."""
         if lora is self._lora:
             return self._all
         if self._sampled is None:
@@ -127,7 +127,7 @@ class AssistedStep:
         return rows.shares[self._on_host]
 
     def _divide(self, rows: _Rows) -> _Shares:
-        """Divide the segments: those of the chosen adapters to the host, the others to the device."""
+        """Divide the segments: the host gets those of the chosen adapters, the device gets the rest."""
         on_host = []
         on_device = []
         for segment, number in rows.segments:
@@ -175,7 +175,7 @@ class HostLoraLeader:
         """Begin a step in the pool, and end it.
 
         Raises:
-            ExecutorError: an adapter in flight changes modules that the host does not compute.
+            ExecutorError: an adapter that is being loaded changes modules that the host does not compute.
         """
         for arrival in arrivals:
             if other := arrival.weights.modules.difference(self._costs.row_bytes):
@@ -203,7 +203,7 @@ class HostLoraLeader:
         return frozenset(chosen)
 
     def is_for_host(self, arrival: PartialAdapter, layer: int, tokens: int) -> bool:
-        """Return whether the host computes an adapter's delta on a layer for so many tokens, when the layer starts."""
+        """Return whether the host computes an adapter's delta for its tokens on a layer that starts now."""
         if self._layers is HostLayers.STATIC:
             return layer in arrival.left_to_host or not self._wait_for(arrival, layer)
         if self._has(arrival, layer):
@@ -281,9 +281,9 @@ class HostLoraFollower:
     Its waits have no timeout, since this process ends when rank 0 does.
 
     Args:
-        ring: of rank 0; owned by this object.
+        ring: ring of rank 0; owned by this object.
         rank: this rank, whose columns of y are read.
-        geometry: of a rank's share of the model.
+        geometry: sizes of a rank's share of the model.
     """
 
     def __init__(self, ring: Ring, rank: int, geometry: ModelGeometry) -> None:
@@ -297,7 +297,7 @@ class HostLoraFollower:
 
     @contextmanager
     def assisting(self, lora: LoraBatch, arrivals: Sequence[PartialAdapter]) -> Iterator[AssistedStep]:
-        """Return the context of a step with adapters in flight."""
+        """Return the context of a step with adapters that are being loaded."""
         yield AssistedStep(self, lora, arrivals)
 
     def choose(self, arrivals: Sequence[PartialAdapter], layer: int, tokens: Sequence[int]) -> frozenset[int]:

@@ -65,7 +65,7 @@ class HostTimes(NamedTuple):
     rank: int
 
     def seconds(self, tokens: int) -> float:
-        """Return the time of so many tokens with an adapter of the largest measured rank."""
+        """Return the time of ``tokens`` tokens with an adapter of the largest measured rank."""
         return self.fixed_s + (self.token_s + self.token_rank_s * self.rank) * tokens
 
 
@@ -129,8 +129,8 @@ def tokens_per_worker(times: HostTimes, geometry: ModelGeometry, layer_s: float,
     """Return how many tokens a worker gets (TOPPINGS, section 4.2): as many as it computes while a layer is loaded.
 
     Args:
-        times: of a worker.
-        geometry: of the model.
+        times: measured times of a worker.
+        geometry: sizes of the model.
         layer_s: time of a layer in a short prefill on the device.
         bandwidth: bytes per second over the link.
     """
@@ -145,7 +145,7 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
 
     Args:
         pool: its first worker is measured.
-        geometry: of the rank's share of the model.
+        geometry: sizes of the rank's share of the model.
         host: the host tier, ``[blocks, elements]``, in which test adapters are placed.
         place: device of the model.
 

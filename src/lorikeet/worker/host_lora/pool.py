@@ -23,7 +23,7 @@ from lorikeet.worker.host_lora.worker_process import BeginStep, HostWorkerSetup
 from lorikeet.worker.transfer.device import DeviceBackend, StreamEvent, StreamSignals
 
 SLOTS = 2
-"""Slots of the ring: one is written while the other is read."""
+"""Slots of the ring; one slot is written while another is read."""
 
 TIMEOUT_S = 5.0
 """A worker that has not answered after this time counts as lost."""
@@ -119,8 +119,8 @@ class PoolSizes(NamedTuple):
     """Sizes of a pool.
 
     Attributes:
-        dtype: of the model.
-        geometry: of a rank's share of the model.
+        dtype: dtype of the model.
+        geometry: sizes of a rank's share of the model.
         rows: most rows of a step.
         parts: most parts (sequences) of a step.
         timeout_s: a worker that does not answer for so long counts as lost.
@@ -143,8 +143,8 @@ class HostPool:
     Args:
         processes: the workers; owned by this object.
         cores: the core of each worker, None for any core.
-        arenas: host arena of each rank, this rank's first; the other ranks' are owned by this object.
-        sizes: of the pool.
+        arenas: host arena of each rank, this rank's first; this object owns those of other ranks.
+        sizes: sizes of the pool.
 
     Attributes:
         worker_tokens: rows of one request per worker while there are enough workers.
@@ -276,9 +276,9 @@ class HostPool:
 
         Args:
             product: a key of ``core.geometry.PRODUCTS``.
-            layer: of the model.
+            layer: index of the layer.
             x: ``[rows, in]`` of the batch, contiguous.
-            assignment: of rows of x to workers.
+            assignment: rows of x of each worker.
         """
         self._submitted_ns = time.monotonic_ns()
         ticket = self.ticket = self.ticket + 1
@@ -375,8 +375,8 @@ class _OpenTicket(NamedTuple):
     Attributes:
         ticket: its number.
         site: product of a layer.
-        product: which.
-        assignment: of its rows.
+        product: a key of ``core.geometry.PRODUCTS``.
+        assignment: rows of each worker.
         x_copied: event after the copy of x.
         at_ns: when it was queued.
     """
@@ -398,14 +398,14 @@ class DevicePool(HostPool):
 
     Args:
         device: the device; the steps' stream is the calling thread's.
-        signals: of the steps' stream.
-        processes, cores, arenas, sizes: as of ``HostPool``; there is one arena.
+        signals: signals of the steps' stream.
+        processes, cores, arenas, sizes: see ``HostPool``; there is one arena.
 
     Raises:
         ExecutorError: the device cannot register the ring.
 
     Attributes:
-        handovers_s: of tickets that were waited for with :meth:`settle` only.
+        handovers_s: times of tickets for which only :meth:`settle` waited.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class DevicePool(HostPool):
             raise ExecutorError(f"the device cannot register the shared memory of host workers: {error}") from error
 
     def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment) -> None:
-        """As of ``HostPool``; ``x`` is on the device, and the stream copies its rows."""
+        """Submit rows of ``x``, which is on the device; the stream copies them."""
         while len(self._open) >= SLOTS:
             self._collect()
         at_ns = time.monotonic_ns()

@@ -73,7 +73,7 @@ class RingShape(msgspec.Struct, frozen=True):
         workers: number of workers that share the rows.
         cuts: number of cuts that are kept. A cut is a division of rows among workers.
         slices: most slices in a cut.
-        dtype: of x and y, a key of ``adapters.numbers.KEPT_AS``.
+        dtype: dtype of x and y, a key of ``adapters.numbers.KEPT_AS``.
     """
 
     slots: int
@@ -379,7 +379,10 @@ class _Offsets:
         self.bytes = self.y_bytes + shape.slots * shape.ranks * shape.rows * shape.outputs * item_bytes
 
     def y_ready(self, slot: int, worker: int) -> int:
-        """A ticket's times share the cache line of its flag, which is read first. The rank itself is worker -1."""
+        """Return the place of a worker's flag for y of a slot; the rank itself is worker -1.
+
+        The times of a ticket share the cache line of its flag, which is read first.
+        """
         return self._y_ready + (slot * (1 + self._shape.workers) + 1 + worker) * _LINE
 
     def arrived(self, rank: int, transfer_id: int) -> int:

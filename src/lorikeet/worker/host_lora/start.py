@@ -89,11 +89,11 @@ def open_pool(
 
     Args:
         processes: at least one; owned by the pool.
-        settings: of the engine.
-        geometry: of a rank's share of the model.
-        transfers: of rank 0, with its host tier.
+        settings: settings of the engine.
+        geometry: sizes of a rank's share of the model.
+        transfers: transfers of rank 0, with its host tier.
         cores: cores that only this replica uses.
-        others: host tiers of the other ranks; owned by the pool.
+        others: host tiers of all other ranks; owned by the pool.
 
     Raises:
         ExecutorError: a worker did not start.
@@ -135,8 +135,8 @@ def build_host_lora(
         preset: has the options of assisted prefills.
         model: the rank's share.
         arena: the device arena, empty.
-        transfers: with the host tier, empty.
-        others: host tiers of the other ranks, empty; owned by the returned object.
+        transfers: transfers with an empty host tier.
+        others: empty host tiers of all other ranks; owned by the returned object.
         longest_tokens: tokens of the longest sequence.
 
     Raises:

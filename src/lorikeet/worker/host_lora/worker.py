@@ -25,7 +25,7 @@ def site_of(layer: int, product: str) -> int:
 
 
 def layer_and_product(site: int) -> tuple[int, str]:
-    """Return what :func:`site_of` has numbered."""
+    """Return layer and product of a number from :func:`site_of`."""
     layer, number = divmod(site, len(_PRODUCTS))
     return layer, _PRODUCTS[number]
 
@@ -34,10 +34,10 @@ class ProductWidths:
     """Elements of a row of x and y of each product.
 
     Args:
-        geometry: of a rank's share of the model.
+        geometry: sizes of a rank's share of the model.
 
     Attributes:
-        inputs, outputs: by product.
+        inputs, outputs: number of inputs and outputs by product.
     """
 
     def __init__(self, geometry: ModelGeometry) -> None:
@@ -64,7 +64,7 @@ def write_delta(x: Tensor, pieces: Sequence[LoraPieces], layer: int, targets: Lo
     Args:
         x: ``[rows, in]``.
         pieces: weights of the adapter on each rank, in place.
-        layer: of the model.
+        layer: index of the layer.
         targets: modules of the product, and their columns in y.
         y: ``[ranks, rows, out]``, overwritten.
     """
@@ -86,7 +86,7 @@ class HostAdapter(msgspec.Struct, frozen=True):
     """An adapter in the host arenas.
 
     Attributes:
-        ranks: as of ``AdapterRef.ranks``.
+        ranks: see ``AdapterRef.ranks``.
         blocks: its blocks in each arena, in packing order.
     """
 
@@ -99,9 +99,9 @@ class SliceWorker:
 
     Args:
         ring: holds x, y and tickets.
-        number: of this worker.
+        number: number of this worker.
         arenas: the host arena of each rank, ``[blocks, elements]`` of the model's dtype.
-        geometry: of a rank's share of the model.
+        geometry: sizes of a rank's share of the model.
     """
 
     def __init__(self, ring: Ring, number: int, arenas: Sequence[Tensor], geometry: ModelGeometry) -> None:
@@ -171,5 +171,5 @@ class SliceWorker:
         return pieces
 
     def _keys(self) -> list[tuple[object, ...]]:
-        """Return what determines the views of each adapter's weights, though not their content."""
+        """Return the values that determine the views of each adapter's weights, apart from their content."""
         return [(tuple(adapter.ranks.items()), adapter.blocks) for adapter in self._adapters]

@@ -1,4 +1,4 @@
-"""The host worker process: one thread that computes the LoRA delta of adapters in flight for prefills.
+"""The host worker process: one thread that computes the LoRA delta of adapters that are being loaded.
 
 It is a separate process so that it uses neither the interpreter lock nor the threads of the rank. It reads weights in
 place from the host arenas, and exchanges x and y through the ring that it shares with its rank.
@@ -37,8 +37,8 @@ class HostWorkerSetup(msgspec.Struct, frozen=True):
     """To the worker: the first message.
 
     Attributes:
-        shape: of the ring.
-        number: of the worker.
+        shape: shape of the ring.
+        number: number of the worker.
         geometry: sizes of the rank's share of the model.
         elements: elements of a block of the host arena.
         cores: cores it may run on; replaces the affinity that it inherits.

@@ -51,7 +51,7 @@ class Copier(Generic[Job]):
     other threads until then. The times of consecutive groups add up exactly, however late the thread wakes.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         stream: runs the copies; used by this object only.
         ahead: groups that are given to the stream before the first of them is done; 1 for a synchronous stream.
         take: returns the next group, None if there is none now.

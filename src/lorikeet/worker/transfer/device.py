@@ -172,7 +172,7 @@ class Cpu:
         return self
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Fail: a CPU has no launch overhead to save."""
+        """Raise: a CPU has no launch overhead to save."""
         raise RuntimeError("a CPU has no graphs")
 
     def register(self, memory: Tensor) -> Callable[[], None]:

@@ -22,7 +22,7 @@ _NAME = "the loader process"
 
 
 class LoaderError(RuntimeError):
-    """There is no loader process now; the message says why.
+    """No loader process runs now; the message gives the reason.
 
     Args:
         message: why.
@@ -104,7 +104,7 @@ class Loader(Helper):
         """Start to read an adapter.
 
         Raises:
-            LoaderError: there is no process, and it is too early to start another.
+            LoaderError: no process runs, and it is too early to start another.
         """
         with self._changed:
             running = self._ensure_started()
@@ -114,7 +114,7 @@ class Loader(Helper):
             running.send(read)
 
     def free_blocks(self, reader: int, blocks: int) -> None:
-        """Allow ``reader`` to fill so many more blocks, since as many have been copied."""
+        """Allow ``reader`` to fill ``blocks`` more blocks, since as many have been copied."""
         with self._changed:
             for reading in self._reading.values():
                 if reading.reader == reader:

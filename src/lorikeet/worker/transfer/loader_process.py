@@ -43,9 +43,9 @@ class LoaderSetup(msgspec.Struct, frozen=True):
         whole: sizes of the model.
         rank, size: the tensor-parallel rank, and the number of ranks.
         elements: elements of a block.
-        dtype: of an element, a key of ``adapters.numbers.KEPT_AS``.
+        dtype: dtype of an element, a key of ``adapters.numbers.KEPT_AS``.
         readers: number of reader threads.
-        report_blocks: it reports progress after so many blocks, or when it has to wait for free blocks.
+        report_blocks: blocks after which it reports progress; it also does when it has to wait for free blocks.
     """
 
     geometry: ModelGeometry
@@ -62,8 +62,8 @@ class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
     """To the loader: read an adapter.
 
     Attributes:
-        transfer_id: of the transfer.
-        reader: number of the reader; each reads one adapter after the other.
+        transfer_id: id of the transfer.
+        reader: number of the reader, which reads one adapter at a time.
         adapter: the adapter.
         blocks: target blocks, in packing order. Staging blocks repeat: they are reused once they have been copied.
         free_blocks: how many blocks may be filled before any is copied.
@@ -77,7 +77,7 @@ class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksFreed(msgspec.Struct, frozen=True, tag=True):
-    """To the loader: so many more blocks of ``reader`` have been copied and can be filled again."""
+    """To the loader: ``blocks`` more blocks of ``reader`` have been copied and can be filled again."""
 
     reader: int
     blocks: int
@@ -102,7 +102,7 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
     """From the loader: a read has ended or failed.
 
     Attributes:
-        transfer_id: of the transfer.
+        transfer_id: id of the transfer.
         error: why it failed, None if it succeeded.
         trace: traceback of an unexpected error, else empty.
         counts: (work, thread, count) since the last message of this kind, of all readers.

@@ -1,4 +1,4 @@
-"""State of transfers in flight on a rank, of adapters that have arrived in part, and of loaded adapters."""
+"""The state of running transfers on a rank, of adapters that have arrived in part, and of loaded adapters."""
 
 import math
 import threading
@@ -21,13 +21,13 @@ class PartialAdapter:
     """An adapter that is being loaded to the device, and which of its layers have arrived. Thread-safe.
 
     Args:
-        transfer_id: of the transfer that loads it.
+        transfer_id: id of the transfer that loads it.
         ref: the adapter.
         host_blocks: its blocks in the host arena, in packing order. They stay valid until the end of the step during
             which the transfer is reported.
         weights: views of the device arena, valid on layers that have arrived.
-        needed: for each layer, how many blocks of the transfer must have been copied before the layer is complete.
-        left_to_host: layers that the host computes in any case, as of ``Transfer``.
+        needed: number of copied blocks of the transfer at which each layer is complete.
+        left_to_host: layers that the host computes in any case, see ``Transfer``.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class PartialAdapter:
         """Make the partial adapter of a transfer that has not begun.
 
         Args:
-            transfer: of an adapter, from the host to the device, in groups.
+            transfer: transfer of an adapter from host to device, in groups.
             arena: the device arena, ``[blocks, elements]``.
-            layout: of the adapter.
+            layout: layout of the adapter.
 
         Raises:
             ValueError: the transfer's number of blocks is not the adapter's.
@@ -124,7 +124,7 @@ class TransferState:
     """Progress of a transfer. Change it only under the lock of ``TransferManager``.
 
     Attributes:
-        transfer: as requested.
+        transfer: the requested transfer.
         demand: whether a request waits for it now.
         host_blocks: its blocks in the host arena, in order. Staging blocks repeat.
         reading: whether blocks are still to be read.
@@ -138,7 +138,7 @@ class TransferState:
         has_rested: whether its read has waited until a loader process may be started.
         is_lost: whether its read was lost, and begins again once nothing is being copied.
         error: why it has failed, None if it has not.
-        partial: for steps that use layers before the end of the transfer, None if it has no groups.
+        partial: the adapter for steps that use layers before the transfer ends; None if it has no groups.
         weights: views of an adapter's weights on the device; None until computed, and for other transfers.
         active_s: seconds in which it was read or copied.
     """

@@ -92,7 +92,7 @@ class TransferManager:
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
         self._inflight: dict[int, TransferState] = {}
-        self._unread: dict[int, TransferState] = {}  # those of _inflight whose read has not begun
+        self._unread: dict[int, TransferState] = {}  # transfers of _inflight whose read has not begun
         self._rest: threading.Timer | None = None  # until a loader may be started again
         self._partial: dict[AdapterDigest, PartialAdapter] = {}
         self.adapters = LoadedAdapters()
@@ -167,7 +167,7 @@ class TransferManager:
             copier.begin()
 
     def promote(self, transfer_ids: Collection[int]) -> None:
-        """Make transfers demanded; ids that are no longer in flight are ignored."""
+        """Mark transfers as demanded; ids of ended transfers are ignored."""
         with self._lock:
             for transfer_id in transfer_ids:
                 if transfer_id in self._inflight:
@@ -232,7 +232,7 @@ class TransferManager:
     # removed from ``_inflight`` under the lock by one thread, which then reports it without the lock.
 
     def _advance(self, state: TransferState) -> None:
-        """Report a transfer if it has ended, else start what can be done next. Without the lock."""
+        """Report a transfer if it has ended, else start its next read or copy. Without the lock."""
         with self._lock:
             has_ended = self._remove_if_ended(state)
         if has_ended:
@@ -336,7 +336,7 @@ class TransferManager:
         return []
 
     def _rest_reads(self, error: LoaderError) -> "list[TransferState]":
-        """Let all reads wait until a loader may be started; return those that have waited before. Under the lock."""
+        """Let all reads wait until a loader may start, and return the reads that waited before. Under the lock."""
         failed = []
         for each in list(self._unread.values()):
             if each.has_rested:
@@ -396,7 +396,7 @@ class TransferManager:
             self._read_ended(ReadEnded(transfer_id, reason, "", ()))
 
     def _begin_again(self, state: TransferState) -> None:
-        """Queue a lost read again from its first block, once no copy uses what it had read. Under the lock."""
+        """Queue a lost read again from its first block, once no copy uses its blocks. Under the lock."""
         if state.copying:
             return
         state.is_lost = False
