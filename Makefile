@@ -95,7 +95,7 @@ test-all: lint
 	$(PYTEST) --all
 
 fuzz: setup
-	$(PYTEST) --fuzz $(CASES) -rP tests/adapters/test_fuzzed_adapters.py tests/api/test_fuzzed_requests.py
+	$(PYTEST) --fuzz $(CASES) -rP tests/adapters/test_store_fuzzed.py tests/api/test_fuzzed_requests.py
 
 # The wheel is built from the source distribution, so that this holds all that is needed.
 wheel: setup

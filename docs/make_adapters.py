@@ -25,7 +25,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import make_base, random_ids
 from tests.models.peft_family import CONVERTED, GPT2_LIKE, LLAMA_LIKE, make
 from tests.models.test_library_bases import MAX_MODEL_LEN, log_probabilities
-from tests.models.test_peft_family import expected, load, serve
+from tests.models.test_peft_adapters import expected, load, serve
 
 PAGE = Path(__file__).parent / "adapters.md"
 LARGEST_RANK = 1024

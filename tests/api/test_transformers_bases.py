@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from tests.api.test_serve import Server, serving
 from tests.models.library_bases import make_base
-from tests.models.test_experts import EXPERTS
 from tests.models.test_library_bases import make_peft_adapter
+from tests.models.test_transformers_experts import EXPERTS
 from tests.support import sampling
 from tests.support.api_server import TOKENIZER
 

@@ -33,7 +33,6 @@ from tests.kernels import test_native_lora as lora
 from tests.kernels import test_quantized as quantized
 from tests.kernels.choices import check_chosen
 from tests.kernels.exactness import check_error
-from tests.kernels.test_native_choose import parameters
 from tests.kernels.test_native_elementwise import (
     REFERENCE,
     Heads,
@@ -42,6 +41,7 @@ from tests.kernels.test_native_elementwise import (
     kinds_of_pairs,
     random,
 )
+from tests.kernels.test_native_sampling import parameters
 from tests.support.interpreter import round_to_nearest, spare_needless_work
 from tests.support.on_gpu import triton_kernels
 from tests.support.step_counts import examples

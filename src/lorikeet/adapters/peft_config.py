@@ -43,7 +43,9 @@ _IGNORED = {
     "created_at", "created_by", "_commit_hash", "description", "library_name", "license", "merge_weights", "model_name",
     "_name_or_path", "tags", "transformers_version",
 }  # fmt: skip
-"""Keys that other tools and old versions of PEFT write, and that PEFT ignores. ``merge_weights`` decides whether to merge
+"""Keys that other tools and old versions of PEFT write, and that PEFT ignores.
+
+``merge_weights`` decides whether to merge
 at loading, which does not change the result. An adapter with another unknown key is refused, since it may change it."""
 _HARMLESS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",

@@ -20,7 +20,7 @@ from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import random_ids
 from tests.models.peft_family import CONVERTED, LINEAR, LLAMA_LIKE, lora, make
 from tests.models.test_library_bases import log_probabilities
-from tests.models.test_peft_family import load
+from tests.models.test_peft_adapters import load
 from tests.support import sampling
 
 runner = CliRunner()
