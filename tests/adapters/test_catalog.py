@@ -226,7 +226,7 @@ def test_of_two_uploads_of_one_name_exactly_one_wins(open_catalog: Open, monkeyp
 
 
 @pytest.mark.slow
-def test_many_threads_that_change_one_store_leave_what_the_names_say(
+def test_threads_that_change_one_store_leave_exactly_the_named_versions(
     open_catalog: Open, settings: AdapterSettings
 ) -> None:
     catalog = open_catalog()
@@ -276,7 +276,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_leaves_nothing(
     catalog.register("x", "pirate")
 
 
-def test_what_the_server_does_not_accept_is_not_registered(open_catalog: Open, settings: AdapterSettings) -> None:
+def test_adapters_that_the_server_refuses_are_not_registered(open_catalog: Open, settings: AdapterSettings) -> None:
     def refuse(_: object) -> None:
         raise AdapterError("takes more blocks than there are")
 
@@ -326,7 +326,7 @@ def test_a_trusted_name_registered_again_at_run_time_is_remembered(open_catalog:
     assert open_catalog().names() == ["x"]
 
 
-def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open, settings: AdapterSettings) -> None:
+def test_a_store_of_two_servers_keeps_the_versions_of_both(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
     preloaded = first.register("x", str(Path(settings.adapter_dir, "formal")), trusted=True).record
     second = open_catalog()
@@ -338,7 +338,7 @@ def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open,
     assert not versions(settings)
 
 
-def test_a_server_follows_what_another_adds_replaces_and_removes(open_catalog: Open, settings: AdapterSettings) -> None:
+def test_a_server_follows_changes_of_another_server(open_catalog: Open, settings: AdapterSettings) -> None:
     first = open_catalog()
     second = open_catalog()
     first.register("x", "formal")
@@ -558,9 +558,7 @@ def test_an_adapter_that_is_still_read_when_the_catalog_closes_comes_to_nothing(
     assert not open_catalog().names()
 
 
-def test_what_another_server_registers_while_the_model_is_read_is_served(
-    open_catalog: Open, settings: AdapterSettings
-) -> None:
+def test_adapters_registered_by_others_during_start_are_served(open_catalog: Open, settings: AdapterSettings) -> None:
     running = open_catalog()
     running.register("old", "formal")
     running.register("kept", "formal")

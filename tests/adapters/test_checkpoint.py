@@ -31,7 +31,7 @@ def refusal(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_inspection_tells_what_a_folder_holds(tmp_path: Path) -> None:
+def test_inspection_describes_a_folder(tmp_path: Path) -> None:
     write_adapter(tmp_path, base_model_name_or_path="some/base", lora_alpha=6, use_rslora=True)
     found = describe_folder(tmp_path, DescribeOptions())
     assert found.base_model == "some/base"
@@ -101,7 +101,7 @@ def test_names_with_and_without_peft_prefix_and_adapter_name_are_understood(
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
-def test_what_is_not_supported_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_unsupported_features_are_refused_with_their_key(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     found = refusal(write_adapter(tmp_path, **config))
     assert reason in found
     assert "adapter_config.json" in found
@@ -127,7 +127,7 @@ def test_keys_that_do_not_change_the_result_are_accepted(tmp_path: Path) -> None
         ),
     ],
 )
-def test_what_peft_ignores_is_served_with_a_warning(tmp_path: Path, config: dict[str, Any], warning: str) -> None:
+def test_keys_that_peft_ignores_give_a_warning(tmp_path: Path, config: dict[str, Any], warning: str) -> None:
     plain = check(write_adapter(tmp_path / "plain"))
     found = check(write_adapter(tmp_path / "x", **config))
     (text,) = found.warnings
@@ -176,7 +176,7 @@ def test_products_that_overflow_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"r": NaN}', "[" * 100_000, '{"a": "' + "x" * 2**20 + '"}'])
-def test_a_config_that_is_no_json_object_of_fair_size_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_too_large_or_not_an_object_is_refused(tmp_path: Path, text: str) -> None:
     write_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text(text)
     assert "adapter_config.json" in refusal(tmp_path)

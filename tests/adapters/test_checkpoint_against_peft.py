@@ -112,7 +112,7 @@ def test_every_module_gets_the_delta_that_peft_computes(tmp_path: Path, options:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS.keys())
-def test_ranks_by_layer_are_those_of_the_tensors(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_ranks_by_layer_equal_the_tensors(tmp_path: Path, options: dict[str, Any]) -> None:
     model = peft_adapter(tmp_path, **options)
     ranks = describe_folder(tmp_path, DescribeOptions(geometry())).ranks(geometry())
     for module in LORA_MODULES:

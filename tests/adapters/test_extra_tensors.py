@@ -68,7 +68,7 @@ def test_a_dora_has_magnitudes_factors_and_summands(tmp_path: Path) -> None:
         ({"base_model.model.model.layers.9.self_attn.q_proj.bias": (HIDDEN,)}, {"bias": "all"}, "it has 3"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(
+def test_extras_that_do_not_fit_the_base_are_refused(
     shapes: dict[str, tuple[int, ...]], config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path, with_ones(**shapes), **config)
@@ -87,7 +87,7 @@ def test_ia3_on_an_input_of_several_products_is_refused_with_and_without_a_base(
         describe_folder(folder, DescribeOptions(base))
 
 
-def test_a_server_of_low_rank_matrices_says_why(tmp_path: Path) -> None:
+def test_a_server_of_low_rank_matrices_reports_why(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, with_ones(**MAGNITUDES), use_dora=True)
     with pytest.raises(AdapterError, match="magnitude of q, magnitude of v: merges adapters"):
         describe_folder(folder, DescribeOptions(BASE, AdapterChecks(only_low_rank="merges adapters")))
@@ -102,7 +102,7 @@ def test_tensor_parallel_ranks_take_vectors_but_no_whole_linear_layers(tmp_path:
         describe_folder(folder, options)
 
 
-def test_the_embedding_of_the_base_beside_lora_on_it_is_left_out(tmp_path: Path) -> None:
+def test_a_saved_base_embedding_with_lora_on_it_is_ignored(tmp_path: Path) -> None:
     lora = {f"{EMBEDDING}.lora_embedding_A": (4, VOCABULARY), f"{EMBEDDING}.lora_embedding_B": (HIDDEN, 4)}
     same = with_ones(**lora, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY, HIDDEN)})
     other = with_ones(**lora, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY + 1, HIDDEN)})

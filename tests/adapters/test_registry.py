@@ -60,7 +60,7 @@ def test_a_name_is_added_once_and_replaced_on_demand(url: str) -> None:
     registry.close()
 
 
-def test_a_version_goes_only_when_no_base_names_it(url: str) -> None:
+def test_a_version_is_deleted_only_when_no_base_names_it(url: str) -> None:
     one = Registry(url, "one")
     other = Registry(url, "other")
     one.add(row("a"), replace=False)
@@ -140,7 +140,7 @@ def test_a_write_that_the_database_refuses_is_an_error_of_its_own(url: str) -> N
     registry.close()
 
 
-def test_a_registry_that_cannot_be_read_says_so(tmp_path: Path) -> None:
+def test_an_unreadable_registry_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "registry.sqlite3"
     Registry(sqlite_url(file), "base").close()
     with sqlite3.connect(file) as connection:
@@ -167,6 +167,6 @@ def test_a_catalog_survives_a_restart(url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad", ["nonsense", "mysql://x/y", "sqlite:////no/such/folder/r.db", "postgresql://x@127.0.0.1:1/y"]
 )
-def test_a_database_that_cannot_be_opened_says_so(bad: str) -> None:
+def test_a_database_that_cannot_be_opened_is_reported(bad: str) -> None:
     with pytest.raises(AdapterError, match="the adapter registry"):
         Registry(bad, "base")

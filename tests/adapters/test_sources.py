@@ -192,7 +192,7 @@ def test_links_within_the_allowed_folder_are_followed(allowed: Path, into: Path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
-def test_what_is_no_regular_file_is_refused_without_hanging(allowed: Path, into: Path, make: object) -> None:
+def test_files_that_are_not_regular_are_refused_without_hanging(allowed: Path, into: Path, make: object) -> None:
     weights = allowed / "team/formal" / FILES[1]
     weights.unlink()
     make(weights)  # type: ignore[operator]
@@ -207,7 +207,7 @@ def test_links_in_a_circle_and_impossible_paths_are_refused(allowed: Path, into:
         assert refusal(path, settings, into)
 
 
-def test_a_missing_file_is_named_with_what_is_there_instead(allowed: Path, into: Path) -> None:
+def test_the_error_of_a_missing_file_lists_the_files_of_the_folder(allowed: Path, into: Path) -> None:
     (allowed / "team/formal" / FILES[1]).rename(allowed / "team/formal/adapter_model.bin")
     found = refusal("team/formal", AdapterSettings(adapter_dir=str(allowed)), into)
     assert f"{FILES[1]} is not there; adapter_model.bin is ignored" in found
@@ -215,7 +215,7 @@ def test_a_missing_file_is_named_with_what_is_there_instead(allowed: Path, into:
 
 @pytest.mark.parametrize("missing", ["folder", "file"])
 @pytest.mark.parametrize("kind", ["local", "url"])
-def test_what_does_not_exist_is_told_apart_from_what_is_refused(
+def test_missing_and_refused_sources_have_different_errors(
     allowed: Path, into: Path, bucket: str, kind: str, missing: str
 ) -> None:
     settings = AdapterSettings(adapter_dir=str(allowed), allowed_sources=(bucket,))
@@ -280,7 +280,7 @@ def test_without_allowed_sources_no_url_is_read(into: Path, bucket: str) -> None
     assert "(--allow-source; allowed: none)" in refusal(f"{bucket}/team/formal", AdapterSettings(), into)
 
 
-def test_a_url_that_cannot_be_read_says_why(into: Path, bucket: str) -> None:
+def test_a_url_that_cannot_be_read_reports_the_reason(into: Path, bucket: str) -> None:
     settings = AdapterSettings(allowed_sources=(bucket,))
     assert "nonsense" in refusal("nonsense://x/y", AdapterSettings(allowed_sources=("nonsense://x",)), into)
     fsspec.filesystem("memory").mv(f"/bucket/team/formal/{FILES[1]}", "/bucket/team/formal/adapter_model.pt")

@@ -166,7 +166,7 @@ def test_time_limit_ends_a_trickle_in_the_middle_of_a_read(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_refusal_is_told_apart_from_what_is_missing(into: Path, status: int) -> None:
+def test_refused_and_missing_urls_have_different_errors(into: Path, status: int) -> None:
     with web_server(lambda request: request.send(b"", status=status)) as url:
         found = failure(url + "/a", into)
     assert str(status) in str(found)
@@ -175,7 +175,7 @@ def test_a_refusal_is_told_apart_from_what_is_missing(into: Path, status: int) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 404])
-def test_a_refusal_of_the_hub_is_told_apart_from_what_is_missing(
+def test_refused_and_missing_repositories_have_different_errors(
     into: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     def answer(request: Handler) -> None:

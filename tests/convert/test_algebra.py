@@ -85,7 +85,7 @@ def _check_same(base: Path, adapter: Path) -> None:
         torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_what_cannot_be_merged_is_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_merged_are_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = two
     peft_adapter(tmp_path / "norms", r=4, modules_to_save=["norm"])
     peft_adapter(tmp_path / "wide", r=8)
@@ -139,7 +139,7 @@ def test_a_difference_is_of_the_products(two: tuple[Path, Path], tmp_path: Path)
     assert f"{LAYERS} modules in one only" in shown
 
 
-def test_what_peft_assumes_is_no_difference(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_defaults_of_peft_are_not_a_difference(two: tuple[Path, Path], tmp_path: Path) -> None:
     folder = read_lora(two[0])
     write_lora(tmp_path / "bare", folder.modules, {**folder.kept_config, "lora_alpha": folder.config["lora_alpha"]})
     config = json.loads((tmp_path / "bare" / "adapter_config.json").read_text())
@@ -169,7 +169,7 @@ def _base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def test_compressed_adapters_share_a_and_lose_what_is_said(tmp_path: Path) -> None:
+def test_compressed_adapters_share_a_and_have_the_stated_error(tmp_path: Path) -> None:
     folders = [tmp_path / f"a{seed}" for seed in range(3)]
     for seed, folder in enumerate(folders):
         peft_adapter(folder, seed, r=4 + 2 * seed)

@@ -122,7 +122,7 @@ def convert(source: Path, target: Path, base: Path, *flags: str) -> str:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_it_adds_what_the_original_does(kind: str, original: Path, base: Path, tmp_path: Path) -> None:
+def test_a_rewritten_adapter_computes_like_the_original(kind: str, original: Path, base: Path, tmp_path: Path) -> None:
     source = read_lora(original)
     place = WRITERS[kind](tmp_path / "foreign", source.modules)
     output = convert(place, tmp_path / "out", base)
@@ -153,14 +153,14 @@ def test_doras_of_mlx_keep_their_magnitudes(base: Path, tmp_path: Path) -> None:
     assert all(torch.equal(value, source.others[key]) for key, value in found.others.items())
 
 
-def test_a_rank_for_what_is_rewritten_as_it_is_is_refused(original: Path, base: Path, tmp_path: Path) -> None:
+def test_a_rank_is_refused_for_formats_that_are_only_rewritten(original: Path, base: Path, tmp_path: Path) -> None:
     folder = write_mlx(tmp_path / "mlx", read_lora(original).modules)
     with pytest.raises(AdapterError, match=r"--rank: .* is rewritten as it is; for a lower rank"):
         convert(folder, tmp_path / "out", base, "--rank", "2")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_has_no_place_in_a_lora_is_refused(original: Path, base: Path, tmp_path: Path) -> None:
+def test_tensors_without_a_place_in_lora_are_refused(original: Path, base: Path, tmp_path: Path) -> None:
     modules = read_lora(original).modules
     folder = write_mlx(tmp_path / "mlx", modules)
     tensors = load_file(folder / "adapters.safetensors")
@@ -183,7 +183,7 @@ def test_what_has_no_place_in_a_lora_is_refused(original: Path, base: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_server_says_that_another_format_must_be_converted(original: Path, tmp_path: Path) -> None:
+def test_a_server_refuses_other_formats_with_the_command_to_convert(original: Path, tmp_path: Path) -> None:
     folder = write_mlx(tmp_path / "mlx", read_lora(original).modules)
     with pytest.raises(AdapterError, match=r"adapters\.safetensors: this is not PEFT's format: convert it with"):
         describe_folder(folder, DescribeOptions())

@@ -45,7 +45,7 @@ def test_every_type_of_peft_is_served_converted_or_refused_and_in_the_docs() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TRIED)
-def test_a_converted_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
+def test_peft_loads_a_converted_adapter(kind: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     folder = tmp_path / "adapter"
     target = tmp_path / "converted"
@@ -125,7 +125,7 @@ def test_too_small_a_rank_is_refused_with_its_error(tmp_path: Path) -> None:
     assert not (tmp_path / "converted").exists()
 
 
-def test_the_error_is_what_is_lost() -> None:
+def test_the_error_is_the_norm_of_the_difference() -> None:
     torch.manual_seed(0)
     delta = torch.randn(20, 30)
     for rank in (1, 7, 20):
@@ -147,7 +147,7 @@ def test_a_rank_that_needs_more_than_the_weight_is_refused_with_the_errors_of_sm
 
 
 @pytest.mark.parametrize("rank", [0, 12])
-def test_a_random_projection_finds_what_the_whole_decomposition_does(rank: int) -> None:
+def test_a_random_projection_equals_the_whole_decomposition(rank: int) -> None:
     torch.manual_seed(0)
     decay = 2.0 ** -torch.arange(200.0)
     left, right = (torch.linalg.qr(torch.randn(size, 200)).Q for size in (320, 240))

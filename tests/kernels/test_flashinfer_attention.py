@@ -119,7 +119,7 @@ class Paged(attention.Case):
 
 @FEW
 @given(shapes(), st.integers(0, 100))
-def test_it_is_told_what_each_row_sees(kernels: TritonKernels, shape: attention.Shape, seed: int) -> None:
+def test_flashinfer_attention_equals_torch(kernels: TritonKernels, shape: attention.Shape, seed: int) -> None:
     case = Paged(shape, torch.float32, seed)
     found = case.run(kernels, case.batch(), shape.window or None)
     torch.testing.assert_close(found.double(), case.by_torch(torch.float64), rtol=1e-5, atol=1e-5)
@@ -146,7 +146,7 @@ def test_a_step_of_a_graph_finds_its_way_on_the_device(kernels: TritonKernels) -
     assert not Wrapper.made
 
 
-def test_auto_takes_it_where_it_is_installed_and_says_what_is_wrong_with_it(
+def test_auto_uses_flashinfer_if_installed_and_reports_why_it_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gpu = torch.device("cuda")

@@ -188,7 +188,7 @@ def test_a_nan_that_is_seen_is_not_hidden(instruction_set: str, rows: int) -> No
 
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("sizes", [(33, 33), (1, 33), (8, 33)], ids="{0[0]} rows".format)
-def test_what_an_earlier_call_left_behind_changes_nothing(instruction_set: str, sizes: tuple[int, int]) -> None:
+def test_results_do_not_depend_on_earlier_calls(instruction_set: str, sizes: tuple[int, int]) -> None:
     library = load_library(instruction_set)
     case, spoilt = (Case(Shape([shape]), torch.bfloat16) for shape in (sizes, (sizes[0], 128)))
     before = case.native(library, 1)

@@ -54,7 +54,7 @@ def test_blocks_arrive_and_no_other_byte_changes(
     ],
     ids=["shape", "dtype", "gaps", "count", "behind-target", "behind-source", "before"],
 )
-def test_what_does_not_go_together_is_refused(
+def test_arenas_and_blocks_that_do_not_match_are_refused(
     library: ctypes.CDLL, target: torch.Tensor, source_blocks: list[int], target_blocks: list[int]
 ) -> None:
     with pytest.raises(RuntimeError, match="copied"):

@@ -51,7 +51,7 @@ def test_attention_over_codes_is_that_over_the_numbers_they_mean(
 @SETS
 @BOTH_DTYPES
 @pytest.mark.parametrize("head_dim", [2, 18, 64, 130])
-def test_native_codes_are_those_of_the_reference(instruction_set: str, dtype: torch.dtype, head_dim: int) -> None:
+def test_native_codes_equal_the_reference(instruction_set: str, dtype: torch.dtype, head_dim: int) -> None:
     values = torch.randn(20, 3, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     values[3] *= 1e-3
     values[4] = 0

@@ -46,7 +46,7 @@ def test_the_error_is_at_most_twice_that_of_torch(
 @instruction_sets
 @given(sizes, sizes, sizes, st.sampled_from(DTYPES))
 @settings(max_examples=examples(20))
-def test_logits_are_the_fp32_sums_of_which_a_product_is_the_rounding(
+def test_logits_are_the_unrounded_fp32_sums_of_a_product(
     instruction_set: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
     native = kernels(instruction_set)
@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
 @instruction_sets
 @given(sizes, sizes, st.one_of(sizes, st.sampled_from([32, 64, 128])), st.booleans(), st.integers(1, 3))
 @settings(max_examples=examples(30))
-def test_gated_at_once_has_the_bits_of_one_after_the_other(
+def test_fused_gating_has_the_bits_of_separate_calls(
     instruction_set: str, rows: int, inputs: int, columns: int, biased: bool, threads: int
 ) -> None:
     native = kernels(instruction_set, threads)

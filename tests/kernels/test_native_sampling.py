@@ -73,7 +73,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
         max_size=6,
     ),
 )
-def test_tokens_are_those_of_the_reference(
+def test_tokens_equal_the_reference(
     library: ctypes.CDLL,
     seed: int,
     vocab: int,
@@ -95,9 +95,7 @@ def test_tokens_are_those_of_the_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [49_152, 128_256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tokens_of_whole_vocabularies_are_those_of_the_reference(
-    library: ctypes.CDLL, vocab: int, dtype: torch.dtype
-) -> None:
+def test_tokens_of_whole_vocabularies_equal_the_reference(library: ctypes.CDLL, vocab: int, dtype: torch.dtype) -> None:
     filters = {
         "top_k": [0, 0, 50, 0, 50, 0],
         "top_p": [1.0, 0.9, 1.0, 1.0, 0.9, 0.999],

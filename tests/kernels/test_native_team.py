@@ -22,7 +22,7 @@ def places() -> dict[int, set[int]]:
 
 
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
-def test_each_thread_has_a_core_of_its_own_until_it_is_let_go(instruction_set: str) -> None:
+def test_each_thread_is_pinned_to_its_own_core_until_it_is_unpinned(instruction_set: str) -> None:
     cores = sorted(usable_cores())
     kernels = NativeKernels(instruction_set, load_library(instruction_set))
     threads = torch.get_num_threads()

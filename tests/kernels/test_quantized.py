@@ -86,7 +86,7 @@ def test_few_rows_of_many_inputs_have_the_bits_of_the_dequantised_weight(
 
 @instruction_sets
 @pytest.mark.parametrize("bits", [8, 4])
-def test_gated_at_once_has_the_bits_of_one_after_the_other(instruction_set: str, bits: int) -> None:
+def test_fused_gating_has_the_bits_of_separate_calls(instruction_set: str, bits: int) -> None:
     torch.manual_seed(bits)
     native = kernels(instruction_set)
     x = torch.randn(40, 96).bfloat16()
@@ -173,7 +173,9 @@ def test_nibbles() -> None:
         ([[1, 0]], [[float("nan")]], "not finite"),
     ],
 )
-def test_what_does_not_fit_is_refused(levels: list[list[int]], scales: list[list[float]], complaint: str) -> None:
+def test_levels_and_scales_that_do_not_fit_are_refused(
+    levels: list[list[int]], scales: list[list[float]], complaint: str
+) -> None:
     with pytest.raises(QuantizedWeightError, match=complaint):
         quantized_weight(torch.tensor(levels), torch.tensor(scales), bits=4, group=2, zero=8)
 

@@ -30,7 +30,7 @@ def drive(kernels: ReferenceKernels | RecordingKernels, lora: LoraBatch | None) 
     return [kv, out, kernels.silu_mul(out)]
 
 
-def test_recorded_kernels_compute_what_the_wrapped_ones_do() -> None:
+def test_recorded_kernels_compute_like_the_wrapped_kernels() -> None:
     lora = one_adapter({(0, "q"): ((torch.ones(2, 8), torch.ones(2, 8)),)})
     for found, expected in zip(
         drive(RecordingKernels(ReferenceKernels()), lora), drive(ReferenceKernels(), lora), strict=True

@@ -73,7 +73,7 @@ def check_add_lora(batch: tuple[int, list[tuple[int, int, list[int]]]], column: 
 
 
 @given(lora_batches(), st.randoms(use_true_random=False))
-def test_the_adapters_of_some_rows_are_those_that_the_rows_had(batch, random) -> None:  # type: ignore[no-untyped-def]
+def test_selected_rows_keep_their_adapters(batch, random) -> None:  # type: ignore[no-untyped-def]
     rows, plan = batch
     segments = [LoraSegment(start, stop, LoraWeights({}, layers=1)) for start, stop, _ in plan]
     chosen = random.sample(range(rows), random.randint(1, rows))

@@ -34,7 +34,7 @@ ranks = st.fixed_dictionaries({target.module: st.lists(st.integers(1, 9), max_si
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=5),
 )
 @settings(max_examples=50)
-def test_the_einsum_form_gives_what_the_reference_gives(
+def test_einsum_form_equals_the_reference(
     adapters: list[dict[str, list[int]]], runs: list[tuple[int, int, int]]
 ) -> None:
     held = [weights(adapter, seed) for seed, adapter in enumerate(adapters)]

@@ -215,7 +215,9 @@ def mixed(draw: st.DrawFn) -> attention.Shape:
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mixed(), dtypes, st.sampled_from([1, 264]))
-def test_attention_of_decodes_beside_prefills(shape: attention.Shape, dtype: torch.dtype, programs: int) -> None:
+def test_attention_of_decodes_and_prefills_in_one_step(
+    shape: attention.Shape, dtype: torch.dtype, programs: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_launch, "PROGRAMS", programs)
         check_attention("mixed attention", shape, dtype)
@@ -270,7 +272,7 @@ def test_attention_of_few_decodes_is_split(
 @pytest.mark.slow
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_beside_prefills_is_split_and_launches_no_empty_programs(
+def test_decodes_with_prefills_are_split_without_empty_programs(
     dtype: torch.dtype, launches: AttentionLaunches
 ) -> None:
     shape = attention.Shape([(200, 200), (1, 1200), (30, 50), (1, 3)], kv_heads=2, group=4, head_dim=64)
@@ -405,7 +407,7 @@ def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lora_of_a_prompt_beside_decodes_launches_no_empty_programs(
+def test_lora_of_a_prompt_with_decodes_launches_no_empty_programs(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expands = Launches(triton_lora.expand)
@@ -642,7 +644,7 @@ def test_plain_products_are_the_librarys() -> None:
     assert_equal(TRITON.linear(x, packed, None), x @ weight.T)
 
 
-def test_without_a_c_compiler_a_gpu_gets_the_reference_and_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_c_compiler_gets_the_reference_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     gpu = torch.device("cuda")
@@ -653,7 +655,7 @@ def test_without_a_c_compiler_a_gpu_gets_the_reference_and_is_told_why(monkeypat
     assert choose_kernels("auto", torch.bfloat16, gpu).name == "triton"
 
 
-def test_without_pythons_headers_a_gpu_gets_the_reference_and_is_told_why(
+def test_a_gpu_without_python_headers_gets_the_reference_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CC", "cc")

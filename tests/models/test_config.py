@@ -54,13 +54,13 @@ def test_the_oldest_spelling_of_linear_scaling_is_understood(tmp_path: Path) -> 
     assert config.ropes[0] == RopeScaling(10_000.0, "linear", 2.0)
 
 
-def test_what_both_spellings_say_alike_is_understood(tmp_path: Path) -> None:
+def test_both_spellings_of_rope_with_equal_values_are_accepted(tmp_path: Path) -> None:
     both = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
     both |= {"rope_scaling": {"type": "linear", "factor": 2.0}}
     assert config_of(tmp_path, **both).ropes[0] == RopeScaling(5e5, "linear", 2.0)
 
 
-def test_a_context_before_scaling_may_stand_beside_the_scaling(tmp_path: Path) -> None:
+def test_the_original_context_may_stand_outside_the_scaling(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0}
     config = config_of(tmp_path, rope_scaling=scaling, original_max_position_embeddings=128)
     assert (config.ropes[0].original_tokens, config.context_tokens) == (128, 512)
@@ -194,7 +194,7 @@ def test_the_decoder_of_a_vision_model_has_its_own_section_and_defaults(tmp_path
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_file_and_key(
+def test_unsupported_values_are_refused_with_file_and_key(
     changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelConfigError, match=rf"config\.json: {complaint}"):

@@ -42,7 +42,7 @@ def test_the_tokenizer_splits_digits_and_knows_its_special_tokens(default_model_
     ]  # fmt: skip
 
 
-def test_config_and_card_say_what_the_model_is(default_model_cache: Path) -> None:
+def test_config_and_card_name_the_default_model(default_model_cache: Path) -> None:
     folder = prepare_default_model(default_model_cache)
     config = read_model_config(folder)
     assert (config.layers, config.heads, config.kv_heads, config.context_tokens) == (30, 9, 3, 8192)

@@ -53,7 +53,7 @@ def test_blocks_mean_the_numbers_of_the_library(kind: Type, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16], ids=lambda kind: kind.name)
-def test_values_that_are_not_quantised(kind: Type, tmp_path: Path) -> None:
+def test_unquantised_types_are_read(kind: Type, tmp_path: Path) -> None:
     stored = gguf.quants.quantize(np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32), kind)
     file = read_gguf(write_tensors(tmp_path / "x.gguf", {"blk.0.x.weight": (kind, stored)}))
     assert np.array_equal(decode_gguf(file, "blk.0.x.weight").numpy(), gguf.quants.dequantize(stored, kind))
@@ -97,7 +97,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     variant, architecture, metadata = MODELS[name]
     path = tmp_path / "model.gguf"
     sizes = {**SIZES, "head_dim": 128} if name == "qwen3" else SIZES  # transformers takes any Qwen 3's heads for 128
@@ -127,7 +127,7 @@ def test_the_ranks_shares_put_together_are_the_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gemma_3s_names_and_norms_are_those_of_transformers(tmp_path: Path) -> None:
+def test_gemma_3_names_and_norms_equal_transformers(tmp_path: Path) -> None:
     config = Gemma3TextConfig(
         vocab_size=97, hidden_size=256, intermediate_size=256, num_hidden_layers=7, num_attention_heads=4,
         num_key_value_heads=1, head_dim=64, sliding_window=16, max_position_embeddings=128, query_pre_attn_scalar=64,

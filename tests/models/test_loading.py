@@ -50,7 +50,7 @@ def test_shards_give_the_weights_of_a_single_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_stored_dtypes_are_converted_to_the_one_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_stored_dtypes_are_converted_to_the_requested_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama")
     model.to(dtype).save_pretrained(tmp_path)
     weights = load(tmp_path, torch.float32)
@@ -77,7 +77,7 @@ def test_tied_embeddings_are_one_tensor_even_if_the_file_repeats_them(tmp_path: 
     assert weights.lm_head is weights.embedding
 
 
-def test_a_head_that_differs_from_what_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(tmp_path: Path) -> None:
     """Transformers would use it, and warn; others would use the embedding."""
     make_checkpoint(tmp_path, "llama-tied")
     head = load(tmp_path).embedding.clone()
@@ -150,7 +150,7 @@ def test_pickle_checkpoints_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_weights_names_the_expected_files(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(WeightError, match=r"neither model\.safetensors nor"):

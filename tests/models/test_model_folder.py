@@ -56,7 +56,7 @@ def test_a_gguf_file_is_served_under_its_name_with_a_tokenizer_from_a_folder(tmp
     assert stages(settings)[1] == model
 
 
-def test_a_tokenizer_is_for_gguf_files_and_another_file_is_no_model(tmp_path: Path) -> None:
+def test_tokenizer_needs_a_gguf_file_and_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer: is for GGUF files"):
         stages(ModelSettings(model=str(tmp_path), tokenizer="org/name"))
     (tmp_path / "model.bin").touch()

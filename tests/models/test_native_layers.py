@@ -118,7 +118,7 @@ def forward_steps(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_the_bits_are_those_of_the_kernels_one_by_one(
+def test_layers_in_one_call_have_the_bits_of_single_kernels(
     variant: str, instruction_set: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, variant)
@@ -137,7 +137,7 @@ def test_the_bits_are_those_of_the_kernels_one_by_one(
 
 
 @pytest.mark.skipif(not supported_instruction_sets(), reason="no native library")
-def test_what_has_to_be_done_between_kernels_is(tmp_path: Path) -> None:
+def test_steps_with_work_between_kernels_run_kernel_by_kernel(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     instruction_set = supported_instruction_sets()[0]
     kernels = Counting(instruction_set, load_library(instruction_set))

@@ -98,7 +98,7 @@ def assert_means(weights: DecoderWeights, meant: Tensors) -> None:
 
 @pytest.mark.slow
 @formats
-def test_the_numbers_are_those_of_the_format(name: str, tmp_path: Path) -> None:
+def test_dequantised_numbers_follow_the_format(name: str, tmp_path: Path) -> None:
     meant = make_quantized(tmp_path, name)
     weights = load(tmp_path)
     is_packed = FORMATS[name][2]
@@ -181,7 +181,7 @@ def test_scales_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
         ("int3", "'int3' is not one of auto, none, int8"),
     ],
 )
-def test_what_does_not_fit_the_checkpoint_is_refused(asked: str, complaint: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_the_checkpoint_are_refused(asked: str, complaint: str, tmp_path: Path) -> None:
     make_quantized(tmp_path, "awq")
     with pytest.raises(WeightError, match=complaint):
         load(tmp_path, quantization=asked)

@@ -35,7 +35,7 @@ def decoder(folder: Path, kind: str, **overrides: Any) -> TransformersDecoder:
     return TransformersDecoder(load_model(folder, torch.float32, CPU), ReferenceKernels(), 128)
 
 
-def test_a_mask_is_read_by_what_it_allows() -> None:
+def test_a_window_is_found_by_evaluating_the_mask() -> None:
     assert window_of(Mask(lambda b, h, q, k: k <= q), 1000) is None
     assert window_of(Mask(lambda b, h, q, k: (k <= q) & (k > q - 7)), 1000) == 7
     assert window_of(Mask(lambda b, h, q, k: (k <= q) & (k > q - 700)), 1000) == 700
@@ -69,7 +69,7 @@ def test_layers_that_share_keys_store_none_and_shapes_may_differ(tmp_path: Path)
 @pytest.mark.parametrize(
     ("kind", "reason"), [("lfm2_moe", "no attention that transformers can replace|carries state"), ("doge", "sparse")]
 )
-def test_what_attention_over_blocks_cannot_compute_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
+def test_unsupported_attention_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     with pytest.raises(UnsupportedAttention, match=reason):
         decoder(tmp_path, kind)
 
@@ -145,7 +145,7 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
         load_rank(settings(tmp_path, tensor_parallel=2), tmp_path, SingleRankGroup())
 
 
-def test_a_preset_that_merges_runs_unmerged_and_says_so(tmp_path: Path) -> None:
+def test_a_merging_preset_runs_unmerged_with_a_note(tmp_path: Path) -> None:
     make_base(tmp_path, "starcoder2")
     replica = build_replica(settings(tmp_path, preset="dlora"))
     replica.engine.close()

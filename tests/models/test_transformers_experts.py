@@ -119,7 +119,7 @@ def serve(folder: Path, base: PreTrainedModel, peft: dict[str, PeftModel]) -> No
         ({"r": 2}, r"4 experts of rank 2 need \[8, 32\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_adapters_that_do_not_fit_the_experts_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     base = make_base(tmp_path / "base", "qwen3_moe")
     on_parameters(base, tmp_path / "adapter", 3)
     config = tmp_path / "adapter/adapter_config.json"

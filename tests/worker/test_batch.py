@@ -45,7 +45,7 @@ def test_runs_are_in_row_order_and_as_long_as_they_can_be(given: list[tuple[Adap
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=40), max_size=8))
-def test_a_growing_array_holds_what_was_appended(parts: list[list[int]]) -> None:
+def test_a_growing_array_holds_all_appended_values(parts: list[list[int]]) -> None:
     array = GrowingInts([7])
     for part in parts:
         array.extend(part)
@@ -78,7 +78,7 @@ def batch_rows(draw: st.DrawFn) -> list[BatchRow]:
 
 
 @given(batch_rows())
-def test_a_batch_says_of_every_row_what_the_obvious_loop_says(rows: list[BatchRow]) -> None:
+def test_a_batch_equals_that_of_a_plain_loop(rows: list[BatchRow]) -> None:
     batch = build_batch(rows, NO_WEIGHTS, BLOCK_TOKENS, CPU)
     expected = []
     sample_rows = []
@@ -114,7 +114,7 @@ def test_a_batch_without_adapters_has_no_segments() -> None:
     assert batch.lora is None
 
 
-def test_tokens_or_blocks_that_are_not_there_are_named() -> None:
+def test_missing_tokens_and_blocks_are_named() -> None:
     short = sequence(1, 5)
     with pytest.raises(ValueError, match="request r1: tokens 4 to 6 are to be computed, it has 5"):
         build_batch([BatchRow(short, 4, 2, samples=True)], {}, BLOCK_TOKENS, CPU)

@@ -111,7 +111,7 @@ def test_groups_are_copied_in_order_and_their_blocks_counted() -> None:
     assert worker != TransferThread(TransferWork.COPY, threading.get_native_id())
 
 
-def test_a_copy_that_fails_says_why_and_stops_nothing() -> None:
+def test_a_failed_copy_reports_the_reason_and_others_continue() -> None:
     target = torch.zeros(1, 128)
     queue = Queue(
         CopyGroup("wrong", Cpu().record_event(), BlockCopy(BLOCK[None, :100], [0], target, [0])), group("right", target)
@@ -235,7 +235,7 @@ def test_caller_starts_an_idle_streams_first_groups_and_the_copier_continues() -
     assert device.faults == []
 
 
-def test_where_to_give_is_to_copy_it_is_left_to_the_copier() -> None:
+def test_the_copier_thread_copies_if_starting_a_copy_blocks() -> None:
     targets = torch.zeros(2, 2, 128)
     with copying(queue := Queue()) as (copier, counts):
         queue.wait_until_left(0)
@@ -269,7 +269,7 @@ def test_failed_group_is_reported_once_none_of_it_is_in_flight() -> None:
     assert device.faults == []
 
 
-def test_closing_waits_for_what_is_in_flight_and_begins_nothing() -> None:
+def test_closing_waits_for_running_copies_and_starts_none() -> None:
     device = LateDevice()
     targets = torch.zeros(3, 1, 128)
     queue = Queue()

@@ -129,7 +129,7 @@ def test_long_contexts_have_a_graph_of_their_own_and_the_same_tokens(
         assert told(driver) == replayed
 
 
-def test_what_a_step_under_way_reads_is_kept_until_it_is_done(models: Models) -> None:
+def test_adapters_of_a_running_step_are_kept_until_it_ends(models: Models) -> None:
     narrow = next(iter(models.adapters.values()))
     with late(models) as (driver, device):
         driver.load(narrow)
@@ -224,7 +224,7 @@ def test_the_next_step_begins_before_the_tokens_of_the_last_are_there(
     assert device.faults == []
 
 
-def test_what_had_begun_when_a_sequence_ends_is_taken_for_the_others(models: Models) -> None:
+def test_a_launched_step_is_used_for_the_remaining_sequences(models: Models) -> None:
     with late(models) as (driver, _):
         driver.add("free", random_tokens(7, seed=1))
         driver.step({"free": 7})
@@ -280,7 +280,7 @@ def test_a_step_that_ran_already_counts_from_the_end_of_the_last(
 
 
 @pytest.mark.parametrize("then", ["others decode", "others prefill", "nothing"])
-def test_a_step_that_is_not_gone_on_with_is_forgotten(models: Models, then: str) -> None:
+def test_an_abandoned_step_is_dropped(models: Models, then: str) -> None:
     with late(models) as (driver, device):
         for name in ("left", "other", "unhurried"):
             driver.add(name, random_tokens(4, seed=1))

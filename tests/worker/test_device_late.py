@@ -48,7 +48,7 @@ def test_copy_is_done_when_a_later_mark_is_awaited() -> None:
     assert device.faults == []
 
 
-def test_what_is_touched_in_flight_is_a_fault_unless_one_follows_the_other() -> None:
+def test_using_blocks_of_a_running_transfer_is_an_error_unless_ordered() -> None:
     for follows, touches_same in itertools.product((False, True), repeat=2):
         device = LateDevice()
         memory = torch.ones(1, 8)
@@ -62,7 +62,7 @@ def test_what_is_touched_in_flight_is_a_fault_unless_one_follows_the_other() -> 
         assert bool(device.faults) == (touches_same and not follows)
 
 
-def test_a_step_may_use_what_is_there_and_not_what_is_on_its_way() -> None:
+def test_a_step_may_use_loaded_adapters_but_not_loading_ones() -> None:
     device = LateDevice()
     memory = torch.ones(1, 8)
     arena = torch.zeros(1, 8)
@@ -176,7 +176,7 @@ def test_copies_that_do_not_follow_the_steps_would_be_seen(models: Models, monke
     assert any("neither waits" in fault for fault in device.faults)
 
 
-def test_copies_that_are_told_too_early_would_be_seen(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_reported_too_early_are_detected(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LateMark, "wait", lambda self: None)
     device, right = run_late(models, "auto", SCARCE, 0)
     assert any("neither waits" in fault for fault in device.faults)

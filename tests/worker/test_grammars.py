@@ -93,7 +93,7 @@ def one(letter: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["a*b", "(ab|ba)*", "a{2}b?", r"\{(a|b)*\}", "(a|b){0,3}"])
-def test_masks_are_those_of_brute_force(compiler: GrammarCompiler, pattern: str) -> None:
+def test_masks_equal_brute_force(compiler: GrammarCompiler, pattern: str) -> None:
     """After up to four letters another may follow if a text of up to eight letters that begins so matches."""
     masks = GrammarMasks(compiler, CPU, torch.float32)
     words = {"".join(word) for size in range(9) for word in itertools.product(LETTERS, repeat=size)}
@@ -119,7 +119,7 @@ def test_a_sequence_reads_its_new_tokens_only_and_a_resumed_one_all(compiler: Gr
     masks.close()
 
 
-def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: GrammarCompiler) -> None:
+def test_the_sampler_follows_the_grammar_of_some_rows(compiler: GrammarCompiler) -> None:
     masks = GrammarMasks(compiler, CPU, torch.float32)
     sampler = Sampler(choose, masks)
     free = RankSequence(SequenceStart("f", [1, 2], 2, SamplingParams(max_tokens=9, temperature=0.0), None))
@@ -142,7 +142,7 @@ def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: Grammar
     masks.close()
 
 
-def test_min_tokens_holds_the_end_back_only_where_the_grammar_goes_on(compiler: GrammarCompiler) -> None:
+def test_min_tokens_forbids_the_end_only_if_the_grammar_can_continue(compiler: GrammarCompiler) -> None:
     masks = GrammarMasks(compiler, CPU, torch.float32)
     logits = torch.zeros(1, VOCABULARY)
     logits[0, END] = 5.0
@@ -156,7 +156,7 @@ def test_min_tokens_holds_the_end_back_only_where_the_grammar_goes_on(compiler: 
     masks.close()
 
 
-def test_a_sequence_that_left_its_grammar_fails_alone_and_says_why(compiler: GrammarCompiler) -> None:
+def test_a_sequence_that_leaves_its_grammar_fails_alone_with_a_reason(compiler: GrammarCompiler) -> None:
     masks = GrammarMasks(compiler, CPU, torch.float32)
     sampler = Sampler(choose, masks)
     text = grammar("regex", "a+")
@@ -171,7 +171,7 @@ def test_a_sequence_that_left_its_grammar_fails_alone_and_says_why(compiler: Gra
     masks.close()
 
 
-def test_log_probabilities_are_those_without_the_grammar(compiler: GrammarCompiler) -> None:
+def test_log_probabilities_ignore_the_grammar(compiler: GrammarCompiler) -> None:
     masks = GrammarMasks(compiler, CPU, torch.float32)
     logits = torch.zeros(1, VOCABULARY)
     sampler = Sampler(choose, masks)
@@ -207,7 +207,7 @@ def test_end_tokens_of_an_adapter_or_a_request_may_come_where_the_grammar_may_en
     masks.close()
 
 
-def test_an_answer_that_no_token_can_go_on_says_so(compiler: GrammarCompiler) -> None:
+def test_an_answer_without_possible_tokens_is_reported(compiler: GrammarCompiler) -> None:
     schema = {"properties": {"a": {}}, "patternProperties": {"^a$": {}}, "additionalProperties": False}
     compact = {"whitespace_flexible": False}
     text = LLMatcher.grammar_from_json_schema(json.dumps({"type": "object", **schema}), defaults=compact)

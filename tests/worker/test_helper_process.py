@@ -67,7 +67,7 @@ class Creditor(Helper):
 
 
 @pytest.mark.parametrize(("owed_since_s", "ended_s"), [(1007.0, 1067.0), (100.0, 1060.0), (2000.0, None)])
-def test_a_process_that_owes_something_is_ended_whatever_else_it_says(
+def test_a_process_with_an_overdue_reply_is_killed_despite_other_messages(
     monkeypatch: pytest.MonkeyPatch, owed_since_s: float, ended_s: float | None
 ) -> None:
     """Nor does it owe what it was asked for before it was up before it has had the time."""
@@ -79,7 +79,7 @@ def test_a_process_that_owes_something_is_ended_whatever_else_it_says(
     assert process.now_s == (ended_s or 1500.0)
 
 
-def test_what_is_sent_to_a_process_that_has_ended_is_lost_without_a_word() -> None:
+def test_messages_to_a_dead_process_are_dropped_silently() -> None:
     helper = start_helper_process("lorikeet.worker.transfer.loader_process", "the loader process")
     helper.end()
     helper.send(Much())

@@ -259,7 +259,9 @@ def test_cold_and_warm_adapters_and_the_base_share_a_step(driver: ColdDriver, re
     driver.arrive(2)
 
 
-def test_a_prefill_in_chunks_goes_on_with_what_has_arrived(driver: ColdDriver, resident: dict[str, Tensor]) -> None:
+def test_a_chunked_prefill_continues_with_the_layers_that_have_arrived(
+    driver: ColdDriver, resident: dict[str, Tensor]
+) -> None:
     driver.bring("qkv", "other")
     found, counts = counted(driver, lambda: driver.prefill("qkv", "other", "base", chunk=8))
     assert_same(found, resident)
@@ -354,7 +356,7 @@ def test_adapters_of_any_modules_are_assisted_together(driver: ColdDriver, resid
     driver.arrive(2)
 
 
-def test_what_prefills_cost_was_measured(made: ColdDriver) -> None:
+def test_costs_of_assisted_prefills_are_measured(made: ColdDriver) -> None:
     costs = made.sizes.assist
     assert costs is not None
     assert (costs.layers, costs.workers) == (LAYERS, 1)
@@ -386,7 +388,7 @@ def test_static_groups_but_the_last_are_waited_for_and_the_last_is_the_hosts(mod
         executor.close()
 
 
-def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_follow_rank_0_on_every_layer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = fp32_settings(preset="toppings", host_memory_bytes=2**21, memory_bytes=2**22, tensor_parallel=2)
     executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
     names = ("qkv", "columns", "base")

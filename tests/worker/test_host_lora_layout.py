@@ -20,7 +20,7 @@ def both() -> tuple[Ring, Ring]:
     return ring, Ring.attached(os.dup(ring.fd), SHAPE)
 
 
-def test_the_worker_finds_what_the_rank_has_written_and_the_other_way_round() -> None:
+def test_rank_and_worker_read_what_the_other_wrote() -> None:
     ours, theirs = both()
     assert ours.x.shape == (2, 5, 8)
     assert ours.y.shape == (2, 2, 5, 12)

@@ -169,7 +169,7 @@ def test_host_worker_computes_every_ranks_own_columns(store: Store) -> None:
     ring.close()
 
 
-def test_several_workers_compute_what_the_weights_say(pool: HostPool, store: Store) -> None:
+def test_several_workers_compute_the_delta_of_the_weights(pool: HostPool, store: Store) -> None:
     before = pool.rescued_slices
     for turn in range(2):
         pool.begin(list(store.adapters.values()))
@@ -197,14 +197,14 @@ def test_a_worker_that_has_nothing_to_do_for_long_is_there_when_it_has(pool: Hos
     assert idle in pool.process_ids
 
 
-def test_what_was_left_in_the_memory_does_not_show(pool: HostPool, store: Store) -> None:
+def test_old_content_of_the_memory_has_no_effect(pool: HostPool, store: Store) -> None:
     pool.ring.y[:] = 123.0
     pool.begin([store.adapters["small"]])
     check(pool, store, 1, {"small": 7})  # q has no rank there, k none anywhere
     pool.end()
 
 
-def test_adapters_are_found_where_the_step_says_they_are(pool: HostPool, store: Store) -> None:
+def test_workers_find_adapters_at_the_blocks_of_the_step(pool: HostPool, store: Store) -> None:
     large = store.adapters["large"]
     pool.begin(list(store.adapters.values()))
     check(pool, store, 2, {"large": 6})
@@ -221,7 +221,7 @@ def test_adapters_are_found_where_the_step_says_they_are(pool: HostPool, store: 
         store.host[list(large.blocks)] = there
 
 
-def test_every_product_of_a_layer_is_handed_over_for_itself(pool: HostPool, store: Store) -> None:
+def test_each_product_of_a_layer_is_handed_over_separately(pool: HostPool, store: Store) -> None:
     """Their rows of x and y differ in width, and share the ring."""
     pool.begin(list(store.adapters.values()))
     for layer in range(store.geometry.layers):
@@ -297,7 +297,7 @@ def test_a_worker_that_reports_an_error_is_not_waited_for(pool: HostPool, store:
     assert pool.rescued_slices == rescued + 1
 
 
-def test_what_a_lost_worker_takes_is_not_measured(pool: HostPool, store: Store) -> None:
+def test_times_of_a_lost_worker_are_not_measured(pool: HostPool, store: Store) -> None:
     os.kill(pool.process_ids[0], signal.SIGSTOP)
     pool.ring.signal_error(pool.ticket + 1, 0)
     with pytest.raises(ExecutorError, match="a host worker was lost during its measurement"):
@@ -339,7 +339,7 @@ def behind(store: Store) -> Iterator[tuple[DevicePool, ThreadExchange]]:
     pool.close()
 
 
-def test_the_thread_goes_on_while_the_device_has_not_come_to_what_it_launched(
+def test_the_thread_continues_before_the_device_runs_its_launches(
     behind: tuple[DevicePool, ThreadExchange], store: Store
 ) -> None:
     pool, exchange = behind
@@ -372,7 +372,7 @@ def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadE
         pool.end()
 
 
-def test_a_device_that_does_not_take_the_ring_is_told(store: Store) -> None:
+def test_a_device_that_cannot_register_the_ring_is_reported(store: Store) -> None:
     exchange = ThreadExchange()
     device = Exchanging(exchange)
     processes = [start_worker_process()]

@@ -54,7 +54,7 @@ def test_transfers_of_a_direction_follow_one_another_as_they_began() -> None:
     assert list(line.ends().items()) == [(1, 3.0), (2, 5.0), (3, 6.0)]
 
 
-def test_an_idle_direction_begins_when_it_is_told() -> None:
+def test_an_idle_direction_starts_a_transfer_at_once() -> None:
     line = Line()
     line.begin(1, (IN, 1.0))
     line.begin(2, (IN, 1.0), at=7.0)
@@ -118,7 +118,7 @@ def test_a_carried_prefetch_is_not_interrupted_any_more_once_it_is_waited_for() 
     assert line.ends() == {1: 5.0, 2: 6.0}
 
 
-def test_of_those_that_are_waited_for_the_one_begun_first_is_let_through() -> None:
+def test_the_oldest_demanded_transfer_goes_first() -> None:
     line = Line()
     line.prefetch(1, (IN, 2.0))
     line.begin(2, (IN, 5.0))
@@ -126,7 +126,7 @@ def test_of_those_that_are_waited_for_the_one_begun_first_is_let_through() -> No
     assert line.ends() == {1: 5.0, 2: 7.0}
 
 
-def test_promoting_what_has_ended_or_is_demanded_changes_nothing() -> None:
+def test_demanding_ended_or_demanded_transfers_changes_nothing() -> None:
     line = Line()
     line.begin(1, (IN, 1.0))
     line.begin(2, (IN, 2.0))
@@ -154,7 +154,7 @@ def test_one_part_is_copied_while_the_next_is_read() -> None:
     assert line.ends() == {3: 4.0, 1: 7.0, 2: 15.0}
 
 
-def test_nothing_else_moving_a_transfer_takes_as_long_as_it_says() -> None:
+def test_a_lone_transfer_takes_its_stated_time() -> None:
     line = Line()
     line.begin(1, (READ, 2.0), (IN, 3.0), parts=4, at=1.0)
     (done,) = line.link.take_done(15.0)
@@ -308,14 +308,14 @@ def test_callback_is_called_for_every_ended_transfer() -> None:
 # --- groups -------------------------------------------------------------------------------------------
 
 
-def test_groups_of_a_copy_end_one_after_the_other() -> None:
+def test_groups_of_a_copy_end_in_order() -> None:
     line = Line()
     line.begin_groups(1, 3.0, 1.0, 2.0)
     assert line.link.group_ends_s(1, 0.0) == (3.0, 4.0, 6.0)
     assert line.ends() == {1: 6.0}
 
 
-def test_groups_wait_for_what_is_before_them_and_not_for_other_directions() -> None:
+def test_groups_wait_for_earlier_groups_but_not_for_other_directions() -> None:
     line = Line()
     line.begin(1, (IN, 2.0))
     line.begin(2, (OUT, 50.0))
@@ -323,7 +323,7 @@ def test_groups_wait_for_what_is_before_them_and_not_for_other_directions() -> N
     assert line.link.group_ends_s(3, 0.0) == (5.0, 6.0)
 
 
-def test_what_has_ended_stays_as_it_was_and_the_rest_is_put_off() -> None:
+def test_ended_groups_stay_and_later_groups_are_delayed() -> None:
     line = Line()
     line.begin_groups(1, 3.0, 4.0, 2.0, demand=False)
     line.begin(2, (IN, 10.0), at=5.0)

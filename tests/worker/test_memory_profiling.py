@@ -133,7 +133,7 @@ def test_decodes_of_long_contexts_are_run_whatever_the_longest_is(
     run_decodes(model, EngineSettings(block_size=4, max_num_seqs=1), 0, 1, longest_tokens)
 
 
-def test_a_device_that_cannot_run_the_largest_step_says_so_at_the_start(
+def test_a_device_too_small_for_the_largest_step_is_refused_at_the_start(
     model: RankModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(*arguments: object) -> int:
@@ -164,7 +164,7 @@ def test_only_a_gpu_is_measured(model: RankModel, monkeypatch: pytest.MonkeyPatc
     assert asked[0] == 128
 
 
-def test_a_torch_without_cuda_is_told_from_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_distinguishes_torch_without_cuda_from_a_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = fp32_settings(device="cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for version, complaint in ((None, r"torch .* is built without CUDA"), ("13.0", "torch sees 0")):

@@ -177,9 +177,7 @@ def test_pristine_weights_keep_bits_and_addresses_after_random_switches(
 
 @backends
 @dtypes
-def test_what_is_merged_does_not_depend_on_what_was_merged_before(
-    folder: Path, backend: str, dtype: torch.dtype
-) -> None:
+def test_merged_weights_do_not_depend_on_earlier_merges(folder: Path, backend: str, dtype: torch.dtype) -> None:
     rig = make_rig(folder, backend, dtype)
     rig.switch("wide")
     alone = rig.copies()
@@ -222,7 +220,7 @@ def test_a_merged_forward_gives_the_logits_of_an_unmerged_one(folder: Path, back
 
 @backends
 @pytest.mark.parametrize("merge_by", MergeBy)
-def test_a_change_writes_what_it_touches_or_the_whole_model(folder: Path, backend: str, merge_by: MergeBy) -> None:
+def test_a_switch_writes_changed_weights_or_the_whole_model(folder: Path, backend: str, merge_by: MergeBy) -> None:
     rig = make_rig(folder, backend, torch.float32, merge_by)
     rig.switch("one-layer")
     for elements in rig.elements().values():
@@ -248,7 +246,7 @@ def test_a_merged_adapter_is_not_needed_any_more(folder: Path, backend: str) -> 
     assert all(torch.equal(start[place], elements) for place, elements in rig.elements().items())
 
 
-def test_a_tied_output_layer_is_swapped_beside_the_embedding(tmp_path: Path) -> None:
+def test_a_tied_output_layer_is_swapped_and_the_embedding_stays(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama-tied")
     rig = make_rig(tmp_path, "native", torch.float32, MergeBy.MODEL)
     start = rig.copies()

@@ -80,7 +80,7 @@ def run(
     return said
 
 
-def test_a_step_takes_as_long_as_the_profile_says() -> None:
+def test_a_step_takes_the_time_of_the_profile() -> None:
     said = run([request("a", prompt=5, answer=3)])
     assert said.at(FirstToken, "a") == pytest.approx(0.014)  # 10 ms and 1 ms for each of four more tokens
     # Two decodes that read 6 and 7 tokens.
@@ -130,7 +130,7 @@ def test_overlapping_device_leaves_time_for_the_loop_and_takes_arrivals() -> Non
     assert first_s[False] == pytest.approx(first_s[True] + 0.0105 + 0.0106 + 0.0107 + 0.0003)
 
 
-def test_steps_that_are_no_graphs_do_not_overlap() -> None:
+def test_steps_without_graphs_do_not_overlap() -> None:
     profile = msgspec.structs.replace(round_profile(), overlapped=True)
     limits = {"num_scheduler_steps": 6, "multi_step_limit_s": 1.0}
     plans = run([request("a", 1, 9)], profile, coalesced=False, preset="lorikeet:plain-einsum", **limits).plans
@@ -140,7 +140,7 @@ def test_steps_that_are_no_graphs_do_not_overlap() -> None:
     assert sizes_of(Settings(), profile, "modelled").async_scheduling
 
 
-def test_coalesced_steps_bring_what_single_steps_bring() -> None:
+def test_coalesced_steps_yield_the_tokens_of_single_steps() -> None:
     requests = [
         request(f"r{i}", 1 + 7 * i % 40, 1 + 11 * i % 60, arrival_s=0.037 * i, adapter=adapter(f"x{i % 5}", 2 + i % 3))
         for i in range(40)
@@ -258,7 +258,7 @@ def test_an_adapter_counts_by_its_rank_wherever_it_came_from(routes: tuple[Trans
     assert hand.start(X) == pytest.approx(0.014 + 5 * 4 * 0.001)
 
 
-def test_both_directions_go_on_at_once_and_reads_beside_them() -> None:
+def test_both_directions_and_reads_run_at_the_same_time() -> None:
     hand = Hand()
     hand.move(load(1), fetch(2, 3), store(3, 4))
     assert [hand.next_done() for _ in range(3)] == [
@@ -293,6 +293,6 @@ def test_the_host_tier_has_as_many_blocks_as_fit_its_bytes() -> None:
     assert Hand(host_memory_bytes=5 * 512 + 511).sizes.host_blocks == 5
 
 
-def test_waiting_for_what_never_comes_is_an_error() -> None:
+def test_waiting_without_running_transfers_is_an_error() -> None:
     with pytest.raises(ExecutorError, match="no transfer is in flight"):
         Hand().executor.wait_for_transfer(None)

@@ -121,7 +121,7 @@ def test_a_plan_without_sequences_switches_nothing() -> None:
     assert hand.decode(X).switch_s == 0.0
 
 
-def test_what_is_merged_stays_merged_when_its_blocks_are_given_up() -> None:
+def test_a_merged_adapter_stays_merged_when_its_blocks_are_freed() -> None:
     hand = merging()
     hand.decode(X)
     hand.executor.execute(StepPlan(0, evictions=(X.digest,)))
@@ -188,7 +188,7 @@ def _constant_step(seconds: float) -> StepCosts:
     ],
     ids=["dynamic", "static", "one group", "all on the host", "a half of it"],
 )
-def test_an_assisted_prefill_takes_what_the_recurrence_says(
+def test_an_assisted_prefill_takes_the_time_of_the_recurrence(
     preset: Preset, groups: Groups, left: tuple[int, int], expected_ms: float
 ) -> None:
     hand = Hand(eight_layers(), preset)
@@ -205,14 +205,14 @@ def test_groups_come_later_if_the_link_is_busy(layers: HostLayers, expected_s: f
     assert hand.prefill(EIGHT, 5, hand.fetch(2, EIGHT, 8, PAIRS)) == pytest.approx(expected_s)
 
 
-def test_a_second_prefill_finds_what_has_arrived_meanwhile() -> None:
+def test_a_second_prefill_uses_layers_that_have_arrived_since() -> None:
     hand = Hand(eight_layers())
     hand.prefill(EIGHT, 5, hand.fetch(1, EIGHT, 8, PAIRS))
     # At 16 ms only the group of the first two layers is missing; it comes at 20 ms: CCGGGGGG.
     assert hand.prefill(EIGHT, 5, name="b") == pytest.approx(2 * 0.003 + 6 * 0.001)
 
 
-def test_the_device_adds_what_has_arrived_and_the_host_the_rest() -> None:
+def test_the_device_computes_arrived_layers_and_the_host_the_rest() -> None:
     rank_s = Constant(0.001, "s/rank")
     nothing = Constant(0.0, "s")
     costs = {KernelForm.UNPADDED: LoraCosts(nothing, rank_s, rank_s, nothing)}

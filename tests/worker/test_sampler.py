@@ -83,7 +83,7 @@ def test_edits_equal_the_slow_and_obvious_ones(seed: int, prompt: list[int], out
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(0, 5000), temperatures, penalties, filters)
-def test_the_token_is_the_largest_noisy_logit_of_those_kept(
+def test_the_token_has_the_largest_noisy_logit_of_the_kept_tokens(
     seed: int, position: int, temperature: float, edits: dict[str, Any], kept_by: dict[str, Any]
 ) -> None:
     logits = random_logits(seed)
@@ -127,7 +127,7 @@ def test_no_temperature_overflows() -> None:
     assert tokens == [Token(int(random_logits(0).argmax()))]
 
 
-def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+def test_logprobs_are_of_the_unmodified_distribution() -> None:
     logits = random_logits(1)
     best = int(logits.argmax())
     (token,) = sample(logits, [row(logit_bias=((best, -100.0),), temperature=0.5, seed=3, logprobs=2)])
@@ -298,7 +298,7 @@ def scored(outputs: list[StepOutputs], name: str) -> dict[int, PromptToken]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [7, 64, 200])
-def test_they_equal_transformers_for_any_chunks_beside_other_requests(model: Path, budget: int) -> None:
+def test_prompt_logprobs_equal_transformers_for_any_chunks(model: Path, budget: int) -> None:
     """Prompts of one to 150 tokens, some with common prefixes, which are not taken from the cache."""
     long = prompt(150)
     prompts = {"a": long, "b": long[:90], "c": [5], "d": [5, 6]}

@@ -191,7 +191,7 @@ def test_kv_that_was_stored_stays_as_it_was_when_its_old_block_is_written() -> N
     hand.compute("c", (3, 4), start=BLOCK_TOKENS)
 
 
-def test_what_is_written_after_a_copy_is_not_in_the_copy() -> None:
+def test_writes_after_a_copy_are_not_in_the_copy() -> None:
     hand = Hand(script=lambda start, position: 100 + position)
     hand.compute("a", (0, 1), prompt=PROMPT[:6])
     hand.move(store(1, (1,), (5,)))
@@ -315,7 +315,7 @@ def test_numbers_of_transfers_rise() -> None:
         hand.begin(load(2, (2, 3), ref=Y))
 
 
-def test_only_what_is_under_way_is_urgent() -> None:
+def test_only_running_transfers_are_urgent() -> None:
     hand = Hand()
     hand.begin(read_to_host(1, (0, 1), demand=False))
     hand.plan(urgent=(1,))
@@ -335,7 +335,7 @@ def test_a_version_that_fails_can_be_read_to_neither_tier() -> None:
         hand.compute("a", (2, 3), ref=X)
 
 
-def test_nothing_is_known_of_what_a_failed_transfer_should_have_written() -> None:
+def test_blocks_of_a_failed_transfer_are_unknown() -> None:
     hand = Hand(fails=lambda transfer: transfer.transfer_id == 2)
     hand.compute("a", (0, 1))
     hand.compute("b", (2, 3), prompt=PROMPT)

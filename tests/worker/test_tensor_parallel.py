@@ -132,7 +132,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize(("variant", "ranks"), [("qwen3-biases", 2), ("llama-biases", 4)])
-def test_tensor_parallel_ranks_serve_what_is_not_low_rank(variant: str, ranks: int, tmp_path: Path) -> None:
+def test_tensor_parallel_ranks_serve_adapters_with_extras(variant: str, ranks: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "base", variant, vocab_size=96)
     geometry = read_model_config(tmp_path / "base").geometry(4)
     adapters = {}
@@ -270,7 +270,7 @@ def make_model_without_a_layer(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     folder = make_model_without_a_layer(tmp_path)
     # Of this rank, or of the other one where that has gone before this one has met it.
     with pytest.raises((ValueError, ExecutorError), match=r"layers\.3\..* missing"):
@@ -278,7 +278,7 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_before_all_have_joined_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model_without_a_layer(tmp_path)
 
     def meet(*arguments: Any, **named: Any) -> None:
@@ -291,7 +291,7 @@ def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monke
     assert multiprocessing.active_children() == []
 
 
-def test_a_rank_that_has_gone_before_arenas_are_allocated_says_why() -> None:
+def test_a_rank_that_dies_before_arenas_are_allocated_is_reported() -> None:
     ranks = RankProcesses.__new__(RankProcesses)
     ours, theirs = multiprocessing.Pipe()
     ranks._connections = [ours]

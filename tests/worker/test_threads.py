@@ -27,7 +27,7 @@ def test_a_rank_alone_takes_all_cores_and_a_second_busy_one_half_of_them(tmp_pat
     assert first.threads(2 * HEARTBEAT_S) == 8
 
 
-def test_ranks_that_insist_are_counted_with_what_they_take(tmp_path: Path) -> None:
+def test_ranks_with_fixed_threads_count_with_these(tmp_path: Path) -> None:
     insistent = CpuBudget(3, tmp_path)
     first = CpuBudget(folder=tmp_path)
     second = CpuBudget(folder=tmp_path)
@@ -50,7 +50,7 @@ def test_ranks_that_idle_or_run_on_other_cores_do_not_count(tmp_path: Path, monk
     assert first.threads(1.0) == 8
 
 
-def test_openmps_own_setting_counts_where_ours_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_of_openmp_counts_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
     assert (requested_threads(0), requested_threads(5)) == (3, 5)
     monkeypatch.delenv("OMP_NUM_THREADS")

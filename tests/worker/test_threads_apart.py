@@ -75,6 +75,6 @@ def test_a_rank_with_fewer_threads_than_cores_leaves_them_to_the_system(tmp_path
     assert not Rig(tmp_path, asked).kept_apart(StepPlan(1, sequences=(STEP,)), LATER_S)
 
 
-def test_threads_that_may_end_within_the_plan_are_not_kept_apart(tmp_path: Path) -> None:
+def test_threads_that_may_end_within_the_plan_are_not_pinned(tmp_path: Path) -> None:
     plan = StepPlan(1, sequences=(STEP,), kernel_form=KernelForm.EINSUM)
     assert not Rig(tmp_path, asked=0).kept_apart(plan, LATER_S)

@@ -239,7 +239,7 @@ def test_an_adapter_reaches_the_device_by_every_route(bench: Bench, adapters: di
         bench.arena[:] = 0.0
 
 
-def test_blocks_that_an_adapter_has_kept_are_not_copied(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
+def test_blocks_still_on_the_device_are_not_copied(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
     ref = adapters["large"]
     host, device = (blocks(bench.blocks_of(ref)) for blocks in (bench.host_blocks, bench.device_blocks))
     assert bench.wait(bench.start(Tier.SOURCE, Tier.DEVICE, host, device, ref)).error is None
@@ -296,7 +296,7 @@ def test_without_a_host_tier_adapters_are_loaded_and_nothing_else_is_moved(adapt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("through_host", [False, True])
-def test_what_was_read_and_waits_to_be_copied_takes_no_time(
+def test_reads_that_wait_for_their_copy_count_no_time(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, through_host: bool
 ) -> None:
     """Its reader has ended where the adapter stays on the host, or waits for room where it passes through."""
@@ -415,7 +415,7 @@ def test_the_two_directions_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.slow
-def test_a_load_that_is_awaited_overtakes_loads_that_are_not(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
+def test_a_demanded_load_overtakes_prefetches(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
     bench.signal_loader(signal.SIGSTOP)
     prefetches = [bench.start_load(adapters["large"], demand=False) for _ in range(2)]
     demand = bench.start_load(adapters["small"])
@@ -481,7 +481,7 @@ def test_transfers_that_make_no_sense_fail(bench: Bench, adapters: dict[str, Ada
 
 
 @pytest.mark.slow
-def test_what_a_loader_that_is_killed_was_reading_is_read_by_another(
+def test_reads_of_a_killed_loader_are_repeated_by_the_next(
     bench: Bench, adapters: dict[str, AdapterRef], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.signal_loader(signal.SIGSTOP)
@@ -533,7 +533,7 @@ def test_loader_runs_at_the_lowest_priority(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
+def test_a_stuck_loader_is_killed_and_replaced(
     bench: Bench, adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that reads from a file system that is gone."""

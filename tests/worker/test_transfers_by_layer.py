@@ -119,7 +119,7 @@ def test_groups_arrive_in_their_order_and_layers_with_their_last_block(bench: Be
     assert bench.transfers.adapters.weights(bench.ref.digest).rank == 12
 
 
-def test_what_an_adapter_does_not_change_is_there_before_anything_is_copied(bench: Bench) -> None:
+def test_layers_without_changes_are_ready_before_any_copy(bench: Bench) -> None:
     arrival = PartialAdapter(1, bench.ref, bench.host, LoraWeights({}, 4), (0, 2, 0, 1), range(0))
     assert [arrival.has(layer) for layer in range(4)] == [True, False, True, False]
     assert arrival.wait_for(0, 0.0)
@@ -140,7 +140,7 @@ def test_arrival_pace_counts_from_its_turn_not_from_its_queueing(bench: Bench, m
     bench.wait(1)
 
 
-def test_an_arrival_that_is_asked_for_late_knows_what_has_come(bench: Bench) -> None:
+def test_a_late_query_of_an_arrival_returns_all_arrived_layers(bench: Bench) -> None:
     bench.start(bench.runs)
     bench.gate.open(2)
     bench.gate.wait_until_shut()
