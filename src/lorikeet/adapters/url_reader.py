@@ -27,6 +27,7 @@ import msgspec
 
 from lorikeet.adapters.description import LENGTH_BYTES, MAX_HEADER_BYTES
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
+from lorikeet.adapters.source_plugin import AdapterSource, source_of
 from lorikeet.core.text import install_command
 
 _CHUNK_BYTES = 4 * 2**20
@@ -89,8 +90,11 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
     """
     source = read.source
     try:
-        if urlsplit(source).scheme.lower() in ("http", "https"):
+        scheme = urlsplit(source).scheme.lower()
+        if scheme in ("http", "https"):
             _read_http(read, until_s)
+        elif (plugin := source_of(scheme)) is not None:
+            _read_plugin(plugin, read, until_s)
         else:
             _read_files(read, until_s)
     except AdapterError:
@@ -205,6 +209,19 @@ def _read_files(read: UrlRead, until_s: float) -> None:
         _check_size(source, name, cast("int | None", files.info(path).get("size")), max_bytes)
         with files.open(path, "rb") as stream:
             copy_stream(stream, Path(read.into) / name, max_bytes, source, until_s)
+
+
+def _read_plugin(plugin: AdapterSource, read: UrlRead, until_s: float) -> None:
+    """Read through the plug-in of the URL's scheme."""
+    for name, max_bytes in read.max_bytes.items():
+        try:
+            stream = plugin.open(read.source, name)
+        except FileNotFoundError as error:
+            if name in read.optional:
+                continue
+            raise AdapterNotFound(f"{read.source}: {name} is not there: {error}") from error
+        with stream:
+            copy_stream(stream, Path(read.into) / name, max_bytes, read.source, until_s)
 
 
 def _read_http(read: UrlRead, until_s: float) -> None:
