@@ -86,7 +86,9 @@ def find(group: str, name: str, kind: str) -> Plugin | None:
         return own
     found = _others(group).get(name, ())
     if len(found) > 1:
-        raise ConfigError(f"{kind} {name!r} is offered twice, uninstall one package: {'; '.join(map(str, found))}")
+        raise ConfigError(
+            f"{kind} {name!r} is offered twice, uninstall one package: {'; '.join(sorted(map(str, found)))}"
+        )
     return found[0] if found else None
 
 

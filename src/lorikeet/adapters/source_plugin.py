@@ -16,7 +16,8 @@ GROUP = "lorikeet.adapter_sources"
 class AdapterSource(ABC):
     """Reads adapters from URLs of one scheme.
 
-    It is created without arguments, in a process of its own for each adapter. Lorikeet checks that the URL may be read, and applies its limits of size and time to what the source returns.
+    It is created without arguments, in a process of its own for each adapter. Lorikeet checks that the URL may be read,
+    and applies its limits of size and time to what the source returns.
     """
 
     @abstractmethod
