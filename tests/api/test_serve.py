@@ -416,10 +416,14 @@ async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1:0"),
         (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x': there is no folder '/nowhere/at/all'"),
         (("--memory", "100KiB"), "--memory 100.0 KiB is too small for a sequence of 512 tokens"),
-        (("--max-model-len", "100000"), "--max-model-len: 100000 is more than the model's"),
+        pytest.param(
+            ("--max-model-len", "100000"),
+            "--max-model-len: 100000 is more than the model's",
+            marks=pytest.mark.long,
+        ),
         (("--block-size", "0"), "--block-size: Expected `int` >= 1"),
-        (("--log-level", "loud"), "log level 'loud' is not one of"),
-        (("--preset", "elroa"), "did you mean elora"),
+        pytest.param(("--log-level", "loud"), "log level 'loud' is not one of", marks=pytest.mark.long),
+        pytest.param(("--preset", "elroa"), "did you mean elora", marks=pytest.mark.long),
     ],
 )
 async def test_a_server_that_cannot_start_says_why(

@@ -59,7 +59,6 @@ def test_templates_render_as_in_transformers(template: str, generation: bool, ex
     assert ours == theirs[0]
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_the_default_models_template_renders_as_in_transformers(default_model_cache: Path) -> None:
     from transformers import AutoTokenizer

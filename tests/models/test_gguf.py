@@ -195,6 +195,7 @@ def test_llama_3s_scaling_is_read_from_its_tensor(tmp_path: Path) -> None:
         gguf_config(read_gguf(write_tensors(tmp_path / "other.gguf", tensors, metadata)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_default_models_file_has_the_config_and_tokenizer_of_the_converted_model(
     default_model_cache: Path, tmp_path: Path

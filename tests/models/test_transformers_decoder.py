@@ -218,6 +218,7 @@ def test_the_base_that_an_adapter_names_is_compared(tmp_path: Path) -> None:
     assert warning == f"adapter_config.json: revision is {'f' * 40}, but that of the base model served is {'e' * 40}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_default_model_answers_as_by_the_own_decoder(default_model_cache: Path) -> None:
     """Greedily in fp32, with a sample adapter beside the base."""

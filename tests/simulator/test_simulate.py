@@ -185,6 +185,7 @@ def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
     assert len(outcomes) == len(peak.probes)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
     """A few requests at once are all answered within a limit that is long beside the probe."""
@@ -332,6 +333,7 @@ def polylines(plot: Path) -> list[str]:
     return re.findall("<polyline[^>]*>", plot.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_presets_and_seeds_are_compared_and_the_best_is_marked(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "200", "--adapters", "4", "--ranks", "1,2", "--rate", "20"]

@@ -77,8 +77,7 @@ def run_everything(driver: Driver, adapters: dict[str, AdapterRef]) -> dict[str,
     return {name: driver.token_ids(name) for name in names}
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("kv_heads", "ranks"), [(2, 2), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.long)])
 def test_tensor_parallel_ranks_give_the_tokens_of_one(tmp_path: Path, kv_heads: int, ranks: int) -> None:
     folder, adapters = make_model(tmp_path, num_key_value_heads=kv_heads)
     with driving(folder) as alone:
@@ -88,7 +87,7 @@ def test_tensor_parallel_ranks_give_the_tokens_of_one(tmp_path: Path, kv_heads: 
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_pipeline_stages_give_the_tokens_of_one(tmp_path: Path, ranks: int, stages: int) -> None:
     folder, adapters = make_model(tmp_path, num_hidden_layers=4)
     with driving(folder) as alone:
@@ -131,7 +130,9 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize(("variant", "ranks"), [("qwen3-biases", 2), ("llama-biases", 4)])
+@pytest.mark.parametrize(
+    ("variant", "ranks"), [("qwen3-biases", 2), pytest.param("llama-biases", 4, marks=pytest.mark.long)]
+)
 def test_tensor_parallel_ranks_serve_adapters_with_extras(variant: str, ranks: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "base", variant, vocab_size=96)
     geometry = read_model_config(tmp_path / "base").geometry(4)
