@@ -12,6 +12,8 @@ from tests.support.api_server import Running
 
 BODIES: dict[str, type[Body]] = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
 EXAMPLES: dict[str, Any] = {
+    "chat_template": "default",
+    "documents": [],
     "model": "formal",
     "lora_path": "formal",
     "lora": [{"id": "formal", "scale": 0.5}],

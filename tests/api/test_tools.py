@@ -199,11 +199,6 @@ async def test_tools_of_a_template_in_an_unknown_format_are_refused(start: Start
             "tools",
             "JSON schema of an object",
         ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-            "messages",
-            "messages.0: the arguments of the call of 'f'",
-        ),
     ],
 )
 async def test_tools_that_are_not_valid_are_refused(

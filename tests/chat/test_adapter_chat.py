@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 from lorikeet.adapters.chat import AddedToken
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.chat.adapter_chat import with_tokens
+from lorikeet.chat.added_tokens import with_tokens
 from lorikeet.chat.text_processor import TextProcessor
 from tests.api.test_chat import CHAT, MESSAGES, body
 from tests.api.test_tools import LONG, TOOLS
@@ -112,8 +114,8 @@ async def test_a_new_template_replaces_the_old_one_leaves_the_weights_and_is_the
     start: Start,
 ) -> None:
     async with start() as server:
-        first = (await add(server, "own", {"chat_template.jinja": "one"})).json()
-        second = (await add(server, "own", {"chat_template.jinja": "two"})).json()
+        first = (await add(server, "own", {"chat_template.jinja": "one {{ messages[0].content }}"})).json()
+        second = (await add(server, "own", {"chat_template.jinja": "two {{ messages[0].content }}"})).json()
         twin = (await add(server, "twin", {"tokenizer_config.json": {"chat_template": TEMPLATE}})).json()
         assert first["digest"] == second["digest"] == twin["digest"]
         assert "chat" not in twin, "its template is the base's"
@@ -121,7 +123,7 @@ async def test_a_new_template_replaces_the_old_one_leaves_the_weights_and_is_the
     async with start() as server:
         for name in ("own", "twin"):
             await server.http.post(CHAT, json=body(model=name))
-        assert prompts(server)[0] == "two"
+        assert prompts(server)[0] == "two hello"
         assert prompts(server)[1].startswith("<|im_start|>")
         await server.http.delete("/v1/adapters/own")
         assert (await add(server, "own", {"chat_template.jinja": ""})).status_code == 201
@@ -155,7 +157,7 @@ async def test_files_that_are_not_valid_are_refused_by_name(start: Start) -> Non
 @pytest.mark.slow
 async def test_a_hostile_template_harms_only_requests_of_its_adapter(start: Start) -> None:
     async with start() as server:
-        await add(server, "own", {"chat_template.jinja": "fine"})
+        await add(server, "own", {"chat_template.jinja": "fine {{ messages[0].content }}"})
         for name, template, status, words in (
             ("secret", "{{ ''.__class__.__mro__ }}", 400, "refuses these messages"),
             ("large", "{{ 'x' * 10**11 }}", 413, "too much memory"),
@@ -217,5 +219,61 @@ def test_a_reserved_token_may_get_another_name() -> None:
 
 
 def test_a_token_that_would_get_another_id_is_refused() -> None:
+    words = Tokenizer(Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
     with pytest.raises(AdapterError, match="as token 400"):
-        with_tokens(TOKENIZER, (AddedToken(400, "<mine>"),))
+        with_tokens(words, (AddedToken(400, "<mine>"),))
+
+
+def test_a_token_behind_a_gap_keeps_its_id() -> None:
+    made = with_tokens(TOKENIZER, (AddedToken(400, "<mine>"), AddedToken(390, "<yours>", special=True)))
+    assert made.encode("<mine><yours>").ids == [400, 390]
+
+
+def test_two_tokens_may_change_their_places() -> None:
+    names = "<|im_start|>", "<|im_end|>"
+    one, two = (TOKENIZER.token_to_id(name) for name in names)
+    assert one is not None
+    assert two is not None
+    made = with_tokens(TOKENIZER, (AddedToken(one, names[1], special=True), AddedToken(two, names[0], special=True)))
+    assert made.encode(names[0] + names[1]).ids == [two, one]
+
+
+async def test_an_adapter_whose_template_leaves_the_text_out_is_refused_with_a_reason(start: Start) -> None:
+    async with start() as server:
+        await add(server, "own", {"chat_template.jinja": "{% for m in messages %}{{ m.role }}{% endfor %}"})
+        reply = await server.http.post(CHAT, json=body(model="own"))
+        assert reply.status_code == 400
+        assert "leaves out what the user says" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json", "files"])
+async def test_an_adapter_has_templates_for_tools_and_documents_and_by_name(start: Start, file: str) -> None:
+    texts = {name: f"{name}:{{{{ messages[0].content }}}}" for name in ("default", "tool_use", "rag", "short")}
+    texts["tool_use"] += "{{ tools | length if tools else 0 }}<tool_call>"
+    texts["rag"] += "{{ documents[0].text }}"
+    files: dict[str, Any] = {
+        "tokenizer_config.json": {"chat_template": [{"name": name, "template": text} for name, text in texts.items()]}
+    }
+    if file == "chat_template.json":
+        files = {file: {"chat_template": texts}}
+    async with start(max_model_len=LONG) as server:
+        if file == "files":
+            folder = server.sources / "own" / "additional_chat_templates"
+            folder.mkdir(parents=True)
+            for name in ("tool_use", "rag", "short"):
+                (folder / f"{name}.jinja").write_text(texts[name])
+            files = {"chat_template.jinja": texts["default"]}
+        assert (await add(server, "own", files)).status_code == 201
+        for fields, expected in (
+            ({}, "default:hello"),
+            ({"tools": TOOLS}, "tool_use:hello2<tool_call>"),
+            ({"documents": [{"title": "a", "text": "doc"}]}, "rag:hellodoc"),
+            ({"chat_template": "tool_use" if file == "files" else "short"}, "" if file == "files" else "short:hello"),
+            ({"chat_template": "default", "tools": TOOLS}, ""),
+        ):
+            reply = await server.http.post(CHAT, json=body(model="own", **fields))
+            assert reply.status_code == 200, reply.text
+            assert prompts(server)[-1] == expected or not expected
+        reply = await server.http.post(CHAT, json=body(model="own", chat_template="{{ messages }}"))
+        assert reply.status_code == 501
+        assert "default, " in reply.json()["error"]["message"]

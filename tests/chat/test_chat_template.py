@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lorikeet.chat.text_processor import read_chat_template
-from lorikeet.core.chat_template import ChatTemplate, TemplateError
+from lorikeet.core.chat_template import ChatTemplate, ContentForm, TemplateError
 from lorikeet.models.default import prepare_default_model
 
 MESSAGES = [
@@ -141,3 +141,106 @@ def test_value_nested_too_deeply_for_a_filter_is_refused() -> None:
         ChatTemplate("{{ messages[0].x | tojson }}", {}).render(
             [{"role": "user", "x": nested}], add_generation_prompt=False, extra={}
         )
+
+
+CONTENT = {
+    ContentForm.TEXT: ["{{ m['content'] }}", "{{ m.content | trim }}", "{{ m.content.split('x')[0] }}"],
+    ContentForm.PARTS: [
+        "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}",
+        "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}",
+        "{{ m.content[0].text }}",
+        "{{ m['content'] | map(attribute='text') | join }}",
+        "{% set c = m.content %}{% for p in c %}{{ p['text'] }}{% endfor %}",
+    ],
+    ContentForm.EITHER: [
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
+        "{% macro show(c) %}{% if c is string %}{{ c }}{% else %}{{ c | map(attribute='text') | join }}{% endif %}"
+        "{% endmacro %}{{ show(m.content) }}",
+    ],
+    ContentForm.NEITHER: ["{{ m.role }}", "{{ m.text }}"],
+}
+
+
+@pytest.mark.parametrize(("form", "inner"), [(form, each) for form, all_of in CONTENT.items() for each in all_of])
+def test_the_form_in_which_a_template_reads_content_is_found(form: ContentForm, inner: str) -> None:
+    source = f"{{% for m in messages %}}{{{{ m.role }}}}:{inner};{{% endfor %}}"
+    template = ChatTemplate(source, SPECIAL)
+    assert template.form_of("user") is form
+    assert template.leaves_text_out == (form is ContentForm.NEITHER)
+    if form is ContentForm.NEITHER:
+        return
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}, {"role": "user", "content": "Grüße"}]
+    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+    for given in (messages, parts):
+        prompt = template.render(given, add_generation_prompt=True, extra={})
+        assert prompt == "system:s;user:Grüße;"
+        theirs, _ = render_jinja_template(
+            [parts if form is ContentForm.PARTS else messages], chat_template=source, add_generation_prompt=True
+        )
+        assert prompt == theirs[0]
+    assert template.render_open(messages, extra={}) == "system:s;user:Grüße"
+
+
+def test_each_role_has_its_own_form() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    )
+    template = ChatTemplate(source, {})
+    said = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+    assert template.render(said, add_generation_prompt=False, extra={}) == "s;u;a;u;"
+
+
+@pytest.mark.parametrize(
+    ("inner", "is_text"),
+    [
+        ("{{ c.function.name + ' ' + c.function.arguments }}", True),
+        ("{{ c['function']['arguments'] }}", True),
+        ("{{ c.function.arguments | tojson }}", False),
+        ("{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}", False),
+        ("{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+         "{{ c.function.arguments | tojson }}{% endif %}", False),
+    ],
+)  # fmt: skip
+def test_the_form_in_which_a_template_reads_arguments_is_found(inner: str, is_text: bool) -> None:
+    calls = f"{{% for c in m.tool_calls or [] %}}{inner}{{% endfor %}}"
+    source = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}{{% endfor %}}"
+    template = ChatTemplate(source, {})
+    assert template.reads_arguments_as_text == is_text
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert "x" in template.render(said, add_generation_prompt=False, extra={})
+
+
+@pytest.mark.parametrize("form", ["text", "list", "object", "json", "files"])
+def test_templates_are_found_in_every_form_that_transformers_writes(tmp_path: Path, form: str) -> None:
+    texts = {"default": "d {{ messages[0].content }}", "tool_use": "t {{ tools }}"}
+    config: dict[str, Any] = {"eos_token": "</s>"}
+    if form == "text":
+        config["chat_template"] = texts["default"]
+    elif form == "list":
+        config["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
+    elif form == "object":
+        config["chat_template"] = texts
+    elif form == "json":
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": texts}))
+    else:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(texts["tool_use"])
+        (tmp_path / "chat_template.jinja").write_text(texts["default"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = read_chat_template(tmp_path)
+    assert found is not None
+    assert found.source == texts["default"]
+    assert found.special_tokens == {"eos_token": "</s>"}
+    assert found.choose(tools=True).source == texts["default" if form == "text" else "tool_use"]
+    assert found.choose(name="default", tools=True) is found
+    if form != "text":
+        by_name = read_chat_template(tmp_path, "tool_use")
+        assert by_name is not None
+        assert by_name.source == texts["tool_use"]
+    with pytest.raises(TemplateError, match="no such file"):
+        read_chat_template(tmp_path, "other")
+    with pytest.raises(TemplateError, match="no chat template 'other', only default"):
+        found.choose(name="other")

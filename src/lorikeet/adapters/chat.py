@@ -38,8 +38,10 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         chat_template: Jinja source; empty for the base's. It compiles.
         knows_tools: whether the template explains tools to the model.
+        other_templates: further templates by name, such as ``tool_use``.
         special_tokens: variables of the template, such as ``bos_token``.
-        pad_token: never in a prompt or an answer.
+        pad_token: need not have an embedding, unless it ends answers.
+        eos_token: text of the token that ends answers, besides those of ``eos_token_ids``; empty for none.
         added_tokens: tokens that its tokenizer adds.
         generation: defaults of sampling fields.
         eos_token_ids: tokens that end an answer, besides the base's.
@@ -51,8 +53,10 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     chat_template: str = ""
     knows_tools: bool = False
+    other_templates: dict[str, str] = {}
     special_tokens: dict[str, str] = {}
     pad_token: str = ""
+    eos_token: str = ""
     added_tokens: tuple[AddedToken, ...] = ()
     generation: GenerationDefaults = GenerationDefaults()
     eos_token_ids: tuple[int, ...] = ()

@@ -24,6 +24,7 @@ from lorikeet.adapters.peft_config import read_json
 from lorikeet.adapters.task_files import TASK_FILES, read_task
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATES_FILE = "chat_template.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
@@ -31,6 +32,8 @@ SETTINGS_FILE = "lorikeet.toml"
 
 CHAT_FILES = {
     TEMPLATE_FILE: 2**18,
+    TEMPLATES_FILE: 2**20,
+    **dict.fromkeys((f"additional_chat_templates/{name}.jinja" for name in ("tool_use", "rag")), 2**18),
     TOKENIZER_CONFIG_FILE: 2**22,
     TOKENIZER_FILE: 2**26,
     GENERATION_FILE: 2**18,
@@ -41,6 +44,7 @@ CHAT_FILES = {
 
 _MAX_ADDED_TOKENS = 20_000
 _MAX_EOS = 64
+_MAX_TEMPLATES = 16
 _TOKEN_KEYS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 
@@ -57,13 +61,15 @@ def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES, labels: int
     """
     settings = _settings(folder)
     tokenizer = _json(folder, TOKENIZER_CONFIG_FILE)
-    template = _template(folder, tokenizer, settings, overrides)
+    template, others = _templates(folder, tokenizer, settings, overrides)
     generation = _json(folder, GENERATION_FILE)
     return AdapterChat(
         chat_template=template,
-        knows_tools=_compiled(template),
+        knows_tools=_compiled(template, others),
+        other_templates=others,
         special_tokens=_special_tokens(tokenizer) if template else {},
         pad_token=_content(tokenizer.get("pad_token"))[:MAX_TOKEN_CHARS],
+        eos_token=_content(tokenizer.get("eos_token"))[:MAX_TOKEN_CHARS],
         added_tokens=_added_tokens(folder, tokenizer),
         generation=_generation(generation, settings.generation, overrides.generation),
         eos_token_ids=_eos(generation.get("eos_token_id")),
@@ -82,53 +88,60 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
     return read_json(folder / name, CHAT_FILES[name]) if (folder / name).is_file() else {}
 
 
-def _text(folder: Path, name: str) -> str:
+def _text_of(path: Path) -> str:
+    """Return the text of a template or of the settings."""
+    most = CHAT_FILES.get(path.name, CHAT_FILES[TEMPLATE_FILE])
     try:
-        with (folder / name).open("rb") as stream:
-            content = stream.read(CHAT_FILES[name] + 1)
-        if len(content) > CHAT_FILES[name]:
-            raise AdapterError(f"{name}: larger than {CHAT_FILES[name]} bytes")
+        with path.open("rb") as stream:
+            content = stream.read(most + 1)
+        if len(content) > most:
+            raise AdapterError(f"{path.name}: larger than {most} bytes")
         return content.decode()
     except UnicodeDecodeError as error:
-        raise AdapterError(f"{name}: is not UTF-8") from error
+        raise AdapterError(f"{path.name}: is not UTF-8") from error
 
 
 def _settings(folder: Path) -> ChatOverrides:
     if not (folder / SETTINGS_FILE).is_file():
         return NO_OVERRIDES
     try:
-        return msgspec.convert(tomllib.loads(_text(folder, SETTINGS_FILE)), ChatOverrides)
+        return msgspec.convert(tomllib.loads(_text_of(folder / SETTINGS_FILE)), ChatOverrides)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise AdapterError(f"{SETTINGS_FILE}: {error}") from error
 
 
-def _template(folder: Path, tokenizer: Mapping[str, Any], settings: ChatOverrides, overrides: ChatOverrides) -> str:
-    from lorikeet.core.chat_template import template_in  # takes time to import, and few adapters have a template
+def _templates(
+    folder: Path, tokenizer: Mapping[str, Any], settings: ChatOverrides, overrides: ChatOverrides
+) -> tuple[str, dict[str, str]]:
+    """Return the chat template, empty if there is none, and others of the adapter by name."""
+    # This takes time to import, and few adapters have a template.
+    from lorikeet.core.chat_template import TemplateError, default_and_others, template_files, templates_in
 
-    for given in (overrides.chat_template, settings.chat_template):
-        if given is not None:
-            template: Any = given
-            break
+    given = next((each for each in (overrides.chat_template, settings.chat_template) if each is not None), None)
+    if given is not None:
+        named = {"default": given} if given else {}
     else:
-        if (folder / TEMPLATE_FILE).is_file():
-            return _text(folder, TEMPLATE_FILE)
+        files = template_files(folder)
+        if len(files) > _MAX_TEMPLATES:
+            raise AdapterError(f"{len(files)} chat templates, at most {_MAX_TEMPLATES} are read")
+        named = {name: _text_of(path) for name, path in files.items()}
         try:
-            template = template_in(tokenizer)
-        except (KeyError, TypeError) as error:
-            raise AdapterError(f"{TOKENIZER_CONFIG_FILE}: chat_template is no template, nor a list of them") from error
-    if not isinstance(template, str) or len(template) > CHAT_FILES[TEMPLATE_FILE]:
-        raise AdapterError(f"chat_template: not a text of at most {CHAT_FILES[TEMPLATE_FILE]} characters")
-    return template
+            named = named or templates_in(_json(folder, TEMPLATES_FILE)) or templates_in(tokenizer)
+        except TemplateError as error:
+            raise AdapterError(f"{TOKENIZER_CONFIG_FILE}: {error}") from error
+    if sum(map(len, named.values())) > CHAT_FILES[TEMPLATE_FILE]:
+        raise AdapterError(f"chat_template: more than {CHAT_FILES[TEMPLATE_FILE]} characters")
+    return default_and_others(named)
 
 
-def _compiled(template: str) -> bool:
-    """Check that a template compiles, and return whether it explains tools."""
+def _compiled(template: str, others: Mapping[str, str]) -> bool:
+    """Check that templates compile, and return whether the one for tools explains them."""
     if not template:
         return False
     from lorikeet.core.chat_template import ChatTemplate, TemplateError
 
     try:
-        return ChatTemplate(template, {}).knows_tools
+        return ChatTemplate(template, {}, others).choose(tools=True).knows_tools
     except (TemplateError, RecursionError, SyntaxError) as error:
         raise AdapterError(str(error)) from error
 

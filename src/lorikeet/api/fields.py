@@ -123,6 +123,11 @@ FIELDS = (
     BodyField(
         ("continue_final_message",), "the answer continues the last message; not with `add_generation_prompt`", (CHAT,)
     ),
+    BodyField(
+        ("chat_template", "documents"),
+        "name of one of the model's [templates](#chat-templates), and documents for a template that reads them",
+        (CHAT,),
+    ),
     BodyField(("priority",), "lower runs earlier, with presets that use it: [below](#tenants-priorities-and-targets)"),
     BodyField(
         ("cache_salt",), "KV is only reused by requests with the same one; [below](#tenants-priorities-and-targets)"
@@ -138,7 +143,6 @@ FIELDS = (
     BodyField(("logits_processors", "custom_logit_processor"), "", ()),
     BodyField(("stop_regex", "repetition_detection"), "", ()),
     BodyField(("kv_transfer_params", "ec_transfer_params", "session_params"), "", ()),
-    BodyField(("chat_template", "documents"), "the model's template is used: `--chat-template`", ()),
     BodyField(("spaces_between_special_tokens",), "`false`; `true` is fine", ()),
     BodyField(("return_hidden_states", "return_weight_versions", "watermarking"), "", ()),
     BodyField(("modalities", "audio"), "only text", ()),

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEvent, BlockKind, BlockOpened
+from lorikeet.chat.json_text import read_arguments
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.chat.prompt_process import TOKENIZE_PATH
 from lorikeet.chat.protocol import refuse_unsupported
@@ -122,16 +123,8 @@ class MessageWriter:
 
 def _whole(block: Block) -> dict[str, Any]:
     if block.kind is BlockKind.CALL:
-        return _opened(block) | {"input": _arguments(block.text)}
+        return _opened(block) | {"input": read_arguments(block.text)}
     return _opened(block) | {_DELTA[block.kind][1]: block.text}
-
-
-def _arguments(text: str) -> Any:
-    """Return what a call passes; an object without keys if the answer was cut off before it was complete."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {}
 
 
 def _opened(block: Block) -> dict[str, Any]:

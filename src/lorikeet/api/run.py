@@ -114,6 +114,8 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         log.info("model found", model=model.names[0], folder=str(model.path))
         _check_base(settings, model)
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
+        if text_processor.template is not None and text_processor.template.leaves_text_out:
+            log.warning("the chat template leaves out what a user says, so chats with the base model are refused")
         lengths, lengths_note = open_length_predictor(settings.server, model.path / "tokenizer.json")
         stack.push_async_callback(lengths.close)
 
@@ -131,7 +133,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         chats = AdapterChats(
             ChatSettings(
                 text_processor,
-                _limits(model.path, engine_info, settings.server.max_logprobs),
+                _limits(model.path, engine_info, settings.server.max_logprobs, text_processor.eos_token_id),
                 tool_parser=settings.model.tool_call_parser,
                 reasoning_parser=settings.model.reasoning_parser,
             )
@@ -383,16 +385,17 @@ def _with_folder(settings: Settings, folder: Path) -> Settings:
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
 
 
-def _limits(folder: Path, engine_info: EngineReady, max_logprobs: int) -> ModelLimits:
+def _limits(folder: Path, engine_info: EngineReady, max_logprobs: int, eos_token_id: int | None) -> ModelLimits:
+    """Return the limits and defaults of the base model; the end token of its tokenizer ends answers, too."""
     base = engine_info.base
     assert base is not None, "an engine that serves has a model"
     try:
         defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
     except msgspec.ValidationError as error:
         raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
-    return ModelLimits(
-        engine_info.max_model_len, base.vocab_size, base.eos_token_ids, defaults, max_logprobs, base.embed_size
-    )
+    of_tokenizer = () if eos_token_id is None or eos_token_id >= base.vocab_size else (eos_token_id,)
+    ends = tuple(dict.fromkeys((*base.eos_token_ids, *of_tokenizer)))
+    return ModelLimits(engine_info.max_model_len, base.vocab_size, ends, defaults, max_logprobs, base.embed_size)
 
 
 def _open_catalog(

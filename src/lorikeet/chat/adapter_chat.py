@@ -1,13 +1,12 @@
 """Fits what an adapter's folder says about conversations to the base model, and applies it."""
 
-import json
 from functools import lru_cache, partial
 
 import msgspec
-from tokenizers import Tokenizer
 
 from lorikeet.adapters.chat import AdapterChat, AddedToken
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.chat.added_tokens import differing_tokens, with_tokens
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.reasoning import REASONING_FORMATS
 from lorikeet.chat.text_processor import TextProcessor
@@ -47,16 +46,21 @@ class AdapterChats:
             self._texts(added)
         template = base.text_processor.template
         is_own = bool(chat.chat_template) and (
-            template is None or chat.chat_template.strip() != template.source.strip() or bool(added)
+            template is None
+            or chat.chat_template.strip() != template.source.strip()
+            or chat.other_templates != {name: other.source for name, other in template.others.items()}
+            or bool(added)
         )
         return msgspec.structs.replace(
             chat,
             chat_template=chat.chat_template if is_own else "",
             knows_tools=is_own and chat.knows_tools,
+            other_templates=chat.other_templates if is_own else {},
             special_tokens=chat.special_tokens if is_own else {},
             pad_token="",
+            eos_token="",
             added_tokens=added,
-            eos_token_ids=tuple(each for each in chat.eos_token_ids if each < base.limits.vocabulary),
+            eos_token_ids=self._end_tokens(chat),
         )
 
     async def settings_of(self, chat: AdapterChat) -> ChatSettings:
@@ -93,55 +97,31 @@ class AdapterChats:
         )
 
     def _new_tokens(self, chat: AdapterChat) -> tuple[AddedToken, ...]:
-        """Return the tokens that the base tokenizer lacks.
-
-        A padding token is never in a prompt or an answer, so it need not be served.
+        """Return the tokens that the base tokenizer lacks, or treats in another way.
 
         Raises:
             AdapterError: a token has no embedding.
         """
-        base, vocabulary = self.base.text_processor.tokenizer, self.base.limits.vocabulary
+        vocabulary = self.base.limits.vocabulary
         new = []
-        for token in chat.added_tokens:
-            if base.token_to_id(token.content) == token.id or token.content == chat.pad_token:
-                continue
-            if token.id >= vocabulary:
+        for token in differing_tokens(self.base.text_processor.tokenizer, chat.added_tokens):
+            if token.id < vocabulary:
+                new.append(token)
+            elif token.content != chat.pad_token or token.content == chat.eos_token:
                 raise AdapterError(
                     f"its tokenizer adds {token.content[:100]!r} as token {token.id}, but the base model has "
                     f"embeddings only for tokens below {vocabulary}"
                 )
-            new.append(token)
         return tuple(new)
+
+    def _end_tokens(self, chat: AdapterChat) -> tuple[int, ...]:
+        """Return the tokens that end answers besides those of the base."""
+        named = next((token.id for token in chat.added_tokens if token.content == chat.eos_token), None)
+        if named is None and chat.eos_token:
+            named = self.base.text_processor.tokenizer.token_to_id(chat.eos_token)
+        found = dict.fromkeys((*chat.eos_token_ids, *(() if named is None else (named,))))
+        base = self.base.limits
+        return tuple(each for each in found if each < base.vocabulary and each not in base.eos_token_ids)
 
     def _make_texts(self, added: tuple[AddedToken, ...]) -> TextProcessor:
         return TextProcessor(with_tokens(self.base.text_processor.tokenizer, added), self.base.text_processor.template)
-
-
-def with_tokens(tokenizer: Tokenizer, added: tuple[AddedToken, ...]) -> Tokenizer:
-    """Return a copy of ``tokenizer`` with further added tokens; one replaces another that has its id.
-
-    Raises:
-        AdapterError: a token would get another id than it should have.
-    """
-    spec = json.loads(tokenizer.to_str())
-    by_id = {entry["id"]: entry for entry in spec["added_tokens"]}
-    vocabulary = spec["model"].get("vocab")
-    for token in added:
-        old = by_id.get(token.id, {}).get("content")
-        if isinstance(vocabulary, dict) and old is not None and vocabulary.get(old) == token.id:
-            del vocabulary[old]
-            vocabulary[token.content] = token.id
-        by_id[token.id] = msgspec.to_builtins(token) | {
-            name: getattr(token, name) for name in ("special", "lstrip", "rstrip", "normalized", "single_word")
-        }
-    spec["added_tokens"] = [by_id[token_id] for token_id in sorted(by_id)]
-    try:
-        made = Tokenizer.from_str(json.dumps(spec))
-    except Exception as error:  # tokenizers knows no other class
-        raise AdapterError(f"its added tokens do not go with the base tokenizer: {error}") from error
-    for token in added:
-        if (found := made.token_to_id(token.content)) != token.id:
-            raise AdapterError(
-                f"its tokenizer has {token.content[:100]!r} as token {token.id}, which would be {found} in the base's"
-            )
-    return made

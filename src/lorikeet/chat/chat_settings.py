@@ -12,6 +12,7 @@ from lorikeet.chat.sampling import ModelLimits
 from lorikeet.chat.structured_output import MAX_GRAMMAR_BYTES
 from lorikeet.chat.text_processor import PromptStyle, TextProcessor, tool_format_of
 from lorikeet.chat.tool_parsers.base import CallGrammar, ToolFormat
+from lorikeet.core.chat_template import TOOL_USE
 from lorikeet.http.errors import bad_request
 
 THOUGHTS_BUDGET = "thinking_token_budget"
@@ -44,7 +45,8 @@ class ChatSettings:
     def tool_format(self) -> ToolFormat | None:
         """How it writes tool calls; None if its template uses tools in a way that is not known."""
         if self.own is not None and self.own.chat_template:
-            return tool_format_of(self.own.chat_template, self.own.knows_tools, self.tool_parser)
+            template = self.own.other_templates.get(TOOL_USE, self.own.chat_template)
+            return tool_format_of(template, self.own.knows_tools, self.tool_parser)
         return self.text_processor.tool_format(self.tool_parser)
 
     @property
@@ -103,7 +105,10 @@ class ChatSettings:
             schema,
             is_free,
         )
-        text = tool_format.grammar(builder)
+        try:
+            text = tool_format.grammar(builder)
+        except ValueError as error:
+            raise bad_request(f"tools: {error} in this model's format.", "tools") from error
         if len(text) > MAX_GRAMMAR_BYTES:
             most = f"at most {MAX_GRAMMAR_BYTES} are allowed for an answer that must follow them"
             raise bad_request(f"tools: {len(text)} characters; {most}.", "tools")
@@ -165,8 +170,9 @@ def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> Pro
     return PromptStyle(
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        extra=body.chat_template_kwargs or {},
+        extra=(body.chat_template_kwargs or {}) | ({"documents": body.documents} if body.documents else {}),
         tools=() if getattr(body, "tool_choice", None) == "none" else body.tools or (),
         system_prompt=system_prompt,
         tool_parser=tool_parser,
+        template=body.chat_template or "",
     )

@@ -1,12 +1,14 @@
 """Turns the messages and tools of a body into what a chat template gets."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lorikeet.chat.json_text import read_arguments
 from lorikeet.chat.protocol import ChatMessage, ToolCall
 from lorikeet.chat.tool_parsers import instructions
 from lorikeet.chat.tool_parsers.base import Call, ToolFormat
+from lorikeet.core.chat_template import text_of
 from lorikeet.http.errors import bad_request
 
 _RESPONSE = "<tool_response>\n{}\n</tool_response>"
@@ -17,17 +19,17 @@ Plain = dict[str, Any]
 
 
 def plain_message(message: ChatMessage, index: int) -> Plain:
-    """Return a message for the template: content as one string, text parts joined by newlines as in vLLM.
+    """Return a message for the template, which has its content as text or as parts of the type ``text``.
 
     Null fields, which clients send back with earlier answers, are left out, since templates test whether a field is
-    defined. Arguments of calls are objects, as templates expect.
+    defined. Arguments of calls are objects, as templates expect, whatever a model has written.
 
     Args:
         message: of a body.
         index: its place, for errors.
 
     Raises:
-        ApiError: 400 for content other than text, if a text part has no text, or if arguments are no JSON object.
+        ApiError: 400 for content other than text, or if a text part has no text.
     """
     plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
     plain["role"] = message.role
@@ -39,9 +41,11 @@ def plain_message(message: ChatMessage, index: int) -> Plain:
                 )
             if part.text is None:
                 raise bad_request(f"messages.{index}: a text part has no text.", "messages")
-    plain["content"] = content_text(message)
+        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    else:
+        plain["content"] = message.content or ""
     if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call, index) for call in message.tool_calls]
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     if isinstance(plain.get("reasoning"), str):
         plain.setdefault("reasoning_content", plain["reasoning"])
     return plain
@@ -66,7 +70,7 @@ def with_instructions(messages: Sequence[Plain], tools: Sequence[Plain], tool_fo
     text = instructions(tool_format, tools)
     if messages and messages[0]["role"] in _SYSTEM:
         first, *others = messages
-        return [{**first, "content": f"{first['content']}\n\n{text}".strip()}, *others]
+        return [{**first, "content": f"{text_of(first['content'])}\n\n{text}".strip()}, *others]
     return [{"role": "system", "content": text}, *messages]
 
 
@@ -79,7 +83,7 @@ def with_calls_as_text(messages: Sequence[Plain], tool_format: ToolFormat) -> li
     results: list[str] = []
     for message in messages:
         if message["role"] == "tool":
-            results.append(_RESPONSE.format(message["content"]))
+            results.append(_RESPONSE.format(text_of(message["content"])))
             if len(results) > 1:
                 written.pop()
             written.append({"role": "user", "content": "\n".join(results)})
@@ -89,22 +93,15 @@ def with_calls_as_text(messages: Sequence[Plain], tool_format: ToolFormat) -> li
         if calls := plain.pop("tool_calls", None):
             functions = [call["function"] for call in calls]
             text = tool_format.write([Call(each["name"], _json(each["arguments"])) for each in functions])
-            plain["content"] = "\n".join(filter(None, (plain["content"], text)))
+            plain["content"] = "\n".join(filter(None, (text_of(plain["content"]), text)))
         written.append(plain)
     return written
 
 
-def _plain_call(call: ToolCall, index: int) -> Plain:
+def _plain_call(call: ToolCall) -> Plain:
     arguments: Any = call.function.arguments or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, Mapping):
-        raise bad_request(
-            f"messages.{index}: the arguments of the call of {call.function.name!r} are no JSON object.", "messages"
-        )
+        arguments = read_arguments(arguments)
     function = {**(call.function.model_extra or {}), "name": call.function.name, "arguments": arguments}
     given = {"id": call.id, "type": "function", "function": function}
     return {name: value for name, value in given.items() if value is not None}

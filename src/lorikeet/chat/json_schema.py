@@ -3,7 +3,6 @@
 Schemas come from strangers: every function here takes any JSON, and ends.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +22,12 @@ def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         schema: of the value.
         root: schema that holds the definitions to which it refers.
     """
-    return _kinds(schema, root, 0)
+    return _kinds(schema, root, {}, 0)
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+def _kinds(
+    schema: Any, root: Mapping[str, Any], of_references: dict[str, frozenset[str]], depth: int
+) -> frozenset[str]:
     every = frozenset(KINDS)
     if schema is False:
         return frozenset()
@@ -44,11 +45,15 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
         found &= {kind_of(each) for each in choices}
     for key in ("anyOf", "oneOf"):
         if isinstance(ways := schema.get(key), list) and ways:
-            found &= frozenset().union(*(_kinds(each, root, depth + 1) for each in ways))
+            found &= frozenset().union(*(_kinds(each, root, of_references, depth + 1) for each in ways))
     for each in all_of if isinstance(all_of := schema.get("allOf"), list) else ():
-        found &= _kinds(each, root, depth + 1)
-    if "$ref" in schema:
-        found &= _kinds(resolved(schema["$ref"], root), root, depth + 1)
+        found &= _kinds(each, root, of_references, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference not in of_references:  # each is followed once, so that circles and long chains end
+            of_references[reference] = every
+            of_references[reference] = _kinds(resolved(reference, root), root, of_references, depth + 1)
+        found &= of_references[reference]
     return found
 
 
@@ -110,8 +115,3 @@ def objects_in(schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
     for key in _IN_NAMED:
         for each in schema[key].values() if isinstance(schema.get(key), dict) else ():
             yield from objects_in(each, depth + 1)
-
-
-def as_json(value: Any) -> str:
-    """Return a value as JSON text, with all letters as they are."""
-    return json.dumps(value, ensure_ascii=False)

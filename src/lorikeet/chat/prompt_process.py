@@ -242,7 +242,8 @@ class PromptReader:
         if chat.chat_template:
             inherited = {} if texts.template is None else texts.template.special_tokens
             tokens = tuple(sorted((inherited | chat.special_tokens).items()))
-            texts = texts.with_template(self._template(chat.chat_template, tokens))
+            others = tuple(sorted(chat.other_templates.items()))
+            texts = texts.with_template(self._template(chat.chat_template, tokens, others))
         self._settings, self._text_processor = settings, texts
 
     def _completion(self, body: CompletionRequest) -> BodyRead:
@@ -345,8 +346,10 @@ class PromptReader:
         return BodyRead(_fields(body, tokens=[]), answer=answer)
 
 
-def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
-    return ChatTemplate(source, dict(special_tokens))
+def _template(
+    source: str, special_tokens: tuple[tuple[str, str], ...], others: tuple[tuple[str, str], ...]
+) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens), dict(others))
 
 
 def _body_of(kind: type[Body], content: bytes) -> Body:

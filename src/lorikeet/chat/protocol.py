@@ -353,7 +353,8 @@ class ChatOptions(Body):
     """
 
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
-
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    chat_template: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -517,7 +518,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
-    "documents": (([],), "documents is not supported yet; put them into a message."),
+    "documents": (([],), "Documents are for chat completions; put them into a message."),
     "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
     # If these three were ignored, the base would answer instead of the adapter.
     "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),

@@ -16,13 +16,23 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
+from lorikeet.chat.added_tokens import add_named_tokens
 from lorikeet.chat.conversation import plain_message, with_calls_as_text, with_instructions, with_system_prompt
 from lorikeet.chat.protocol import ChatMessage, TextPart, Tool, ToolCall
 from lorikeet.chat.sampling import ModelLimits, check_text_length
 from lorikeet.chat.tool_parsers import TOOL_FORMATS, format_of_template
 from lorikeet.chat.tool_parsers.base import ToolFormat
-from lorikeet.core.chat_template import ChatTemplate, TemplateError, special_tokens, template_in
-from lorikeet.http.errors import bad_request
+from lorikeet.core.chat_template import (
+    DEFAULT,
+    TEMPLATES_FILE,
+    ChatTemplate,
+    TemplateError,
+    default_and_others,
+    special_tokens,
+    template_files,
+    templates_in,
+)
+from lorikeet.http.errors import bad_request, not_supported
 from lorikeet.http.threads import THREAD_LENGTH, off_the_loop
 from lorikeet.models.json_section import ModelConfigError, read_json_object
 
@@ -31,8 +41,8 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
     """Read the template of a model folder.
 
     Args:
-        folder: with ``chat_template.jinja`` or ``tokenizer_config.json``.
-        override: file to use instead.
+        folder: of the model; see ``core.chat_template`` for the files that may hold templates.
+        override: file to use instead, or name of one of the folder's templates.
 
     Returns:
         None if the model has none (a base model).
@@ -41,17 +51,27 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
         TemplateError: the file given is missing, or the template does not compile.
         ModelConfigError: ``tokenizer_config.json`` cannot be read.
     """
-    config_file = folder / "tokenizer_config.json"
-    config = read_json_object(config_file) if config_file.is_file() else {}
-    if override:
-        if not Path(override).is_file():
-            raise TemplateError(f"chat template {override}: no such file")
-        source = Path(override).read_text()
-    elif (folder / "chat_template.jinja").is_file():
-        source = (folder / "chat_template.jinja").read_text()
-    else:
-        source = template_in(config)
-    return ChatTemplate(source, special_tokens(config)) if source else None
+    config = _tokenizer_config(folder)
+    if override and Path(override).is_file():
+        return ChatTemplate(Path(override).read_text(), special_tokens(config))
+    templates = {name: path.read_text() for name, path in template_files(folder).items()}
+    if not templates and (folder / TEMPLATES_FILE).is_file():
+        templates = templates_in(read_json_object(folder / TEMPLATES_FILE))
+    templates = templates or templates_in(config)
+    if override and override not in templates:
+        named = f", and the model has no template of this name, only {', '.join(templates)}" if templates else ""
+        raise TemplateError(f"chat template {override}: no such file{named}")
+    source, others = default_and_others(templates, override or DEFAULT)
+    return ChatTemplate(source, special_tokens(config), others) if source else None
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return ``tokenizer_config.json`` with what older folders have in ``special_tokens_map.json`` instead."""
+    files = (folder / name for name in ("special_tokens_map.json", "tokenizer_config.json"))
+    config: dict[str, Any] = {}
+    for file in files:
+        config |= read_json_object(file) if file.is_file() else {}
+    return config
 
 
 _MAX_COMPOSED = 4
@@ -211,34 +231,50 @@ class StopScanner:
         self._stops = tuple(map(_StopString, stops))
         self._include = include
         self._held = ""
+        self._hidden: list[tuple[int, int]] = []
+        """Begin and end of the parts of the text held back that are found but not shown."""
 
-    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+    def push(self, text: str, *, may_stop: bool = True, is_hidden: bool = False) -> tuple[str, str | None]:
         """Add text.
 
         Args:
             text: new text.
             may_stop: whether stop strings that end in it count.
+            is_hidden: whether it is found but not shown, as the text of a special token.
 
         Returns:
             The text that is safe to send, and the stop string that ended it, if any. Of several in the same text the
             one that starts first counts, of those the longest. After a match nothing more may be pushed.
         """
         held, text = len(self._held), self._held + text
+        if is_hidden:
+            self._hidden.append((held, len(text)))
         if may_stop:
             found = [(at, -len(each.text), each.text) for each in self._stops if (at := each.find(text, held)) >= 0]
             if found:
                 at, _, stop = min(found)
                 self._held = ""
-                return text[: at + len(stop) if self._include else at], stop
+                shown = self._shown(text[:at])
+                return shown + stop if self._include else shown, stop
         for each in self._stops:
             each.advance(text[held:])
         keep = max((each.matched for each in self._stops), default=0)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        return self._shown(text[: len(text) - keep]), None
 
     def release(self) -> str:
         """Return the text held back, at the end."""
         text, self._held = self._held, ""
+        return self._shown(text)
+
+    def _shown(self, text: str) -> str:
+        """Return the beginning of the text held back without what is hidden; what is left has new places."""
+        if not self._hidden:
+            return text
+        size = len(text)
+        for begin, end in reversed(self._hidden):
+            text = text[: min(begin, size)] + text[min(end, size) :]
+        self._hidden = [(max(0, begin - size), end - size) for begin, end in self._hidden if end > size]
         return text
 
 
@@ -313,6 +349,7 @@ class PromptStyle(NamedTuple):
         tools: that the model may call.
         system_prompt: for conversations without one.
         tool_parser: name of the format of tool calls; empty for the template's.
+        template: name of one of the model's templates; empty for the one that fits.
     """
 
     add_generation_prompt: bool = True
@@ -321,6 +358,7 @@ class PromptStyle(NamedTuple):
     tools: Sequence[Tool] = ()
     system_prompt: str = ""
     tool_parser: str = ""
+    template: str = ""
 
 
 class TextProcessor:
@@ -332,12 +370,14 @@ class TextProcessor:
 
     Attributes:
         origin: the arguments of :meth:`read`, if it was read.
+        eos_token_id: the token that ends texts, if the files that were read name one.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.origin: tuple[Path, str] | None = None
+        self.eos_token_id: int | None = None
         self._bound = TokenLowerBound(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._added = added.keys()
@@ -368,8 +408,12 @@ class TextProcessor:
             raise ModelConfigError(f"{file}: cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        config = _tokenizer_config(folder)
+        named = special_tokens(config)
+        add_named_tokens(tokenizer, config, tuple(named.values()))
         texts = cls(tokenizer, read_chat_template(folder, chat_template))
         texts.origin = folder, chat_template
+        texts.eos_token_id = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
         return texts
 
     async def encode(
@@ -464,6 +508,11 @@ class TextProcessor:
         """
         return IncrementalDetokenizer(self.tokenizer, context, self._special - kept if skip_special_tokens else ())
 
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the special tokens whose text is in one of these texts, with their text."""
+        decoder = {token_id: self.tokenizer.id_to_token(token_id) or "" for token_id in self._special} if texts else {}
+        return {token_id: name for token_id, name in decoder.items() if any(name in text for text in texts)}
+
     def special_token_id(self, text: str) -> int | None:
         """Return the id of a special token, None for other text."""
         token_id = self.tokenizer.token_to_id(text)
@@ -538,9 +587,7 @@ class TextProcessor:
 
     def chat_prompt(self, messages: Sequence[ChatMessage], style: PromptStyle) -> str:
         """Render a conversation; arguments and errors as of :meth:`encode_chat`."""
-        template = self.template
-        if template is None:
-            raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
+        template = self._template_for(style)
         plain = [plain_message(message, index) for index, message in enumerate(messages)]
         plain = with_system_prompt(plain, style.system_prompt)
         tools = [tool.model_dump(exclude_unset=True) for tool in style.tools]
@@ -557,14 +604,35 @@ class TextProcessor:
         except TemplateError as error:
             raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
 
+    def _template_for(self, style: PromptStyle) -> ChatTemplate:
+        """Return the template of a conversation.
+
+        Raises:
+            ApiError: 400 if there is none, or it cannot take what the request has; 501 for a template of its own.
+        """
+        if self.template is None:
+            raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
+        has_documents = bool(style.extra.get("documents"))
+        try:
+            template = self.template.choose(name=style.template, tools=bool(style.tools), documents=has_documents)
+        except TemplateError as error:
+            only = "A template per request is not supported; start the server with --chat-template."
+            raise not_supported(f"{str(error)[:1].upper()}{str(error)[1:]}. {only}", "chat_template") from error
+        if has_documents and not template.knows_documents:
+            why = "The chat template of this model reads no documents; put them into a message."
+            raise bad_request(why, "documents")
+        if template.leaves_text_out:
+            raise bad_request("The chat template of this model leaves out what the user says.", "messages")
+        return template
+
     def tool_format(self, parser: str = "") -> ToolFormat | None:
         """Return the format of tool calls: the named one, else the chat template's; None if that is not known.
 
         A template that knows no tools is given them, and the default format, as a system prompt.
         """
-        template = self.template
-        if template is None:
+        if self.template is None:
             return tool_format_of("", False, parser)
+        template = self.template.choose(tools=True)
         return tool_format_of(template.source, template.knows_tools, parser)
 
 

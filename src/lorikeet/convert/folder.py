@@ -123,6 +123,7 @@ def copy_chat_files(source: Path, target: Path) -> None:
     """Copy the chat template and the tokenizer settings of a folder."""
     for name in CHAT_FILES:
         if (source / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copy(source / name, target / name)
 
 

@@ -87,6 +87,10 @@ class ActiveChoice:
             prompt, skip_special_tokens=options.skip_special_tokens, kept=options.kept_tokens
         )
         self._scanner = StopScanner(options.stops, include=options.include_stop) if options.stops else None
+        hides = options.skip_special_tokens and self._scanner is not None
+        found = text_processor.special_tokens_in(options.stops) if hides else {}
+        self._in_stops = {token_id: text for token_id, text in found.items() if token_id not in options.kept_tokens}
+        """Special tokens that are not shown, and are parts of stop strings."""
 
     def add_output(self, output: RequestOutput) -> OutputDelta:
         """Turn one output of the engine into a delta; a stop string ends the choice and aborts the request.
@@ -119,12 +123,15 @@ class ActiveChoice:
         may_stop = self.completion_tokens > self._sampling.min_tokens
         if may_stop and token_id in self._stop_tokens and not self._options.include_stop:
             return ""
+        hidden = self._in_stops.get(token_id)
+        if hidden is not None:
+            return self._scan(hidden, may_stop=may_stop, is_hidden=True)
         return self._scan(self._stream.push(token_id), may_stop=may_stop)
 
-    def _scan(self, text: str, *, may_stop: bool = True) -> str:
+    def _scan(self, text: str, *, may_stop: bool = True, is_hidden: bool = False) -> str:
         if self._scanner is None:
             return text
-        shown, stop = self._scanner.push(text, may_stop=may_stop)
+        shown, stop = self._scanner.push(text, may_stop=may_stop, is_hidden=is_hidden)
         if stop is not None:
             self.finish_reason = FinishReason.STOP.value
             self.stop_reason = stop

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from lorikeet.chat.json_text import read_json, write_json
+
 _T = TypeVar("_T")
 Reads = Generator[None, str, _T]
 """Takes letters, and returns a value in the end."""
@@ -17,6 +19,11 @@ Reads = Generator[None, str, _T]
 END = ""
 """What a parser gets instead of a letter at the end of the text."""
 _SPACE = " \t\r\n"
+_WORDS = {"True": "true", "False": "false", "None": "null", "NaN": '"NaN"', "nan": '"NaN"'}
+_WORDS |= {f"{sign}{word}": f'"{sign}Infinity"' for sign in ("", "-") for word in ("Infinity", "inf")}
+"""What models write where JSON has another word, or only a string can say it."""
+_HEX = "0123456789abcdefABCDEF"
+_ESCAPES, _NO_CHARACTER = '"\\/bfnrt', "\\ufffd"
 _ARGUMENTS = ('"arguments"', '"parameters"')
 
 
@@ -178,7 +185,7 @@ class ToolFormat:
         hints: texts of which a chat template of this family has one.
         reader: returns a generator that finds calls, given the schemas of the functions by name.
         write: returns calls as the model writes them.
-        grammar: returns a grammar of one call, or of one or more calls.
+        grammar: returns a grammar of one call, or of one or more calls; raises ValueError if a call cannot be written.
         id_letters: number of letters of a call's id; 0 for any.
     """
 
@@ -229,6 +236,12 @@ class CallGrammar:
     def rule(self, body: str) -> str:
         """Add a rule, and return its name."""
         name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def terminal(self, body: str) -> str:
+        """Add a lexeme, and return its name."""
+        name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
@@ -308,6 +321,15 @@ def content_until(output: Output, *markers: str) -> Reads[str]:
     return (yield from _until(markers, output.content))
 
 
+def structure_until(output: Output, *markers: str) -> Reads[str]:
+    """Pass text within calls on as content, since nothing may be lost; a marker that is cut off is none."""
+    text: list[str] = []
+    marker = yield from _until(markers, text.append, lambda held: None if len(held) > 1 else text.append(held))
+    if "".join(text).strip(_SPACE):
+        output.content("".join(text))
+    return marker
+
+
 def text_until(*markers: str) -> Reads[tuple[str, str]]:
     """Return the text before the first marker, and the marker; ``END`` if there is none."""
     text: list[str] = []
@@ -315,7 +337,9 @@ def text_until(*markers: str) -> Reads[tuple[str, str]]:
     return "".join(text), marker
 
 
-def _until(markers: tuple[str, ...], sink: Callable[[str], None]) -> Reads[str]:
+def _until(
+    markers: tuple[str, ...], sink: Callable[[str], None], at_end: Callable[[str], None] | None = None
+) -> Reads[str]:
     held = ""
     while letter := (yield):
         held += letter
@@ -325,7 +349,7 @@ def _until(markers: tuple[str, ...], sink: Callable[[str], None]) -> Reads[str]:
         if held in markers:
             return held
     if held:
-        sink(held)
+        (at_end or sink)(held)
     return END
 
 
@@ -362,6 +386,11 @@ def json_container(first: str, sink: Callable[[str], None]) -> Reads[bool]:
     depth = 1
     while depth:
         letter = yield
+        word = ""
+        while letter and letter not in '{}[],:"' and letter not in _SPACE:
+            word += letter
+            letter = yield
+        sink(_as_json_word(word) if letter else word)
         if not letter:
             return False
         if letter == '"':
@@ -374,18 +403,55 @@ def json_container(first: str, sink: Callable[[str], None]) -> Reads[bool]:
     return True
 
 
+def _as_json_word(word: str) -> str:
+    """Return a number or a name as JSON has it."""
+    return _WORDS.get(word, word)
+
+
 def _passed_string(sink: Callable[[str], None]) -> Reads[str]:
+    """Pass a string on as JSON has it, with whole characters; return its last quote. The first was read."""
     sink('"')
-    is_escaped = False
-    while letter := (yield):
+    half = ""  # the escape of the first half of a character, which waits for the second
+    letter = yield
+    while letter and letter != '"':
+        piece, letter = yield from _piece_of_string(letter)
+        first, half = half, ""
+        if _is_half(piece, 0xDC00):
+            sink(first + piece if first else _NO_CHARACTER)
+            continue
+        if first:
+            sink(_NO_CHARACTER)
+        if _is_half(piece, 0xD800):
+            half = piece
+        else:
+            sink(piece)
+    if half:
+        sink(_NO_CHARACTER)
+    if letter:
         sink(letter)
-        if is_escaped:
-            is_escaped = False
-        elif letter == "\\":
-            is_escaped = True
-        elif letter == '"':
-            break
     return letter
+
+
+def _piece_of_string(first: str) -> Reads[tuple[str, str]]:
+    """Return a letter or an escape of a string as JSON has it, and the next letter."""
+    if first != "\\":
+        return (first if first >= " " else json.dumps(first)[1:-1]), (yield)
+    kind = yield
+    if not kind:
+        return first, END
+    if kind != "u":
+        return (first if kind in _ESCAPES else "\\\\") + kind, (yield)
+    digits = ""
+    letter = yield
+    while letter and letter in _HEX and len(digits) < 4:
+        digits += letter
+        letter = yield
+    return ("\\u" if len(digits) == 4 or not letter else "\\\\u") + digits, letter
+
+
+def _is_half(piece: str, begin: int) -> bool:
+    """Whether an escape stands for half a character: the first half from U+D800 on, the second from U+DC00 on."""
+    return len(piece) == 6 and piece.startswith("\\u") and begin <= int(piece[2:], 16) < begin + 0x400
 
 
 def json_value(first: str) -> Reads[tuple[str, str]]:
@@ -410,7 +476,7 @@ def call_object(output: Output) -> Reads[bool]:
     """Read a call as an object with ``name`` and ``arguments`` or ``parameters``, whose brace was read.
 
     Returns:
-        Whether it was one, and is complete. If it is not known to be one, ``Output.give_back`` makes it content.
+        Whether it was one, and is complete. Else ``Output.give_back`` makes what does not belong to a call content.
     """
     output.suspect("{")
     name, arguments, has_begun = "", "", False
@@ -425,6 +491,7 @@ def call_object(output: Output) -> Reads[bool]:
             has_begun = True
             if not (yield from json_container("{", output.arguments)):
                 return False
+            output.suspect()
             letter = yield from after_space()
         else:
             value, letter = yield from json_value(letter)
@@ -438,10 +505,14 @@ def call_object(output: Output) -> Reads[bool]:
                 output.start(name)
                 output.arguments(arguments)
                 has_begun = True
+                output.suspect(letter)
         if letter != ",":
             break
         letter = yield from after_space()
-    return has_begun and letter == "}"
+    if has_begun and letter == "}":
+        output.forget()
+        return True
+    return False
 
 
 def call_list(output: Output) -> Reads[bool]:
@@ -450,16 +521,20 @@ def call_list(output: Output) -> Reads[bool]:
     while letter == "{":
         if not (yield from call_object(output)):
             return False
+        output.suspect()
         letter = yield from after_space()
         if letter == ",":
             letter = yield from after_space()
-    return letter == "]" and output.calls > 0
+    if letter == "]" and output.calls > 0:
+        output.forget()
+        return True
+    return False
 
 
 def _text_of(value: str) -> str:
     """Return the text of a JSON string; empty for anything else."""
     try:
-        text = json.loads(value)
+        text = read_json(value)
     except ValueError:
         return ""
     return text if isinstance(text, str) else ""
@@ -469,8 +544,14 @@ def _object_of(value: str) -> str:
     """Return arguments as an object, empty if they are none: some models write a string that holds JSON, or null."""
     if value in ("null", '""'):
         return "{}"
-    text = _text_of(value) or value
-    return text if text.lstrip(_SPACE).startswith("{") else ""
+    text = _text_of(value)
+    if not text:
+        return value if value.startswith("{") else ""
+    try:  # text within a string has not been read as JSON yet
+        inner = read_json(text)
+    except ValueError:
+        return text if text.lstrip(_SPACE).startswith("{") else ""
+    return write_json(inner) if isinstance(inner, dict) else ""
 
 
 def call_as_json(call: Call, key: str = "arguments") -> str:

@@ -18,7 +18,8 @@ from lorikeet.chat.tool_parsers.base import (
     call_object,
     content_until,
     literal,
-    text_until,
+    rest_of,
+    structure_until,
 )
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -29,13 +30,24 @@ def _calls(output: Output) -> Reads[None]:
     while marker:
         output.suspect(_BEGIN)
         calls = output.calls
-        if (yield from after_space()) == "{":
-            yield from call_object(output)
-        if output.calls > calls:
-            _, marker = yield from text_until(_BEGIN, _END)  # a model may forget to close a call
+        letter = yield from after_space()
+        while letter == "{" and (yield from call_object(output)):
+            output.suspect()  # some models write several calls between a pair of tags
+            letter = yield from after_space()
+            if letter == "<":
+                break
+        if output.calls == calls:
+            output.give_back()
+            marker = yield from content_until(output, _BEGIN)
+            continue
+        marker = ""
+        if letter == "<":
+            marker = yield from rest_of(letter, _BEGIN, _END)
+        if marker or not letter:
+            output.forget()
         else:
             output.give_back()
-            marker = _END
+            marker = yield from structure_until(output, _BEGIN, _END)  # a model may forget to close a call
         if marker == _END:
             marker = yield from content_until(output, _BEGIN)
 

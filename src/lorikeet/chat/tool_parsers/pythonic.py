@@ -3,12 +3,11 @@
 [f(x=1, y="a"), g()]
 """
 
-import ast
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from lorikeet.chat.json_text import write_json
 from lorikeet.chat.tool_parsers.base import (
     Call,
     CallGrammar,
@@ -20,10 +19,10 @@ from lorikeet.chat.tool_parsers.base import (
     literal,
     rest_of,
 )
+from lorikeet.chat.tool_parsers.python_text import MAX_NAME, NAME, read_call
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
-_CONSTANTS = {"true": True, "false": False, "null": None}
-"""JSON's names, which models write instead of Python's."""
+_KEY = re.compile(r"""[^\s=,'"()\[\]{}]+""")
 
 
 def _calls(output: Output) -> Reads[None]:
@@ -34,7 +33,7 @@ def _calls(output: Output) -> Reads[None]:
     if letter == "[":
         letter = yield from after_space()
         while letter and letter != "]":
-            call = _parsed((yield from _call_text(letter)))
+            call = read_call((yield from _call_text(letter)))
             if call is None:
                 break
             output.start(call.name)
@@ -71,33 +70,8 @@ def _call_text(first: str) -> Reads[str]:
             depth += (letter in "([{") - (letter in ")]}")
             if depth <= 0 and letter in ")]}":
                 return "".join(text)
-            if depth == 0 and not re.fullmatch(r"[\w.]+", "".join(text)):
+            if depth == 0 and not (len(text) < MAX_NAME and NAME.fullmatch(letter)):
                 return ""
-
-
-def _parsed(source: str) -> Call | None:
-    """Return a call written in Python; None if it is none with constant arguments."""
-    try:
-        call = ast.parse(source.strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
-        arguments = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
-        if None in arguments:
-            return None
-        return Call(ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
-
-
-def _value(node: ast.expr) -> Any:
-    match node:
-        case ast.Name(id=name) if name in _CONSTANTS:
-            return _CONSTANTS[name]
-        case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_value(each) for each in elements]
-        case ast.Dict(keys=keys, values=values) if None not in keys:
-            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
-    return ast.literal_eval(node)
 
 
 def _write(calls: Sequence[Call]) -> str:
@@ -105,26 +79,18 @@ def _write(calls: Sequence[Call]) -> str:
 
 
 def _as_python(call: Call) -> str:
+    """Return a call with values as JSON has them, as the grammar does; most are the same in Python."""
     arguments = json.loads(call.arguments)
-    return f"{call.name}({', '.join(f'{name}={_literal(value)}' for name, value in arguments.items())})"
-
-
-def _literal(value: Any) -> str:
-    """Return a JSON value in Python, with strings as JSON writes them."""
-    match value:
-        case str():
-            return json.dumps(value, ensure_ascii=False)
-        case list():
-            return f"[{', '.join(map(_literal, value))}]"
-        case dict():
-            return f"{{{', '.join(f'{_literal(key)}: {_literal(each)}' for key, each in value.items())}}}"
-    return repr(value)
+    return f"{call.name}({', '.join(f'{name}={write_json(value)}' for name, value in arguments.items())})"
 
 
 def _grammar(grammar: CallGrammar) -> str:
     calls = []
     for name, schema in grammar.functions.items():
         properties, required = as_object(schema)["properties"], schema.get("required", ())
+        for key in properties:
+            if not _KEY.fullmatch(key):
+                raise ValueError(f"the argument {key[:100]!r} of {name} cannot be written as a keyword of a call")
         values = {key: f"{literal(key + '=')} {grammar.json_property(schema, key)}" for key in properties}
         needed = [values[key] for key in properties if key in required]
         optional = [values[key] for key in properties if key not in required]

@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lorikeet.chat.json_schema import KINDS, fixed_values, kind_of, kinds_of
+from lorikeet.chat.json_text import write_json
 from lorikeet.chat.tool_parsers.base import (
     Call,
     CallGrammar,
@@ -26,24 +28,68 @@ from lorikeet.chat.tool_parsers.base import (
     content_until,
     literal,
     rest_of,
+    structure_until,
     text_until,
 )
+from lorikeet.chat.tool_parsers.python_text import read_value
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NEWLINE = "\n"
-_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_DEFINITION = re.compile(r"#/(\$defs|definitions)/(.+)")
-_MAX_DEPTH = 10
-_KINDS: dict[str, tuple[type, ...]] = {
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
+_ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _END)
+"""What ends a value: models forget some of them."""
+_KEY = re.compile(r"[^>\n]+")
+
+
+class _Value:
+    """A parameter's value: the same description makes its grammar, reads it and writes it.
+
+    A value that may be a string is its plain text, also where it may be something else; any other value is JSON. So a
+    value is read as something else than a string if it can be.
+
+    Args:
+        key: name of the parameter.
+        function: schema of the function.
+    """
+
+    def __init__(self, key: str, function: Parameters) -> None:
+        properties = function.get("properties")
+        schema = properties.get(key, True) if isinstance(properties, Mapping) else True
+        self._key, self._function = key, function
+        self._kinds = kinds_of(schema, function)
+        self._fixed = fixed_values(schema, function)
+
+    def grammar(self, grammar: CallGrammar) -> str:
+        """Return the grammar of the value and its end."""
+        end = literal(f"{_NEWLINE}{_PARAMETER_END}{_NEWLINE}")
+        if self._fixed is not None:
+            texts = dict.fromkeys(map(_written, self._fixed))
+            return f"({' | '.join(literal(text) for text in texts)}) {end}"
+        if "string" not in self._kinds:
+            return f"{grammar.json_property(self._function, self._key)} {end}"
+        # With its end in one lexeme, since a text would take the newline before the end.
+        last = r"\n<\/parameter>\n"
+        markers = "|".join(re.escape(each).replace("/", r"\/") for each in _ENDS)
+        return grammar.terminal(rf"/(.|\n)*{last}/ & ~/(.|\n)*({markers})(.|\n)*{last}/")
+
+    def read(self, text: str) -> str:
+        """Return a parameter's text as JSON: a value of its schema if it is one, else a string."""
+        text = text.removeprefix(_NEWLINE).removesuffix(_NEWLINE)
+        is_known = self._kinds != frozenset(KINDS)
+        if is_known and self._kinds - {"string"}:
+            try:
+                value = read_value(text)
+            except ValueError:
+                return write_json(text)
+            is_fixed = self._fixed is None or (value in self._fixed and not (text in self._fixed and value != text))
+            if kind_of(value) in self._kinds - {"string"} and is_fixed:
+                return write_json(value)
+        return write_json(text)
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else write_json(value)
 
 
 class _Reader:
@@ -55,77 +101,52 @@ class _Reader:
     def __call__(self, output: Output) -> Reads[None]:
         while marker := (yield from content_until(output, _BEGIN, _FUNCTION)):
             output.suspect(marker)
-            if marker == _BEGIN:
-                marker = yield from rest_of((yield from after_space()), _FUNCTION)
+            while marker == _BEGIN:
+                letter = yield from after_space()
+                marker = yield from rest_of(letter, _BEGIN, _FUNCTION)
             if not marker:
                 output.give_back()
                 continue
-            name, end = yield from text_until(">")
+            name, end = yield from text_until(">", _NEWLINE)
             if not end:
                 return
+            if end == _NEWLINE or not name.strip():
+                output.give_back()
+                continue
             output.start(name.strip())
             yield from self._parameters(output, name.strip())
 
     def _parameters(self, output: Output, function: str) -> Reads[None]:
-        """Read parameters up to the end of the call."""
+        """Read parameters up to the end of the call. Of one that is cut off the arguments have what there is."""
         schema = self._functions.get(function, {})
-        known = schema.get("properties", {})
-        opening = "{"
-        marker = _PARAMETER_END
+        opening, marker = "{", _PARAMETER_END
         while True:
             if marker != _PARAMETER:
-                _, marker = yield from text_until(_PARAMETER, _FUNCTION_END, _END)
-            if not marker:
-                return
+                marker = yield from structure_until(output, _PARAMETER, _FUNCTION_END, _BEGIN, _END)
             if marker != _PARAMETER:
-                output.arguments("{}" if opening == "{" else "}")
+                if marker:
+                    output.arguments("{}" if opening == "{" else "}")
                 break
-            name, _ = yield from text_until(">")
-            value, marker = yield from text_until(_PARAMETER_END, _PARAMETER, _FUNCTION_END, _END)
-            if not marker:
-                return
-            name = name.strip()
-            output.arguments(f"{opening}{_text(name)}: {_as_json(value, _kinds(known.get(name), schema))}")
+            name, end = yield from text_until(">")
+            output.arguments(f"{opening}{write_json(name.strip())}" if end or name else "")
             opening = ", "
+            if not end:
+                return
+            text, marker = yield from text_until(*_ENDS)
+            if not marker:
+                output.arguments(f": {write_json(text.removeprefix(_NEWLINE))[:-1]}")
+                return
+            output.arguments(f": {_Value(name.strip(), schema).read(text)}")
             if marker in (_FUNCTION_END, _END):
                 output.arguments("}")
                 break
         if marker == _FUNCTION_END:
             output.suspect()
-            if (yield from rest_of((yield from after_space()), _END)):
+            letter = yield from after_space()
+            if not letter or (yield from rest_of(letter, _END)):
                 output.forget()
             else:
                 output.give_back()
-
-
-def _as_json(text: str, kinds: tuple[type, ...]) -> str:
-    """Return a parameter's text as JSON: a value of one of these types if it is one, else a string."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    if kinds:
-        try:
-            value = json.loads(_LITERALS.get(text.strip(), text))
-        except ValueError:
-            value = text
-        if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
-            return json.dumps(value, ensure_ascii=False)
-    return _text(text)
-
-
-def _kinds(schema: Any, root: Parameters, depth: int = 0) -> tuple[type, ...]:
-    """Return the types that a value may have besides a string; ``root`` holds the definitions that are referred to."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-        return ()
-    named = schema.get("type", ())
-    found = [kind for name in ([named] if isinstance(named, str) else named) for kind in _KINDS.get(name, ())]
-    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found += _kinds(one, root, depth + 1)
-    if reference := _DEFINITION.fullmatch(str(schema.get("$ref", ""))):
-        found += _kinds(root.get(reference[1], {}).get(reference[2]), root, depth + 1)
-    return tuple(found)
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _write(calls: Sequence[Call]) -> str:
@@ -135,32 +156,22 @@ def _write(calls: Sequence[Call]) -> str:
 def _as_tags(call: Call) -> str:
     lines = [_BEGIN, f"{_FUNCTION}{call.name}>"]
     for name, value in json.loads(call.arguments).items():
-        lines += [f"{_PARAMETER}{name}>", value if isinstance(value, str) else _text(value), _PARAMETER_END]
+        lines += [f"{_PARAMETER}{name}>", _written(value), _PARAMETER_END]
     return "\n".join([*lines, _FUNCTION_END, _END])
 
 
 def _grammar(grammar: CallGrammar) -> str:
-    # With its end in one lexeme, since a text would take the newline before the end.
-    text = grammar.rule(r"/[^<]*\n<\/parameter>\n/")
     calls = []
     for name, schema in grammar.functions.items():
         parts = [literal(f"\n{_FUNCTION}{name}>\n")]
-        properties, required = as_object(schema)["properties"], schema.get("required", ())
-        for key, of_key in properties.items():
-            value = _value_grammar(grammar, schema, key, of_key) or text
-            parameter = f"{literal(f'{_PARAMETER}{key}>' + _NEWLINE)} {value}"
+        required = schema.get("required", ())
+        for key in as_object(schema)["properties"]:
+            if not _KEY.fullmatch(key) or key != key.strip():
+                raise ValueError(f"the argument {key[:100]!r} of {name} cannot be written between tags")
+            parameter = f"{literal(f'{_PARAMETER}{key}>' + _NEWLINE)} {_Value(key, schema).grammar(grammar)}"
             parts.append(parameter if key in required else f"({parameter})?")
         calls.append(grammar.rule(" ".join([*parts, literal(_FUNCTION_END + _NEWLINE), grammar.marker(_END)])))
     return grammar.build_behind_text(_BEGIN, grammar.rule(" | ".join(calls)), _NEWLINE)
-
-
-def _value_grammar(grammar: CallGrammar, schema: Parameters, key: str, of_key: Any) -> str:
-    """Return the grammar of a value and its end, empty for any text."""
-    end = literal(f"{_NEWLINE}{_PARAMETER_END}{_NEWLINE}")
-    if choices := of_key.get("enum", ()) if isinstance(of_key, dict) else ():
-        texts = (literal(one if isinstance(one, str) else _text(one)) for one in choices)
-        return f"({' | '.join(texts)}) {end}"
-    return f"{grammar.json_property(schema, key)} {end}" if _kinds(of_key, schema) else ""
 
 
 FORMAT = ToolFormat("qwen3_coder", (_BEGIN, _END), (_FUNCTION,), _Reader, _write, _grammar)

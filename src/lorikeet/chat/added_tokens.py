@@ -1,0 +1,94 @@
+"""Adds tokens to a tokenizer, as transformers does with those that a folder's files list."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken as TokenizersToken
+from tokenizers import Tokenizer
+
+from lorikeet.adapters.chat import AddedToken
+from lorikeet.adapters.errors import AdapterError
+
+_FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
+
+
+def differing_tokens(tokenizer: Tokenizer, listed: Sequence[AddedToken]) -> list[AddedToken]:
+    """Return the tokens of a list that a tokenizer lacks, has with another text or id, or treats in another way."""
+    known = tokenizer.get_added_tokens_decoder()
+    flags = _FLAGS if tokenizer.normalizer is not None else tuple(flag for flag in _FLAGS if flag != "normalized")
+
+    def is_same(token: AddedToken) -> bool:
+        found = known.get(token.id)
+        return (
+            found is not None
+            and found.content == token.content
+            and all(getattr(found, flag) == getattr(token, flag) for flag in flags)
+        )
+
+    return [token for token in listed if not is_same(token)]
+
+
+def with_tokens(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> Tokenizer:
+    """Return a copy of a tokenizer with further added tokens; one replaces another that has its id or its text.
+
+    Raises:
+        AdapterError: a token would get another id than it should have.
+    """
+    spec: dict[str, Any] = json.loads(tokenizer.to_str())
+    ids, texts = {token.id for token in added}, {token.content for token in added}
+    kept = [entry for entry in spec["added_tokens"] if entry["id"] not in ids and entry["content"] not in texts]
+    given = [
+        {"id": token.id, "content": token.content, **{flag: getattr(token, flag) for flag in _FLAGS}} for token in added
+    ]
+    replaced = {entry["content"] for entry in spec["added_tokens"]} - {entry["content"] for entry in kept}
+    spec["added_tokens"] = sorted([*kept, *given], key=lambda entry: entry["id"])
+    vocabulary = spec["model"].get("vocab")
+    if isinstance(vocabulary, dict):
+        by_id = {token_id: text for text, token_id in vocabulary.items()}
+        in_vocabulary = [token for token in added if token.id in by_id]
+        for text in [*(by_id[token.id] for token in in_vocabulary), *(replaced & vocabulary.keys())]:
+            vocabulary.pop(text, None)
+        vocabulary |= {token.content: token.id for token in in_vocabulary}
+    made = _made(spec)
+    misplaced = [token for token in added if made.token_to_id(token.content) != token.id]
+    if misplaced and isinstance(vocabulary, dict):  # ids beyond the vocabulary have no gaps, those within it may
+        vocabulary |= {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
+        made = _made(spec)
+    for entry in spec["added_tokens"]:
+        if (found := made.token_to_id(entry["content"])) != entry["id"]:
+            raise AdapterError(
+                f"its tokenizer has {entry['content'][:100]!r} as token {entry['id']}, which would be {found} in the "
+                "base's"
+            )
+    return made
+
+
+def _made(spec: Mapping[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # tokenizers knows no other class
+        raise AdapterError(f"its added tokens do not go with the base tokenizer: {error}") from error
+
+
+def add_named_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special: Sequence[str]) -> None:
+    """Add what a ``tokenizer_config.json`` lists and names beside ``tokenizer.json``, as transformers does.
+
+    Args:
+        tokenizer: changed in place.
+        config: content of the file; tokens under ``added_tokens_decoder``.
+        special: texts of special tokens that it names, such as the end token.
+    """
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder")
+    entries = sorted(listed.items(), key=lambda pair: int(pair[0])) if isinstance(listed, dict) else []
+    for _, entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            flags = {flag: bool(entry.get(flag, False)) for flag in _FLAGS}
+            token = TokenizersToken(entry["content"], **flags)
+            (tokenizer.add_special_tokens if flags["special"] else tokenizer.add_tokens)([token])
+            known.add(entry["content"])
+    for text in special:
+        if text not in known and tokenizer.token_to_id(text) is not None:
+            tokenizer.add_special_tokens([text])
+            known.add(text)
