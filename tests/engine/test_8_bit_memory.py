@@ -12,10 +12,10 @@ from lorikeet.adapters.store import reference
 from lorikeet.config import ConfigError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.model import adapter_elements
 from lorikeet.engine.build import build_replica
 from lorikeet.models.config import read_model_config

@@ -4,8 +4,8 @@ import pytest
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.clock import VirtualClock
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.plan import PACKING_ORDER
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.engine.build import assemble
 from lorikeet.presets import resolve_preset
 from lorikeet.scheduling.assist_planner import AssistPlanner

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from lorikeet.adapters.store import reference
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.messages import StepOutputs
@@ -34,6 +33,7 @@ from lorikeet.core.plan import (
     TransferDone,
 )
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.engine.loop import Engine
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config

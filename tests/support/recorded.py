@@ -7,8 +7,8 @@ from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import Finished
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.engine.build import assemble
 from lorikeet.engine.driver import wait_for_work
 from tests.support.profiles import GEOMETRY

@@ -16,12 +16,12 @@ from lorikeet.adapters.store import reference
 from lorikeet.config import ClusterSettings, EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.machine import usable_cores
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.prefill_pipeline import cut, load_order
 from lorikeet.engine.build import assemble
 from lorikeet.memory.packing import block_runs, pack

@@ -11,9 +11,10 @@ from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.adapter import AdapterRef, Shape
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
-from lorikeet.core.executor import EngineSizes, Executor
+from lorikeet.core.executor import Executor
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.iteration_costs import iteration_costs
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header

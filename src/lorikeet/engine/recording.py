@@ -11,10 +11,10 @@ import msgspec
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.events import AdapterEvent, RequestEvent
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import Abort, DropAdapter, ExportRequest, ImportKv, PinAdapters, RegisterAdapters, Submit
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
+from lorikeet.costs.engine_sizes import EngineSizes
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.executor import EngineSizes, Executor
+from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, Tier, Transfer
 from lorikeet.core.request import SamplingParams
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.model import SequenceWork
 from lorikeet.memory.packing import pack
 

@@ -6,9 +6,9 @@ from statistics import median
 
 from lorikeet.bench.statistics import median_interval
 from lorikeet.config import EngineSettings
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.machine import usable_cores
 from lorikeet.core.plan import KernelForm
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import Constant, CostProfile, HostLora
 from lorikeet.presets import resolve_preset

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 
 from lorikeet.config import Settings
 from lorikeet.core.clock import MonotonicClock
-from lorikeet.core.executor import EngineSizes, Executor
+from lorikeet.core.executor import Executor
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.fit import fit_line
 from lorikeet.costs.profile import Constant
 from lorikeet.engine.build import assemble

@@ -12,9 +12,9 @@ import torch
 
 from lorikeet import __version__
 from lorikeet.config import ConfigError, Settings
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.machine import cpu_model
 from lorikeet.core.plan import KernelForm
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.fit import fit_lora, fit_step
 from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s
 from lorikeet.costs.profile import Constant, CostProfile

@@ -3,10 +3,10 @@
 from functools import lru_cache
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.executor import EngineSizes
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder
 from lorikeet.costs.assist_costs import AssistCosts, AssistRecord
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.memory.packing import block_runs, pack
 from lorikeet.presets import ColdStart
 from lorikeet.scheduling.engine_load import EngineLoad

@@ -11,13 +11,14 @@ from typing import NamedTuple, Protocol
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock, WaitableClock
-from lorikeet.core.executor import EngineSizes, ExecutorError
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.messages import BaseInfo
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
 from lorikeet.core.text import format_size
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, layer_arrivals_s, prefill_s
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.iteration_costs import iteration_costs
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile

@@ -10,10 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from lorikeet.config import ConfigError, Settings
-from lorikeet.core.executor import EngineSizes, ExecutorError
+from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import NOT_FINITE, Pooled, PromptLogprobs, StepPlan, StepResult, Token, TransferDone
+from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import ColdStart, resolve_preset
