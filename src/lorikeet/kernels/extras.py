@@ -17,7 +17,7 @@ from lorikeet.kernels.lora import LoraBatch, LoraTargets, LoraWeights
 def scaled_inputs(x: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> Tensor:
     """Return the input of a product, with the factors that adapters have for it; ``x`` is not changed."""
     out = x
-    for segment in lora.adjusted("input"):
+    for segment in lora.segments_with("input"):
         for target in targets.each:
             factor = segment.extras.vector("input", layer, target.module)
             if factor is not None:
@@ -40,7 +40,7 @@ def replace_products(
         layer: index of the layer.
         targets: the modules of the product.
     """
-    for segment in lora.adjusted("weight"):
+    for segment in lora.segments_with("weight"):
         rows = slice(segment.start, segment.stop)
         for module, column, outputs in targets.each:
             weight = segment.extras.get("weight", layer, module)
@@ -55,7 +55,7 @@ def replace_products(
 
 def scale_and_shift(out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
     """Multiply outputs by the factors of adapters, and add their summands, as ``Kernels.scale_and_shift``."""
-    for segment in lora.adjusted("scale", "shift"):
+    for segment in lora.segments_with("scale", "shift"):
         rows = slice(segment.start, segment.stop)
         for module, column, outputs in targets.each:
             scale, shift = segment.extras.affine(layer, module)
@@ -68,7 +68,7 @@ def scale_and_shift(out: Tensor, lora: LoraBatch, layer: int, targets: LoraTarge
 
 def embed(x: Tensor, token_ids: Tensor, lora: LoraBatch) -> None:
     """Replace the embeddings ``x [T, hidden]`` of tokens where adapters have their own, in place."""
-    for segment in lora.adjusted_vocabulary(EMBEDDING):
+    for segment in lora.vocabulary_segments(EMBEDDING):
         rows = slice(segment.start, segment.stop)
         extras = segment.extras
         ids = token_ids[rows]
@@ -98,7 +98,7 @@ def adjust_logits(logits: Tensor, hidden: Tensor, lora: LoraBatch, *, is_tied: b
     Returns:
         The logits; minus infinity for tokens that an adapter's smaller vocabulary lacks.
     """
-    for segment in lora.adjusted_vocabulary(EMBEDDING, HEAD):
+    for segment in lora.vocabulary_segments(EMBEDDING, HEAD):
         rows = slice(segment.start, segment.stop)
         extras = segment.extras
         x = hidden[rows].to(logits.dtype)

@@ -406,4 +406,4 @@ def fits_one_call(batch: Batch) -> bool:
     lora = batch.lora
     if batch.assist is not None or (lora is not None and lora.form is KernelForm.EINSUM):
         return False
-    return lora is None or not lora.has_extras or all(found.extras.fits_one_call for found in lora.adjusted_layers)
+    return lora is None or not lora.has_extras or all(found.extras.fits_one_call for found in lora.layer_segments)

@@ -13,7 +13,7 @@ from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.extra_weights import ExtraWeights
-from lorikeet.kernels.native_records import AdaptersRecord, AdjustsRecord
+from lorikeet.kernels.native_records import AdaptersRecord, ExtrasRecord
 
 Segment = tuple[int, int, int, int]
 """First row, row after the last, address of the adapter's piece table, address of its piece index."""
@@ -126,7 +126,7 @@ class LoraSegment(NamedTuple):
     weights: LoraWeights
 
 
-class Adjusted(NamedTuple):
+class ExtrasSegment(NamedTuple):
     """Rows ``start`` to ``stop`` of the batch, whose adapter has extras."""
 
     start: int
@@ -194,44 +194,46 @@ class LoraBatch:
         self.segment_rows = max((segment.stop - segment.start for segment in segments), default=0)
         self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
         self._on_device: Tensor | None = None
-        self._adjusted: dict[tuple[str, ...], list[Adjusted]] = {}
+        self._with_kinds: dict[tuple[str, ...], list[ExtrasSegment]] = {}
 
     @cached_property
     def has_extras(self) -> bool:
         """Whether any of the adapters has more than A and B."""
         return any(segment.weights.extras is not None for segment in self.segments)
 
-    def adjusted(self, *kinds: str) -> list[Adjusted]:
+    def segments_with(self, *kinds: str) -> list[ExtrasSegment]:
         """Return the segments whose adapters have any of these kinds for linear modules or vectors."""
-        if kinds not in self._adjusted:
-            self._adjusted[kinds] = [
-                Adjusted(start, stop, weights.extras)
+        if kinds not in self._with_kinds:
+            self._with_kinds[kinds] = [
+                ExtrasSegment(start, stop, weights.extras)
                 for start, stop, weights in self.segments
                 if weights.extras is not None and not weights.extras.kinds.isdisjoint(kinds)
             ]
-        return self._adjusted[kinds]
+        return self._with_kinds[kinds]
 
     @property
-    def adjusted_layers(self) -> list[Adjusted]:
+    def layer_segments(self) -> list[ExtrasSegment]:
         """The segments whose adapters have extras inside layers."""
-        return self.adjusted("scale", "shift", "vector", "weight", "input")
+        return self.segments_with("scale", "shift", "vector", "weight", "input")
 
-    def adjusted_vocabulary(self, *modules: str) -> list[Adjusted]:
+    def vocabulary_segments(self, *modules: str) -> list[ExtrasSegment]:
         """Return the segments whose adapters have extras of any of these: embedding, head."""
         return [
-            Adjusted(start, stop, weights.extras)
+            ExtrasSegment(start, stop, weights.extras)
             for start, stop, weights in self.segments
             if weights.extras is not None and not weights.extras.vocabulary.isdisjoint(modules)
         ]
 
     @cached_property
-    def adjusts(self) -> AdjustsRecord | None:
+    def extras_record(self) -> ExtrasRecord | None:
         """The changes of linear modules and norms besides LoRA, for native kernels; None if there are none."""
-        rows = [(start, stop, *extras.tables()) for start, stop, extras in self.adjusted("scale", "shift", "vector")]
+        rows = [
+            (start, stop, *extras.tables()) for start, stop, extras in self.segments_with("scale", "shift", "vector")
+        ]
         if not rows:
             return None
-        self._adjusted_rows = torch.tensor(rows, dtype=torch.int64)  # kept alive, since the record has its address
-        return AdjustsRecord(segments=self._adjusted_rows.data_ptr(), count=len(rows))
+        self._extras_rows = torch.tensor(rows, dtype=torch.int64)  # kept alive, since the record has its address
+        return ExtrasRecord(segments=self._extras_rows.data_ptr(), count=len(rows))
 
     @cached_property
     def table(self) -> Tensor:

@@ -344,8 +344,8 @@ class NativeLayers:
             adapters=_adapters(batch.lora),
             sample_adapters=_adapters(batch.sample_lora),
             targets=ProductTargetsRecord(*(_changed(batch.lora, targets) for targets in shape.targets)),
-            adjusts=_adjusts(batch.lora),
-            sample_adjusts=_adjusts(batch.sample_lora),
+            adjusts=_extras(batch.lora),
+            sample_adjusts=_extras(batch.sample_lora),
             all_targets=self._all_targets,
             normed=normed.data_ptr(),
             qkv=qkv.data_ptr(),
@@ -428,10 +428,10 @@ def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int | None:
     return targets.numbers.data_ptr() if lora is not None and lora.changes(targets) else None
 
 
-def _adjusts(lora: LoraBatch | None) -> int | None:
+def _extras(lora: LoraBatch | None) -> int | None:
     """Return the address of the changes besides LoRA; None if there are none."""
-    adjusts = None if lora is None or not lora.has_extras else lora.adjusts
-    return None if adjusts is None else adjusts.address
+    record = None if lora is None or not lora.has_extras else lora.extras_record
+    return None if record is None else record.address
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -565,11 +565,11 @@ class NativeKernels:
 
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
         """Adjust the outputs for all adapters in one call."""
-        if lora.adjusts is not None:
+        if lora.extras_record is not None:
             self._library.lorikeet_adjust(
                 out.data_ptr(),
                 out.stride(0),
-                lora.adjusts.address,
+                lora.extras_record.address,
                 layer * targets.slots,
                 targets.numbers.data_ptr(),
                 out.element_size(),

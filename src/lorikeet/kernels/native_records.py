@@ -62,7 +62,7 @@ class AdaptersRecord(NativeRecord):
     )
 
 
-class AdjustsRecord(NativeRecord):
+class ExtrasRecord(NativeRecord):
     """The segments whose adapters change more than LoRA does."""
 
     native_name = "Adjusts"
@@ -169,7 +169,7 @@ class LayersStepRecord(NativeRecord):
 RECORDS: tuple[type[NativeRecord], ...] = (
     WeightRecord,
     AdaptersRecord,
-    AdjustsRecord,
+    ExtrasRecord,
     LayerRecord,
     ModelRecord,
     ProductTargetsRecord,

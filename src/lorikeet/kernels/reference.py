@@ -4,7 +4,6 @@ It also has LoRA by einsum, as dLoRA computes it, which all backends use.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,11 +15,11 @@ from torch import Tensor
 from lorikeet.core.geometry import KV_SCALE_BYTES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.devices import SLOW_HALVES
-from lorikeet.kernels.extras import row_norms, scale_and_shift
-from lorikeet.kernels.interface import Batch, HeadNorms, LayersShape, LayerWeights, Rotation, Weight, kv_head_dim
-from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTargets
+from lorikeet.kernels.interface import Batch, HeadNorms, Rotation, Weight, kv_head_dim
+from lorikeet.kernels.lora import LoraDelta, LoraSegment
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors, choose
+from lorikeet.kernels.torch_layout import TorchLayoutKernels
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
@@ -58,7 +57,7 @@ GROUP_RANKS = 512
 """Most ranks of a group of segments. Each row is multiplied with all of them, so this bounds the wasted work."""
 
 
-class ReferenceKernels:
+class ReferenceKernels(TorchLayoutKernels):
     """The reference backend. ``kernels.interface.Kernels`` documents what each method computes.
 
     Args:
@@ -80,22 +79,6 @@ class ReferenceKernels:
     def threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
 
-    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
-    def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
-        """Return the weight itself."""
-        return weight
-
-    def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Copy the weight."""
-        assert isinstance(packed, Tensor)
-        packed.copy_(weight)
-
-    def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
-        """Return None: layers run kernel by kernel."""
-
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Multiply, then add the LoRA delta. A quantised weight is dequantised for each product."""
         plain = weight.dequantized(x.dtype) if isinstance(weight, QuantizedWeight) else weight
@@ -105,20 +88,6 @@ class ReferenceKernels:
             add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else add_lora
             add(out, x, delta)
         return out
-
-    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
-        """Adjust the outputs segment by segment."""
-        scale_and_shift(out, lora, layer, targets)
-
-    def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """Return logits in the weights' dtype."""
-        return self.linear(x, weight, None)
-
-    def row_norms(self, weight: Weight) -> Tensor:
-        """Compute the norms of the plain or dequantised weight."""
-        plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
-        assert isinstance(plain, Tensor)
-        return row_norms(plain)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Add the residual, then norm."""

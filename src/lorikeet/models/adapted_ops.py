@@ -75,7 +75,7 @@ class ExtrasOps(LoraOps):
         out = super().norm(x, delta, norm)
         if norm.weight is None:
             return out
-        for segment in self._adapters.adjusted("vector"):
+        for segment in self._adapters.segments_with("vector"):
             own = segment.extras.vector("vector", norm.layer, norm.path)
             if own is not None:
                 rows = slice(segment.start, segment.stop)
@@ -96,7 +96,7 @@ class ExtrasOps(LoraOps):
             return [(slice(0, rows), None)]
         runs: list[tuple[slice, HeadNorms | None]] = []
         done = 0
-        for segment in self._adapters.adjusted("vector"):
+        for segment in self._adapters.segments_with("vector"):
             q, k = (
                 segment.extras.vector("vector", layer.number, f"layers.{{}}.self_attn.{side}_norm.weight")
                 for side in "qk"

@@ -169,7 +169,7 @@ class Decoder:
     def _fits_one_call(self, batch: Batch) -> bool:
         """Whether the one call supports all adapters of the batch; of their norms it supports those of Llama."""
         lora = batch.lora
-        if lora is not None and lora.has_extras and self._config.norms != LLAMA_NORMS and lora.adjusted("vector"):
+        if lora is not None and lora.has_extras and self._config.norms != LLAMA_NORMS and lora.segments_with("vector"):
             return False
         return fits_one_call(batch)
 

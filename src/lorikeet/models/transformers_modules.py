@@ -382,7 +382,7 @@ class AdaptedVectors:
         extras = self._step.extras
         if extras is None:
             return out
-        for segment in extras.adjusted("vector"):
+        for segment in extras.segments_with("vector"):
             own = {
                 name: vector
                 for name in ("weight", "bias")

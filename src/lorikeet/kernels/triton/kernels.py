@@ -1,7 +1,5 @@
 """The Triton backend: launches the Triton kernels."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -9,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.extras import row_norms, scale_and_shift
-from lorikeet.kernels.interface import Batch, HeadNorms, LayersShape, LayerWeights, Rotation, Weight
-from lorikeet.kernels.lora import MAX_SEGMENT_ROWS, LoraBatch, LoraDelta, LoraTargets
+from lorikeet.kernels.interface import Batch, HeadNorms, Rotation, Weight
+from lorikeet.kernels.lora import MAX_SEGMENT_ROWS, LoraBatch, LoraDelta
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum, norm_heads, split_heads
 from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.torch_layout import TorchLayoutKernels
 from lorikeet.kernels.triton import elementwise, lora, sampling
 from lorikeet.kernels.triton.attention_launch import paged_attention
 from lorikeet.kernels.triton.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
@@ -68,7 +66,7 @@ _FILTER_WARPS = 16
 """One program filters a row, in a dozen passes or so. For the draw a row is split."""
 
 
-class TritonKernels:
+class TritonKernels(TorchLayoutKernels):
     """The Triton backend; products with weights that are not quantised run in torch.
 
     ``kernels.interface.Kernels`` documents the methods.
@@ -83,22 +81,6 @@ class TritonKernels:
     fits_graphs = True
     reads_codes = False
 
-    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
-    def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
-        """Return the weight itself."""
-        return weight
-
-    def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Copy the weight."""
-        assert isinstance(packed, Tensor)
-        packed.copy_(weight)
-
-    def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
-        """Return None: kernels are launched one by one ahead of the device, or by a graph."""
-
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Multiply, then add the LoRA delta."""
         if isinstance(weight, QuantizedWeight):
@@ -110,20 +92,6 @@ class TritonKernels:
             add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else _add_lora
             add(out, x, delta)
         return out
-
-    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
-        """Adjust the outputs segment by segment."""
-        scale_and_shift(out, lora, layer, targets)
-
-    def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """Return logits in the weights' dtype."""
-        return self.linear(x, weight, None)
-
-    def row_norms(self, weight: Weight) -> Tensor:
-        """Compute the norms of the plain or dequantised weight."""
-        plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
-        assert isinstance(plain, Tensor)
-        return row_norms(plain)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Add the residual, then norm."""
