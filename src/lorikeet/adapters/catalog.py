@@ -259,7 +259,7 @@ class AdapterCatalog:
     def follow(self) -> list[FollowedChange]:
         """Take over changes that other servers have made in the registry since the last call, or since it was read.
 
-        What the command line named here stays as it is. Files of a new version must be in the store: servers share it.
+        Names from the command line stay unchanged. Files of a new version must be in the store: servers share it.
 
         Raises:
             AdapterStoreError: the registry cannot be read, or the catalog is closed.

@@ -1,4 +1,4 @@
-"""How conversations with an adapter differ from those with the base model."""
+"""The chat settings of adapters that differ from the base model's."""
 
 from typing import Annotated
 

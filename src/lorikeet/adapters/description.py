@@ -1,4 +1,4 @@
-"""What is known of an adapter once its files have been read and checked."""
+"""Describes an adapter whose files have been read and checked."""
 
 import msgspec
 
@@ -102,7 +102,7 @@ class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterDescription(msgspec.Struct, frozen=True):
-    """Everything that the server uses of an adapter, besides its weights.
+    """Everything about an adapter that the server uses, except its weights.
 
     Attributes:
         base_model: base model named in the config, "" if none.

@@ -113,7 +113,7 @@ def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
         AdapterError: it is missing, has changed, or is not valid.
     """
     modules, extras = check_unchanged(ref)
-    # Whoever wrote it may not have known the base, as a cluster's pool does not.
+    # Its writer may not have known the base, like the pool of a cluster.
     if (modules or extras) and all(each.module in geometry.modules or each.module == SCORE for each in modules):
         return modules, extras
     try:

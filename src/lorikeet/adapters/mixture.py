@@ -2,7 +2,7 @@
 
 That is PEFT's ``add_weighted_adapter`` with ``combination_type="cat"``: the sum of ``weight * scaling * B·A``. Nothing
 is added up: the A of a module are stacked, and the B, each multiplied by weight and scaling, stand side by side. So it
-is exact, and costs what the ranks cost together.
+is exact, and costs as much as all ranks together.
 """
 
 import json

@@ -60,7 +60,7 @@ class BaseModules:
         return name.startswith(self._names.unused)
 
     def place(self, name: str) -> ModulePlace | None:
-        """Return where a linear layer is, None if LoRA on it is not supported.
+        """Return the place of a linear layer, None if LoRA on it is not supported.
 
         Args:
             name: its full name in the adapter, as in ``model.layers.0.self_attn.q_proj``.

@@ -31,7 +31,7 @@ from lorikeet.adapters.reader_process import (
 )
 
 _MEMORY_BYTES = 384 * 2**20
-"""Address space that a reader process may take besides its own code."""
+"""Address space of a reader process besides its own code."""
 _CPU_S = 2.0
 """CPU time for everything but the weights."""
 _MAX_IDLE = 2

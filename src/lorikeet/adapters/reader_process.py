@@ -133,7 +133,7 @@ def _limit_memory(growth_bytes: int) -> None:
 
 def main() -> None:
     """Answer requests until the connection is closed."""
-    # Whoever started this process decides when it ends; service managers signal every process of a service.
+    # The parent decides when this process ends; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICE)

@@ -172,7 +172,7 @@ _CHATS = _table_of_names(
     "adapter_chats",
     Column("chat", String, nullable=False),
 )
-"""How conversations under a name differ from those with the base model, as JSON; most names have no row."""
+"""Chat settings of a name that differ from the base model's, as JSON; most names have no row."""
 
 _OWNERS = _table_of_names(
     "adapter_owners",
@@ -491,7 +491,7 @@ class AdapterRecord:
 
     @property
     def chat(self) -> AdapterChat:
-        """How conversations with it differ from those with the base model."""
+        """Its chat settings that differ from the base model's."""
         return _decode_chat(self.row.chat)
 
     @cached_property

@@ -123,7 +123,7 @@ def _copy_shards(copy: _Copy, into: Path, source: str, max_bytes: int) -> None:
 
 
 def host_of(source: str) -> str | None:
-    """Return scheme and host (or bucket) of a URL, None for a local folder. What is slow at one is slow for all."""
+    """Return scheme and host (or bucket) of a URL, None for a local folder. All sources at a slow host are slow."""
     scheme, separator, rest = source.partition("://")
     scheme = scheme.lower()
     if not separator or scheme in _LOCAL_SCHEMES:
@@ -133,7 +133,7 @@ def host_of(source: str) -> str | None:
 
 
 def shown_source(source: str) -> str:
-    """Return a source as clients see it: where folders lie on the server is nothing for them, only their names are."""
+    """Return a source for clients: of a folder only its name, since its place on the server is private."""
     return source.rstrip("/").rpartition("/")[2] if host_of(source) is None else source
 
 
@@ -192,7 +192,7 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
 
 
 def _no_folder(folder: Path, allowed: Path | None) -> str:
-    """Return the error for a folder that is not there; inside ``allowed`` it was named relative to that, perhaps."""
+    """Return the error for a missing folder; inside ``allowed`` its name may have been relative."""
     if allowed is None:
         return f"{folder}: there is no such folder (on the Hub it is hf://org/repo)"
     return (

@@ -42,7 +42,7 @@ _MODES = {
 
 
 def read_task(folder: Path, labels: int = 0) -> AdapterTask:
-    """Read the files of ``TASK_FILES`` that are in a folder, of an adapter or of a base model.
+    """Read the files of ``TASK_FILES`` in the folder of an adapter or base model.
 
     Args:
         folder: folder with the files.

@@ -1,6 +1,6 @@
-"""Rewrites adapters of other programs as PEFT's LoRA: mlx-lm, llama.cpp's GGUF, keys as Diffusers and kohya have.
+"""Rewrites adapters of other programs as PEFT's LoRA: mlx-lm, llama.cpp's GGUF, and the keys of Diffusers and kohya.
 
-Nothing is computed but a factor, so it is exact. What Unsloth and Axolotl save is PEFT's already.
+Nothing is computed but a factor, so it is exact. Unsloth and Axolotl save PEFT's format.
 """
 
 import json

@@ -217,7 +217,7 @@ class LoraBatch:
         return self.segments_with("scale", "shift", "vector", "weight", "input")
 
     def vocabulary_segments(self, *modules: str) -> list[ExtrasSegment]:
-        """Return the segments whose adapters have extras of any of these: embedding, head."""
+        """Return the segments whose adapters have extras of any of ``modules``: embedding or head."""
         return [
             ExtrasSegment(start, stop, weights.extras)
             for start, stop, weights in self.segments

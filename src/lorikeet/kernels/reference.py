@@ -51,7 +51,7 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
 
 
 _LEAST_SCALE = 1e-37
-"""Of keys and values in 8 bits; smaller ones, whose inverse would not be finite, are 0."""
+"""Least scale of keys and values in 8 bits; smaller ones become 0, since their inverse would not be finite."""
 
 GROUP_RANKS = 512
 """Most ranks of a group of segments. Each row is multiplied with all of them, so this bounds the wasted work."""

@@ -23,7 +23,7 @@ _GLM_4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_l
 
 
 class Features(NamedTuple):
-    """How an architecture differs from Llama: the options of the own decoder.
+    """The options of the own decoder in which an architecture differs from Llama.
 
     Attributes:
         qkv_bias: whether q, k and v have a bias; None if ``attention_bias`` decides.

@@ -1,6 +1,6 @@
 """The decoder: a Llama-shaped transformer over paged KV, composed of kernels.
 
-This file is the model alone. What adapters change is behind ``models.layer_ops``.
+This file is the model alone. Adapters replace the operations of ``models.layer_ops``.
 """
 
 from dataclasses import replace

@@ -278,7 +278,7 @@ def _on(weight: Weight | None, device: torch.device) -> Weight:
 
 
 _HEAD_BITS = 8
-"""Of the output layer, if weights are quantised when they are loaded."""
+"""Bits of the output layer, if weights are quantised when they are loaded."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -335,7 +335,7 @@ def load_weights(
     checkpoint = _open(folder, has_other_parts=config.has_other_parts) if load_format == "auto" else None
     method = checkpoint.method if checkpoint else ""
     bits = bits_on_load(quantization, method, folder)
-    # Quantised weights are put together on the host: a device may not have room for those in 16 bits.
+    # Quantised weights are joined on the host, since a device may lack room for weights of 16 bits.
     place = torch.device("cpu" if bits or method else device)
     layout = WeightLayout(config, dtype, place, rank, tensor_parallel)
     report = progress or (lambda stage, done, total: None)
@@ -375,7 +375,7 @@ def bits_on_load(quantization: str, method: str, folder: Path) -> int:
 
 @dataclass
 class Kinds:
-    """How the linear weights of a checkpoint are stored, by the names of the log: packed ones and dequantised ones."""
+    """The forms in which a checkpoint stores linear weights, by their names in the log."""
 
     packed: set[str] = field(default_factory=set)
     dequantised: set[str] = field(default_factory=set)

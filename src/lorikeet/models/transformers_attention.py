@@ -123,10 +123,10 @@ def call_attention(
 
 
 def pass_rotations(decoder: nn.Module) -> None:
-    """Let the pass that runs see how queries and keys are rotated.
+    """Pass the rotations of queries and keys to the running pass.
 
-    Most models call a function of one name, which is in the Python module of their classes. It is replaced by one that
-    does the same wherever no pass runs.
+    Most models call a function of one name, which is in the Python module of their classes. It is replaced by a
+    function that does the same while no pass runs.
     """
     for name in {type(module).__module__ for module in decoder.modules()}:
         namespace = vars(sys.modules[name])
@@ -145,7 +145,7 @@ class _Rotate:
         self._original = original
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Ask the pass, if the arguments are the usual ones."""
+        """Let the running pass rotate, if the arguments are the usual ones."""
         running = _RUNNING.current
         if running is None or len(given) != 4 or named or given[2].dim() != 3 or len(given[2]) != 1:
             return self._original(*given, **named)
@@ -220,7 +220,7 @@ class AttentionProbe:
         return found.transpose(1, 2)
 
     def _note_rotation(self, q: Tensor, k: Tensor) -> None:
-        """Write down how queries and keys of the last call were rotated, if only this call reads them."""
+        """Record the rotation of the queries and keys of the last call, if only this call reads them."""
         call = self.calls[-1]
         rotated_before = self._rotated
         self._rotated = None
@@ -240,7 +240,7 @@ class AttentionProbe:
 
 
 def _pairs_of(heads: Heads, expected: Heads, cos: Tensor, sin: Tensor) -> RotaryPairs | None:
-    """Return how heads were rotated, judged by the results; None if the kernels have no such rotation."""
+    """Return the rotated pairs of heads, found from the results; None if the kernels have no such rotation."""
     if any(each.dim() != 4 or len(each) != 1 or each.shape[2] != cos.shape[1] for each in heads):
         return None
     dims = cos.shape[-1]

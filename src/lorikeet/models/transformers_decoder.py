@@ -466,7 +466,7 @@ class TransformersDecoder:
         )
 
     def _attend_by(self, name: str) -> None:
-        """Set the attention function, and the masks that are made for it."""
+        """Select the attention function and its masks."""
         if type(self._model).__name__ in OLDER:
             self._model.config._attn_implementation = name
         else:

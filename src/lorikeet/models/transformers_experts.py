@@ -48,7 +48,7 @@ class Experts(NamedTuple):
 
     @property
     def parameters(self) -> tuple[str, str]:
-        """Names of the two parameters: of the linear layers before and after the activation."""
+        """Names of the parameters of the linear layers before and after the activation."""
         return ("gate_up_proj" if self.module.has_gate else "up_proj"), "down_proj"
 
     def weight(self, parameter: str, expert: int) -> Tensor:

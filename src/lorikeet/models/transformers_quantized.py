@@ -51,7 +51,7 @@ def dequantised_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] |
 
 
 def _modules(names: set[str], ways: tuple[StoredWeight, ...]) -> dict[str, StoredWeight]:
-    """Return the modules whose weights are quantised, and how each is stored."""
+    """Return the modules whose weights are quantised, with their forms."""
     found: dict[str, StoredWeight] = {}
     for way in ways:
         end = way.needed[0]

@@ -91,20 +91,20 @@ class RankSequence:
 
     @property
     def origin(self) -> "RankSequence":
-        """Itself; of a :class:`DraftedSequence` its sequence."""
+        """The sequence itself, or that of a :class:`DraftedSequence`."""
         return self
 
     @property
     def embedded_tokens(self) -> int:
-        """How many of its first tokens have embeddings of their own."""
+        """Number of first tokens that have embeddings of their own."""
         return 0 if self.embeds is None else len(self.embeds)
 
     def scored_tokens(self, start: int, tokens: int) -> int:
-        """Return how many of the ``tokens`` from ``start`` on are followed by a prompt token that is to be scored."""
+        """Return the number of ``tokens`` from ``start`` on whose next token is a prompt token to score."""
         return max(0, min(tokens, self.prompt_tokens - 1 - start)) if self.scores_prompt else 0
 
     def pooled_tokens(self, start: int, tokens: int) -> int:
-        """Return how many of the ``tokens`` from ``start`` on have hidden states that are pooled; they are the last."""
+        """Return the number of ``tokens`` from ``start`` on whose hidden states are pooled; they are the last."""
         if self.pooling is None:
             return 0
         return tokens if self.pooling.needs_all_tokens else int(start + tokens == self.prompt_tokens)
@@ -119,7 +119,7 @@ class RankSequence:
 
 
 class DraftedSequence:
-    """A sequence as it will be if the first tokens of a draft come; for the sampler.
+    """A sequence extended by the first tokens of a draft, for the sampler.
 
     Args:
         origin: the sequence.
@@ -266,7 +266,7 @@ def build_batch(
 
 
 def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the rows of a batch whose embeddings are given, and these; None if there are none."""
+    """Return the rows of a batch with given embeddings, and these embeddings; None without such rows."""
     at = list[Ints]()
     values = list[Tensor]()
     for row, first in zip(rows, firsts, strict=True):

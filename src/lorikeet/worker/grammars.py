@@ -1,6 +1,6 @@
 """Grammars that answers follow: compiled once; a matcher for each sequence; masks of the tokens that may come next.
 
-llguidance (https://github.com/guidance-ai/llguidance) parses. What is here decides when: grammars are compiled on one
+llguidance (https://github.com/guidance-ai/llguidance) parses. This module decides when: grammars are compiled on one
 thread, and masks are computed on another, beside the step whose logits they are for. The state of a matcher follows
 from the output tokens of its sequence, so that a resumed sequence gets a new matcher, which reads them.
 """
@@ -33,7 +33,7 @@ _MAX_COMPILED = 256
 _STACK_BYTES = 64 * 2**20
 """llguidance recurses along rules that refer to each other; the API's check has a smaller stack."""
 _MAX_FORCED = 32
-"""Tokens that are taken at once: the next step computes them like a part of a prompt."""
+"""Most forced tokens of a step; the next step computes them like a part of a prompt."""
 _MAX_MASK_S = 1.0
 """Most time of a core for one mask, on which all sequences of the step wait; then its sequence ends with an error."""
 
@@ -231,7 +231,7 @@ class GrammarMasks:
         return self._thread.submit(self._masks, sequences)
 
     def error(self, sequence: Follower) -> str:
-        """Return why the mask of a sequence could not be computed; empty if it could."""
+        """Return the reason for a missing mask of a sequence; empty if there is a mask."""
         state = self._states.get(sequence.origin)
         return "" if state is None else state.error
 
@@ -255,7 +255,7 @@ class GrammarMasks:
 
 
 class _State:
-    """The matcher of one sequence, and how far it has read.
+    """The matcher of one sequence, and the number of tokens that it has read.
 
     Attributes:
         error: reason for a missing mask; empty if there is one.

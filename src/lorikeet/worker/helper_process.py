@@ -36,10 +36,10 @@ other work waits for it.
 """
 
 CHECK_EVERY_S = 1.0
-"""Interval at which it is checked whether a reply is overdue."""
+"""Interval of checks for overdue replies."""
 
 SEND_TIMEOUT_S = 5.0
-"""A process is killed if it does not read for so long while the send buffer is full."""
+"""A process that does not read for this time, while the send buffer is full, is killed."""
 
 
 class HelperProcess:
@@ -82,19 +82,19 @@ class HelperProcess:
                 self.process.kill()
 
     def is_silent(self, for_s: float) -> bool:
-        """Wait at most ``for_s`` seconds for a message or its end; return whether neither came."""
+        """Wait at most ``for_s`` seconds for a message or the process's end; return whether neither happened."""
         with suppress(EOFError, OSError):
             return not self._connection.poll(for_s)
         return False
 
     def receive(self) -> bytes | None:
-        """Wait for the next message; return None if it has ended."""
+        """Wait for the next message; return None if the process has ended."""
         with suppress(EOFError, OSError):
             return self._connection.recv_bytes()
         return None
 
     def end(self) -> int:
-        """Kill it, wait for its end and return its exit status."""
+        """Kill the process, wait for its end and return its exit status."""
         self.process.kill()
         status = self.process.wait()
         self.has_ended.set()
@@ -250,7 +250,7 @@ class Helper:
         timeout_s = REPLY_TIMEOUT_S if is_ready else START_TIMEOUT_S
         began_s = time.monotonic()
         silent_s = 0.0
-        while process.is_silent(0.0):  # nothing is left to read, so a reply that is due has not come
+        while process.is_silent(0.0):  # nothing is left to read, so an overdue reply is missing
             since_s = time.monotonic() - timeout_s
             is_overdue = process.ready_s <= since_s and self._is_reply_overdue(process, since_s)
             if is_overdue or (not is_ready and began_s <= since_s):
@@ -260,7 +260,7 @@ class Helper:
                 _LOG.error("%s has sent no heartbeat for %g s", self._name, silent_s)
                 return None
             process.is_silent(CHECK_EVERY_S)
-            silent_s += CHECK_EVERY_S  # in checks of this process, which may have stood still itself
+            silent_s += CHECK_EVERY_S  # counted in checks, since this process may have been stopped itself
         return process.receive()
 
     def _replace(self, process: HelperProcess) -> None:

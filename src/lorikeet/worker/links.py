@@ -76,7 +76,7 @@ class ModelledTransferLink:
         self._schedule_changed(now)
 
     def next_s(self) -> float | None:
-        """Return when the next transfer ends, None if none is in flight. In the past if an end was not taken yet."""
+        """Return when the next transfer ends, None without transfers; a past time if its end was not taken yet."""
         if self._ended:
             return self._ended[0][0]
         if not self._is_next_known:

@@ -224,7 +224,7 @@ _LARGE_RANK = 128
 def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> int:
     """Return the number of blocks of this rank's device arena.
 
-    That is ``memory_bytes`` if given. Otherwise it is what weights and the largest step leave of
+    ``memory_bytes`` sets it if given. Otherwise it is the rest that weights and the largest step leave of
     ``gpu_memory_utilization`` of a GPU, or a share of the free memory of a CPU. It is limited to what all running
     sequences could fill at full length plus some adapters, and on a CPU, whose memory other programs use too, to 4 GiB
     or the least that works.

@@ -63,7 +63,7 @@ class TokenChoice(Protocol):
     """A source of output tokens."""
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | str:
-        """Return ``count`` tokens from ``position`` on, or why there are none."""
+        """Return ``count`` tokens from ``position`` on, or the reason for missing tokens."""
         ...
 
 
@@ -193,7 +193,7 @@ class ModelledExecutor:
         self._clock.wait_until(min(due))
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """Return empty contents: blocks hold no bytes here."""
+        """Return empty contents, since modelled blocks hold no bytes."""
         return (b"",) * len(blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
@@ -441,5 +441,5 @@ def _tokens_of(profile: CostProfile) -> SeededTokens:
 
 @lru_cache
 def _seeded_tokens(low: int, high: int) -> SeededTokens:
-    """Return the tokens of all engines of this process: they take most of a megabyte."""
+    """Return the tokens of all engines of this process, which share most of a megabyte."""
     return SeededTokens(low, high)

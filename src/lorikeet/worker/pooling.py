@@ -1,4 +1,4 @@
-"""Vectors of prompts: hidden states are pooled, and score heads applied to them."""
+"""Makes vectors of prompts: pools hidden states, and applies score heads."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class PooledRows(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the last token of the prompt is among them."""
+        """Whether the rows include the last token of the prompt."""
         return self.position + self.tokens == self.sequence.prompt_tokens
 
 

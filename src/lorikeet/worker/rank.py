@@ -239,7 +239,7 @@ class Rank:
         return weights, partial
 
     def _switch_merged(self, plan: StepPlan) -> float:
-        """Merge the plan's adapter into the weights, or unmerge; return the seconds it took."""
+        """Merge the plan's adapter into the weights, or unmerge; return the seconds spent."""
         if self._merger is None:
             if plan.merged is not None:
                 raise ExecutorError(f"step {plan.step}: cannot merge adapter {plan.merged}: this preset never merges")

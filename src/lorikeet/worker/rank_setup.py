@@ -83,7 +83,7 @@ class RankModel:
 
 
 class RunsModel(Protocol):
-    """What computes a rank's share of the model: the own decoder, or the modules of transformers.
+    """The model of a rank: its share of the own decoder, or the modules of transformers.
 
     Attributes:
         fits_graphs: whether its steps can be captured in CUDA graphs, if the kernels can.
@@ -126,7 +126,7 @@ def read_base_config(settings: Settings, folder: Path) -> BaseConfig:
     if wants_own_decoder(folder, wanted):
         config = read_model_config(folder)
     else:
-        # It imports transformers, which takes seconds.
+        # The module imports transformers, which takes seconds.
         from lorikeet.models.transformers_decoder import read_transformers_config
 
         config = read_transformers_config(folder)

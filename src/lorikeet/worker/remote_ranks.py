@@ -30,7 +30,7 @@ MIN_KEY_BYTES = 16
 _AUTHENTICATION_S = 10.0
 _RETRY_S = 1.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A machine that is cut off is noticed after half a minute."""
+"""Seconds after which a lost connection to a machine is noticed."""
 
 
 class RankStart(msgspec.Struct, frozen=True):
@@ -190,7 +190,7 @@ def _run(run: RunRank, connection: Connection, start: RankStart, model: str, own
 
 
 def _authenticated(sock: socket.socket, key: bytes, *, answers_first: bool) -> Connection | None:
-    """Return a connection whose other end has proved that it has the key, as this end has; None if it has not.
+    """Return a connection after both ends have proved that they have the key; None if the other end has not.
 
     Args:
         sock: the socket, which the connection owns from now on.

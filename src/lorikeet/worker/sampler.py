@@ -62,7 +62,7 @@ class Bias(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What stays the same for the sequences of a batch from step to step.
+    """The parts of sampling that stay the same for the sequences of a batch from step to step.
 
     Attributes:
         sequences: sequences in the order of their logits.
@@ -72,7 +72,7 @@ class _Prepared(NamedTuple):
         biases: biases of the edited rows.
         held: edited rows that need no edit once they have ``min_tokens``.
         masked: rows whose answers follow a grammar, ascending.
-        masked_only: those of them that need no other edit, if the logits are in host memory. They are not among the
+        masked_only: rows with a grammar but no other edit, if the logits are in host memory. They are not among the
             edited rows: their logits are changed in place.
         reported: rows that report log probabilities.
     """

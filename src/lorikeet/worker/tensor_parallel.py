@@ -1,4 +1,4 @@
-"""The ranks above 0: their processes, which follow rank 0 step by step, and rank 0's handle of them."""
+"""Runs the ranks above 0 in processes that follow rank 0 step by step."""
 
 import logging
 import multiprocessing

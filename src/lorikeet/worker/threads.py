@@ -1,4 +1,4 @@
-"""How many threads a rank computes with, and on which cores they are pinned."""
+"""Sets the number of a rank's threads, and pins them to cores."""
 
 import contextlib
 import ctypes

@@ -60,7 +60,7 @@ class StepRunner(Protocol):
 
 
 class StepTokens(NamedTuple):
-    """What a step yielded for a sequence: a token, and more if a draft was right or a grammar leaves no choice.
+    """The tokens of a step for a sequence: one, or more if a draft was right or a grammar leaves no choice.
 
     Attributes:
         tokens: tokens in order.
@@ -232,7 +232,7 @@ class _PlanRun(NamedTuple):
 
 
 _DEAD_RANK_TIMEOUT_S = 5.0
-"""After an error, how long to wait for a message that another rank has died."""
+"""Time after an error in which a message about the death of another rank may arrive."""
 
 
 class OtherRanks(Protocol):
@@ -459,7 +459,7 @@ class TorchExecutor:
         return EagerRunner(self._rank, self._sampler, plan, sequences), 0
 
     def _has_embeds(self, plan: StepPlan) -> bool:
-        """Whether a step computes a token whose embedding is given, which graphs know nothing of."""
+        """Whether a step computes a token with a given embedding, which graphs do not support."""
         return any(step.start < self._rank.sequence(step.request_id).embedded_tokens for step in plan.sequences)
 
     def _discard_running(self) -> None:

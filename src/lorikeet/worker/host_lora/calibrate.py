@@ -39,7 +39,7 @@ _DEVICE_LAYERS = 3
 _DEVICE_REPEATS = 2
 """The first one may compile kernels."""
 _MAX_DEVICE_S = 0.1
-"""Once measured layers have taken this long in sum, no longer prefill is measured."""
+"""Total time of measured layers after which no longer prefill is measured."""
 
 _COPY_BLOCKS = 16
 _GROUP_S = 50e-6

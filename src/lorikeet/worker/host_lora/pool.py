@@ -33,7 +33,7 @@ HANDOVERS = 4096
 
 OWN_CORE_SPIN_S = 5e-3
 SHARED_CORE_SPIN_S = 50e-6
-"""How long a worker polls busily between two layers: about a layer's time if it has its own core."""
+"""Time for which a worker polls busily between two layers: about a layer's time if it has its own core."""
 
 _RANK = -1
 
@@ -311,7 +311,7 @@ class HostPool:
             self._note_times(ticket, assignment, self._submitted_ns, collecting_ns, now_ns)
 
     def settle(self) -> None:
-        """Block until all results are added. They are when :meth:`add_to` returns."""
+        """Do nothing, since all results are added when :meth:`add_to` returns."""
 
     def close(self) -> None:
         """Stop the workers."""

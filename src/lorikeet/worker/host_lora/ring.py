@@ -55,7 +55,7 @@ _HEADER = 2 * _LINE
 _SLICE_WORDS = 4
 _CUT_WORDS = 2
 _TURNS = 4
-"""Turns that are kept; ranks are fewer turns apart."""
+"""Number of turns that are kept; ranks are fewer turns apart."""
 _TRANSFERS = 64
 """Number of transfers whose arrival on a rank is kept; older ones count as not arrived."""
 

@@ -30,7 +30,7 @@ def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
     machines, and on CPUs whose stores may become visible in another order (the ring relies on it). Then requests wait
     for their adapters. Where ``AUTO`` does not pay it is 0, too: on a CPU whose copies no declared link slows down, a
     whole adapter is copied within memory in the time that the host takes for one or two layers; and on a CPU whose
-    cores all compute steps, a worker takes from these what it gives.
+    cores all compute steps, a worker only takes time from them.
     """
     is_assisted = preset.cold_start is ColdStart.ASSIST or (preset.cold_start is ColdStart.AUTO and _may_pay(settings))
     shares_memory = settings.device == "cpu" and settings.pipeline_parallel == 1 and not settings.rank_address

@@ -88,8 +88,8 @@ class Graph(Protocol):
 class StreamSignals(Protocol):
     """Signals between the steps' stream and other processes, through registered host memory, in stream order.
 
-    Methods only queue work. Other processes see copies before they see a later signal, and the stream sees what they
-    write before they write a word. A word has 64 bits.
+    Methods only queue work. Other processes see copies before they see a later signal, and the stream sees the data
+    that they write before they write a word. A word has 64 bits.
     """
 
     def signal(self, word: Tensor, value: int) -> None:
@@ -180,7 +180,7 @@ class Cpu:
         return lambda: None
 
     def signals(self) -> StreamSignals | None:
-        """Return None: the caller writes and waits itself."""
+        """Return None, since the caller writes and waits itself."""
         return None
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -217,7 +217,7 @@ class CudaEvent:
         self.event = event
 
     def wait(self) -> None:
-        """Block until it has happened. The thread sleeps and does not hold the interpreter lock."""
+        """Block until the event has happened. The thread sleeps and does not hold the interpreter lock."""
         self.event.synchronize()
 
 

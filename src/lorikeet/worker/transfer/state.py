@@ -18,7 +18,7 @@ from lorikeet.worker.transfer.device import StreamEvent
 
 
 class PartialAdapter:
-    """An adapter that is being loaded to the device, and which of its layers have arrived. Thread-safe.
+    """An adapter that is being loaded to the device, with its arrived layers. Thread-safe.
 
     Args:
         transfer_id: id of the transfer that loads it.
@@ -179,7 +179,7 @@ class TransferState:
 
     @property
     def is_staged(self) -> bool:
-        """Whether it passes through its reader's staging blocks."""
+        """Whether the transfer passes through its reader's staging blocks."""
         return self.transfer.source is Tier.SOURCE and not self.transfer.host_blocks
 
     @property
@@ -189,7 +189,7 @@ class TransferState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is complete, or has failed and nothing uses its blocks any more."""
+        """Whether the transfer is complete, or has failed and nothing uses its blocks any more."""
         return not (self.reading or self.copying) and (self.error is not None or self.copied == self.to_copy)
 
     @property

@@ -32,7 +32,7 @@ from lorikeet.worker.transfer.state import STAGED_BLOCKS, LoadedAdapters, Partia
 _LOG = logging.getLogger(__name__)
 
 MAX_READS = 2
-"""A read that is lost with its loader process begins again in the next one, until it has been tried so often."""
+"""Attempts of a read that is lost with its loader process; each next process begins it again."""
 
 _REPORT_BYTES = 2 * 2**20
 """The loader reports progress after reading this much. It is less than a group, so that copying overlaps reading."""
@@ -88,7 +88,7 @@ class TransferManager:
         self._has_other_ranks = size > 1
         self.on_arrival: Callable[[int, int], None] = lambda transfer_id, blocks: None
         self._max_reads = settings.load_threads
-        # Twice as many, so that prefetches do not keep demanded adapters from being read.
+        # Twice as many readers, so that prefetches do not delay reads of demanded adapters.
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
         self._inflight: dict[int, TransferState] = {}
@@ -228,8 +228,8 @@ class TransferManager:
                 return f"groups {transfer.groups} do not name each of {len(host)} blocks in the arenas once"
         return None
 
-    # The methods below run on several threads, with or without the lock as each says. A transfer that has ended is
-    # removed from ``_inflight`` under the lock by one thread, which then reports it without the lock.
+    # The methods below run on several threads; each docstring states whether with the lock. A transfer that has ended
+    # is removed from ``_inflight`` under the lock by one thread, which then reports it without the lock.
 
     def _advance(self, state: TransferState) -> None:
         """Report a transfer if it has ended, else start its next read or copy. Without the lock."""
