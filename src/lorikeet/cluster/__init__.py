@@ -1,1 +1,1 @@
-"""Many replicas: which adapter lives where, which replica a request goes to, and when both move."""
+"""Many replicas: places adapters on them, routes requests to them, and moves both."""

@@ -18,12 +18,12 @@ from lorikeet.presets import HostKv, MigrationProblem, Preset, resolve_preset
 
 
 class MigrationCosts(NamedTuple):
-    """What co-migration must know of a replica.
+    """The costs that co-migration needs.
 
     Attributes:
-        times: of moves.
-        reserved_share: of each replica's memory, not available to requests.
-        settings: of the reviews.
+        times: times of moves.
+        reserved_share: share of each replica's memory that requests cannot use.
+        settings: settings of the reviews.
     """
 
     times: MoveTimes
@@ -78,13 +78,13 @@ def build_move_times(
     costs: Callable[[], ReplicaCosts] = lambda: GENERIC,
     kv_token_bytes: int = GENERIC_TOKEN_BYTES,
 ) -> MoveTimes:
-    """Return how long requests take to move between replicas.
+    """Return the times of moves between replicas.
 
     KV is sent through the host tiers, and only where one rank holds all of it.
 
     Args:
-        settings: of all replicas.
-        profile: of one of them; None if there is none.
+        settings: settings of all replicas.
+        profile: profile of one replica; None if there is none.
         kv_bytes_per_s: returns how fast KV is transferred between replicas.
         copies: says how fast the network between replicas is.
         costs: returns the present costs of a replica, where there is no profile.
@@ -103,14 +103,15 @@ def build_migration(settings: EngineSettings, times: MoveTimes) -> MigrationCost
     """Return the costs that co-migration needs; None if the preset has no co-migration.
 
     Args:
-        settings: of all replicas.
-        times: of moves; see :func:`build_move_times`.
+        settings: settings of all replicas.
+        times: times of moves; see :func:`build_move_times`.
     """
     _, preset = resolve_preset(settings.preset)
     if not preset.comigration:
         return None
     problem = preset.comigration_problem
-    is_full, is_literal = problem is MigrationProblem.FULL, problem is MigrationProblem.PRINTED_FACTOR
+    is_full = problem is MigrationProblem.FULL
+    is_literal = problem is MigrationProblem.PRINTED_FACTOR
     review = CoMigrationSettings(full=is_full, literal=is_literal)
     return MigrationCosts(times, PLACEMENT.load(preset.placement).reserved_share, review)
 

@@ -51,7 +51,7 @@ log = structlog.get_logger("lorikeet")
 
 @dataclass(frozen=True)
 class _MakeOrchestrator:
-    """Builds the orchestrator, possibly in another process, so it holds plain values only."""
+    """Builds the orchestrator, possibly in another process. So it holds plain values only."""
 
     preset: Preset
     replicas: tuple[ReplicaId, ...]
@@ -74,13 +74,16 @@ def cluster_options(settings: Settings) -> ClusterOptions:
         ModelConfigError: the model's configuration cannot be read.
     """
     engine = settings.engine
-    costs, memory_bytes, token_bytes = GENERIC, engine.memory_bytes, 0
+    costs = GENERIC
+    memory_bytes = engine.memory_bytes
+    token_bytes = 0
     if not engine.profile:
         config = read_model_config(Path(settings.model.model))
         geometry = stored_geometry(engine, config.geometry(dtype_bytes=2))
         replicas = max(settings.cluster.replicas, settings.cluster.max_replicas)
         cores = engine.threads or max(1, (os.cpu_count() or 1) // replicas)
-        gpus, ranks = gpu_models(), engine.ranks
+        gpus = gpu_models()
+        ranks = engine.ranks
         costs = estimate_costs(geometry, config.vocab_size, engine.device, cores, gpus, ranks)
         memory_bytes = memory_bytes or estimate_memory_bytes(geometry, config.vocab_size, engine.device, gpus, ranks)
         token_bytes = geometry.block_bytes(1)
@@ -110,7 +113,8 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
         RayError: Ray cannot be started or joined.
         ValueError: the registry's URL is invalid.
     """
-    cluster, (_, preset) = settings.cluster, resolve_preset(settings.engine.preset)
+    cluster = settings.cluster
+    (_, preset) = resolve_preset(settings.engine.preset)
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
     options = cluster_options(settings)
     if profile is not None:
@@ -137,7 +141,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     migration = build_migration(settings.engine, times)
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
     make = _MakeOrchestrator(preset, replicas, profile, options, bool(cluster.max_replicas))
-    orchestrator = make(time.monotonic())  # reports wrong settings before anything is started
+    orchestrator = make(time.monotonic())  # Report wrong settings before anything is started.
     make_client = partial(
         ClusterClient,
         settings,
@@ -151,7 +155,8 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     )
     pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX)))
     clear_abandoned_pools(pool_dir)
-    url, identity = cluster.registry_url or registry_url(settings.adapters), _identity(settings)
+    url = cluster.registry_url or registry_url(settings.adapters)
+    identity = _identity(settings)
     registry = ClusterRegistry(url, identity)
     stack.callback(registry.close)
     placement: PlacementService
@@ -161,7 +166,8 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
         def next_host(replica: ReplicaId) -> LocalHost:
             return unused.pop() if unused else LocalHost()
 
-        transport, placement = LocalTransport(pool_dir), LocalPlacementService(orchestrator)
+        transport = LocalTransport(pool_dir)
+        placement = LocalPlacementService(orchestrator)
         stack.callback(transport.close)
         client = make_client(hosts=next_host, transport=transport, placement=placement)
     else:

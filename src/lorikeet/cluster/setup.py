@@ -14,27 +14,30 @@ from lorikeet.costs.profile import CostProfile, OperatingLoads
 from lorikeet.costs.replica_estimates import profile_costs
 from lorikeet.presets import Preset
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
-"""Lengths of a mean request where nothing better is known; from LoRAServe's motivation."""
+PROMPT_TOKENS = 512
+OUTPUT_TOKENS = 128
+"""Lengths of a mean request by default, from LoRAServe's motivation."""
 
 GENERIC = ReplicaCosts(0.008, 1e-4, 1e-4, 5e-4, 5e-7, 2e-6, 1e-4, 25e9)
-"""Of a model of 8 billion parameters on an A100, roughly: for replicas of which nothing is known."""
-GENERIC_MEMORY_BYTES, GENERIC_TOKEN_BYTES = 50 * 2**30, 2**17
-"""The same for memory beside the weights, and for KV of a token."""
+"""Rough costs of a model of 8 billion parameters on an A100, for replicas without known costs."""
+GENERIC_MEMORY_BYTES = 50 * 2**30
+"""Memory beside the weights on that device."""
+GENERIC_TOKEN_BYTES = 2**17
+"""KV of a token of such a model."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What policies are built with besides preset and profile. Plain values, which can be sent to other processes.
+    """The options of policies besides preset and profile. Plain values, which can be sent to other processes.
 
     Attributes:
-        seed: of all random draws.
+        seed: seed of all random draws.
         ttft_s, tpot_s, e2e_s: the SLO; 0 for no limit. `lorikeet serve` has no E2E target.
-        memory_bytes: of each replica, for adapters and KV, over all ranks; 0 for the profile's.
+        memory_bytes: memory of each replica for adapters and KV, over all ranks; 0 for the profile's.
         kv_token_bytes: KV of one token, over all ranks; 0 for the profile's.
-        link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
-        prompt_tokens, output_tokens: of a mean request.
+        link_bytes_per_s: speed of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
+        prompt_tokens, output_tokens: lengths of a mean request.
         tokens_per_s: operating points by rank; empty for the profile's.
-        costs: of a replica, where there is no profile.
+        costs: costs of a replica without a profile.
         max_batch: most sequences in a step.
         has_default_slo: whether a target that is not set is ``UNLOADED_TIMES`` what an unloaded replica reaches;
             otherwise there is no limit.

@@ -1,4 +1,4 @@
-"""Where adapters should be, and where they are.
+"""The tables of where adapters should be, and where they are.
 
 The routing table is the desired placement and is replaced as a whole. The adapter table is the actual placement and
 changes with every copy. They differ between a new placement and the copies that carry it out.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 SUM_TOLERANCE = 1e-9
-"""The shares of an adapter add up to 1 within this rounding error."""
+"""Rounding error of the sum of an adapter's shares, which is 1."""
 
 
 _NOBODY: frozenset[ReplicaId] = frozenset()
@@ -25,7 +25,7 @@ class ReplicaShare(NamedTuple):
     """A replica's share of an adapter's requests.
 
     Attributes:
-        replica: which.
+        replica: id of the replica.
         share: probability that a request for the adapter goes there (the paper's phi), in (0, 1].
     """
 
@@ -34,11 +34,11 @@ class ReplicaShare(NamedTuple):
 
 
 class RoutingTable:
-    """For every adapter, the replicas that serve it. Immutable; every new placement is a new table.
+    """The replicas that serve each adapter. Immutable; every new placement is a new table.
 
     Args:
         epoch: number of the placement; a later one has a larger number.
-        shares: of each adapter, which add up to 1.
+        shares: shares of each adapter, which add up to 1.
 
     Raises:
         ValueError: shares of an adapter do not add up to 1, are not positive, or name a replica twice.
@@ -57,7 +57,7 @@ class RoutingTable:
         """Return the replica for one request.
 
         Args:
-            adapter: of the request.
+            adapter: adapter of the request.
             u: uniform in [0, 1). Replicas own half-open intervals in the table's order, each as long as its share.
 
         Raises:
@@ -68,7 +68,7 @@ class RoutingTable:
             u -= share
             if u < 0:
                 return replica
-        return shares[-1].replica  # the shares add up to a little less than 1
+        return shares[-1].replica  # The shares add up to a little less than 1.
 
     def replicas(self, adapter: AdapterDigest) -> frozenset[ReplicaId]:
         """Return the replicas that serve an adapter; empty if it is not in the table."""
@@ -99,7 +99,8 @@ def _distinct(
     shares: Mapping[AdapterDigest, tuple[ReplicaShare, ...]],
 ) -> Iterator[tuple[tuple[ReplicaShare, ...], int]]:
     """Yield each tuple once, and how many adapters have it."""
-    counts, tuples = Counter(map(id, shares.values())), {id(each): each for each in shares.values()}
+    counts = Counter(map(id, shares.values()))
+    tuples = {id(each): each for each in shares.values()}
     return ((tuples[number], count) for number, count in counts.items())
 
 
@@ -113,7 +114,7 @@ def _check(adapter: AdapterDigest, shares: tuple[ReplicaShare, ...]) -> None:
 
 
 class AdapterTable:
-    """Which replica holds which adapter, in its host memory or on its device."""
+    """The replicas that hold each adapter, in host memory or on a device."""
 
     def __init__(self) -> None:
         self._holders: dict[AdapterDigest, set[ReplicaId]] = {}
@@ -142,7 +143,7 @@ class AdapterTable:
         """Record that a copy is deleted.
 
         Raises:
-            ValueError: it is the last one.
+            ValueError: it is the last copy.
         """
         if self._holders[adapter] == {replica}:
             raise ValueError(f"The last copy of adapter {adapter} is at {replica}")

@@ -10,7 +10,7 @@ log = structlog.get_logger("lorikeet")
 
 
 class BackgroundTasks:
-    """Tasks that are not awaited. The failure of one is logged."""
+    """Tasks that are not awaited. Failures are logged."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()

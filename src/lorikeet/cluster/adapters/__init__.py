@@ -1,1 +1,1 @@
-"""Which adapters each replica holds, and how copies reach it."""
+"""Tracks the adapters that each replica holds, and copies them between replicas."""

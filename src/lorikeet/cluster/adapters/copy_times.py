@@ -1,4 +1,4 @@
-"""A model of the time that copies of adapters take, between replicas and from source files.
+"""Models the times of adapter copies, between replicas and from source files.
 
 Source: LoRAServe, section IV-B, which moves adapters from GPU to GPU over InfiniBand. Figure 14 says, without numbers,
 that this takes about as long as from a host to its own GPU, and that a drive is too slow. The figures here are ours.
@@ -12,7 +12,7 @@ from lorikeet.core.ids import ReplicaId
 
 
 class FetchForm(StrEnum):
-    """How the bytes of an adapter are sent from another machine."""
+    """The ways to send the bytes of an adapter from another machine."""
 
     PIPELINED = "pipelined"
     """From device to device, in pieces: while one piece crosses the network, the next leaves its host."""
@@ -27,13 +27,13 @@ class CopyCosts(msgspec.Struct, frozen=True):
     engine takes that time (``local_s``) itself, so it is not part of the copy.
 
     Attributes:
-        form: of fetches.
+        form: form of fetches.
         host_bytes_per_s: between a host and each rank's device: PCI Express 4.0 with 16 lanes, of whose 32 GB/s about
             25 are reached. Must be the value that engines use.
         network_bytes_per_s: between two machines: InfiniBand HDR, 200 Gbit/s less protocol overhead.
-        drive_bytes_per_s: from an adapter's source files: a solid-state drive in a cloud machine.
-        latency_s: of each copy between machines, or from files.
-        ranks: of a replica; each moves its part at the same time.
+        drive_bytes_per_s: speed of reading an adapter's source files: a solid-state drive in a cloud machine.
+        latency_s: latency of each copy between machines, or from files.
+        ranks: ranks of a replica; each moves its part at the same time.
     """
 
     form: FetchForm = FetchForm.PIPELINED
@@ -44,11 +44,11 @@ class CopyCosts(msgspec.Struct, frozen=True):
     ranks: int = 1
 
     def local_s(self, size_bytes: int) -> float:
-        """Return the time that the engine takes from a replica's host to its device."""
+        """Return the time of the engine's load from the replica's host to its device."""
         return size_bytes / self.ranks / self.host_bytes_per_s
 
     def link_s(self, size_bytes: int) -> float:
-        """Return how long a fetch occupies the link of its source."""
+        """Return the time for which a fetch occupies the link of its source."""
         if self.form is FetchForm.PIPELINED:
             return self._over(size_bytes, min(self.host_bytes_per_s, self.network_bytes_per_s))
         return self._over(size_bytes, self.network_bytes_per_s)
@@ -64,7 +64,7 @@ class CopyCosts(msgspec.Struct, frozen=True):
 
     @property
     def kv_bytes_per_s(self) -> float:
-        """Bandwidth of KV from device to device through both hosts."""
+        """The bandwidth of KV from device to device through both hosts."""
         return self.ranks / (2 / self.host_bytes_per_s + 1 / self.network_bytes_per_s)
 
     def provision_s(self, size_bytes: int) -> float:
@@ -79,7 +79,7 @@ class CopyTimes:
     """Computes when copies arrive. Each source link sends one copy after the other, and so does each drive.
 
     Args:
-        costs: of single copies.
+        costs: costs of single copies.
     """
 
     def __init__(self, costs: CopyCosts) -> None:
@@ -88,19 +88,19 @@ class CopyTimes:
         self._drives_free_s: dict[ReplicaId, float] = {}
 
     def fetched_s(self, source: ReplicaId, size_bytes: int, now: float) -> float:
-        """Return when a fetch that is requested now has arrived."""
+        """Return the arrival time of a fetch that is requested now."""
         begins_s = max(now, self._links_free_s.get(source, now))
         self._links_free_s[source] = begins_s + self._costs.link_s(size_bytes)
         return begins_s + self._costs.fetch_s(size_bytes)
 
     def kv_arrival_s(self, source: ReplicaId, size_bytes: int, now: float) -> float:
-        """Return when a request's KV that leaves its host now has arrived."""
+        """Return the arrival time of a request's KV that leaves its host now."""
         begins_s = max(now, self._links_free_s.get(source, now))
         self._links_free_s[source] = begins_s + self._costs.kv_transfer_s(size_bytes)
         return self._links_free_s[source]
 
     def provided_s(self, replica: ReplicaId, size_bytes: int, now: float) -> float:
-        """Return when a provision that is requested now has arrived. Each replica has its own drive."""
+        """Return the arrival time of a provision that is requested now. Each replica has its own drive."""
         begins_s = max(now, self._drives_free_s.get(replica, now))
         self._drives_free_s[replica] = begins_s + self._costs.provision_s(size_bytes)
         return self._drives_free_s[replica]

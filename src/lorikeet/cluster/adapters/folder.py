@@ -1,4 +1,4 @@
-"""One replica's part of the adapter pool on disk: a folder for each adapter version that it holds."""
+"""Stores one replica's part of the adapter pool on disk: a folder for each adapter version."""
 
 import fcntl
 import os
@@ -24,10 +24,10 @@ from lorikeet.cluster.adapters.peer import Arriving
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 Files = dict[str, NDArray[np.uint8]]
-"""Contents of an adapter's two files, by name. Arrays travel through shared memory without a copy."""
+"""Contents of an adapter's two files, by name. Arrays pass through shared memory without a copy."""
 
 TEMPORARY_PREFIX = "lorikeet-pool-"
-"""Of the names of pool folders that are deleted when their server ends."""
+"""Prefix of the names of pool folders that are deleted when their server ends."""
 
 _LOCK_FILE = ".lock"
 _INCOMING = ".incoming"
@@ -38,14 +38,14 @@ class PoolFolderError(RuntimeError):
 
 
 class PoolFolderUnwritableError(PoolFolderError):
-    """A copy cannot be written: the disk is full, for example. Other copies would fail as well."""
+    """A copy cannot be written, for example because the disk is full. Other copies would fail as well."""
 
 
 def read_files(folder: Path) -> Files:
     """Read the two files of an adapter.
 
     Raises:
-        PoolFolderError: one is missing or cannot be read.
+        PoolFolderError: a file is missing or cannot be read.
     """
     try:
         return {name: np.fromfile(folder / name, np.uint8) for name in (CONFIG_FILE, WEIGHTS_FILE)}
@@ -81,7 +81,7 @@ def _clear_abandoned_pool(pool: Path) -> None:
                 continue
             with lock:
                 shutil.rmtree(replica, ignore_errors=True)
-        pool.rmdir()  # fails if a replica is left; a server that has just made it makes it again
+        pool.rmdir()  # This fails if a replica is left. A server that has just made the folder makes it again.
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -94,7 +94,7 @@ def _locked(folder: Path) -> TextIO:
 
     Raises:
         PoolFolderError: another process has it.
-        OSError: it cannot be created or opened.
+        OSError: the folder cannot be created or opened.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,12 +107,12 @@ def _locked(folder: Path) -> TextIO:
             lock.close()
             raise PoolFolderError(f"the pool folder {folder} is in use by another process") from None
         except FileNotFoundError:
-            pass  # it was deleted as abandoned between open and lock
+            pass  # Another process deleted it as abandoned between open and lock.
         lock.close()
 
 
 class PoolFolder:
-    """Owner of ``<root>/<digest>/``. Thread-safe.
+    """The owner of ``<root>/<digest>/``. Thread-safe.
 
     The folders outlive their owner: the replica's next incarnation on this machine finds them. A version is present as
     a whole or not at all. Its content is hashed on arrival, so a file that was damaged in transit is an error and never
@@ -136,7 +136,7 @@ class PoolFolder:
         """Create the folder if it is missing, and return its lock file, locked."""
         try:
             lock = _locked(self._root)
-            shutil.rmtree(self._incoming, ignore_errors=True)  # left over by an earlier owner
+            shutil.rmtree(self._incoming, ignore_errors=True)  # An earlier owner left it over.
             self._incoming.mkdir()
         except OSError as error:
             raise PoolFolderError(f"the pool folder {self._root} cannot be written: {error}") from error
@@ -147,10 +147,10 @@ class PoolFolder:
         self._lock.close()
 
     def discard(self) -> None:
-        """Delete the folder with everything in it. Nothing can be stored in it any more.
+        """Delete the folder with its content. Later stores fail.
 
         Raises:
-            PoolFolderError: it cannot be deleted.
+            PoolFolderError: the folder cannot be deleted.
         """
         try:
             with self._publishing:
@@ -187,14 +187,14 @@ class PoolFolder:
         return intact
 
     def has(self, digest: AdapterDigest) -> bool:
-        """Return whether a version is there and intact."""
+        """Return whether a version is present and intact."""
         return self._problem(digest) is None
 
     def intact(self, digest: AdapterDigest) -> Path:
         """Return the folder of a version.
 
         Raises:
-            PoolFolderError: it is missing, or was changed after it was stored.
+            PoolFolderError: the version is missing, or was changed after it was stored.
         """
         problem = self._problem(digest)
         if problem is not None:
@@ -224,13 +224,13 @@ class PoolFolder:
         return self._add(digest, fill)
 
     def link(self, digest: AdapterDigest, source: Path) -> Path:
-        """Share the files of an intact version in another folder of this machine, or copy them where that cannot be.
+        """Link the files of an intact version from another folder of this machine, or copy them where links fail.
 
         Returns:
             The version's folder, which a loader can read.
 
         Raises:
-            PoolFolderError: it is gone meanwhile.
+            PoolFolderError: the version was deleted meanwhile.
             PoolFolderUnwritableError: the folder cannot be written.
         """
 
@@ -240,8 +240,8 @@ class PoolFolder:
                     os.link(source / name, staged / name)
                 except FileNotFoundError as error:
                     raise PoolFolderError(f"adapter {digest}: there is no {error.filename}") from error
-                except OSError:  # another file system
-                    shutil.copy2(source / name, staged / name)  # with its time, which the manifest has
+                except OSError:  # It is another file system.
+                    shutil.copy2(source / name, staged / name)  # copy2 keeps the mtime, which the manifest records.
 
         return self._add(digest, fill)
 
@@ -273,7 +273,7 @@ class PoolFolder:
         return self._add(digest, fill)
 
     def _add(self, digest: AdapterDigest, fill: Callable[[Path], None]) -> Path:
-        """Have a version's files written to a new folder, unless it is there, and return its folder."""
+        """Write a version's files to a new folder, unless it is present, and return its folder."""
         place = self.folder(digest)
         if self._problem(digest) is None:
             return place
@@ -283,7 +283,7 @@ class PoolFolder:
                 staged.mkdir()
                 fill(staged)
                 with self._publishing:
-                    if self._problem(digest) is not None:  # otherwise a concurrent call was faster
+                    if self._problem(digest) is not None:  # A concurrent call may have been faster.
                         self._remove(digest)
                         os.rename(staged, place)
         except OSError as error:
@@ -303,7 +303,7 @@ class PoolFolder:
             raise PoolFolderError(f"adapter {digest} cannot be deleted from {self._root}: {error}") from error
 
     def _remove(self, digest: AdapterDigest) -> None:
-        """Delete a version. It is renamed first, so that no reader sees half of it."""
+        """Rename a version, so that no reader sees half of it, then delete it."""
         with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
             try:
                 os.rename(self.folder(digest), Path(parent) / "version")
@@ -320,7 +320,7 @@ class PoolFolder:
 
 
 def _problem_of(place: Path) -> str | None:
-    """Return what is wrong with a version judging by the metadata of its files; None if nothing."""
+    """Return the fault of a version by the metadata of its files; None if it has none."""
     try:
         manifest = msgspec.json.decode((place / MANIFEST_FILE).read_bytes(), type=Manifest)
         weights = (place / WEIGHTS_FILE).stat()
@@ -341,7 +341,7 @@ def _checked(folder: Path, digest: AdapterDigest) -> AdapterDescription:
         raise PoolFolderError(f"adapter {digest} arrived damaged: {error}") from error
     if found.digest != digest:
         raise _damaged(digest, found.digest)
-    if found.extras:  # which base they are for decides their names, and the pool knows none: loaders read them again
+    if found.extras:  # Tensor names depend on the base, which the pool does not know. Loaders read them again.
         return msgspec.structs.replace(found, modules=(), extras=())
     return found
 

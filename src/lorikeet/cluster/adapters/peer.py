@@ -26,16 +26,17 @@ from lorikeet.adapters.manifest import MANIFEST_FILE
 from lorikeet.core.ids import AdapterDigest
 
 SILENCE_S = 10.0
-"""A peer that sends or takes nothing for so long is lost."""
+"""Seconds without progress after which a peer is lost."""
 
-_NONCE_BYTES, _MAC_BYTES = 32, 32
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
 _MAX_REQUEST_BYTES = 4096
 _MAX_OFFER_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**20
 _CONCURRENT = 16
-"""Most transfers from one process at a time; others wait."""
+"""Most transfers from one process at a time."""
 _ACCEPT_RETRY_S = 0.1
-"""Pause after a connection could not be accepted."""
+"""Seconds to pause after a connection could not be accepted."""
 
 
 def make_peer_key() -> bytes:
@@ -44,15 +45,15 @@ def make_peer_key() -> bytes:
 
 
 class PeerUnreachable(RuntimeError):
-    """No connection to a peer can be made. Another way may be open."""
+    """No connection to a peer can be made. Ray may still carry the files."""
 
 
 class PeerError(RuntimeError):
-    """A transfer has failed: the peer does not have the adapter, is not what it says, or was lost."""
+    """A transfer has failed: the peer does not have the adapter, has another key, or was lost."""
 
 
 class PeerAddress(NamedTuple):
-    """Where a process serves its adapters."""
+    """The address at which a process serves its adapters."""
 
     host: str
     port: int
@@ -64,7 +65,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a peer has of an adapter.
+    """The copy of an adapter that a peer has.
 
     Attributes:
         error: why it has nothing; empty if it has it.
@@ -85,18 +86,19 @@ class PeerServer:
     Args:
         host: address to listen on, with a port that is free.
         find: returns the folder of an adapter; raises ``OSError``, ``RuntimeError`` or ``KeyError`` if it has none.
-        key: that clients must have.
+        key: key that clients must have.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: the server cannot listen there.
 
     Attributes:
-        address: where it listens.
+        address: address of the server.
         sent_bytes: bytes of weights sent so far.
     """
 
     def __init__(self, host: str, find: Callable[[AdapterDigest], Path], key: bytes) -> None:
-        self._find, self._key = find, key
+        self._find = find
+        self._key = key
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=64)
         self.address = PeerAddress(host, self._listener.getsockname()[1])
         self.sent_bytes = 0
@@ -105,10 +107,10 @@ class PeerServer:
         threading.Thread(target=self._accept, name="peer-server", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more transfers. Those that run go on."""
+        """Accept no more transfers. Running ones go on."""
         self._closed.set()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # This wakes the thread.
         self._listener.close()
 
     def _accept(self) -> None:
@@ -116,7 +118,7 @@ class PeerServer:
             self._free.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it was closed, or the process has too many open files for now
+            except OSError:  # The socket was closed, or the process has too many open files for now.
                 self._free.release()
                 if self._closed.wait(_ACCEPT_RETRY_S):
                     return
@@ -130,7 +132,7 @@ class PeerServer:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._transfer(connection)
         except (OSError, PeerError, msgspec.DecodeError):
-            pass  # the client is gone, or none of ours
+            pass  # The client is gone, or has another key.
         finally:
             self._free.release()
 
@@ -156,7 +158,7 @@ class PeerServer:
 
 
 class Arriving:
-    """An adapter that a peer has offered, and whose weights are about to come.
+    """An adapter that a peer has offered, before its weights are sent.
 
     Attributes:
         offer: without an error.
@@ -173,7 +175,8 @@ class Arriving:
             PeerError: the peer was lost.
             OSError: the file cannot be written.
         """
-        size, at = self.offer.weight_bytes, 0
+        size = self.offer.weight_bytes
+        at = 0
         with file.open("x+b") as target:
             if not size:
                 return
@@ -189,7 +192,7 @@ class Arriving:
 
 @contextmanager
 def ask_peer(address: PeerAddress, wanted: AdapterDigest, key: bytes) -> Iterator[Arriving]:
-    """Ask a peer for an adapter.
+    """Request an adapter from a peer.
 
     Raises:
         PeerUnreachable: no connection can be made.
@@ -241,7 +244,8 @@ def _receive_signed(connection: socket.socket, key: bytes, purpose: bytes, most_
     size = int.from_bytes(_receive(connection, 4), "little")
     if size > most_bytes:
         raise PeerError(f"the peer sends {size} bytes where at most {most_bytes} are expected")
-    mac, body = _receive(connection, _MAC_BYTES), _receive(connection, size)
+    mac = _receive(connection, _MAC_BYTES)
+    body = _receive(connection, size)
     if not hmac.compare_digest(mac, _mac(key, purpose, body)):
         raise PeerError("the peer has another key")
     return body

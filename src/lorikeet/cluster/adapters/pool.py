@@ -33,7 +33,7 @@ class Fetch(NamedTuple):
 
 
 class PoolActions(NamedTuple):
-    """What follows from a call.
+    """The actions that follow from a call.
 
     Attributes:
         ready: requests whose adapter is available now; they may be sent, or go on.
@@ -89,22 +89,24 @@ class AdapterPool:
         most_bytes: Callable[[], float] = lambda: inf,
     ) -> None:
         self.table = AdapterTable()
-        """The actual placement; only the pool changes it."""
+        """The actual placement, which only the pool changes."""
         self._most_bytes = most_bytes
         self._sizes: dict[AdapterDigest, int] = {}
         self._held_bytes = self.total_bytes = 0
-        self._replicated = OrderedDict[AdapterDigest, None]()  # adapters with several copies, by their last use
+        self._replicated = OrderedDict[
+            AdapterDigest, None
+        ]()  # adapters with several copies, in the order of their last use
         self._routing = routing
         self._prefetch = prefetch
         self._is_there = is_there
-        self._uses = Counter[tuple[AdapterDigest, ReplicaId]]()  # by requests, and as the source of a fetch
+        self._uses = Counter[tuple[AdapterDigest, ReplicaId]]()  # uses by requests, and as the source of a fetch
         self._requests: dict[RequestId, tuple[AdapterDigest, ReplicaId]] = {}
         self._inbound: dict[tuple[AdapterDigest, ReplicaId], _Inbound] = {}
         self._outbound = Counter[ReplicaId]()
         self._retired: set[AdapterDigest] = set()
         self._found: set[AdapterDigest] = (
             set()
-        )  # seeded since the last table, perhaps at replicas that do not serve them
+        )  # Adapters seeded since the last table, perhaps at replicas that do not serve them.
         self._numbers = count()
 
     def seed(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
@@ -114,14 +116,14 @@ class AdapterPool:
         self._add(adapter, replica)
 
     def size(self, adapter: AdapterDigest, size_bytes: int) -> None:
-        """Set the size of an adapter; without one its copies count as nothing."""
+        """Set the size of an adapter, which is 0 before."""
         self.total_bytes += size_bytes - self._sizes.get(adapter, 0)
         self._held_bytes += len(self.table.holders(adapter)) * (size_bytes - self._sizes.get(adapter, 0))
         self._sizes[adapter] = size_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Size of all copies."""
+        """The size of all copies."""
         return self._held_bytes
 
     def is_source(self, replica: ReplicaId) -> bool:
@@ -174,7 +176,7 @@ class AdapterPool:
         """Record that a fetch has failed. Try the next holder; if there is none, fail the waiting requests.
 
         Args:
-            fetch: which.
+            fetch: the failed fetch.
             may_retry: false to try no other holder, because the destination is at fault.
         """
         inbound = self._ended(fetch)
@@ -311,7 +313,7 @@ class AdapterPool:
                 self.total_bytes -= size_bytes
             else:
                 if len(idle) == len(holders):
-                    idle = idle[1:]  # keep the last copy
+                    idle = idle[1:]  # Keep the last copy.
                 for replica in idle:
                     self._remove(adapter, replica)
             deletes += [(adapter, replica) for replica in idle]
@@ -326,7 +328,7 @@ class AdapterPool:
                 break
             idle = [each for each in sorted(self.table.holders(adapter)) if (adapter, each) not in self._uses]
             if len(idle) == len(self.table.holders(adapter)):
-                idle.pop()  # the last copy stays
+                idle.pop()  # The last copy stays.
             for replica in idle:
                 if surplus_bytes > 0:
                     deletes.append((adapter, replica))

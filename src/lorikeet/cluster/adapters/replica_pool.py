@@ -1,4 +1,4 @@
-"""One replica's part of the adapter pool: in the memory of its machine as long as there is room, then on its disk.
+"""Stores one replica's part of the adapter pool: in its machine's memory while there is room, then on its disk.
 
 The copies of a temporary pool are files in the machine's file system in memory (``/dev/shm``), where the loader of the
 engine reads them like any other file. A pool with a folder of the user's choice is on disk as a whole: it is to be
@@ -29,7 +29,7 @@ from lorikeet.core.machine import free_memory_bytes, memory_limit_bytes
 
 MEMORY_FOLDER = Path("/dev/shm")
 _FREE_SHARE = 0.25
-"""Part of the machine's memory that copies leave free."""
+"""Share of the machine's memory that copies leave free."""
 
 
 def is_in_memory(folder: str | Path) -> bool:
@@ -38,23 +38,23 @@ def is_in_memory(folder: str | Path) -> bool:
 
 
 def _memory_pool(pool_dir: Path) -> Path | None:
-    """Make the folder in memory that belongs to a pool, and return it; None if the pool is to be on disk only."""
+    """Create the folder in memory that belongs to a pool, and return it; None if the pool is on disk only."""
     if not pool_dir.name.startswith(TEMPORARY_PREFIX):
         return None
     pool = MEMORY_FOLDER / pool_dir.name
     try:
-        pool.mkdir(mode=0o700, exist_ok=True)  # nobody else reads adapters
+        pool.mkdir(mode=0o700, exist_ok=True)  # Other users must not read adapters.
         return pool if pool.lstat().st_uid == os.getuid() else None
     except OSError:
-        return None  # there is no such file system
+        return None  # The machine has no such file system.
 
 
 class ReplicaPool:
-    """Owner of the copies of one replica. Thread-safe; see :class:`PoolFolder`.
+    """The owner of the copies of one replica. Thread-safe; see :class:`PoolFolder`.
 
     Args:
-        pool_dir: of the whole pool; ``<pool_dir>/<replica>/<digest>/`` holds what is on disk.
-        replica: whose copies.
+        pool_dir: folder of the whole pool; ``<pool_dir>/<replica>/<digest>/`` holds a copy on disk.
+        replica: replica that owns the copies.
 
     Raises:
         PoolFolderError: another process owns the copies, or a folder cannot be written.
@@ -75,14 +75,14 @@ class ReplicaPool:
             folder.close()
 
     def discard(self) -> None:
-        """Delete all copies. Nothing can be stored any more.
+        """Delete all copies. Later stores fail.
 
         Raises:
             PoolFolderError: they cannot be deleted.
         """
         for folder in self._folders:
             folder.discard()
-        if self._memory is not None:  # a temporary pool ends with its last replica
+        if self._memory is not None:  # A temporary pool ends with its last replica.
             for pool in self._pools:
                 with suppress(OSError):
                     pool.rmdir()
@@ -98,16 +98,16 @@ class ReplicaPool:
         """Return the folder of a copy.
 
         Raises:
-            PoolFolderError: it is missing, or was changed after it was stored.
+            PoolFolderError: the copy is missing, or was changed after it was stored.
         """
-        return self._found(digest) or self._disk.intact(digest)  # the latter says what is wrong
+        return self._found(digest) or self._disk.intact(digest)  # The second call raises the error.
 
     def read(self, digest: AdapterDigest) -> Files:
         """Return the files of a copy; raises as :meth:`intact`."""
         return read_files(self.intact(digest))
 
     def store(self, digest: AdapterDigest, files: Mapping[str, NDArray[np.uint8]]) -> Path:
-        """Check received files and store them, and return their folder. A copy that is here already is kept.
+        """Check received files and store them, and return their folder. An existing copy is kept.
 
         Raises:
             PoolFolderError: the content does not match the digest.
@@ -116,7 +116,7 @@ class ReplicaPool:
         if (place := self._found(digest)) is not None:
             return place
         if (folder := self._folder_for(bytes_of(files))) is not self._disk:
-            with suppress(PoolFolderUnwritableError):  # others took the room meanwhile
+            with suppress(PoolFolderUnwritableError):  # Other copies took the room meanwhile.
                 return folder.store(digest, files)
         return self._disk.store(digest, files)
 
@@ -130,7 +130,7 @@ class ReplicaPool:
         return (beside or self._disk).link(digest, source)
 
     def share(self, digest: AdapterDigest, replica: ReplicaId) -> Path | None:
-        """Share the copy of another replica in the same pool, and return the folder; None if it is not to be seen here.
+        """Share the copy of another replica in the same pool, and return the folder; None if it is not visible here.
 
         Raises:
             PoolFolderUnwritableError: there is no room.
@@ -142,12 +142,12 @@ class ReplicaPool:
         return None if source is None else self.link(digest, source)
 
     def fetch(self, digest: AdapterDigest, peer: PeerAddress, key: bytes) -> Path:
-        """Receive an adapter from a peer, and return its folder. A copy that is here already is kept.
+        """Receive an adapter from a peer, and return its folder. An existing copy is kept.
 
         Args:
-            digest: of the adapter.
-            peer: where it is.
-            key: that the peer has, too.
+            digest: digest of the adapter.
+            peer: address of the peer.
+            key: key that the peer has, too.
 
         Raises:
             PeerUnreachable: no connection to the peer can be made.
@@ -164,7 +164,7 @@ class ReplicaPool:
         """Delete a copy. A missing one is no error.
 
         Raises:
-            PoolFolderError: it cannot be deleted.
+            PoolFolderError: the copy cannot be deleted.
         """
         for folder in self._folders:
             folder.delete(digest)
@@ -174,7 +174,7 @@ class ReplicaPool:
         return next((folder.folder(digest) for folder in self._folders if folder.has(digest)), None)
 
     def _folder_for(self, size_bytes: int) -> PoolFolder:
-        """Return where a new copy of that size belongs: in memory if there is room, otherwise on disk."""
+        """Return the folder for a new copy of that size: in memory if there is room, otherwise on disk."""
         if self._memory is None:
             return self._disk
         try:

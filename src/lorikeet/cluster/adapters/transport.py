@@ -29,7 +29,7 @@ class DestinationLost(TransportError):
 
 
 class CannotStore(TransportError):
-    """The destination of a copy cannot store it, nor others, as a rule: its disk is full, for example."""
+    """The destination of a copy cannot store it, and usually no other: its disk is full, for example."""
 
 
 def copy_error(what: str, error: Exception, reason: str = "") -> TransportError:
@@ -39,10 +39,10 @@ def copy_error(what: str, error: Exception, reason: str = "") -> TransportError:
 
 
 class Traffic(msgspec.Struct):
-    """Bytes of weights that a transport has moved.
+    """The bytes of weights that a transport has moved.
 
     Attributes:
-        peer_bytes: from the memory of one process straight to that of another.
+        peer_bytes: bytes that went straight from the memory of one process to another's.
         disk_bytes: written to a destination's disk.
     """
 
@@ -93,7 +93,7 @@ class Transport(Protocol):
         ...
 
     async def discard(self, replica: ReplicaId) -> None:
-        """Delete all copies at a replica. Nothing is copied there any more; :meth:`release` follows.
+        """Delete all copies at a replica, to which no more are made. :meth:`release` follows.
 
         Raises:
             TransportError: the replica is gone, or cannot delete them.
@@ -110,7 +110,7 @@ class Transport(Protocol):
 
 
 class LocalTransport:
-    """A transport between engines that are processes of this machine.
+    """A transport between engine processes of this machine.
 
     Args:
         pool_dir: holds ``<replica>/<digest>/``; created if missing. No other process may use it.

@@ -1,1 +1,1 @@
-"""The API process's side of a cluster: dispatcher, replicas, placement reviews, moves of requests."""
+"""The controller of a cluster, in the API process: dispatcher, replicas, reviews, moves of requests."""

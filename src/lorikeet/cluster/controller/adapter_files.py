@@ -1,6 +1,6 @@
 """Copies and deletes the adapter files of a live cluster.
 
-:class:`AdapterFiles` carries out what the dispatcher asks for: copies between replicas, copies from an adapter's source
+:class:`AdapterFiles` carries out the dispatcher's actions: copies between replicas, copies from an adapter's source
 files, and deletions. It reports every outcome to the dispatcher. Operations on one adapter at one replica run one after
 the other.
 """
@@ -29,7 +29,7 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.request import Request
 
 MAX_CONCURRENT_PROVISIONS = 4
-"""Most copies from source files in flight: all of them are read by this machine."""
+"""Most copies from source files in flight, because this machine reads all of them."""
 
 _DISCARD_TIMEOUT_S = 10.0
 
@@ -37,11 +37,11 @@ log = structlog.get_logger("lorikeet")
 
 
 class AdapterFiles:
-    """Carries out the copies and deletions that a dispatcher asks for, and reports their outcome to it.
+    """Carries out the copies and deletions of a dispatcher, and reports their outcome to it.
 
     Args:
         transport: copies adapters between replicas.
-        dispatcher: of the cluster.
+        dispatcher: dispatcher of the cluster.
         replicas: all replicas; read when an operation ends.
         apply: carries out the actions that follow from the end of a copy. Its second argument says why requests failed.
 
@@ -61,7 +61,7 @@ class AdapterFiles:
         self._replicas = replicas
         self._apply = apply
         self._refs: dict[AdapterDigest, AdapterRef] = {}
-        self._dropped: dict[AdapterDigest, AdapterRef] = {}  # in the order of their drops
+        self._dropped: dict[AdapterDigest, AdapterRef] = {}  # dropped versions, in the order of their drops
         self._retiring = RetiringAdapters()
         self.pinned: tuple[AdapterDigest, ...] = ()
         self.copier = AdapterCopier(transport, self._refs, self._dropped, self)
@@ -84,7 +84,7 @@ class AdapterFiles:
     def accept(self, ref: AdapterRef) -> None:
         """Accept an adapter that a request names before its registration has arrived, or after its drop has begun."""
         self._refs.setdefault(ref.digest, ref)
-        self._dropped.pop(ref.digest, None)  # keep a copy that turns up
+        self._dropped.pop(ref.digest, None)  # A copy that appears later is kept.
 
     def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
         """Return a future of the bytes freed on all replicas once the dispatcher has retired an adapter."""
@@ -101,7 +101,7 @@ class AdapterFiles:
         for provision in actions.provisions:
             if provision.adapter in self._refs:
                 self.copier.copy(provision)
-            else:  # a routing table from before a restart may name adapters that are not registered yet
+            else:  # A routing table from before a restart may name adapters that are not registered yet.
                 self._apply(self._dispatcher.provision_failed(provision, time.monotonic()), "it is not registered")
 
     def with_folder(self, request: Request, replica_id: ReplicaId) -> Request:
@@ -113,7 +113,7 @@ class AdapterFiles:
         return msgspec.structs.replace(request, adapter=adapter)
 
     def end_retired(self) -> None:
-        """Forget dropped adapters that no request uses and no replica holds. They are remembered as dropped."""
+        """Forget dropped adapters that no request uses and no replica holds, except that they were dropped."""
         for digest in self._retiring.ended(self._dispatcher.uses):
             if (ref := self._refs.pop(digest, None)) is not None:
                 self._dropped[digest] = ref
@@ -126,7 +126,7 @@ class AdapterFiles:
         self._transport.release(replica_id)
 
     async def end(self, replica: LiveReplica, *, discard: bool) -> None:
-        """Stop a replica for good. With ``discard`` its copies are deleted first."""
+        """Stop a replica. With ``discard`` its copies are deleted first."""
         try:
             if discard:
                 await self._discard(replica.supervisor.replica)
@@ -182,14 +182,14 @@ class AdapterFiles:
 
 
 class CopyListener(Protocol):
-    """Receives the outcome of copies, except those whose destination died: its other copies are lost as well."""
+    """Receives the outcomes of copies, except those to a destination that died."""
 
     def copy_done(self, copy: Fetch | Provision) -> None:
-        """The copy has succeeded."""
+        """Handle a copy that has succeeded."""
         ...
 
     def copy_failed(self, copy: Fetch | Provision, reason: str, *, is_storable: bool = True) -> None:
-        """The copy has failed; ``is_storable`` is false if its destination can store nothing."""
+        """Handle a copy that has failed; ``is_storable`` is false if its destination can store nothing."""
         ...
 
 
@@ -221,7 +221,7 @@ class AdapterCopier:
         self._dropped = dropped
         self._listener = listener
         self._placed = ReplicaCopies()
-        self._unknown: dict[AdapterDigest, dict[ReplicaId, str]] = {}  # copies of adapters that are not registered
+        self._unknown: dict[AdapterDigest, dict[ReplicaId, str]] = {}  # copies of adapters that are not registered yet
         self._removed: set[ReplicaId] = set()
         self._locks = WeakValueDictionary[tuple[AdapterDigest, ReplicaId], asyncio.Lock]()
         self._provisions = asyncio.Semaphore(MAX_CONCURRENT_PROVISIONS)
@@ -240,7 +240,7 @@ class AdapterCopier:
         return self._placed.at(replica)
 
     def pairs(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
-        """Return which adapters are at which replicas. The same object is returned until something changes."""
+        """Return all pairs of adapter and replica; the same object until something changes."""
         return self._placed.pairs()
 
     async def scan(self, replica: ReplicaId) -> list[AdapterDigest]:
@@ -266,7 +266,7 @@ class AdapterCopier:
         return [ref.digest for ref in self._placed.at(replica)]
 
     def register(self, ref: AdapterRef) -> list[ReplicaId]:
-        """Take in an adapter that was unknown, and return the replicas that were found to hold it."""
+        """Register an adapter that was unknown, and return the replicas that hold it."""
         found = self._unknown.pop(ref.digest, {})
         for replica, folder in found.items():
             self._placed.add(msgspec.structs.replace(ref, folder=folder), replica)
@@ -308,7 +308,7 @@ class AdapterCopier:
             self.counts.failed += 1
             log.warning("adapter copy failed", digest=copy.adapter, reason=str(error))
             self._listener.copy_failed(copy, str(error))
-        except Exception as error:  # whatever it is, the requests that wait must not hang
+        except Exception as error:  # After any error, the waiting requests must not hang.
             self.counts.failed += 1
             log.exception("adapter copy failed unexpectedly", digest=copy.adapter)
             self._listener.copy_failed(copy, repr(error))
@@ -333,7 +333,8 @@ class AdapterCopier:
             self.counts.provisions += 1
             self.counts.provided_bytes += ref.weight_bytes
         traffic = self._transport.traffic
-        self.counts.peer_bytes, self.counts.disk_bytes = traffic.peer_bytes, traffic.disk_bytes
+        self.counts.peer_bytes = traffic.peer_bytes
+        self.counts.disk_bytes = traffic.disk_bytes
 
     def _lock(self, adapter: AdapterDigest, replica: ReplicaId) -> asyncio.Lock:
         """Return the lock of one adapter at one replica. It exists as long as it is held or awaited."""
@@ -356,13 +357,15 @@ class AdapterCopier:
         async with self._lock(adapter, replica):
             ref = self._placed.remove(adapter, replica)
             if ref is None:
-                return  # the replica came back without it
+                return  # The replica came back without the copy.
             await drop()
             await self._delete_files(ref, replica)
 
     async def _delete_dropped(self, ref: AdapterRef, replica: ReplicaId) -> None:
         async with self._lock(ref.digest, replica):
-            if ref.digest in self._dropped and replica not in self._removed:  # still dropped, still there
+            if (
+                ref.digest in self._dropped and replica not in self._removed
+            ):  # The adapter is still dropped, and the replica is still there.
                 await self._delete_files(ref, replica)
 
     async def _delete_files(self, ref: AdapterRef, replica: ReplicaId) -> None:
@@ -379,7 +382,7 @@ class ReplicaCopies:
 
     def __init__(self) -> None:
         self._refs: dict[ReplicaId, dict[AdapterDigest, AdapterRef]] = {}
-        self._pairs: frozenset[tuple[AdapterDigest, ReplicaId]] | None = None  # None after a change
+        self._pairs: frozenset[tuple[AdapterDigest, ReplicaId]] | None = None  # None after a change.
 
     def add(self, ref: AdapterRef, replica: ReplicaId) -> None:
         """Record a copy."""
@@ -446,7 +449,7 @@ class RetiringAdapters:
         self._drops.end(digest, self._freed_bytes.pop(digest, 0))
 
     def ended(self, is_used: Callable[[AdapterDigest], bool]) -> list[AdapterDigest]:
-        """Finish the drops of all versions that are gone by now, and return these versions."""
+        """Finish the drops of all versions that are gone, and return these versions."""
         gone = [digest for digest in self._drops if not self._deletes[digest] and not is_used(digest)]
         for digest in gone:
             self.cancel(digest)

@@ -13,13 +13,13 @@ log = structlog.get_logger("lorikeet")
 
 
 class Autoscaler:
-    """Adds or removes one replica at a time. A change that fails is logged, and tried again if it is still needed.
+    """Adds or removes one replica at a time. A failed change is logged, and tried again if it is still needed.
 
     Args:
-        client: of the cluster.
+        client: client of the cluster.
         placement: knows the load.
         scaling: decides how many replicas the load needs.
-        drain_s: how long requests may go on at a replica that is being removed; then they continue elsewhere.
+        drain_s: seconds for which requests may go on at a replica that is being removed; then they continue elsewhere.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class Autoscaler:
         self._drain_s = drain_s
 
     async def run(self) -> None:
-        """Check the load after every placement period, for ever. Failures are logged and change nothing."""
+        """Check the load after every placement period. Failures are logged and change nothing."""
         change: asyncio.Task[None] | None = None
-        async with asyncio.TaskGroup() as changes:  # cancels the change in flight when this ends
+        async with asyncio.TaskGroup() as changes:  # The task group cancels the change in flight when this ends.
             while True:
                 await self._client.period()
                 load = await self._load()
@@ -65,7 +65,7 @@ class Autoscaler:
                 replica = self._least_busy()
                 log.info("removing a replica", replica=replica, **why)
                 await self._client.remove_replica(replica, self._drain_s)
-        except Exception:  # whatever it is, the cluster goes on with its replicas
+        except Exception:  # After any error, the cluster goes on with its replicas.
             log.exception("number of replicas could not be changed", **why)
 
     def _least_busy(self) -> ReplicaId:

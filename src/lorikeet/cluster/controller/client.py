@@ -1,4 +1,4 @@
-"""The API process's side of a cluster: supervises engines, sends requests, owns the clients' streams.
+"""The client of a cluster, in the API process: supervises engines, sends requests, owns the clients' streams.
 
 The client of a cluster has the same interface as the client of one engine. A request whose replica dies continues on
 another replica, from the tokens that have arrived here. So does a request that is migrated, while its old replica goes
@@ -49,23 +49,25 @@ _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 log = structlog.get_logger("lorikeet")
 
 HAND_OVER_S = 10.0
-"""Most seconds for which a replica that is removed moves KV, or is copied adapters from, however short its drain."""
+"""Most seconds for which a removed replica moves KV or is the source of copies, even if its drain is shorter."""
 
-REPLACE_S, _MAX_REPLACE_S = 10.0, 300.0
-"""Seconds until another replica is started in place of one that was given up: at first, and at most."""
+REPLACE_S = 10.0
+"""Seconds until another replica is started in place of one that was given up; the pause doubles after each failure."""
+_MAX_REPLACE_S = 300.0
+"""Longest such pause."""
 
 
 class ClusterClient:
     """The client of many engines; implements ``lorikeet.client.client.Engines``.
 
     Args:
-        settings: of every replica.
+        settings: settings of every replica.
         hosts: returns the host that runs a replica's engines.
         transport: copies adapters between replicas.
         placement: decides which replicas serve an adapter.
         routing: chooses the replica of a request.
         period_s: time between two placements.
-        times: of moves.
+        times: times of moves.
         prefetch: replicas fetch the adapters of a new placement immediately.
         kv_bandwidth: learns how fast KV is transferred.
         held_share: see ``Dispatcher``.
@@ -115,7 +117,7 @@ class ClusterClient:
 
     @property
     def engine_info(self) -> EngineReady:
-        """Sizes of one replica, the same on all."""
+        """The sizes of one replica, which are the same for all."""
         return self._engine_info
 
     @property
@@ -146,7 +148,7 @@ class ClusterClient:
             raise failures.exceptions[0] from None
         await (
             self._place()
-        )  # once: the first replica alone would get adapters that were placed on others before a restart
+        )  # Place once: the first replica alone would get adapters that were placed on others before a restart.
         for work in self._background:
             self._tasks.run(work())
         return self.engine_info
@@ -168,7 +170,7 @@ class ClusterClient:
         self._tasks.run(self._placement.register(known))
 
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
-        """Have these versions evicted last by every replica that holds them. See ``Engines``."""
+        """Evict these versions last, at every replica that holds them. See ``Engines``."""
         self._files.pinned = tuple(digests)
         for replica in self._replicas.values():
             replica.supervisor.pin_adapters(self._files.pinned)
@@ -179,12 +181,12 @@ class ClusterClient:
             raise self._failure
         freed = self._files.begin_drop(digest)
         await self._placement.drop(digest)
-        if not freed.done():  # otherwise it was registered again, or is gone already
+        if not freed.done():  # It may have been registered again, or be gone already.
             self._apply(self._dispatcher.retire(digest))
         return await freed
 
     def set_paused(self, paused: bool) -> None:
-        """Pause all replicas, and those that are started meanwhile, or let them go on. See ``Engines``."""
+        """Pause all replicas and those that start meanwhile, or let them go on. See ``Engines``."""
         self._is_paused = paused
         for replica in self._replicas.values():
             replica.supervisor.set_paused(paused)
@@ -202,7 +204,7 @@ class ClusterClient:
         """Stop all replicas and fail the requests that are left. See ``Engines``."""
         await self._tasks.close()
         self._fail(EngineError("the server is shutting down"))
-        is_temporary = not self._settings.cluster.pool_dir  # deleted by the replicas, which may be on other machines
+        is_temporary = not self._settings.cluster.pool_dir  # Replicas delete it, because they may be on other machines.
         await asyncio.gather(*(self._files.end(each, discard=is_temporary) for each in list(self._replicas.values())))
         await self._files.copier.close()
         self._context.destroy(linger=0)
@@ -211,27 +213,27 @@ class ClusterClient:
 
     @property
     def fleet(self) -> Fleet:
-        """State of the replicas as the router sees it, read-only."""
+        """The state of the replicas for routing, read-only."""
         return self._dispatcher.fleet
 
     @property
     def size(self) -> int:
-        """Number of replicas, including those that are being started, without those that are being removed."""
+        """The number of replicas that start, run or restart, without those that are being removed."""
         return sum(not replica.is_leaving for replica in self._replicas.values())
 
     @property
     def staying(self) -> list[ReplicaId]:
-        """Replicas that have started and are not being removed, in the order of their start."""
+        """The replicas that have started and are not being removed, in the order of their start."""
         return [name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving]
 
     def sent_s(self) -> dict[RequestId, float]:
-        """Return when each request was sent to its replica, without requests that wait here or are being moved."""
+        """Return the time at which each request was sent to its replica, without requests that wait here or move."""
         there = [handle for handle in self._streams if handle.replica is not None]
         moving = self._moves.exporting
         return {each.request.request_id: each.sent_s for each in there if each.request.request_id not in moving}
 
     def copies(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
-        """Return which adapters are at which replicas. The same object is returned until something changes."""
+        """Return all pairs of adapter and replica; the same object until something changes."""
         return self._files.copier.pairs()
 
     def add_background_task(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -269,7 +271,7 @@ class ClusterClient:
             self._replicas.pop(replica_id, None)
             self._files.lost(replica_id)
             supervisor.host.close()
-            if not self._replicas:  # the others died while this one was starting
+            if not self._replicas:  # The others died while this one was starting.
                 self._fail(EngineError(f"{replica_id} could not be started, and no other replica is left"))
             raise
         await self._joining.join(replica)
@@ -287,7 +289,7 @@ class ClusterClient:
         began_s = time.monotonic()
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
-            self._tasks.run(self._place())  # other replicas can fetch its adapters while it drains
+            self._tasks.run(self._place())  # Other replicas can fetch its adapters while it drains.
         while self._has_others(replica):
             is_needed = self._hand_over.advance(replica_id) or self._dispatcher.pool.is_source(replica_id)
             limit_s = max(drain_s, HAND_OVER_S) if is_needed else drain_s
@@ -299,7 +301,7 @@ class ClusterClient:
             self._tasks.run(self._joining.keep(replica))
             self._tasks.run(self._place())
             raise EngineError(f"replica {replica_id} is kept: all other replicas have been lost")
-        self._replicas.pop(replica_id, None)  # it may have died meanwhile
+        self._replicas.pop(replica_id, None)  # It may have died meanwhile.
         drained = not self._streams.at(replica_id)
         self._leave(replica)
         await self._files.end(replica, discard=True)
@@ -330,7 +332,8 @@ class ClusterClient:
         actions, orphaned = self._dispatcher.leave(replica.supervisor.replica)
         pending = [actions]
         for handle in [self._streams[request_id] for request_id in orphaned if request_id in self._streams]:
-            was_running, handle.replica = handle.replica is not None, None
+            was_running = handle.replica is not None
+            handle.replica = None
             self._moves.forget(handle.request.request_id)
             if not (died and was_running) or self._streams.count_death(handle, code):
                 pending.append(self._arrive(handle))
@@ -342,10 +345,11 @@ class ClusterClient:
 
     def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
         """Deliver tokens and events, and update the dispatcher."""
-        replica_id, now = supervisor.replica, time.monotonic()
+        replica_id = supervisor.replica
+        now = time.monotonic()
         replica = self._replicas.get(replica_id)
         if replica is None or self._failure is not None:
-            return  # late messages of a replica that was removed or has failed
+            return  # These are late messages of a replica that was removed or has failed.
         outputs = self._streams.without_stale(replica_id, outputs)
         for handle, finished in self._streams.apply(outputs):
             self._moves.forget(handle.request.request_id)
@@ -365,7 +369,7 @@ class ClusterClient:
             self._moves.on_exported(exported)
 
     def _learn(self, replica_id: ReplicaId, stats: EngineStats) -> None:
-        """Let routing and placement follow what steps and loads cost."""
+        """Update routing and placement with the costs that a replica reports."""
         if self._learned is not None and self._learned.note(replica_id, stats):
             self._dispatcher.routing.learn(self._learned.costs)
             self._placement.costs = self._learned.costs
@@ -377,7 +381,7 @@ class ClusterClient:
             self._leave(replica, died=True, code=code)
 
     def on_restart(self, supervisor: EngineSupervisor) -> int:
-        """Route requests to the replica again; its former requests have gone on at other replicas, so 0 are resumed."""
+        """Route requests to the replica again. Return 0: its former requests went on at other replicas."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
             self._tasks.run(self._joining.join(replica))
         return 0
@@ -390,22 +394,22 @@ class ClusterClient:
         log.error("replica is given up", replica=supervisor.replica, reason=str(failure))
         self._leave(replica)
         self._files.lost(supervisor.replica)
-        self._tasks.run(supervisor.close())  # in its own task: the supervisor awaits this callback
+        self._tasks.run(supervisor.close())  # A task of its own, because the supervisor awaits this callback.
         if self._replicas:
             self._tasks.run(self._place())
-            if not self._settings.cluster.max_replicas:  # otherwise the autoscaler sees that one is missing
+            if not self._settings.cluster.max_replicas:  # With autoscaling, the autoscaler replaces it.
                 self._tasks.run(self._replace())
         else:
             self._fail(failure)
 
     async def _replace(self) -> None:
-        """Start another replica in place of one that was given up; each pause is twice the one before."""
+        """Start a replica in place of one that was given up. Each pause is twice as long as the last one."""
         pause_s = REPLACE_S
         while True:
             await asyncio.sleep(pause_s)
             if self._failure is not None:
                 return
-            with suppress(EngineError):  # the log has it
+            with suppress(EngineError):  # The error is in the log.
                 await self.add_replica()
                 return
             pause_s = min(2 * pause_s, _MAX_REPLACE_S)
@@ -460,7 +464,8 @@ class ClusterClient:
 
     def _send(self, handle: RequestHandle, replica_id: ReplicaId) -> None:
         request = self._files.with_folder(handle.next_attempt(), replica_id)
-        handle.replica, handle.sent_s = replica_id, time.monotonic()
+        handle.replica = replica_id
+        handle.sent_s = time.monotonic()
         for message in self._moves.messages(request):
             self._replicas[replica_id].supervisor.send(message)
 
@@ -487,7 +492,7 @@ class ReplicaJoiner:
     """Adds replicas to the dispatcher once the adapters in their folders are known.
 
     Args:
-        dispatcher: of the cluster.
+        dispatcher: dispatcher of the cluster.
         files: adapter files of the cluster.
         engine: settings of every replica.
         apply: carries out the dispatcher's actions.
@@ -527,7 +532,8 @@ class ReplicaJoiner:
                 return
 
     async def _try(self, replica: LiveReplica) -> None:
-        supervisor, copier = replica.supervisor, self._files.copier
+        supervisor = replica.supervisor
+        copier = self._files.copier
         replica.epoch += 1
         epoch = replica.epoch
         held = await copier.scan(supervisor.replica)

@@ -25,8 +25,8 @@ class CoMigrationController:
     """Reviews the cluster regularly and carries out the plans.
 
     Args:
-        client: of the cluster.
-        costs: of moving a request, and settings of the reviews.
+        client: client of the cluster.
+        costs: costs of moving a request, and settings of the reviews.
         review_s: time from the end of a review to the next.
     """
 
@@ -43,7 +43,7 @@ class CoMigrationController:
         self._moved_s: dict[RequestId, float] = {}
 
     async def run(self) -> None:
-        """Review for ever. A review that fails is logged and moves nothing."""
+        """Review the cluster regularly. A failed review is logged and moves nothing."""
         while True:
             await asyncio.sleep(self._review_s)
             try:
@@ -59,7 +59,8 @@ class CoMigrationController:
         """
         fleet = self._client.fleet
         self._moved_s = {each: moved_s for each, moved_s in self._moved_s.items() if fleet.entry(each) is not None}
-        sent_s, (times, reserved_share, _) = self._client.sent_s(), self._costs
+        sent_s = self._client.sent_s()
+        (times, reserved_share, _) = self._costs
         observed = observe(fleet, sent_s, self._moved_s, times, time.monotonic(), reserved_share)
         plan = await asyncio.to_thread(self._comigration.review, *observed)
         if plan.moves:
@@ -74,9 +75,10 @@ class CoMigrationController:
         return plan
 
     def _move(self, plan: MigrationPlan, observed: ReviewInput) -> int:
-        """Carry out a plan; return how many requests were moved."""
+        """Carry out a plan; return the number of moved requests."""
         requests = {request.request_id: request for request in observed.requests}
-        fleet, moved = self._client.fleet, 0
+        fleet = self._client.fleet
+        moved = 0
         for move in plan.moves:
             is_as_planned = fleet.where(move.request_id) == move.source and move.target in fleet.open_index
             request = requests[move.request_id]

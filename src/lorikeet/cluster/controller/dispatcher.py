@@ -1,4 +1,4 @@
-"""Routes the requests of a cluster and decides which adapters must be copied to a replica before a request is sent.
+"""Routes the requests of a cluster, and has adapters copied to a replica before a request is sent there.
 
 The dispatcher does no I/O. Every call returns :class:`Actions`, which the caller carries out: a live client, the router
 or the simulator.
@@ -55,7 +55,7 @@ class Saving(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """What the caller must do after a call.
+    """The actions that the caller must carry out after a call.
 
     Attributes:
         sends: requests to send, in order.
@@ -104,7 +104,7 @@ replica that comes back or for a request that continues; it is deleted then.
 
 
 REST_S = 60.0
-"""A replica that could not store an adapter gets no others for so long. Its disk is full, as a rule."""
+"""Seconds for which a replica that could not store an adapter gets no others: its disk is probably full."""
 
 
 @dataclass
@@ -132,13 +132,13 @@ class Dispatcher:
     Args:
         routing: chooses the replica of each request.
         prefetch: make copies as soon as a routing table asks for them, instead of with the first request.
-        averages: over finished requests.
+        averages: averages over finished requests.
         held_share: most bytes of copies, as a share of every adapter on every replica.
 
     Attributes:
         fleet: state of the replicas, read-only for others.
-        pool: which replica holds which adapter, read-only for others.
-        routing: as given.
+        pool: copies of adapters at each replica, read-only for others.
+        routing: the routing policy.
         table: the last routing table; None before the first :meth:`swap`.
     """
 
@@ -157,20 +157,22 @@ class Dispatcher:
         self.pool = AdapterPool(RoutingTable(0, {}), prefetch, self._may_get_copies, self._most_bytes)
         self._prefetch = prefetch
         self._requests: dict[RequestId, _RequestState] = {}
-        self._requests_by_adapter = Counter[AdapterDigest | None]()  # requests by adapter
+        self._requests_by_adapter = Counter[AdapterDigest | None]()  # number of requests by adapter
         self._waiting: dict[RequestId, None] = {}
         self._provisioning: dict[AdapterDigest, _Provisioning] = {}
         self._retired: dict[AdapterDigest, None] = {}  # in the order of their retirement
-        self._rests_until_s: dict[ReplicaId, float] = {}  # of replicas that could not store an adapter
+        self._rests_until_s: dict[
+            ReplicaId, float
+        ] = {}  # ends of the rests of replicas that could not store an adapter
         self._numbers = count()
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for a replica."""
+        """The number of requests that wait for a replica."""
         return len(self._waiting)
 
     def uses(self, adapter: AdapterDigest) -> bool:
-        """Return whether a request needs an adapter, or a replica holds it or is about to."""
+        """Return whether a request needs an adapter, or a replica holds it or will hold it."""
         return (
             adapter in self._requests_by_adapter
             or adapter in self._provisioning
@@ -249,19 +251,19 @@ class Dispatcher:
         return collected.actions()
 
     def on_admitted(self, replica: ReplicaId, request_id: RequestId, now: float) -> None:
-        """A replica has begun to run a request; for owners whose replicas send no engine outputs, as the next three."""
+        """Record that a replica runs a request. This method and the next three replace engine outputs."""
         self.fleet.admitted(replica, request_id, now)
 
     def on_tokens(self, replica: ReplicaId, request_id: RequestId, tokens: int) -> None:
-        """A replica has generated ``tokens`` more tokens for a request."""
+        """Record that a replica has generated ``tokens`` more tokens for a request."""
         self.fleet.generated(replica, request_id, tokens)
 
     def on_adapter_loaded(self, replica: ReplicaId, adapter: AdapterDigest) -> None:
-        """A replica has an adapter on its device."""
+        """Record that a replica has loaded an adapter to its device."""
         self.fleet.loaded(replica, adapter)
 
     def on_adapter_evicted(self, replica: ReplicaId, adapter: AdapterDigest) -> None:
-        """A replica has an adapter on its device no longer."""
+        """Record that a replica has evicted an adapter from its device."""
         self.fleet.evicted(replica, adapter)
 
     def gauges(self, gauges: ReplicaGauges, now: float) -> Actions:
@@ -318,7 +320,7 @@ class Dispatcher:
         """Record that a request has ended without an event of its engine, for example by an abort. Ignore unknown ones.
 
         Args:
-            request_id: which.
+            request_id: id of the request.
             now: current time, seconds.
             is_complete: whether the client has the whole answer.
         """
@@ -341,7 +343,7 @@ class Dispatcher:
         """Record that a fetch has failed. The next holder is tried, and in the end the adapter's source files.
 
         Args:
-            fetch: which.
+            fetch: the failed fetch.
             is_storable: false if the destination cannot store it, so that another source would not help.
         """
         return self._done(self.pool.fetch_failed(fetch, may_retry=is_storable))
@@ -363,7 +365,7 @@ class Dispatcher:
         """Record that a replica could not store an adapter. For ``REST_S`` it gets no others, while another can.
 
         Returns:
-            Whether this is new: the replica did not rest already.
+            True unless the replica rested already.
         """
         is_new = self._rests_until_s.get(replica, now) <= now
         if replica in self.fleet:
@@ -378,7 +380,7 @@ class Dispatcher:
         their places.
 
         Args:
-            provision: which.
+            provision: the failed provision.
             now: current time, seconds.
             is_storable: false if the replica cannot store the adapter. Then every other open replica is tried, too.
         """
@@ -473,16 +475,17 @@ class Dispatcher:
         return replica in self.fleet and replica not in self._rests_until_s
 
     def _with_room(self, request: RoutingRequest, tried: Collection[ReplicaId], now: float) -> ReplicaId | None:
-        """Return the open replica to send a request to whose adapter the router's choice cannot store.
+        """Return another open replica for a request, because the policy's choice cannot store its adapter.
 
         Replicas that do not rest come first, then those that hold the adapter, then the least loaded.
 
         Args:
-            request: which.
+            request: the request.
             tried: replicas that are left out.
             now: current time, seconds.
         """
-        fleet, adapter = self.fleet, request.adapter
+        fleet = self.fleet
+        adapter = request.adapter
         left = {replica: index for replica, index in fleet.open_index.items() if replica not in tried}
         if not left or adapter is None:
             return None
@@ -518,7 +521,7 @@ class Dispatcher:
     def _where(self, request_id: RequestId) -> ReplicaId:
         """Return the replica of a request that has been dispatched."""
         replica = self.fleet.where(request_id)
-        assert replica is not None  # a request is dispatched before its adapter is requested
+        assert replica is not None  # A request is dispatched before its adapter is requested.
         return replica
 
     def _take(self, todo: PoolActions, collected: ActionsBuilder) -> None:
@@ -530,7 +533,7 @@ class Dispatcher:
             known = self._requests[request_id]
             known.in_pool = False
             adapter = known.request.adapter
-            assert adapter is not None  # the pool holds no base model
+            assert adapter is not None  # The pool holds no base model.
             provisioning = self._provisioning.get(adapter)
             if provisioning is None:
                 provisioning = self._provision(adapter, self._where(request_id))

@@ -1,4 +1,4 @@
-"""What steps and loads cost, as the replicas of a cluster report it; a first guess or a profile before they do."""
+"""Learns the costs of steps and loads from the reports of a cluster's replicas, starting from a guess or a profile."""
 
 from collections.abc import Iterable, Mapping
 from statistics import median
@@ -10,13 +10,13 @@ from lorikeet.core.messages import EngineStats, RouteStats
 from lorikeet.core.replica_costs import ReplicaCosts
 
 TOLERANCE = 0.1
-"""Costs that policies decide by are replaced when they are off by more than this share."""
+"""Relative change above which new costs replace those of the policies."""
 
 REPORTS_SHARE = 0.1
-"""Reports are combined again once this share of the replicas has sent one: a median follows only many of them."""
+"""Share of the replicas that must have sent a report before reports are combined again."""
 
 _LEAST_BYTES = 1e6
-"""Bytes that must have been loaded before their speed counts."""
+"""Bytes that must have been loaded before the speed of loads counts."""
 _TO_DEVICE = ("host-device", "source-device")
 
 
@@ -27,7 +27,7 @@ class LearnedCosts:
         first: the costs before any report.
 
     Attributes:
-        costs: that policies decide by.
+        costs: costs that policies use.
     """
 
     def __init__(self, first: ReplicaCosts) -> None:
@@ -37,7 +37,7 @@ class LearnedCosts:
         self._new_reports = 0
 
     def note(self, replica: ReplicaId, stats: EngineStats) -> bool:
-        """Take a replica's report; return whether :attr:`costs` have changed by more than ``TOLERANCE``."""
+        """Record a replica's report; return whether :attr:`costs` have changed by more than ``TOLERANCE``."""
         if stats.costs is not None:
             self._steps[replica] = stats.costs
         self._loads[replica] = stats.memory.transfers

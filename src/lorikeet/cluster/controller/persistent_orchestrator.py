@@ -1,4 +1,4 @@
-"""An orchestrator that survives being killed: the registry holds its state, and the controller sends the rest."""
+"""An orchestrator that survives a kill: the registry holds its state, and the controller sends the rest."""
 
 import threading
 import uuid
@@ -15,7 +15,7 @@ from lorikeet.core.clock import Clock
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 SAVE_TIMEOUT_S = 0.5
-"""How long a call waits for its outcome to be saved before it returns anyway."""
+"""Most seconds for which a call waits until its outcome is saved."""
 
 _RETRY_S = 1.0
 
@@ -30,7 +30,7 @@ class StateSaver:
     was lost may have succeeded.
 
     Args:
-        registry: where to save; owned by this object.
+        registry: registry for the saved state; this object owns it.
         retry_s: time between two attempts while the registry is unavailable.
     """
 
@@ -106,7 +106,7 @@ class StateSaver:
         except EpochConflict:
             stored = self._registry.load_state()
             if stored is None:
-                epoch = 0  # the registry came back empty
+                epoch = 0  # The registry came back empty.
             elif (state := _read(stored.content)) is not None and state.writer == self._writer:
                 epoch = stored.epoch
             else:
@@ -172,7 +172,7 @@ class PersistentOrchestrator:
         replicas: Sequence[ReplicaId] | None,
         table: RoutingTable | None,
     ) -> RoutingTable:
-        """Take over what a controller knows from before this orchestrator started. It overrides the saved state.
+        """Take over a controller's table and adapters, which override the saved state.
 
         Args:
             adapters: all adapters, others are forgotten; None if the controller has not said yet.
@@ -180,7 +180,9 @@ class PersistentOrchestrator:
             table: the routing table in use; None if there is none.
         """
         state = self._orchestrator.state()
-        demand, epoch, shares = state.demand, state.epoch, state.shares
+        demand = state.demand
+        epoch = state.epoch
+        shares = state.shares
         if adapters is not None:
             known = {
                 each.adapter: demand.adapters.get(each.adapter) or AdapterCounts(each.rank, each.size_bytes)
@@ -188,7 +190,8 @@ class PersistentOrchestrator:
             }
             demand = DemandState(known, demand.outputs, demand.output_tokens)
         if table is not None and table.epoch > epoch:
-            epoch, shares = table.epoch, {adapter: tuple(of_one) for adapter, of_one in table.shares.items()}
+            epoch = table.epoch
+            shares = {adapter: tuple(of_one) for adapter, of_one in table.shares.items()}
         state = OrchestratorState(epoch, shares, demand, state.policy)
         self._orchestrator.resume(state, self._clock.now(), replicas)
         return self._saved()
@@ -214,7 +217,7 @@ class PersistentOrchestrator:
         return self._saved()
 
     def load(self) -> float | None:
-        """Return how many replicas the demand fills, see ``Orchestrator``."""
+        """Return the number of replicas that the demand fills; see ``Orchestrator``."""
         return self._orchestrator.load(self._clock.now())
 
     def state(self) -> OrchestratorState:

@@ -18,7 +18,7 @@ from lorikeet.adapters.registry import create_tables, insert_of, open_engine
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 Copies = Set[tuple[AdapterDigest, ReplicaId]]
-"""Pairs of an adapter and a replica that has its files."""
+"""Pairs of an adapter and a replica with its files."""
 
 _POSTGRESQL = {"connect_timeout": 5, "tcp_user_timeout": 10_000}
 """Connecting fails after 5 s, and a statement fails 10,000 ms after its server was lost."""
@@ -65,9 +65,9 @@ class ReplicaRow(NamedTuple):
     """A replica in the registry.
 
     Attributes:
-        replica: its id.
-        epoch: its incarnation.
-        address: of the machine that runs its engine.
+        replica: id of the replica.
+        epoch: incarnation of the replica.
+        address: address of the machine that runs its engine.
         pid: process id of its engine.
         state: ``up`` or ``down``, see ``registry_writer``.
         joined_at: Unix seconds.
@@ -237,6 +237,6 @@ class ClusterRegistry:
             with self._engine.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            self._has_tables = False  # the database may come back empty
+            self._has_tables = False  # The database may come back empty.
             reason = error.orig if isinstance(error, DBAPIError) else error
             raise RegistryUnavailable(f"the cluster's registry does not answer: {reason}") from error

@@ -10,7 +10,8 @@ from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.registry import ClusterRegistry, Copies, RegistryUnavailable, ReplicaRow
 from lorikeet.core.ids import ReplicaId
 
-UP, DOWN = "up", "down"
+UP = "up"
+DOWN = "down"
 """States of a replica. The engine of one that is down is being restarted."""
 
 _PAUSE_S = 1.0
@@ -26,7 +27,7 @@ class RegistryWriter:
     back.
 
     Args:
-        client: of the cluster.
+        client: client of the cluster.
         registry: no other process may write there under this identity.
         pause_s: time from the end of a write to the next.
     """
@@ -36,11 +37,11 @@ class RegistryWriter:
         self._registry = registry
         self._pause_s = pause_s
         self._joined_at: dict[tuple[ReplicaId, int], float] = {}
-        self._written: tuple[Sequence[ReplicaRow], Copies] | None = None  # contents of the registry; None: unknown
+        self._written: tuple[Sequence[ReplicaRow], Copies] | None = None  # contents of the registry; None if unknown
         self._is_unavailable = False
 
     async def run(self) -> None:
-        """Write for ever."""
+        """Write every change, until cancelled."""
         writing: asyncio.Future[None] | None = None
         try:
             while True:
@@ -77,8 +78,10 @@ class RegistryWriter:
         except RegistryUnavailable as error:
             if not self._is_unavailable:
                 log.warning("registry unavailable: replicas and copies are written when it is back", reason=str(error))
-            self._written, self._is_unavailable = None, True
+            self._written = None
+            self._is_unavailable = True
         else:
             if self._is_unavailable:
                 log.info("registry is back: replicas and copies are written")
-            self._written, self._is_unavailable = (rows, copies), False
+            self._written = (rows, copies)
+            self._is_unavailable = False

@@ -1,4 +1,4 @@
-"""A replica of a live cluster, as the controller sees it."""
+"""The controller's state of a replica in a live cluster."""
 
 from lorikeet.client.client import PendingDrops
 from lorikeet.client.supervisor import EngineSupervisor
@@ -12,7 +12,7 @@ class LiveReplica:
     """A replica from its first start until it is removed.
 
     Attributes:
-        supervisor: of its engine.
+        supervisor: supervisor of its engine.
         epoch: incarnation of the engine; rises with every start.
         is_joined: whether the dispatcher knows it.
         is_leaving: whether it is being removed.
@@ -27,7 +27,7 @@ class LiveReplica:
         self.drops = PendingDrops()
 
     def info(self, engine: EngineSettings) -> ReplicaInfo:
-        """Return what the fleet must know of it; ``engine`` holds its settings."""
+        """Return the replica's sizes for the fleet; ``engine`` holds its settings."""
         engine_info = self.supervisor.engine_info
         return ReplicaInfo(
             replica=self.supervisor.replica,

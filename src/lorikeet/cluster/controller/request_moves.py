@@ -1,4 +1,4 @@
-"""Moves requests from one replica to another, or all from one that is removed, with their KV where that is faster."""
+"""Moves single requests between replicas, or all of a replica that is removed, with KV where that is faster."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -12,11 +12,12 @@ from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.messages import Abort, ExportedKv, ExportRequest, ImportKv, Submit
 from lorikeet.core.request import Request
 
-_PRIOR_BYTES, _PRIOR_BYTES_PER_S = 64 * 2**20, 1e9
+_PRIOR_BYTES = 64 * 2**20
+_PRIOR_BYTES_PER_S = 1e9
 
 
 class KvBandwidth:
-    """Estimates how fast KV is transferred between replicas, from the transfers so far.
+    """Estimates the speed of KV transfers between replicas from the transfers so far.
 
     Before the first transfer it is a guess, which weighs like 64 MiB at that speed.
 
@@ -30,11 +31,11 @@ class KvBandwidth:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second from one replica's device to another's host tier."""
+        """The bytes per second from one replica's device to another's host tier."""
         return (_PRIOR_BYTES + self.transferred_bytes) / self._seconds
 
     def add(self, size_bytes: int, half_s: float) -> None:
-        """Count KV that a replica has exported; the import at the target is taken to last as long (``half_s``)."""
+        """Count exported KV. The import at the target is assumed to last as long as the export (``half_s``)."""
         self.transferred_bytes += size_bytes
         self._seconds += 2 * half_s
 
@@ -45,7 +46,7 @@ class _PendingExport(NamedTuple):
 
 
 _CARRIED_BYTES = 2**30
-"""Most KV that is under way at a time while a replica is emptied: it passes through this process."""
+"""Most bytes of KV in transit while a replica is emptied, because they pass through this process."""
 
 
 class HandOver:
@@ -54,10 +55,10 @@ class HandOver:
     Where KV cannot move at all, requests stay: their replica finishes more of them than it would recompute.
 
     Args:
-        streams: of all requests.
+        streams: streams of all requests.
         moves: moves them.
         fleet: state of the replicas.
-        times: of moves.
+        times: times of moves.
     """
 
     def __init__(self, streams: Streams, moves: "RequestMoves", fleet: Fleet, times: MoveTimes) -> None:
@@ -67,12 +68,14 @@ class HandOver:
         self._times = times
 
     def advance(self, replica: ReplicaId) -> bool:
-        """Begin as many moves as may be under way now; return whether KV of this replica moves, or waits to."""
+        """Begin as many moves as may run now; return whether KV of this replica moves or waits to move."""
         if not (self._times.can_move_kv and self._fleet.open_index):
             return False
-        carried_bytes, must_wait = sum(map(self._kv_bytes, self._moves.carried)), False
+        carried_bytes = sum(map(self._kv_bytes, self._moves.carried))
+        must_wait = False
         for handle in self._streams.at(replica):
-            request_id, tokens = handle.request.request_id, handle.known_tokens
+            request_id = handle.request.request_id
+            tokens = handle.known_tokens
             if request_id in self._moves.exporting:
                 continue
             entry = self._fleet.entry(request_id)
@@ -95,14 +98,14 @@ class RequestMoves:
     the KV here. The KV is sent with the request to the replica that gets it in the end.
 
     Args:
-        streams: of all requests.
-        replicas: by their ids.
+        streams: streams of all requests.
+        replicas: replicas by their ids.
         redispatch: sends a request that has no replica to a replica, or elsewhere if that has left or is None.
         bandwidth: learns from the transfers.
 
     Attributes:
         count: requests that have moved.
-        with_kv: those that took KV along.
+        with_kv: number of moves with KV.
     """
 
     def __init__(
@@ -123,18 +126,18 @@ class RequestMoves:
 
     @property
     def exporting(self) -> Set[RequestId]:
-        """Requests whose replica has been told to export them."""
+        """Requests whose replica will export them."""
         return self._exporting.keys()
 
     @property
     def carried(self) -> Set[RequestId]:
-        """Requests whose KV is being exported, or is held here until they are sent on."""
+        """The requests whose KV is being exported, or is held here until they are sent on."""
         return self._exporting.keys() | self._exported.keys()
 
     def begin(self, request_id: RequestId, target: ReplicaId | None, *, with_kv: bool) -> bool:
         """Begin to move a request; False if it cannot be moved now. See ``ClusterClient.move``.
 
-        Without a target the router chooses one when the request has left its replica.
+        Without a target the routing policy chooses one when the request has left its replica.
         """
         if request_id not in self._streams:
             return False
@@ -156,11 +159,12 @@ class RequestMoves:
         """Continue a request that its replica has exported."""
         pending = self._exporting.pop(exported.request_id, None)
         if pending is None:
-            return  # the request has ended meanwhile
+            return  # The request has ended meanwhile.
         if exported.blocks:
             self._exported[exported.request_id] = exported
             # A replica exports one request after the other: each counts from the end of the one before it.
-            source, now = self._streams[exported.request_id].replica, time.monotonic()
+            source = self._streams[exported.request_id].replica
+            now = time.monotonic()
             begun_s = max(pending.begun_s, self._exported_s.get(source, 0.0))
             self._bandwidth.add(sum(map(len, exported.blocks)), now - begun_s)
             self._exported_s[source] = now

@@ -21,7 +21,7 @@ def recompute_s(known_tokens: int, prefill_s: Callable[[int], float], link_bytes
     """Return the time to move a request without its KV: its token ids are sent, and the target computes their KV.
 
     Args:
-        known_tokens: of prompt and answer so far.
+        known_tokens: tokens of prompt and answer so far.
         prefill_s: returns how long a prefill of so many tokens takes at a replica.
         link_bytes_per_s: between replicas.
     """
@@ -34,7 +34,7 @@ def send_s(known_tokens: int, link_bytes_per_s: float) -> float:
 
 
 class MoveTimes(NamedTuple):
-    """How long requests take to move, if each takes the faster way.
+    """The times of moves, each by the faster way.
 
     Attributes:
         prefill_s, link_bytes_per_s: see :func:`recompute_s`.
@@ -49,7 +49,7 @@ class MoveTimes(NamedTuple):
 
     @property
     def can_move_kv(self) -> bool:
-        """Whether KV can be moved at all."""
+        """Whether KV can be moved."""
         return self.kv_bytes_per_s is not None
 
     def recomputed_s(self, known_tokens: int) -> float:
@@ -78,10 +78,10 @@ class MovableRequest(NamedTuple):
     """A request at a replica, waiting or running.
 
     Attributes:
-        request_id: which request.
-        adapter: which it needs; None for the base model, which is everywhere.
-        replica: where it is.
-        memory_bytes: of its KV.
+        request_id: id of the request.
+        adapter: adapter of the request; None for the base model, which is everywhere.
+        replica: replica of the request.
+        memory_bytes: size of its KV.
         execution_s: expected execution time: the mean of its adapter's requests (``RequestAverages``).
         move_s: time to move it now to an idle replica (``MoveTimes``).
         transfers_kv: whether the move transfers its KV; otherwise the KV is recomputed.
@@ -104,10 +104,10 @@ class ReplicaLoad(NamedTuple):
     """The load of a replica.
 
     Attributes:
-        replica: which.
+        replica: id of the replica.
         device_bytes: device memory for adapters and KV, without the base weights.
         free_bytes: the free part of it.
-        queue_delay_s: how long its oldest waiting request has waited.
+        queue_delay_s: seconds for which its oldest waiting request has waited.
         reserved_bytes: part of ``device_bytes`` reserved for copies of adapters; not available to requests and their
             adapters.
         host_bytes: host memory for swapped KV. Only the full problem limits it.
@@ -124,7 +124,7 @@ class ReplicaLoad(NamedTuple):
 
     @property
     def usable_bytes(self) -> int:
-        """Device memory without the reserved part."""
+        """The device memory without the reserved part."""
         return self.device_bytes - self.reserved_bytes
 
 
@@ -134,12 +134,12 @@ class CoMigrationSettings(NamedTuple):
     Attributes:
         free_share: a replica with a smaller share of its memory free is short of memory.
         queue_delay_s: a replica whose oldest waiting request has waited longer is short of time.
-        selected: how many of the most loaded replicas take part, and how many of the least loaded.
+        selected: number of the most loaded replicas that take part, and of the least loaded.
         affinity: cost of an adapter with requests on a replica, as a share of the mean execution time.
         swap_bytes_per_s: between host and device.
         margin: a plan is applied only if it reduces the current value by at least this share.
         gap: the solver may stop this close to the best choice of adapters, as a share of its value.
-        time_limit_s: for each of the solver's two runs.
+        time_limit_s: limit of each of the solver's two runs.
         full: solve the full problem, with two memories and whole requests, instead of the relaxed one.
         literal: weigh all replicas with the printed migration factor, which does not tell staying from moving.
     """
@@ -166,16 +166,16 @@ class ReviewOutcome(StrEnum):
     UNSOLVED = "unsolved"
     """The solver found no proven solution in time, or there is none; nothing moves."""
     PLANNED = "planned"
-    """There are requests to move."""
+    """The plan moves requests."""
 
 
 class RequestMove(NamedTuple):
-    """A request to move.
+    """The move of a request.
 
     Attributes:
-        request_id: which request.
-        adapter: which it needs; None for the base model.
-        source, target: its replica now, and the one to move it to.
+        request_id: id of the request.
+        adapter: adapter of the request; None for the base model.
+        source, target: its current replica, and its next one.
     """
 
     request_id: RequestId
@@ -205,7 +205,7 @@ Ints = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
 NO_ADAPTER = -1
-"""Stands for the base model among indices of adapters."""
+"""Index of the base model among the adapters."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class MigrationInstance:
     """One instance of the migration problem: n requests on m replicas with the k adapters that they need.
 
     Attributes:
-        requests, replicas, adapters: what the indices stand for.
+        requests, replicas, adapters: meaning of the indices.
         adapter_of: ``[n]``, index of the adapter of each request, or ``NO_ADAPTER``.
         home: ``[n]``, index of the current replica of each request.
         mean_s: mean execution time of all requests, including those that are left out.
@@ -295,14 +295,14 @@ class MigrationInstance:
         return float(self.cost_s.min(axis=1).sum() / len(self.replicas))
 
     def needed(self, placement: Ints) -> Flags:
-        """Return ``[k, m]``: which adapters have requests on which replicas."""
+        """Return ``[k, m]``: whether an adapter has requests on a replica."""
         needed = np.zeros((len(self.adapters), len(self.replicas)), np.bool_)
         bound = self.adapter_of != NO_ADAPTER
         needed[self.adapter_of[bound], placement[bound]] = True
         return needed
 
     def running_s(self, placement: Ints) -> Floats:
-        """Return ``[m]``: how long each replica runs, if what does not fit its memory is swapped.
+        """Return ``[m]``: the running time of each replica, if requests beyond its memory are swapped.
 
         Args:
             placement: ``[n]``, replica of each request.
@@ -312,7 +312,7 @@ class MigrationInstance:
         return self._busy_s(placement, needed) + np.maximum(held_s - self.device_s, 0.0)
 
     def running_with_swaps_s(self, placement: Ints, on_host: Flags) -> Floats:
-        """Return ``[m]``: how long each replica runs, if exactly the requests of ``on_host`` are swapped."""
+        """Return ``[m]``: the running time of each replica, if exactly the requests of ``on_host`` are swapped."""
         swapped_s = self._sums(placement, self.request_s * on_host)
         return self._busy_s(placement, self.needed(placement)) + swapped_s
 

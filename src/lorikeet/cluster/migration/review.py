@@ -1,4 +1,4 @@
-"""Reviews a cluster: what routing knows of it, made the input of co-migration, and the plan that follows."""
+"""Reviews a cluster: turns the fleet's state into the input of co-migration, and plans the moves."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -46,9 +46,9 @@ def observe(
         sent_s: when each request was sent to its replica. Others are left out, for example those whose adapter is still
             being copied to the replica.
         moved_s: time that the earlier moves of requests took.
-        times: of moves.
+        times: times of moves.
         now: current time, seconds.
-        reserved_share: of each replica's memory, reserved for copies of adapters.
+        reserved_share: share of each replica's memory that is reserved for copies of adapters.
     """
     observed = ReviewInput([], [], {})
     for member in fleet.members():
@@ -72,7 +72,8 @@ def _load(
     reserved_share: float,
 ) -> ReplicaLoad:
     """Return the load of a replica. Preempted requests count as running, because they have had their turn."""
-    token_bytes, loads = member.info.kv_token_bytes, fleet.loads
+    token_bytes = member.info.kv_token_bytes
+    loads = fleet.loads
     device_bytes = int(member.info.total_tokens * token_bytes)
     free_tokens = float(loads.capacity_tokens[member.index] - loads.held_tokens[member.index])
     waiting_s = [sent_s[entry.request.request_id] for entry in entries if entry.admitted_s is None]
@@ -87,7 +88,8 @@ def _load(
 
 
 def _movable(fleet: Fleet, entry: FleetRequest, moved_s: Mapping[RequestId, float], times: MoveTimes) -> MovableRequest:
-    request, tokens = entry.request, entry.request.known_tokens + entry.output_tokens
+    request = entry.request
+    tokens = entry.request.known_tokens + entry.output_tokens
     has_kv = entry.admitted_s is not None
     return MovableRequest(
         request_id=request.request_id,
@@ -117,14 +119,14 @@ class CoMigration:
         requests: Sequence[MovableRequest],
         adapter_bytes: Mapping[AdapterDigest, int],
     ) -> MigrationPlan:
-        """Return what to move. That is nothing unless a replica is short of memory or time and a plan helps.
+        """Return the moves to make: none unless a replica is short of memory or time and a plan helps.
 
         Leave out requests that must stay where they are, for example because they are being moved. They then count
         neither as load nor as memory.
 
         Args:
             replicas: all open replicas.
-            requests: on these replicas.
+            requests: requests on these replicas.
             adapter_bytes: size of each adapter that a request needs.
 
         Raises:
@@ -156,14 +158,15 @@ class CoMigration:
         return has_little or load.queue_delay_s > self._settings.queue_delay_s
 
     def _running_s(self, problem: MigrationInstance) -> Floats:
-        """Return how long each replica runs without moves."""
+        """Return the running time of each replica without moves."""
         if self._settings.full:
             return problem.running_with_swaps_s(problem.home, problem.on_host)
         return problem.running_s(problem.home)
 
     def _solve(self, problem: MigrationInstance) -> tuple[Ints, float] | None:
-        """Return a placement and how long its busiest replica runs, computed for whole requests."""
-        gap, limit_s = self._settings.gap, self._settings.time_limit_s
+        """Return a placement and the running time of its busiest replica, computed for whole requests."""
+        gap = self._settings.gap
+        limit_s = self._settings.time_limit_s
         if self._settings.full:
             whole = solve_full(problem, gap, limit_s)
             return None if whole is None else (whole.placement, float(problem.running_with_swaps_s(*whole).max()))

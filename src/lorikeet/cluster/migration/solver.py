@@ -1,4 +1,4 @@
-"""Both forms of the co-migration problem, written with PuLP and solved by HiGHS.
+"""Solves both forms of the co-migration problem, written with PuLP, by HiGHS.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
 5.2. For our additions see docs/decisions/comigration.md.
@@ -14,10 +14,10 @@ import pulp
 from lorikeet.cluster.migration.problem import NO_ADAPTER, Flags, Floats, Ints, MigrationInstance
 
 MOVE_WEIGHT = 1e-3
-"""Cost of a move in the objective, as a share of the mean execution time: a move that gains less is not made."""
+"""Cost of a move in the objective, as a share of the mean execution time. A move that gains less is not made."""
 
 SAME_SHARE = 1e-6
-"""Shares this close are equal: the solver's own tolerance."""
+"""Difference below which shares are equal: the solver's own tolerance."""
 
 _Sum = Any  # a variable of PuLP, or a linear expression; PuLP publishes no types
 _Grid = list[list[_Sum]]
@@ -28,7 +28,7 @@ class RelaxedSolution(NamedTuple):
 
     Attributes:
         shares: ``[n, m]``, how much of each request each replica gets; rows sum to 1.
-        running_s: how long the busiest replica would run if requests could be split like this.
+        running_s: running time of the busiest replica if requests could be split like this.
     """
 
     shares: Floats
@@ -66,9 +66,9 @@ def solve_relaxed(problem: MigrationInstance, gap: float, time_limit_s: float) -
     solution of the same value that splits all requests alike might be rounded to no move at all.
 
     Args:
-        problem: at least one request.
-        gap: how close to the best the choice of adapters must be, relative.
-        time_limit_s: for each run.
+        problem: problem with at least one request.
+        gap: largest relative distance of the choice of adapters from the best one.
+        time_limit_s: limit of each run.
     """
     requests, replicas = problem.cost_s.shape
     model = pulp.LpProblem("adapters", pulp.LpMinimize)
@@ -96,9 +96,9 @@ def solve_full(problem: MigrationInstance, gap: float, time_limit_s: float) -> F
     """Choose whole requests, each on a device or a host, within both memories; None if not done in time.
 
     Args:
-        problem: at least one request.
-        gap: how close to the best the solution must be, relative.
-        time_limit_s: for the run.
+        problem: problem with at least one request.
+        gap: largest relative distance of the solution from the best one.
+        time_limit_s: limit of the run.
     """
     requests, replicas = problem.cost_s.shape
     model = pulp.LpProblem("full", pulp.LpMinimize)
@@ -115,7 +115,8 @@ def solve_full(problem: MigrationInstance, gap: float, time_limit_s: float) -> F
         model += swapped[j] <= problem.host_s[j]
     if not solve(model, _integer_solver(gap, time_limit_s)):
         return None
-    hosts, devices = _flags(on_host), _flags(on_device)
+    hosts = _flags(on_host)
+    devices = _flags(on_device)
     return FullSolution((hosts | devices).argmax(axis=1), np.logical_or.reduce(hosts, axis=1))
 
 
@@ -137,7 +138,7 @@ def _binary(model: pulp.LpProblem, name: str, rows: int, columns: int) -> _Grid:
 
 
 def _flags(grid: _Grid) -> Flags:
-    """Return which variables are 1."""
+    """Return whether each variable is 1."""
     return np.array([[variable.value() > 0.5 for variable in row] for row in grid], np.bool_)
 
 

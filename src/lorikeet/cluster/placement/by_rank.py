@@ -26,7 +26,7 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.replica_costs import ReplicaCosts
 
 _TINY = 1e-9
-"""Share of the target below which differences are rounding errors."""
+"""Share of the target below which a difference is a rounding error."""
 _EMPTY = -1
 """Largest rank of an empty bin."""
 
@@ -38,7 +38,7 @@ class PackingParams(msgspec.Struct, frozen=True):
     """Parameters that the paper leaves open.
 
     Attributes:
-        slack: how far above the target, as a share, a leftover may fill a bin of its own rank or a larger one.
+        slack: share of the target by which a leftover may overfill a bin of its own rank or a larger one.
         min_fraction: smallest share of an adapter (or of a bin, for an adapter larger than one) that is worth its own
             copy.
         group: most bins of a rank that share its adapters, so that a request has a choice between them.
@@ -59,7 +59,7 @@ class AdapterPart(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Load of the part."""
+        """The load of the part."""
         return self.fraction * self.demand.tokens_per_s
 
 
@@ -73,10 +73,10 @@ class LoadPacking:
     Source: LoRAServe, Algorithm 1; docs/decisions/loraserve-placement.md for what it leaves open.
 
     Args:
-        demands: of all adapters; their sum is positive.
+        demands: demands of all adapters; their sum is positive.
         bins: number of replicas.
         points: operating points.
-        params: of the packing.
+        params: parameters of the packing.
     """
 
     def __init__(self, demands: Sequence[AdapterDemand], bins: int, points: Points, params: PackingParams) -> None:
@@ -107,7 +107,7 @@ class LoadPacking:
 
     @property
     def utilisations(self) -> Floats:
-        """Utilisation of each bin at its largest rank, shape (bins,)."""
+        """The utilisation of each bin at its largest rank, shape (bins,)."""
         return self._tokens_per_s / self._point
 
     def _fill(self, own: range, of_rank: list[AdapterDemand]) -> list[AdapterPart]:
@@ -182,13 +182,13 @@ def groups_of(bins: range, most: int) -> Iterator[range]:
 
 
 def budgets(shares: dict[int, float], bins: int) -> dict[int, int]:
-    """Return how many bins each rank gets for itself (step 2).
+    """Return the number of bins that each rank gets for itself (step 2).
 
     Shares are rounded half up. If that is too many bins, they are taken one at a time from the rank that gained most by
     rounding, the smaller one among equals. If it is too few, the remaining bins have no rank.
 
     Args:
-        shares: of the ranks in all bins; their sum is ``bins``.
+        shares: shares of the ranks in all bins; their sum is ``bins``.
         bins: number of bins.
     """
     rounded = {rank: floor(share + 0.5 + _TINY) for rank, share in shares.items()}
@@ -217,11 +217,11 @@ def least_movement(
     Source: LoRAServe, Algorithm 1, step 5; an assignment of least cost is our reading of "least deviation".
 
     Args:
-        bins: as many as replicas, which are taken to be equal machines.
+        bins: contents, as many as replicas, which are equal machines.
         replicas: all replicas.
         held_by: returns which replicas had an adapter before; replicas that are gone may be among them.
         routed: the shares before.
-        sizes_bytes: of every adapter.
+        sizes_bytes: sizes of all adapters.
     """
     place = {replica: index for index, replica in enumerate(replicas)}
     stays_bytes = np.zeros((len(bins), len(replicas)))
@@ -234,7 +234,7 @@ def least_movement(
             for replica, share in routed.get(adapter, ()):
                 if replica in place:
                     stays_share[number, place[replica]] += min(part, share)
-    from scipy.optimize import linear_sum_assignment  # of the extra `cluster`
+    from scipy.optimize import linear_sum_assignment  # a package of the extra `cluster`
 
     # One matrix for both aims: bytes in their largest common unit, so that all shares together weigh less than one.
     unit_bytes = gcd(*sizes_bytes.values()) or 1
@@ -245,7 +245,7 @@ def least_movement(
 
 
 class RankPlacementParams(msgspec.Struct, frozen=True):
-    """Settings of the placement.
+    """The parameters of the placement.
 
     Attributes:
         demand_floor: smallest demand of an adapter as a share of the mean, so that adapters without requests spread.
@@ -301,14 +301,15 @@ class PlacementByRank(PlacementPolicy):
         super().__init__()
         self._points = points
         self._params = params or RankPlacementParams()
-        self.looks_early, self.extrapolates = self._params.looks_early, self._params.extrapolates
+        self.looks_early = self._params.looks_early
+        self.extrapolates = self._params.extrapolates
         self._held = held
         self._placed_on: Set[ReplicaId] = frozenset()
         self.packing: LoadPacking | None = None
-        """Packing of the last call, whether it became the table or not."""
+        """The packing of the last call, even if it did not become the table."""
 
     def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
-        """Follow the costs of a replica with operating points that are estimates."""
+        """Update estimated operating points with the costs of a replica."""
         self._points.learn(costs, prompt_tokens, output_tokens)
 
     def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
@@ -363,7 +364,7 @@ class PlacementByRank(PlacementPolicy):
 
 
 class RankGroups(PlacementByRank):
-    """Replicas of a rank share its adapters, forecasts are made for ranks, and good placements stay.
+    """Shares a rank's adapters among its replicas, forecasts demand by rank, and keeps good placements.
 
     Args:
         points: operating points.
@@ -387,8 +388,8 @@ def extended(
     New adapters are added whole, the largest rank first, where the utilisation at the largest rank is then lowest.
 
     Args:
-        table: of some of the adapters, on these replicas.
-        demands: of all adapters.
+        table: table of some of the adapters, on these replicas.
+        demands: demands of all adapters.
         replicas: all replicas.
         points: operating points.
     """
@@ -397,11 +398,12 @@ def extended(
     if not new:
         return shares
     index = {replica: number for number, replica in enumerate(replicas)}
-    tokens_per_s, point = np.zeros(len(replicas)), np.full(len(replicas), np.inf)
+    tokens_per_s = np.zeros(len(replicas))
+    point = np.full(len(replicas), np.inf)
 
     def put(demand: AdapterDemand, where: int, share: float) -> None:
         tokens_per_s[where] += share * demand.tokens_per_s
-        point[where] = min(point[where], points[demand.rank])  # points do not rise with the rank
+        point[where] = min(point[where], points[demand.rank])  # Points do not rise with the rank.
 
     for demand in demands:
         for replica, share in shares.get(demand.adapter, ()):

@@ -16,9 +16,9 @@ import msgspec
 from lorikeet.core.ids import AdapterDigest
 
 WINDOW = 5
-"""Number of periods that the extrapolation looks back."""
+"""Number of periods that the extrapolation uses."""
 COLD_TOKENS_PER_S = 1.0
-"""Demand of every adapter before the first period has ended; any number, as long as it is the same for all."""
+"""Demand of every adapter before the first period has ended; any number that is the same for all."""
 OUTPUT_ALPHA = 0.2
 """Weight of the newest answer in the mean length of an adapter's answers."""
 OUTPUTS_KNOWN = 5
@@ -34,9 +34,9 @@ class AdapterDemand(NamedTuple):
     """The demand for an adapter.
 
     Attributes:
-        adapter: its version.
-        rank: its largest rank.
-        size_bytes: of its weights, which a copy moves.
+        adapter: version of the adapter.
+        rank: largest rank of the adapter.
+        size_bytes: size of the weights, which a copy moves.
         tokens_per_s: expected in the next period; prompts and answers.
     """
 
@@ -57,7 +57,7 @@ def expected(history: Sequence[float]) -> float:
 
 
 def certainty(window: Sequence[float]) -> float:
-    """Return the share of the slope that is not explained by chance: ``1 - (its error / slope)^2``, at least 0.
+    """Return the certain share of the slope: ``1 - (its error / slope)^2``, at least 0.
 
     It is 0 for fewer than three values, because any two lie on a line. The values of periods with a dozen requests
     differ more by chance than by a trend, and following their line would then be worse than taking their mean.
@@ -65,7 +65,8 @@ def certainty(window: Sequence[float]) -> float:
     Source: the positive-part estimator of James and Stein (1961), for one slope.
     """
     points = len(window)
-    slope, mean = _slope(window), _mean(window)
+    slope = _slope(window)
+    mean = _mean(window)
     if points < 3 or slope**2 == 0.0:
         return 0.0
     missed = sum((value - mean - slope * x) ** 2 for x, value in zip(_times(points), window, strict=True))
@@ -101,16 +102,16 @@ def _times(points: int) -> tuple[float, ...]:
 
 @cache
 def _spread(points: int) -> float:
-    return sum(x**2 for x in _times(points)) or 1.0  # one point: slope 0
+    return sum(x**2 for x in _times(points)) or 1.0  # One point has the slope 0.
 
 
 class AdapterCounts(msgspec.Struct):
-    """What is counted for one adapter.
+    """The counts of one adapter.
 
     Attributes:
-        rank, size_bytes: as in :class:`AdapterDemand`.
+        rank, size_bytes: see :class:`AdapterDemand`.
         history: demand of the last ``WINDOW`` periods, tokens per second.
-        requests, prompt_tokens: of this period so far.
+        requests, prompt_tokens: counts of this period so far.
         outputs: complete answers so far.
         mean_output_tokens: exponential mean of their lengths.
     """
@@ -159,10 +160,10 @@ class DemandEstimator:
         self._adapters: dict[AdapterDigest, AdapterCounts] = {}
         self._outputs = 0
         self._output_tokens = 0
-        self._has_begun = False  # a period with requests has ended
+        self._has_begun = False  # whether a period with requests has ended
 
     def register(self, adapter: AdapterDigest, rank: int, size_bytes: int) -> None:
-        """Start to count for an adapter, which may be known already."""
+        """Begin to count an adapter. A known one changes nothing."""
         self._adapters.setdefault(adapter, AdapterCounts(rank, size_bytes))
 
     def drop(self, adapter: AdapterDigest) -> None:
@@ -178,7 +179,7 @@ class DemandEstimator:
         return adapter in self._adapters
 
     def arrived(self, adapter: AdapterDigest, prompt_tokens: int) -> None:
-        """Count a request that has arrived, wherever it is sent."""
+        """Count a request that has arrived."""
         known = self._adapters[adapter]
         known.requests += 1
         known.prompt_tokens += prompt_tokens
@@ -204,9 +205,7 @@ class DemandEstimator:
         self._started_s = now
         has_arrivals = self._has_arrivals
         for known in self._adapters.values():
-            before = (
-                known.history if self._has_begun else []
-            )  # periods before the first request say nothing about trends
+            before = known.history if self._has_begun else []  # Periods before the first request have no trend.
             known.history = [*before, self._tokens(known) / length_s][-WINDOW:]
             known.requests = known.prompt_tokens = 0
         self._has_begun |= has_arrivals
@@ -267,14 +266,15 @@ class DemandEstimator:
         """Continue from the state of an earlier estimator with a new period. Arrivals of its last period are discarded.
 
         Args:
-            state: of the earlier one.
+            state: state of the earlier estimator.
             now: start of the new period.
         """
         self._started_s = now
         self._adapters = dict(state.adapters)
         for known in self._adapters.values():
             known.requests = known.prompt_tokens = 0
-        self._outputs, self._output_tokens = state.outputs, state.output_tokens
+        self._outputs = state.outputs
+        self._output_tokens = state.output_tokens
         self._has_begun = any(any(known.history) for known in self._adapters.values())
 
 

@@ -1,4 +1,4 @@
-"""How many tokens per second a replica sustains with adapters of one rank and still meets the SLO."""
+"""Operating points: tokens per second that a replica sustains under the SLO with adapters of one rank."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,16 +18,16 @@ class Points(Protocol):
         ...
 
     def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
-        """Follow the costs of a replica and the tokens of a mean request; those of 0 are not known."""
+        """Use other costs of a replica and other lengths of a mean request; lengths of 0 are unknown."""
         ...
 
 
 class EstimatedPoints:
-    """Operating points by a formula of a replica's costs (``estimated_load``), where nobody has searched any.
+    """Estimated operating points, by a formula of a replica's costs (``estimated_load``).
 
     Args:
-        costs: of a replica.
-        prompt_tokens, output_tokens: of a mean request.
+        costs: costs of a replica.
+        prompt_tokens, output_tokens: lengths of a mean request.
         max_batch: most sequences in a step.
         tpot_s: target; 0 for the default one.
     """
@@ -48,7 +48,7 @@ class EstimatedPoints:
         return self._known[rank]
 
     def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
-        """Estimate by other costs, and by requests of other lengths, from now on."""
+        """Use other costs, and requests of other lengths, from now on."""
         self._costs = costs
         self._lengths = round(prompt_tokens) or self._lengths[0], round(output_tokens) or self._lengths[1]
         self._known.clear()
@@ -64,7 +64,7 @@ class OperatingPoints:
     Source: LoRAServe, section IV-A, for the idea; the interpolation is ours.
 
     Args:
-        tokens_per_s: by rank; prompts and answers, as demand counts them.
+        tokens_per_s: load by rank, prompts and answers together, in the unit of demand.
 
     Raises:
         ValueError: no rank, or a load that is not positive.
@@ -89,11 +89,11 @@ class OperatingPoints:
         return self._known[rank]
 
     def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
-        """Change nothing: points that were searched stay."""
+        """Change nothing: searched points stay."""
 
     @cached_property
     def _last_slope(self) -> float:
-        """Seconds per token and rank between the two largest ranks."""
+        """The seconds per token and rank between the two largest ranks."""
         if len(self._ranks) == 1:
             return 0.0
         return float(np.diff(self._token_s[-2:])[0] / np.diff(self._ranks[-2:])[0])

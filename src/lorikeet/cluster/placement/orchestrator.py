@@ -17,16 +17,16 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.replica_costs import ReplicaCosts
 
 _BASE = AdapterDigest("")
-"""Stands for the base model where its demand is counted; placements do not see it."""
+"""Digest under which the demand for the base model is counted. Placement policies do not get it."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """An adapter as placement sees it.
+    """The properties of an adapter that placement needs.
 
     Attributes:
-        adapter: its version.
-        rank: its largest rank.
-        size_bytes: of its weights.
+        adapter: version of the adapter.
+        rank: largest rank of the adapter.
+        size_bytes: size of the weights.
     """
 
     adapter: AdapterDigest
@@ -41,7 +41,7 @@ class DemandReport(msgspec.Struct, frozen=True):
         arrivals: adapter (None: the base model) and prompt tokens of each request that arrived.
         answers: adapter and tokens of each complete answer.
         is_period_end: whether the period has ended; otherwise this is an early report (see ``EARLY_PLACEMENTS``).
-        costs: of a replica, as measured; None if nothing has changed.
+        costs: measured costs of a replica; None if they have not changed.
     """
 
     arrivals: tuple[tuple[AdapterDigest | None, int], ...] = ()
@@ -54,7 +54,7 @@ class OrchestratorState(msgspec.Struct, frozen=True):
     """The state of an orchestrator, which continues from it after a restart.
 
     Attributes:
-        epoch, shares: of its table.
+        epoch, shares: content of its table.
         demand: counts.
         policy: name of the placement policy that made the table.
         writer: identifies the process that saved it; empty before that.
@@ -116,7 +116,7 @@ class Orchestrator:
         """Place adapters on these replicas from now on.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no replica.
         """
         self._set_replicas(replicas)
         return self._place(now)
@@ -126,7 +126,7 @@ class Orchestrator:
         for adapter, prompt_tokens in report.arrivals:
             if adapter is None:
                 self._base.arrived(_BASE, prompt_tokens)
-            elif adapter in self._demand:  # otherwise it was dropped while the report was in flight
+            elif adapter in self._demand:  # It may have been dropped while the report was in flight.
                 self._demand.arrived(adapter, prompt_tokens)
         for adapter, output_tokens in report.answers:
             if adapter is None:
@@ -144,8 +144,9 @@ class Orchestrator:
         return self._place(now) if self._placement.looks_early else self.table
 
     def _learn(self, costs: ReplicaCosts, report: DemandReport) -> None:
-        """Let operating points follow the costs of a replica, and the requests of a report."""
-        prompts, answers = [tokens for _, tokens in report.arrivals], [tokens for _, tokens in report.answers]
+        """Update policy and operating points with the costs of a replica and the requests of a report."""
+        prompts = [tokens for _, tokens in report.arrivals]
+        answers = [tokens for _, tokens in report.answers]
         lengths = fmean(prompts or (0,)), fmean(answers or (0,))
         self._placement.learn(costs, *lengths)
         if self._points is not None:
@@ -163,7 +164,7 @@ class Orchestrator:
         return self._place(now)
 
     def load(self, now: float) -> float | None:
-        """Return how many replicas the demand fills; None without operating points or before a period has ended."""
+        """Return the number of replicas that the demand fills; None without operating points or in the first period."""
         if self._points is None or not self._has_closed:
             return None
         return load_of((*self._demand.demands(now), *self._base.demands(now)), self._points)

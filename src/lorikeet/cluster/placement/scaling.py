@@ -1,4 +1,4 @@
-"""How many replicas there should be for a load.
+"""Decides the number of replicas for a load.
 
 Source: operating points and utilisation are LoRAServe's (section IV-A). The paper leaves the number of servers open, so
 the rule is ours.
@@ -12,14 +12,14 @@ from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.operating_points import Points
 
 TARGET = 0.8
-"""Target load per replica; at 1 the SLO is met with nothing to spare."""
+"""Target load per replica; at 1 the SLO is just met."""
 
 PATIENCE = 3
-"""Periods in a row for which fewer replicas must be enough before one is removed: starting one takes long."""
+"""Periods in a row in which fewer replicas must be enough before one is removed, because a start takes long."""
 
 
 def load_of(demands: Iterable[AdapterDemand], points: Points) -> float:
-    """Return how many replicas the demand fills, each up to its operating point at the rank of the demand."""
+    """Return the number of replicas that the demand fills, each up to its operating point at the demand's rank."""
     return sum(demand.tokens_per_s / points[demand.rank] for demand in demands)
 
 
@@ -36,11 +36,12 @@ class ScalingPolicy:
     def __init__(self, minimum: int, maximum: int) -> None:
         if not 1 <= minimum <= maximum:
             raise ValueError(f"Cannot scale from {minimum} to {maximum} replicas")
-        self._minimum, self._maximum = minimum, maximum
+        self._minimum = minimum
+        self._maximum = maximum
         self._enough = deque[int](maxlen=PATIENCE)
 
     def wanted(self, load: float, replicas: int) -> int:
-        """Return how many replicas there should be. Call it once a period.
+        """Return the number of replicas that should run. Call it once a period.
 
         Args:
             load: see :func:`load_of`.

@@ -1,4 +1,4 @@
-"""How a controller requests placements.
+"""The interface by which a controller requests placements.
 
 :class:`PlacementService` is an orchestrator, in this process or elsewhere. :class:`PlacementClient` reports arrivals
 and answers to it, and follows the routing tables that it returns.
@@ -31,7 +31,7 @@ class PlacementService(Protocol):
     Every call returns the current table, the same object until it changes.
 
     Raises:
-        OrchestratorUnavailable: by every call, if the orchestrator does not answer in time.
+        OrchestratorUnavailable: the orchestrator does not answer in time; any call raises it.
     """
 
     async def register(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
@@ -51,7 +51,7 @@ class PlacementService(Protocol):
         ...
 
     async def load(self) -> float | None:
-        """Return, instead of a table, how many replicas the demand fills; see ``Orchestrator``."""
+        """Return the number of replicas that the demand fills, not a table; see ``Orchestrator``."""
         ...
 
 
@@ -83,7 +83,7 @@ class LocalPlacementService:
             return await asyncio.to_thread(self._orchestrator.period, report, time.monotonic())
 
     async def load(self) -> float | None:
-        """Return how many replicas the demand fills."""
+        """Return the number of replicas that the demand fills."""
         async with self._lock:
             return await asyncio.to_thread(self._orchestrator.load, time.monotonic())
 
@@ -109,7 +109,7 @@ class PlacementClient:
 
     Attributes:
         table: the last one.
-        costs: of a replica, to report with the next period; None if they have not changed.
+        costs: costs of a replica for the report of the next period; None if they have not changed.
     """
 
     def __init__(self, service: PlacementService, period_s: float, on_table: Callable[[RoutingTable], None]) -> None:
@@ -122,7 +122,7 @@ class PlacementClient:
         self._missed: list[_Call] = []
         self._arrivals: list[tuple[AdapterDigest | None, int]] = []
         self._answers: list[tuple[AdapterDigest | None, int]] = []
-        self._unreported = DemandReport()  # what the last failed call reported
+        self._unreported = DemandReport()  # demand of the last failed report
         self._ended = asyncio.Event()
         self._has_arrivals = asyncio.Event()
 
@@ -136,15 +136,15 @@ class PlacementClient:
         self._answers.append((adapter, output_tokens))
 
     async def register(self, adapters: Sequence[AdapterInfo]) -> None:
-        """Have new adapters placed."""
+        """Place new adapters."""
         await self._submit(partial(self._service.register, adapters))
 
     async def drop(self, adapter: AdapterDigest) -> None:
-        """Have an adapter forgotten."""
+        """Forget an adapter."""
         await self._submit(partial(self._service.drop, adapter))
 
     async def set_replicas(self, replicas: Sequence[ReplicaId]) -> None:
-        """Have everything placed on these replicas."""
+        """Place all adapters on these replicas."""
         await self._submit(partial(self._service.set_replicas, replicas))
 
     async def period(self) -> None:
@@ -152,7 +152,7 @@ class PlacementClient:
         await self._ended.wait()
 
     async def run(self) -> None:
-        """Report every period, for ever. The first request begins a period, which is reported early, too."""
+        """Report the demand of every period. The first request begins a period, which is also reported early."""
         began_s = await self._first_arrival_s()
         for part in EARLY_PLACEMENTS:
             await asyncio.sleep(began_s + part * self._period_s - time.monotonic())
@@ -175,14 +175,18 @@ class PlacementClient:
         return began_s
 
     def _take_report(self, is_period_end: bool) -> DemandReport:
-        arrivals, self._arrivals = self._arrivals, []
-        answers, self._answers = self._answers, []
-        costs, self.costs = self.costs, None
+        arrivals = self._arrivals
+        self._arrivals = []
+        answers = self._answers
+        self._answers = []
+        costs = self.costs
+        self.costs = None
         return DemandReport(tuple(arrivals), tuple(answers), is_period_end, costs)
 
     async def _send_report(self, report: DemandReport) -> None:
         """Send a demand report. A failure is logged, and its demand may or may not be counted."""
-        before, self._unreported = self._unreported, DemandReport()
+        before = self._unreported
+        self._unreported = DemandReport()
         combined = DemandReport(
             before.arrivals + report.arrivals,
             before.answers + report.answers,
@@ -194,7 +198,7 @@ class PlacementClient:
                 if not (await self._catch_up() and await self._follow(partial(self._service.period, combined))):
                     self._unreported = msgspec.structs.replace(report, costs=combined.costs)
                 elif report.is_period_end:
-                    self._ended.set()  # wakes all current waiters; later ones wait for the next period
+                    self._ended.set()  # Wake all current waiters; later ones wait for the next period.
                     self._ended.clear()
         except Exception:
             log.exception("placement failed")

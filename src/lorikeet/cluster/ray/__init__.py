@@ -6,10 +6,10 @@ Ray is optional. :mod:`.start` can be imported without it and says what to insta
 import os
 
 _VARIABLES = {
-    "RAY_COLOR_PREFIX": "0",  # output of other processes goes to a log, not to a terminal
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # a late call must not start Ray
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # calls whose result is not used may fail silently
+    "RAY_COLOR_PREFIX": "0",  # The output of other processes goes to a log, not to a terminal.
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # A late call must not start Ray.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # Calls whose result is not used may fail silently.
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-for _name, _value in _VARIABLES.items():  # read when Ray is imported; variables that the user has set win
+for _name, _value in _VARIABLES.items():  # Ray reads these when it is imported. The user's variables take precedence.
     os.environ.setdefault(_name, _value)

@@ -14,7 +14,7 @@ from lorikeet.cluster.ray.start import RayError, RayInfo
 from lorikeet.core.ids import ReplicaId
 
 START_TIMEOUT_S = 120.0
-"""How long an actor may take to start, including the search for a machine with enough resources."""
+"""Most seconds until an actor has started, including the search for a machine with enough resources."""
 
 log = structlog.get_logger("lorikeet")
 
@@ -25,7 +25,7 @@ class ReplicaResources(NamedTuple):
     Attributes:
         cpus: CPUs that Ray reserves; may be less than one.
         gpus: GPUs that Ray reserves.
-        threads: of each rank of its engine, unless the settings say otherwise.
+        threads: threads of each rank of its engine, unless the settings have a number.
     """
 
     cpus: float
@@ -37,13 +37,13 @@ class RayProcess:
     """An engine that an actor runs; implements :class:`~lorikeet.client.supervisor.EngineProcess`.
 
     Args:
-        actor: runs it.
-        pid: its process id.
-        node_ip: of its machine.
+        actor: handle of its actor.
+        pid: process id of the engine.
+        node_ip: address of the machine.
 
     Attributes:
-        actor, pid, node_ip: as given.
-        returncode: None while it runs, and if it was lost with its actor.
+        actor, pid, node_ip: see the arguments.
+        returncode: exit code; None while it runs, and if it was lost with its actor.
     """
 
     def __init__(self, actor: Any, pid: int, node_ip: str) -> None:
@@ -77,10 +77,10 @@ class RayHost:
 
     Args:
         ray_info: the cluster.
-        replica: whose engines it starts.
+        replica: replica whose engines it starts.
         pool_dir: folder for adapters on every machine of the cluster; made absolute here.
-        resources: of the replica.
-        peer_key: with which adapters are fetched from it.
+        resources: resources of the replica.
+        peer_key: key with which adapters are fetched from it.
     """
 
     def __init__(
@@ -102,22 +102,22 @@ class RayHost:
 
     @property
     def node_id(self) -> str:
-        """Ray's node where its engine ran last; empty before the first start."""
+        """Ray's node of the last engine; empty before the first start."""
         return self._node_id
 
     @property
     def address(self) -> str:
-        """Address of the machine where its engine ran last; empty before the first start."""
+        """The address of the last engine's machine; empty before the first start."""
         return self._node_ip
 
     @property
     def peer(self) -> PeerAddress | None:
-        """Where its adapters can be fetched; None before the first start."""
+        """The address at which its adapters can be fetched; None before the first start."""
         return self._peer
 
     @property
     def actor(self) -> Any:
-        """Handle of the replica's actor; None if there is none. It may have died since its last use."""
+        """The handle of the replica's actor; None if there is none. The actor may have died since its last use."""
         return self._actor
 
     def bind_address(self) -> str:
@@ -164,14 +164,16 @@ class RayHost:
                 f"replica {self._replica}: no machine of the Ray cluster had {self._resources.cpus:g} CPUs and "
                 f"{self._resources.gpus:g} GPUs free within {START_TIMEOUT_S:g} s; the cluster has {_cluster_totals()}"
             ) from error
-        self._node_ip, self._node_id, self._peer = place.node_ip, place.node_id, place.peer
+        self._node_ip = place.node_ip
+        self._node_id = place.node_id
+        self._peer = place.peer
         return RayProcess(self._actor, pid, place.node_ip)
 
     def _new_actor(self) -> Any:
         options = ray.remote(ReplicaActor).options(
             num_cpus=self._resources.cpus,
             num_gpus=self._resources.gpus,
-            max_restarts=0,  # the supervisor restarts it, because a new engine needs all messages again
+            max_restarts=0,  # The supervisor restarts the engine, because a new one needs all messages again.
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment(self._resources.threads)},
         )
@@ -188,7 +190,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def cause_of(error: Exception) -> Exception:
-    """Return the exception that an actor's method raised; any other error as it is."""
+    """Return the exception that an actor's method raised; any other error unchanged."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
         return error.cause
     return error
@@ -200,7 +202,7 @@ def reason_of(error: Exception) -> str:
         return str(cause) or type(cause).__name__
     lines = str(error).strip().splitlines() or [type(error).__name__]
     has_started = not (isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed)
-    return lines[0] if has_started else lines[-1]  # the reason of a failed start is below a trace
+    return lines[0] if has_started else lines[-1]  # The reason of a failed start is below a trace.
 
 
 def _cluster_totals() -> str:

@@ -15,7 +15,7 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.machine import usable_cores
 
 _CPU_OVERCOMMIT = 16
-"""Engines on one machine share its cores, so Ray is told of more CPUs and never refuses an added replica."""
+"""CPUs that Ray assumes. Engines share cores, so the number is high enough that no added replica is refused."""
 
 
 class RayParts(NamedTuple):
@@ -41,14 +41,15 @@ def open_ray(
         settings: all settings.
         pool_dir: folder for adapters on every machine.
         make: builds the orchestrator.
-        registry_url: where its state is saved.
-        identity: of this server in the registry.
+        registry_url: registry for the orchestrator's state.
+        identity: name of this server in the registry.
         stack: closes what was started here.
 
     Raises:
         RayError: Ray cannot be started or joined.
     """
-    cluster, cores = settings.cluster, len(usable_cores())
+    cluster = settings.cluster
+    cores = len(usable_cores())
     info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _CPU_OVERCOMMIT)
     stack.callback(stop_ray)
     resources = resources_of(settings, cores if info.is_embedded else None)
@@ -73,7 +74,8 @@ def resources_of(settings: Settings, cores: int | None) -> ReplicaResources:
         settings: all settings.
         cores: shared among as many replicas as there may ever be; None if the machines of the cluster are unknown.
     """
-    engine, cluster = settings.engine, settings.cluster
+    engine = settings.engine
+    cluster = settings.cluster
     share = 1.0 if cores is None else cores / max(cluster.replicas, cluster.max_replicas)
     cpus = engine.threads * engine.ranks or share
     gpus = engine.ranks if engine.device == "cuda" else 0

@@ -25,7 +25,7 @@ _RETRY_S = 0.2
 MakeOrchestrator = Callable[[float], Orchestrator]
 """Builds an orchestrator whose first period starts at a given time.
 
-It is sent to another process: plain values only.
+It is sent to another process, so it holds plain values only.
 """
 
 
@@ -33,7 +33,7 @@ class PlacementReply(NamedTuple):
     """A response of the actor.
 
     Attributes:
-        incarnation: of the actor; changes with every restart.
+        incarnation: incarnation of the actor; changes with every restart.
         table: the current routing table.
     """
 
@@ -50,7 +50,7 @@ class OrchestratorActor:
 
     Args:
         make: builds the orchestrator after every start.
-        registry_url: where its state is saved.
+        registry_url: registry for the orchestrator's state.
         cluster: identity of the cluster in the registry.
     """
 
@@ -70,7 +70,7 @@ class OrchestratorActor:
         replicas: Sequence[ReplicaId] | None,
         table: RoutingTable | None,
     ) -> PlacementReply:
-        """Take over what the controller knows; see ``PersistentOrchestrator``. Works for any incarnation."""
+        """Take over the controller's state; see ``PersistentOrchestrator``. Works for any incarnation."""
         return PlacementReply(self._incarnation, self._orchestrator.begin(adapters, replicas, table))
 
     def register(self, incarnation: str, adapters: Iterable[AdapterInfo]) -> PlacementReply:
@@ -90,7 +90,7 @@ class OrchestratorActor:
         return self._if_current(incarnation, lambda: self._orchestrator.period(report))
 
     def load(self) -> float | None:
-        """Return how many replicas the demand fills."""
+        """Return the number of replicas that the demand fills."""
         return self._orchestrator.load()
 
     def state(self) -> OrchestratorState:
@@ -115,12 +115,12 @@ class RayPlacement:
 
     Args:
         make: builds the orchestrator.
-        registry_url: where its state is saved.
+        registry_url: registry for the orchestrator's state.
         cluster: identity of the cluster in the registry.
-        timeout_s: how long a call is retried while the actor does not answer.
+        timeout_s: seconds for which a call is retried while the actor does not answer.
 
     Attributes:
-        actor: its handle.
+        actor: handle of the actor.
     """
 
     def __init__(
@@ -130,15 +130,15 @@ class RayPlacement:
         options = ray.remote(OrchestratorActor).options(
             num_cpus=0,
             max_restarts=-1,
-            max_task_retries=0,  # a new incarnation must be brought in sync before the call is repeated
+            max_task_retries=0,  # A new incarnation must be brought in sync before the call is repeated.
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             runtime_env={"env_vars": environment(1)},
         )
         self.actor: Any = options.remote(make, registry_url, cluster)
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
-        self._synced = ""  # incarnation that has received everything
-        self._is_new = False  # it was brought in sync after the last period
+        self._synced = ""  # the incarnation that has received everything
+        self._is_new = False  # whether it was brought in sync after the last period
         self._known: dict[AdapterDigest, AdapterInfo] | None = None  # None before the first call
         self._replicas: tuple[ReplicaId, ...] | None = None
         self._table: RoutingTable | None = None
@@ -148,7 +148,8 @@ class RayPlacement:
         new = tuple(adapters)
         async with self._lock:
             if self._known is None:
-                self._known, self._synced = {}, ""
+                self._known = {}
+                self._synced = ""
             self._known |= {each.adapter: each for each in new}
             return await self._call("register", new)
 
@@ -169,13 +170,13 @@ class RayPlacement:
         """Count a demand report, and place again."""
         async with self._lock:
             if self._is_new and report.arrivals:
-                self._synced = ""  # its period is shorter than the report: begin again
+                self._synced = ""  # Its period is shorter than the report, so it begins again.
             table = await self._call("period", report)
             self._is_new = False
             return table
 
     async def load(self) -> float | None:
-        """Return how many replicas the demand fills."""
+        """Return the number of replicas that the demand fills."""
         async with self._lock:
             load: float | None = await self._ask("load")
             return load
@@ -184,7 +185,7 @@ class RayPlacement:
         """Return the state of the orchestrator.
 
         Raises:
-            OrchestratorUnavailable: it does not answer.
+            OrchestratorUnavailable: the actor does not answer.
         """
         state: OrchestratorState = await self._ask("state")
         return state
@@ -202,10 +203,12 @@ class RayPlacement:
         if placed.incarnation != self._synced:
             adapters = None if self._known is None else tuple(self._known.values())
             placed = await self._ask("begin", adapters, self._replicas, self._table)
-            self._synced, self._is_new = placed.incarnation, True
-        before, table = self._table, placed.table
+            self._synced = placed.incarnation
+            self._is_new = True
+        before = self._table
+        table = placed.table
         if before is not None and (before.epoch, before.shares) == (table.epoch, table.shares):
-            table = before  # the same object shows that nothing has changed
+            table = before  # The same object means that nothing has changed.
         self._table = table
         return table
 

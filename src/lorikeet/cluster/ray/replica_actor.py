@@ -21,13 +21,13 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
 class ActorLocation(NamedTuple):
-    """Where an actor runs.
+    """The node and processes of an actor.
 
     Attributes:
-        node_id, node_ip: of Ray's node.
-        pid: its process id there.
-        engine_pid: that of its engine; None if none runs.
-        peer: where other machines fetch its adapters.
+        node_id, node_ip: id and address of Ray's node.
+        pid: process id of the actor.
+        engine_pid: process id of its engine; None if none runs.
+        peer: address at which other machines fetch its adapters.
     """
 
     node_id: str
@@ -51,7 +51,7 @@ class _Settings(msgspec.Struct):
 
 
 class _Input(msgspec.Struct):
-    """Of an ``EngineInput`` only where the model is."""
+    """The part of an ``EngineInput`` that names the model's folder."""
 
     settings: _Settings = msgspec.field(default_factory=_Settings)
 
@@ -64,10 +64,10 @@ class ReplicaActor:
     are answered quickly.
 
     Args:
-        replica: which.
+        replica: id of the replica.
         pool_dir: on its machine; ``<pool_dir>/<replica>/<digest>/`` holds an adapter. It outlives the actor, and the
             replica's next actor on this machine continues with it.
-        peer_key: that those who fetch its adapters must have.
+        peer_key: key that clients of its peer server must have.
     """
 
     def __init__(self, replica: ReplicaId, pool_dir: str, peer_key: bytes) -> None:
@@ -86,10 +86,10 @@ class ReplicaActor:
     # --- the engine ----------------------------------------------------------------------------------
 
     async def start(self, address: str, settings: bytes, working_dir: str) -> int:
-        """Start the engine, and kill one that still runs.
+        """Kill an engine that still runs, and start another.
 
         Args:
-            address: where the controller listens for it.
+            address: address at which the controller listens for the engine.
             settings: a line for its standard input.
             working_dir: base of relative paths in its settings; empty for the actor's own.
 
@@ -97,7 +97,7 @@ class ReplicaActor:
             Its process id.
 
         Raises:
-            OSError: it cannot be started, or the model is not on this machine.
+            OSError: the engine cannot be started, or the model is not on this machine.
         """
         self._check_model(settings, working_dir)
         if self._engine is not None:
@@ -127,7 +127,7 @@ class ReplicaActor:
         """Wait until an engine has ended and return its exit code; None if there is no such engine."""
         engine = self._engine
         if self._replaced is not None and self._replaced[0] == pid:
-            return self._replaced[1]  # the next engine was started before this call
+            return self._replaced[1]  # The next engine was started before this call.
         if engine is None or engine.process.pid != pid:
             return None
         return await asyncio.shield(engine.ended)
@@ -138,7 +138,7 @@ class ReplicaActor:
             self._engine.process.kill()
 
     async def describe(self) -> ActorLocation:
-        """Return where the actor runs."""
+        """Return the node and processes of the actor."""
         engine = self._engine
         engine_pid = None if engine is None or engine.ended.done() else engine.process.pid
         node_id = ray.get_runtime_context().get_node_id()
@@ -152,15 +152,15 @@ class ReplicaActor:
         Raises:
             PeerUnreachable: no connection to the peer can be made.
             PeerError: the peer has not got the adapter, or was lost.
-            PoolFolderError: it arrived damaged, or cannot be written.
+            PoolFolderError: the adapter arrived damaged, or cannot be written.
         """
         return str(await asyncio.to_thread(self._pool.fetch, digest, peer, self._peer_key))
 
     async def share(self, digest: AdapterDigest, replica: ReplicaId) -> str:
-        """Share the copy of another replica on this machine, and return its folder here; empty if none is to be seen.
+        """Share the copy of another replica on this machine, and return its folder; empty if none is visible.
 
         Raises:
-            PoolFolderError: it cannot be written, or has gone meanwhile.
+            PoolFolderError: the copy cannot be written, or was deleted meanwhile.
         """
         return str(await asyncio.to_thread(self._pool.share, digest, replica) or "")
 
@@ -168,7 +168,7 @@ class ReplicaActor:
         """Return the size of an adapter in bytes, and its files, as two values: the caller need not fetch the second.
 
         Raises:
-            PoolFolderError: it is missing or damaged.
+            PoolFolderError: the adapter is missing or damaged.
         """
         files = await asyncio.to_thread(self._pool.read, digest)
         return bytes_of(files), files
@@ -177,7 +177,7 @@ class ReplicaActor:
         """Store an adapter and return its folder.
 
         Raises:
-            PoolFolderError: it arrived damaged, or cannot be written.
+            PoolFolderError: the adapter arrived damaged, or cannot be written.
         """
         return str(await asyncio.to_thread(self._pool.store, digest, files))
 
@@ -190,10 +190,10 @@ class ReplicaActor:
         await asyncio.to_thread(self._pool.delete, digest)
 
     async def discard(self) -> None:
-        """Delete the whole folder. Nothing can be stored after that.
+        """Delete the whole folder. Later stores fail.
 
         Raises:
-            PoolFolderError: it cannot be deleted.
+            PoolFolderError: the folder cannot be deleted.
         """
         await asyncio.to_thread(self._pool.discard)
 
@@ -204,12 +204,12 @@ class ReplicaActor:
 
 def _send_settings(process: "subprocess.Popen[bytes]", settings: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, which its waiter reports
+    with contextlib.suppress(BrokenPipeError):  # The engine has ended, which its waiter reports.
         process.stdin.write(settings + b"\n")
         process.stdin.flush()
 
 
 def _watch(engine: _Engine, loop: asyncio.AbstractEventLoop) -> None:
     code = engine.process.wait()
-    with contextlib.suppress(RuntimeError):  # the loop is closed: the actor is ending
+    with contextlib.suppress(RuntimeError):  # The loop is closed because the actor is ending.
         loop.call_soon_threadsafe(engine.ended.set_result, code)

@@ -12,27 +12,27 @@ from typing import Any, NamedTuple
 from lorikeet.core.text import install_command
 
 OBJECT_STORE_BYTES = 512 * 2**20
-"""Of an embedded Ray. It holds only adapters in transit; what does not fit is spilled to disk."""
+"""Size of the object store of an embedded Ray. It holds only adapters in transit; the rest is spilled to disk."""
 
 _CONNECT_TIMEOUT_S = 10.0
 
 _EMBEDDED = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine: ports, which need no key, listen on loopback only
-    "RAY_prestart_worker_first_driver": "0",  # every actor gets its own process and environment
-    "RAY_memory_monitor_refresh_ms": "0",  # engines fill memory as planned, and must not be killed for it
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # On one machine, ports listen on loopback only and need no key.
+    "RAY_prestart_worker_first_driver": "0",  # Every actor gets its own process and environment.
+    "RAY_memory_monitor_refresh_ms": "0",  # Engines fill memory as planned, and must not be killed for it.
 }
 
 
 class RayError(OSError):
-    """Ray is missing, or an operation on it failed. The message says what to do."""
+    """Ray is missing, or an operation on it failed. The message names the remedy."""
 
 
 class RayInfo(NamedTuple):
-    """The Ray cluster that this process is part of.
+    """The Ray cluster of this process.
 
     Attributes:
-        address: of its head node.
-        node_ip: of this machine, as the others see it.
+        address: address of its head node.
+        node_ip: address of this machine for the others.
         is_embedded: whether it was started here, for this process alone, and ends with it.
     """
 
@@ -42,7 +42,7 @@ class RayInfo(NamedTuple):
 
     @property
     def peer_host(self) -> str:
-        """Address of this machine at which the processes of the cluster reach this one."""
+        """The address at which the processes of the cluster reach this machine."""
         return "127.0.0.1" if self.is_embedded else self.node_ip
 
 
@@ -50,9 +50,9 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
     """Start Ray, or join a Ray cluster. Handlers of SIGTERM and SIGINT stay as they are.
 
     Args:
-        address: of the head node of a cluster that this machine is part of (``host:port``, or ``auto`` for the one that
-            runs here); empty to start Ray on this machine.
-        cpus: how many CPUs Ray assumes when it is started here; None for those that exist.
+        address: address of the head node of this machine's cluster (``host:port``, or ``auto`` for the local one);
+            empty to start Ray on this machine.
+        cpus: number of CPUs that a Ray started here assumes; None for the existing ones.
 
     Raises:
         RayError: Ray is not installed, does not start, or cannot be joined.
@@ -69,7 +69,7 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
     if not address:
         for name, value in _EMBEDDED.items():
             os.environ.setdefault(name, value)
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read that variable already
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # This process has read that variable already.
         # Ray warns that it requires a token, as it should.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     elif address != "auto":
@@ -79,7 +79,7 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
             context = ray.init(
                 address=address or "local",
                 logging_level=logging.WARNING,
-                log_to_driver=True,  # show the standard error of engines
+                log_to_driver=True,  # Show the standard error of engines.
                 **({} if address else embedded),
             )
     except Exception as error:  # Ray raises many kinds of exceptions
@@ -127,7 +127,7 @@ def _installed() -> Any:
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """Restore the signal handlers that Ray replaces: a server drains on SIGTERM, where Ray exits immediately."""
-    if threading.current_thread() is not threading.main_thread():  # Ray sets no handlers then
+    if threading.current_thread() is not threading.main_thread():  # In another thread Ray sets no handlers.
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -135,5 +135,5 @@ def _signal_handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # a handler that was not set from Python cannot be restored
+            if handler is not None:  # A handler that was not set from Python cannot be restored.
                 signal.signal(number, handler)

@@ -24,7 +24,7 @@ log = structlog.get_logger("lorikeet")
 
 _STORE_ATTEMPTS = 5
 _RETRY_S = 1.0
-"""Ray reports an actor as unavailable before it knows whether the actor is dead."""
+"""Seconds to retry while Ray reports an actor as unavailable, which may be alive or dead."""
 
 
 @dataclass
@@ -42,9 +42,9 @@ class RayTransport:
     from this process. Where it cannot connect to that (because of a firewall, for example), Ray carries the files.
 
     Args:
-        hosts: of all replicas; read at every call. Released replicas are removed from it.
+        hosts: hosts of all replicas; read at every call. Released replicas are removed from it.
         host: address at which actors reach this process.
-        peer_key: that of the actors.
+        peer_key: key of the actors.
 
     Attributes:
         traffic: so far.
@@ -61,7 +61,8 @@ class RayTransport:
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
         """Copy an adapter from actor to actor. The files do not pass through this process."""
         what = f"adapter {adapter.name!r} from {source} to {destination}"
-        source_actor, destination_actor = self._actor(what, source), self._destination(what, destination)
+        source_actor = self._actor(what, source)
+        destination_actor = self._destination(what, destination)
         if self._hosts[source].node_id == self._hosts[destination].node_id:
             folder = await self._called(what, lambda: destination_actor.share.remote(adapter.digest, source))
             if folder:
@@ -92,7 +93,7 @@ class RayTransport:
     async def _fetch(
         self, what: str, adapter: AdapterRef, peer: PeerAddress, source: ReplicaId | None, destination: ReplicaId
     ) -> AdapterRef | None:
-        """Have a destination fetch an adapter from a replica, or from this process if ``source`` is None.
+        """Let a destination fetch an adapter from a replica, or from this process if ``source`` is None.
 
         Returns:
             The copy; None if no connection to ``peer``, the source's address, can be made.
@@ -114,7 +115,7 @@ class RayTransport:
         return self._placed(adapter, folder)
 
     async def _is_there(self, replica: ReplicaId) -> bool:
-        """Whether a replica's actor answers."""
+        """Return whether a replica's actor answers."""
         host = self._hosts.get(replica)
         if host is None:
             return False
@@ -157,7 +158,7 @@ class RayTransport:
         self._hosts.pop(replica, None)
 
     def close(self) -> None:
-        """Serve no adapters of this machine any more. Hosts own the actors."""
+        """Stop to serve adapters of this machine. Hosts own the actors."""
         self._peers.close()
 
     def _actor(self, what: str, replica: ReplicaId) -> Any:
@@ -176,7 +177,7 @@ class RayTransport:
         return self._placed(adapter, await self._called(what, lambda: actor.store.remote(adapter.digest, files)))
 
     async def _called(self, what: str, call: Callable[[], Awaitable[str]]) -> str:
-        """Return the folder that a destination's actor returns; ask again while it does not answer."""
+        """Return the folder from a destination's actor; retry while the actor does not answer."""
         left = _STORE_ATTEMPTS
         while True:
             try:
@@ -184,7 +185,8 @@ class RayTransport:
             except ray.exceptions.ActorDiedError as error:
                 raise DestinationLost(f"{what}: {reason_of(error)}") from error
             except ray.exceptions.RayError as error:
-                cause, left = cause_of(error), left - 1
+                cause = cause_of(error)
+                left = left - 1
                 if isinstance(cause, PeerError | PeerUnreachable):
                     raise cause from error
                 if not (left and isinstance(error, ray.exceptions.ActorUnavailableError)):
@@ -204,7 +206,7 @@ class RayTransport:
             shared = self._shared[adapter.digest] = _Shared(asyncio.create_task(_put(Path(adapter.folder))))
         shared.users += 1
         try:
-            yield await asyncio.shield(shared.put)  # cancelling one copy must not cancel the others
+            yield await asyncio.shield(shared.put)  # A cancelled copy must not cancel the others.
         finally:
             shared.users -= 1
             if not shared.users:

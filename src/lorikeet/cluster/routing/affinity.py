@@ -24,14 +24,14 @@ _MAX_STALE = 64
 """Number of forgotten replicas after which all prefixes are forgotten."""
 
 _EXACT_BITS = 4
-"""Prefixes of up to 2^4 blocks are remembered block by block."""
+"""Exponent of 2: prefixes of up to that many blocks are remembered block by block."""
 
 Home = tuple[ReplicaId, int]
 """A replica and its incarnation. A later incarnation has lost the KV."""
 
 
 class PrefixDepths:
-    """The prefix lengths, in blocks, that are remembered: from 16 on, each at most an eighth longer than the last.
+    """The prefix lengths to remember, in blocks: from 16 on, each at most an eighth longer than the last.
 
     A prompt of 100,000 tokens has thousands of blocks, and routing it must stay fast.
     """
@@ -50,7 +50,7 @@ class PrefixDepths:
 
 
 class SentPrefixes:
-    """Remembers for every prefix to which replicas a request with it was sent; the least recently used are forgotten.
+    """Remembers the replicas to which requests with a prefix were sent, for the most recently used prefixes.
 
     A prefix is identified by the key of its last block, which depends on the adapter version and all tokens before. A
     replica that has a prefix has all shorter ones; of a prompt, the longest prefixes are forgotten first. Replicas do
@@ -73,33 +73,36 @@ class SentPrefixes:
         return len(self._masks)
 
     def homes(self) -> list[Home]:
-        """Return the replicas to which requests were sent and that were not forgotten."""
+        """Return the remembered replicas."""
         return list(self._bits)
 
     def match(self, keys: Sequence[bytes]) -> dict[Home, int]:
-        """Return for each replica how many leading blocks of a prompt it was sent; replicas without any are left out.
+        """Return the number of leading blocks of a prompt that each replica was sent; only replicas with at least one.
 
         Args:
-            keys: of the prompt's whole blocks.
+            keys: keys of the prompt's whole blocks.
         """
-        mask, matched = ~self._stale_bits, 0
+        mask = ~self._stale_bits
+        matched = 0
         lengths: dict[Home, int] = {}
         for depth in self._depths.of(len(keys)):
             longer = mask & self._masks.get(keys[depth - 1], 0)
             if matched and longer != mask:
                 lengths.update(dict.fromkeys(self._homes_of(mask & ~longer), matched))
-            mask, matched = longer, depth
+            mask = longer
+            matched = depth
             if not mask:
                 return lengths
         return lengths | dict.fromkeys(self._homes_of(mask), matched) if matched else lengths
 
     def add(self, keys: Sequence[bytes], home: Home) -> None:
         """Remember that a request with these block keys was sent to a replica."""
-        masks, bit = self._masks, 1 << self._bit(home)
-        for depth in reversed(self._depths.of(len(keys))):  # so that the shortest prefix is the last used
+        masks = self._masks
+        bit = 1 << self._bit(home)
+        for depth in reversed(self._depths.of(len(keys))):  # Backwards, so that the shortest prefix is the last used.
             key = keys[depth - 1]
             mask = masks.get(key)
-            if mask is None:  # a new key is inserted last anyway
+            if mask is None:  # A new key is inserted last anyway.
                 masks[key] = bit
                 continue
             if not mask & bit:
@@ -143,9 +146,9 @@ class SentPrefixes:
 
 
 BOUND = 1.25
-"""A replica may have this many times the mean number of requests and still be preferred."""
+"""Multiple of the mean number of requests up to which a replica may be preferred."""
 MIN_BOUND_REQUESTS = 4
-"""A replica with fewer requests than this may always be preferred: sharing steps costs them little."""
+"""Number of requests below which a replica may always be preferred, because sharing steps costs them little."""
 
 
 def not_overloaded(candidates: Indices, fleet: Fleet, bound: float) -> Indices:
@@ -177,7 +180,7 @@ def _best(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.generic]) -
 
 
 class AdapterAffinity(RoutingPolicy):
-    """Prefers replicas that hold the adapter or are loading it, unless they are overloaded; of these the least loaded.
+    """Prefers the least loaded replica that holds the adapter or is loading it, unless it is overloaded.
 
     Args:
         bound: see :data:`BOUND`.
@@ -227,7 +230,7 @@ class KvAffinity(RoutingPolicy):
         return Choice(info.replica)
 
     def _unknown_blocks(self, request: RoutingRequest, fleet: Fleet) -> list[Indices]:
-        """Return the negated number of known blocks by replica, as a sort key; no array if no replica knows any."""
+        """Return the negated number of known blocks by replica as a sort key; an empty list if there are none."""
         matched = self._prefixes.match(request.keys)
         if not matched:
             return []

@@ -81,7 +81,7 @@ class RoutingPolicy(ABC):
         Args:
             request: the request to route.
             fleet: state of all replicas.
-            places: where its adapter should be, and where it is.
+            places: places of its adapter.
             now: seconds on the caller's clock.
 
         Returns:
@@ -167,7 +167,8 @@ def with_capacity(request: RoutingRequest, fleet: Fleet, candidates: Indices) ->
     If the request would not even fit an empty candidate, waiting does not help: then all are returned, and the engine
     that gets it rejects it with a reason.
     """
-    loads, needed_tokens = fleet.loads, fleet.needed_tokens(request, fleet.is_warm(request.adapter))
+    loads = fleet.loads
+    needed_tokens = fleet.needed_tokens(request, fleet.is_warm(request.adapter))
     fitting = candidates[(needed_tokens <= loads.free_tokens)[candidates]]
     if len(fitting) or (needed_tokens <= loads.total_tokens)[candidates].any():
         return fitting

@@ -26,7 +26,8 @@ class ByTable(RoutingPolicy):
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Draw a replica."""
-        table, adapter = places.table, request.adapter
+        table = places.table
+        adapter = request.adapter
         if table is not None and adapter is not None and (shares := table.shares.get(adapter)):
             drawn = table.draw(adapter, self._random.random())
             if drawn in fleet.open_index:

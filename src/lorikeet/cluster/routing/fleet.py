@@ -1,4 +1,4 @@
-"""The state of all replicas for routing: their requests, their load and their resident adapters.
+"""Tracks the state of all replicas for routing: their requests, their load and their resident adapters.
 
 Loads are arrays with one element per replica, so that a policy looks at all replicas at once. The fleet is updated by
 dispatched requests, by the outputs of the engines (:func:`apply_outputs`) and by the gauges that they report.
@@ -23,7 +23,7 @@ Indices = npt.NDArray[np.intp]
 
 
 class RankCounts:
-    """Ranks of a changing set of requests: how many have one, the largest, the sum.
+    """Counts the ranks of a changing set of requests: their number, the largest, the sum.
 
     Requests without a rank are ignored.
 
@@ -47,7 +47,7 @@ class RankCounts:
             self.largest = max(self.largest, rank)
 
     def remove(self, rank: int) -> None:
-        """Count one request less."""
+        """Count one request less of that rank."""
         if rank:
             self._counts[rank] -= 1
             self.rows -= 1
@@ -65,20 +65,20 @@ class ReplicaLoads:
         requests: all requests at the replica: running, queued and others.
         running, queued: requests that were sent from here.
         others: requests that the replica counts and that were not sent from here.
-        rows, largest_rank, total_rank: of running and queued requests that have an adapter.
-        queued_rows, queued_largest_rank, queued_total_rank: of queued requests that have an adapter.
-        prefill_tokens: of requests that have generated no token since they were queued.
+        rows, largest_rank, total_rank: ranks of running and queued requests that have an adapter.
+        queued_rows, queued_largest_rank, queued_total_rank: ranks of queued requests that have an adapter.
+        prefill_tokens: tokens of requests that have generated no token since they were queued.
         decode_tokens: expected tokens that are not generated yet.
         queued_s: execution time of the queued requests, one after another, as expected when they were sent.
-        held_tokens: of running requests.
-        queued_tokens: of queued requests, which hold no memory yet.
+        held_tokens: tokens of running requests.
+        queued_tokens: tokens of queued requests, which hold no memory yet.
         capacity_tokens: what running requests could hold altogether. ``total_tokens`` while there are none, because
             then only evictable cache fills the memory.
         total_tokens: capacity of an empty replica.
         max_batch: most requests in a step.
         kv_token_bytes: KV of one token; 0 if unknown.
-        tokens_per_byte: its inverse; 0 if unknown.
-        adapters: those that are resident or needed there.
+        tokens_per_byte: inverse of ``kv_token_bytes``; 0 if unknown.
+        adapters: number of adapters that are resident or needed there.
     """
 
     requests: Numbers
@@ -110,7 +110,8 @@ class ReplicaLoads:
         """Add an empty replica at the end."""
         self._replace(lambda counter: np.append(counter, 0.0))
         self.capacity_tokens[-1] = self.total_tokens[-1] = total_tokens
-        self.max_batch[-1], self.kv_token_bytes[-1] = max_batch, kv_token_bytes
+        self.max_batch[-1] = max_batch
+        self.kv_token_bytes[-1] = kv_token_bytes
         self.tokens_per_byte[-1] = 1 / kv_token_bytes if kv_token_bytes else 0.0
 
     def delete(self, index: int) -> None:
@@ -123,30 +124,33 @@ class ReplicaLoads:
 
     @property
     def free_tokens(self) -> Numbers:
-        """Capacity that is neither held by running requests nor needed for the known tokens of queued ones."""
+        """The capacity that running requests do not hold and the known tokens of queued ones do not need."""
         return self.capacity_tokens - self.held_tokens - self.queued_tokens
 
     @property
     def pending_tokens(self) -> Numbers:
-        """Tokens to prefill and tokens to generate."""
+        """The tokens to prefill and to generate."""
         return self.prefill_tokens + self.decode_tokens
 
     def set_ranks(self, index: int, ranks: RankCounts) -> None:
         """Set the ranks of all requests of a replica."""
-        self.rows[index], self.largest_rank[index], self.total_rank[index] = ranks.rows, ranks.largest, ranks.total
+        self.rows[index] = ranks.rows
+        self.largest_rank[index] = ranks.largest
+        self.total_rank[index] = ranks.total
 
     def set_queued_ranks(self, index: int, ranks: RankCounts) -> None:
         """Set the ranks of the queued requests of a replica."""
         self.queued_rows[index] = ranks.rows
-        self.queued_largest_rank[index], self.queued_total_rank[index] = ranks.largest, ranks.total
+        self.queued_largest_rank[index] = ranks.largest
+        self.queued_total_rank[index] = ranks.total
 
 
 class ReplicaGauges(msgspec.Struct, frozen=True):
-    """Counts at a replica, at one moment.
+    """The counts that a replica reports at one moment.
 
     Attributes:
-        replica: which.
-        epoch: its incarnation.
+        replica: id of the replica.
+        epoch: incarnation of the replica.
         number: rises with every report of an incarnation.
         requests: running and queued ones, from any client.
         free_tokens: KV capacity that is free or evictable; None if the replica does not report it.
@@ -165,7 +169,7 @@ ALPHA = 0.02
 """Weight of the newest answer; the average is roughly over the last 50."""
 
 _MAX_ADAPTERS = 65_536
-"""Number of versions that are remembered; those that have finished no request for longest are forgotten."""
+"""Number of versions that are remembered, those with the latest finished requests."""
 
 
 class RequestAverages:
@@ -207,11 +211,11 @@ class RequestAverages:
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
-    """What is known of a replica when it joins.
+    """The sizes of a replica that joins.
 
     Attributes:
-        replica: its id.
-        epoch: its incarnation; rises with every restart.
+        replica: id of the replica.
+        epoch: incarnation of the replica; rises with every restart.
         total_tokens: KV capacity in tokens; infinity if unknown.
         max_batch: most requests in a step.
         kv_token_bytes: KV of one token, over all ranks; 0 if unknown: adapters then count as taking no memory.
@@ -229,14 +233,14 @@ class FleetReplica:
     """A replica of the fleet.
 
     Attributes:
-        info: as it joined.
-        index: its index in all arrays.
+        info: sizes of the replica.
+        index: index of the replica in all arrays.
         is_open: whether it may be sent requests.
-        number: of its last report.
-        requests: those that are there, in the order in which they came.
+        number: number of its last report.
+        requests: its requests, in the order of their arrival.
         resident: adapters on its device, as it reported.
         wanted: requests by adapter.
-        ranks, queued_ranks: of all and of queued requests.
+        ranks, queued_ranks: ranks of all requests and of queued requests.
     """
 
     info: ReplicaInfo
@@ -255,8 +259,8 @@ class FleetRequest:
     """A request at a replica.
 
     Attributes:
-        request: as it was sent.
-        replica: where it is.
+        request: the request as it was sent.
+        replica: its replica.
         execution_s: expected execution time. It never changes, so that sums over requests stay right.
         is_running: whether it has been admitted.
         is_prefilled: whether it has generated a token since it was queued last.
@@ -274,13 +278,15 @@ class FleetRequest:
 
     @property
     def remaining_tokens(self) -> int:
-        """Expected tokens that are not generated yet."""
+        """The expected tokens that are not generated yet."""
         return max(0, self.request.expected_tokens - self.output_tokens)
 
     def count(self, loads: ReplicaLoads, sign: int) -> None:
-        """Put it into all counters (``sign`` 1), or take it out (-1)."""
-        replica, rank = self.replica, self.request.rank
-        index, tokens = replica.index, sign * (self.request.known_tokens + self.output_tokens)
+        """Add the request to all counters (``sign`` 1), or remove it (-1)."""
+        replica = self.replica
+        rank = self.request.rank
+        index = replica.index
+        tokens = sign * (self.request.known_tokens + self.output_tokens)
         loads.requests[index] += sign
         loads.decode_tokens[index] += sign * self.remaining_tokens
         if not self.is_prefilled:
@@ -300,18 +306,18 @@ class FleetRequest:
 
 
 class Fleet:
-    """State of all replicas.
+    """Tracks the state of all replicas.
 
     Replicas have indices in the order in which they joined; ties between them go to the lowest index. Events of a
     request that is not at the replica (any more), and of an earlier incarnation, are ignored: they were in flight when
     the request ended or moved.
 
     Args:
-        averages: over finished requests.
+        averages: averages over finished requests.
 
     Attributes:
         loads: counters by replica. Read them through the fleet: arrays are replaced.
-        averages: as given.
+        averages: averages over finished requests.
         open: indices of the replicas that may be sent requests.
         open_index: index of each such replica, by id.
         changes: rises when replicas join, leave or drain.
@@ -354,7 +360,7 @@ class Fleet:
         """Add a replica.
 
         Raises:
-            ValueError: it is present; its earlier incarnation must :meth:`leave` first.
+            ValueError: the replica is present; its earlier incarnation must :meth:`leave` first.
         """
         if info.replica in self._by_id:
             raise ValueError(f"Replica {info.replica} has joined already")
@@ -388,7 +394,7 @@ class Fleet:
         self._update_open()
 
     def reopen(self, replica_id: ReplicaId) -> None:
-        """Send a replica requests again; those that are there stay.
+        """Send a replica requests again.
 
         Raises:
             KeyError: unknown replica.
@@ -434,7 +440,9 @@ class Fleet:
         replica = self._by_id.get(replica_id)
         if replica is None:
             return
-        entries, held, decode = self._entries, 0, 0
+        entries = self._entries
+        held = 0
+        decode = 0
         for request_id, tokens in counts:
             entry = entries.get(request_id)
             if entry is None or entry.replica is not replica:
@@ -454,11 +462,11 @@ class Fleet:
     def ended(self, replica_id: ReplicaId, request_id: RequestId, now: float, *, is_complete: bool = True) -> None:
         """Record that a request left a replica.
 
-        ``is_complete`` unless it was aborted, failed, or continues elsewhere.
+        ``is_complete`` is False if it was aborted, failed, or continues elsewhere.
         """
         if (entry := self._find(replica_id, request_id)) is not None:
             if is_complete:
-                before = entry.request.generated_tokens  # at other replicas, for an unknown time
+                before = entry.request.generated_tokens  # It ran at other replicas for an unknown time.
                 ran_s = None if entry.admitted_s is None or before else now - entry.admitted_s
                 self.averages.finished(entry.request.adapter, before + entry.output_tokens, ran_s)
             self.withdraw(request_id)
@@ -468,7 +476,8 @@ class Fleet:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
-        replica, adapter = entry.replica, entry.request.adapter
+        replica = entry.replica
+        adapter = entry.request.adapter
         del replica.requests[request_id]
         if adapter is not None:
             replica.wanted[adapter] -= 1
@@ -502,7 +511,7 @@ class Fleet:
             self._check_holder(replica, adapter)
 
     def is_warm(self, adapter: AdapterDigest | None) -> Flags:
-        """Return by replica whether an adapter is resident or needed there. The base model always is."""
+        """Return by replica whether an adapter is resident or needed there; True for the base model."""
         if adapter is None:
             return np.ones(len(self), np.bool_)
         warm = np.zeros(len(self), np.bool_)
@@ -544,7 +553,8 @@ class Fleet:
             self.loads.capacity_tokens[replica.index] = free_tokens + self.loads.held_tokens[replica.index]
             self._reset_if_idle(replica)
         if resident is not None:
-            before, replica.resident = replica.resident, set(resident)
+            before = replica.resident
+            replica.resident = set(resident)
             for adapter in replica.resident - before:
                 self._add_holder(adapter, replica)
             for adapter in before - replica.resident:
@@ -557,7 +567,8 @@ class Fleet:
         return entry if entry is not None and entry.replica.info.replica == replica_id else None
 
     def _add(self, entry: FleetRequest) -> None:
-        replica, adapter = entry.replica, entry.request.adapter
+        replica = entry.replica
+        adapter = entry.request.adapter
         self._entries[entry.request.request_id] = entry
         replica.requests[entry.request.request_id] = None
         if adapter is not None:
@@ -571,7 +582,9 @@ class Fleet:
 
     def _set(self, entry: FleetRequest, is_running: bool, is_prefilled: bool, output_tokens: int) -> None:
         entry.count(self.loads, -1)
-        entry.is_running, entry.is_prefilled, entry.output_tokens = is_running, is_prefilled, output_tokens
+        entry.is_running = is_running
+        entry.is_prefilled = is_prefilled
+        entry.output_tokens = output_tokens
         entry.count(self.loads, 1)
 
     def _check_holder(self, replica: FleetReplica, adapter: AdapterDigest) -> None:

@@ -10,11 +10,11 @@ RANK_SLOWDOWN = 0.015977
 """Slowdown of a prefilled token per rank: at rank 128 it takes 2.7 times as long as at rank 8 (section III)."""
 
 OVERFLOW = 1.5
-"""A request goes beyond the replicas that the table names if they cost more than this many times the cheapest one."""
+"""Multiple of the cheapest replica's cost above which a request leaves the replicas that the table names."""
 
 
 class LeastWork(LeastCost):
-    """The least work including the request, slowed down by the largest rank; the first among equals.
+    """Chooses the least work including the request, slowed down by the largest rank; the first among equals.
 
     With the request, a replica with largest rank R and T tokens to compute needs ``m(max(R, r)) * (T + t)``, where
     ``m(r) = 1 + c * r``.
@@ -34,7 +34,7 @@ class LeastWork(LeastCost):
 
 
 class PlacedWork(LeastWork):
-    """The least work among the replicas of the table, unless that is more than ``OVERFLOW`` times the least of all.
+    """Chooses the least work among the replicas of the table, unless it exceeds ``OVERFLOW`` times the least of all.
 
     The shares that LoRAServe draws by ignore the queues. A placement holds for a period and is made from expected
     demand; if much more arrives for the replicas of an adapter than for others, the others take some of it.

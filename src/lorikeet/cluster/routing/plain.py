@@ -15,7 +15,7 @@ _MAX_ADAPTERS = 65_536
 
 
 class RandomChoice(RoutingPolicy):
-    """Any candidate, each with the same probability."""
+    """Chooses a random candidate, each with the same probability."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
@@ -34,7 +34,7 @@ class RandomChoice(RoutingPolicy):
 
 
 class RoundRobin(RoutingPolicy):
-    """One replica after the other; with a table, each adapter cycles through its own replicas (dLoRA's RR)."""
+    """Chooses one replica after the other; with a table, each adapter cycles through its own (dLoRA's RR)."""
 
     def __init__(self) -> None:
         self._turns = OrderedDict[AdapterDigest | None, int]()
@@ -53,7 +53,7 @@ class RoundRobin(RoutingPolicy):
 
 
 class LeastLoaded(RoutingPolicy):
-    """The fewest requests, running and queued; among equals the fewest tokens to compute."""
+    """Chooses the fewest requests, running and queued; among equals the fewest tokens to compute."""
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Take the least loaded candidate."""

@@ -1,4 +1,4 @@
-"""The part of a request that routing needs."""
+"""Extracts the properties of a request that routing needs."""
 
 import msgspec
 
@@ -8,17 +8,17 @@ from lorikeet.memory.tree import block_keys
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """The part of a request that routing needs.
+    """The properties of a request that routing needs.
 
     Attributes:
-        request_id: which request.
-        adapter: its version; None for the base model.
+        request_id: id of the request.
+        adapter: version of its adapter; None for the base model.
         rank: largest rank of the adapter; 0 for the base model.
         adapter_bytes: size of its weights.
         known_tokens: tokens of the prompt and of earlier attempts.
         expected_tokens: tokens that are still to be generated.
-        keys: of its whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the router uses them.
-        generated_tokens: those of the known tokens that earlier attempts generated.
+        keys: keys of its whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the policy uses them.
+        generated_tokens: number of the known tokens that earlier attempts generated.
     """
 
     request_id: RequestId
@@ -32,13 +32,14 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
 
 def routing_request(request: Request, block_size: int | None = None) -> RoutingRequest:
-    """Return the part of a request that routing needs.
+    """Return the properties of a request that routing needs.
 
     Args:
-        request: with the tokens that it has generated so far.
-        block_size: tokens in a block, if the router uses block keys; otherwise None.
+        request: the request, with the tokens that it has generated so far.
+        block_size: tokens in a block, if the policy uses block keys; otherwise None.
     """
-    adapter, known_tokens = request.adapter, len(request.prompt_token_ids) + len(request.output_token_ids)
+    adapter = request.adapter
+    known_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
     keys: tuple[bytes, ...] = ()
     if block_size is not None:
         token_ids = request.prompt_token_ids + request.output_token_ids

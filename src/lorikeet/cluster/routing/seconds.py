@@ -1,4 +1,4 @@
-"""Routes a request to where it costs all requests together the fewest seconds."""
+"""Routes a request to the replica where it costs all requests together the fewest seconds."""
 
 from collections.abc import Set
 from typing import Any, Self
@@ -15,11 +15,11 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 
 COPY_TIMES = 3.0
-"""How much longer an adapter takes of which the replica's machine has no copy yet."""
+"""Factor by which a load takes longer if the replica's machine has no copy of the adapter yet."""
 
 
 class FewestSeconds(RoutingPolicy):
-    """Chooses the replica where a request adds the fewest seconds: its own until its end, and those that others lose.
+    """Chooses the replica where a request adds the fewest seconds: its own latency, and the delays of other requests.
 
     Its own are the prompts before it, its prompt without the prefix that was sent there before, and the steps of its
     answer in the batch there. Loading its adapter runs beside the prompts before it, and displaces what must be
@@ -36,8 +36,8 @@ class FewestSeconds(RoutingPolicy):
     counted in the same seconds.
 
     Args:
-        costs: of a replica.
-        form: of the kernels there.
+        costs: costs of a replica.
+        form: form of the kernels of all replicas.
         max_prefixes: number of prefixes that are remembered.
     """
 
@@ -62,7 +62,7 @@ class FewestSeconds(RoutingPolicy):
         self._changes = 0
 
     def learn(self, costs: ReplicaCosts) -> None:
-        """Decide by other costs from now on."""
+        """Use other costs from now on."""
         self._costs = costs
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
@@ -85,30 +85,35 @@ class FewestSeconds(RoutingPolicy):
         Args:
             request: the request to route.
             fleet: state of all replicas.
-            is_warm: by replica, whether the request's adapter is on the device.
+            is_warm: whether the request's adapter is on the device, by replica.
             holders: replicas whose machine has a copy of it; None if all machines have one.
         """
         # Few array operations: with 64 replicas each takes a microsecond, and a route may take a hundred.
-        costs, loads, rank = self._costs, fleet.loads, request.rank
-        sequences, steps = loads.requests, max(1, request.expected_tokens)
+        costs = self._costs
+        loads = fleet.loads
+        rank = request.rank
+        sequences = loads.requests
+        steps = max(1, request.expected_tokens)
         some = np.maximum(sequences, 1.0)
         left = loads.decode_tokens / some
         ranks = loads.total_rank
         largest: Numbers | int = rank
-        rows_rank: Numbers | int = rank  # by which the work of a decode step rises
+        rows_rank: Numbers | int = rank  # growth of the work of a decode step
         if self._is_padded:
-            ranks, largest = loads.largest_rank * loads.rows, np.maximum(loads.largest_rank, rank)
+            ranks = loads.largest_rank * loads.rows
+            largest = np.maximum(loads.largest_rank, rank)
             rows_rank = largest * (loads.rows + bool(rank)) - ranks
         added_s = costs.decode_s + costs.lora_decode_s * rows_rank
         step_s = costs.decode_s * sequences + (costs.step_s + added_s)
         if costs.lora_decode_s:
             step_s += costs.lora_decode_s * ranks
-        step_s = np.maximum(step_s, step_s * some / loads.max_batch)  # beyond the largest batch they take turns
-        before_s, seconds = costs.prefill_token_s * loads.prefill_tokens, steps * step_s
+        step_s = np.maximum(step_s, step_s * some / loads.max_batch)  # beyond the largest batch, requests take turns
+        before_s = costs.prefill_token_s * loads.prefill_tokens
+        seconds = steps * step_s
         if request.adapter is not None:
             load_s = self._load_s(request, fleet, is_warm, holders)
             before_s = np.maximum(before_s, load_s)
-            seconds += load_s  # what the adapter displaces must be loaded again
+            seconds += load_s  # displaced adapters must be loaded again
         seconds += before_s
         prefill_s = (costs.prefill_token_s + costs.lora_prefill_s * largest) * self._new_tokens(request, fleet)
         seconds += prefill_s
@@ -129,14 +134,12 @@ class FewestSeconds(RoutingPolicy):
         return seconds
 
     def _new_tokens(self, request: RoutingRequest, fleet: Fleet) -> Numbers | int:
-        """Return by replica the tokens behind the longest prefix that was sent there; at least the last block."""
+        """Return by replica the tokens behind the longest prefix that it was sent; at least the last block."""
         matched = self._prefixes.match(request.keys)
         if not matched:
             return request.known_tokens
-        new, block_tokens = (
-            np.full(len(fleet), float(request.known_tokens)),
-            request.known_tokens / (len(request.keys) + 1),
-        )
+        new = np.full(len(fleet), float(request.known_tokens))
+        block_tokens = request.known_tokens / (len(request.keys) + 1)
         for (replica, _), blocks in matched.items():
             if replica in fleet.open_index:
                 new[fleet.open_index[replica]] -= blocks * block_tokens
