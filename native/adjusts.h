@@ -1,4 +1,4 @@
-// What adapters change beside LoRA: factors and summands of a product's outputs, and the weights of norms. Python fills the
+// The changes of adapters besides LoRA: factors and summands of outputs, and the weights of norms. Python fills the
 // records in; see records.h.
 #pragma once
 

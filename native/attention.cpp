@@ -17,7 +17,7 @@ template <class P>
 constexpr int kBlock = kTileUnit<P> ? int(kTileHeight) : kRows;
 constexpr int kMostRows = std::max(kBlock<bf16>, kBlock<float>);
 
-// What one thread works with.
+// The buffers of one thread.
 template <class T, class S, class K>
 struct Workspace {
   Buffer<K> queries, keys;
@@ -31,11 +31,11 @@ struct Workspace {
   alignas(64) bf16 weights[kMostRows * kTile];
 };
 
-// What queries are loaded as.
+// The type as which queries are loaded.
 template <class T, class K, bool Unpacked>
 using Query = std::conditional_t<Unpacked, T, K>;
 
-// Which tokens of a tile the rows [part.begin, part.end) of an item see; returns the end of what any of them does.
+// Sets the tokens of a tile that the rows [part.begin, part.end) of an item see; returns the end of all of these.
 template <class T, class S>
 int64_t see(const Call<T, S>& c, const Step& step, Range part, Seen* seen) {
   const int64_t group = c.group();
@@ -166,7 +166,7 @@ void join_pieces(const Call<T, S>& c, const Cut& cut, const State& states) {
     }
 }
 
-// What the threads share.
+// The state that threads share.
 template <class T, class S>
 struct Work {
   const Call<T, S>& c;

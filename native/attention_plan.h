@@ -1,4 +1,4 @@
-// Divides a call of attention into work items that threads take one after the other.
+// Divides a call of attention into work items that threads take in order.
 //
 // An item of a prefill is a block of query rows with the heads that share one kv head, over all that they see. A
 // sequence with few rows is divided along its context instead, all heads together as their keys are adjacent. The

@@ -1,5 +1,5 @@
 // The kernels of a decoder, as Python and layers.cpp call them. Strides are in elements; `bytes` is 2 for bfloat16, 4 for
-// float. What each computes is documented at its definition.
+// float. Each function is documented at its definition.
 #pragma once
 
 #include "parallel.h"

@@ -45,7 +45,7 @@ double seconds() {
 
 }  // namespace
 
-// source, target: arenas of blocks of so many bytes, which do not overlap.
+// source, target: arenas of blocks of `bytes` bytes, which do not overlap.
 // blocks [2, count]: numbers of the source's blocks, and of the target's.
 // until_s: time of the monotonic clock until which the core is offered to other threads regularly: a team of compute
 // threads loses more than the time for which one of its threads is delayed.

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kLayerModules = 7;  // of a layer: LORA_MODULES
 
-// The numbers of a model that are no integers.
+// The real numbers of a model.
 struct Reals {
   double eps, scale, norm_offset, softcap;
 };
@@ -39,7 +39,7 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
   const void* adapters = s.adapters;
   const Adjusts* adjusts = s.adjusts;
   int64_t rows = s.rows;
-  // Adds to x, and returns what goes into the next product: the norm, or x itself where there is none.
+  // Adds to x, and returns the input of the next product: the norm, or x itself if there is no norm.
   auto norm = [&](const void* delta, const void* weight, int64_t index) {
     lorikeet_add_norm(s.x, delta, weight, s.normed, rows, m.hidden, reals.eps, reals.norm_offset, m.bytes, threads);
     for (int64_t i = 0; adjusts && i < adjusts->count; ++i) {

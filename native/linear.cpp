@@ -55,7 +55,7 @@ void multiply(const Product<bf16, O>& p, int64_t rows, LoraAhead<bf16, E>&, int6
 }
 #endif
 
-// `adapters` is null if there are none; E is the element of what they store.
+// `adapters` is null if there are none; E is the type of their stored elements.
 template <class T, class E>
 void linear(const Product<T>& p, int64_t rows, const Adapters* adapters, int64_t layer, const Targets* targets,
             int64_t threads) {
@@ -162,7 +162,7 @@ LORIKEET_EXPORT void lorikeet_logits(
 }
 
 // out[rows, outputs / 2] = SiLU(gate) * up, where [gate | up] = x @ weightᵀ + bias, to the same bits as the product and
-// lorikeet_silu_mul(). Returns false, and does nothing, where one after the other is no slower or has to be.
+// lorikeet_silu_mul(). Returns false, and does nothing, where separate calls are as fast or necessary.
 LORIKEET_EXPORT bool lorikeet_linear_gated(
     const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads) {
 #if defined(__AMX_BF16__)

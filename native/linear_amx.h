@@ -67,7 +67,7 @@ inline void add_transposed_step(const bf16* first, const bf16* second, int64_t p
   }
 }
 
-// Adds the last inputs, with zeros up to a whole step: what follows them in memory is not theirs.
+// Adds the last inputs, with zeros up to a whole step, since other data follows them in memory.
 template <bool Two>
 inline void add_last(const bf16* x, const bf16* y, int64_t stride, const bf16* groups, int64_t height, int64_t inputs) {
   alignas(64) bf16 rows[2][kTileHeight][kTileDepth] = {}, whole[kTileDepth / 2][2 * kWidth] = {};
@@ -107,7 +107,7 @@ class Writer {
 
   int64_t waiting() const { return waiting_; }  // rows
 
-  // Writes up to so many rows.
+  // Writes up to `rows` rows.
   void write(int64_t rows) {
     rows = std::min(rows, waiting_);
     waiting_ -= rows;

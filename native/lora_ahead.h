@@ -1,4 +1,4 @@
-// Prefetches what LoRA will read, while the base product is computed.
+// Prefetches the adapters that LoRA will read, while the base product is computed.
 #pragma once
 
 #include "linear_tiles.h"

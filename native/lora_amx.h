@@ -20,7 +20,7 @@ namespace {
 
 static_assert(kPartRows <= 4 * kTileHeight);
 
-// Fetches what a step will read into the second-level cache, row by row, spread over `turns` calls.
+// Fetches the rows of a step into the second-level cache, one by one, spread over `turns` calls.
 template <class E>
 class Fetcher {
  public:
@@ -41,7 +41,7 @@ class Fetcher {
   int64_t row_ = 0, column_, lines_, lines_a_turn_;
 };
 
-// What a thread makes of rows and keeps from step to step of a call.
+// The operands that a thread makes of rows and keeps from step to step of a call.
 struct Operands {
   TransposedRows transposed;
   Limbs limbs;  // of the rows of x, then of inner rows

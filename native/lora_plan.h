@@ -29,7 +29,7 @@ constexpr int64_t kPartRows = 64;
 constexpr int64_t kSums = 64 * kPartRows;         // floats that hold sums between rank tiles, in the first cache
 constexpr int64_t kElementFetch = 12;             // reading an element from memory takes as long as so many rows' sums
 
-// What a padded adapter reads for its missing ranks: zeros from a ring larger than any cache. A padding kernel would
+// The zeros that a padded adapter reads for its missing ranks, in a ring larger than any cache. A padding kernel would
 // read them from padded adapter slots, which would not be in the cache either.
 class ZeroRing {
  public:
@@ -266,7 +266,7 @@ class Pipeline {
   }
 
  private:
-  // What no earlier step prefetches.
+  // The part that no earlier step prefetches.
   static void fetch(const Step<T, E>& step) {
     for (int64_t i = 0; i < step.ranks; ++i)
       for (int64_t k = step.begin; k < step.end; k += 64 / int64_t(sizeof(E)))

@@ -17,7 +17,7 @@ struct Range {
 // Part `index` of `parts` nearly equal parts of [0, n).
 inline Range part_of(int64_t n, int64_t index, int64_t parts) { return {n * index / parts, n * (index + 1) / parts}; }
 
-// The one of `parts` parts of n items, at most as many as items, that has this item.
+// The index of the part that has an item, of `parts` nearly equal parts of n items; there are at least as many items.
 inline Range part_with(int64_t item, int64_t n, int64_t parts) { return part_of(n, ((item + 1) * parts - 1) / n, parts); }
 
 // Calls f(thread, threads) on every thread and returns when all are done.

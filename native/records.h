@@ -31,7 +31,7 @@ struct Adapters {
 // The function that gates an MLP.
 enum class Activation : int64_t { kSilu, kGeluTanh };
 
-// A layer. Weights are those of lorikeet_linear(); what a model has not is null, a window 0 if there is none.
+// A layer. Weights are those of lorikeet_linear(). A missing tensor is null, a window 0 if there is none.
 struct Layer {
   const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *attention_norm, *post_norm, *gate_up,
       *gate_up_bias, *down, *down_bias, *mlp_norm;

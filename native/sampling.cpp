@@ -96,7 +96,7 @@ int64_t gather(const float* from, int64_t n, float* to, const Test& test) {
   return found;
 }
 
-// What a value weighs in a filter: each the same (top-k), or its share of the probability (top-p).
+// The weight of a value in a filter: 1 (top-k), or its share of the probability (top-p).
 struct Count {
   static double of(const float*, int64_t n) { return double(n); }
   static double of(float) { return 1; }
@@ -183,7 +183,7 @@ struct Best {
   }
 };
 
-// What the random bits of a token must show for it to win.
+// The bound that the random bits of a token must exceed for it to win.
 //
 // With u = (bits + 0.5) / 2^32, noise = -log(-log u) <= -log(1 - u), so value + noise > best needs
 // 1 - u < exp(value - best). Both sides are compared as floats; the right one is the float with the bits

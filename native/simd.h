@@ -183,7 +183,7 @@ inline float largest(F32 x) {
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 inline F32 scale_by_power(F32 x, F32 n) {
-  // In two halves, as 2^130 is no float.
+  // In two halves, since no float is 2^130.
   __m256i whole = _mm256_cvtps_epi32(max(splat(-125.0f), n)), half = _mm256_srai_epi32(whole, 1);
   __m256i rest = _mm256_sub_epi32(whole, half), bias = _mm256_set1_epi32(127);
   F32 a = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));

@@ -43,7 +43,7 @@ LORIKEET_EXPORT int64_t lorikeet_supported() {
 #endif
 }
 
-// The size of a record of records.h in bytes; 0 if there is no such record.
+// The size of a record of records.h in bytes; 0 for an unknown name.
 LORIKEET_EXPORT int64_t lorikeet_record_bytes(const char* name) {
   using namespace lorikeet;
   const struct {

@@ -14,7 +14,7 @@
 namespace lorikeet {
 namespace {
 
-// How rows go through tiles of one height: the last may overlap the one before it.
+// Divides rows among tiles of one height; the last tile may overlap the previous one.
 struct RowTiles {
   explicit RowTiles(int64_t rows, int64_t most = kTileHeight)
       : rows(rows), count((rows + most - 1) / most), height((rows + count - 1) / count) {}

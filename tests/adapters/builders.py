@@ -1,4 +1,4 @@
-"""Adapters for tests: made by PEFT itself, or by hand so that one thing can be wrong with them."""
+"""Adapters for tests, made by PEFT, or by hand with a single fault."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Names, versions and files: who may change them, and when files go."""
+"""Names, versions and files: permissions to change them, and the deletion of files."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is read from a checkpoint is what PEFT computes with it."""
+"""The delta that is read from a checkpoint equals PEFT's."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Tensors beside A and B are understood by their names, must fit the base, and be what the config announces."""
+"""Tensors besides A and B are recognised by their names, and must fit the base and the config."""
 
 from pathlib import Path
 from typing import Any

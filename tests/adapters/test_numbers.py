@@ -1,4 +1,4 @@
-"""Numbers are converted as torch converts them."""
+"""Numbers are converted like by torch."""
 
 import numpy as np
 import pytest

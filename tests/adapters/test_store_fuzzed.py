@@ -1,4 +1,4 @@
-"""Adapters as nobody should write them: each is registered or refused with a reason, quickly and in little memory."""
+"""Broken adapters are registered, or refused with a reason, quickly and in little memory."""
 
 import json
 import shutil

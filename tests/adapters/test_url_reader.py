@@ -1,4 +1,4 @@
-"""Adapters from web servers that do not behave: redirects, trickles, refusals."""
+"""Adapters from misbehaving web servers: redirects, trickles, refusals."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Adapters as material: merge, diff and compress, by the command, beside PEFT's own arithmetic."""
+"""Adapters are merged, compared and compressed by the commands, against PEFT's own arithmetic."""
 
 import json
 from pathlib import Path

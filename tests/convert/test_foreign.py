@@ -1,4 +1,4 @@
-"""Adapters of mlx, llama.cpp and Diffusers are rewritten as PEFT's, and add the same."""
+"""Adapters of mlx, llama.cpp and Diffusers are rewritten as PEFT's, with the same delta."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The filters of sampling, slowly and obviously, and tokens beside those of the reference."""
+"""Slow, obvious filters of sampling, and comparisons of tokens with the reference."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How far a kernel is from the exact result, in units of what torch is off in the same dtype."""
+"""Measures a kernel's error against the exact result, in units of torch's error in the same dtype."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""FlashInfer's attention: what it is told of a step. The library needs a GPU; one that does as it says stands here."""
+"""Calls of FlashInfer's attention. The library needs a GPU, so a stand-in with its documented interface runs here."""
 
 import sys
 from collections.abc import Iterator

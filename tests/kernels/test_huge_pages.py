@@ -1,4 +1,4 @@
-"""Pieces of slabs are zero, aligned, and nobody else's."""
+"""Pieces of slabs are zero and aligned, and do not overlap."""
 
 import mmap
 

@@ -1,4 +1,4 @@
-"""Copying natively, on every instruction set of this machine."""
+"""Native copies, on every instruction set of this machine."""
 
 import ctypes
 import math

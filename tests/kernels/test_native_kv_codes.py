@@ -1,4 +1,4 @@
-"""Keys and values kept as codes of 8 bits: how far they are off, and the kernels that write and read them."""
+"""Keys and values as codes of 8 bits: their error, and the kernels that write and read them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What adapters add to the native product, on every instruction set of this machine, against float64."""
+"""The LoRA delta of native products, on every instruction set of this machine, against float64."""
 
 from collections.abc import Iterator
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Adapters kept as codes of 8 bits: how far the codes are off, and the native kernels on them, against float64."""
+"""Adapters as codes of 8 bits: the error of the codes, and of the native kernels, against float64."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Choosing natively, on every instruction set of this machine, against plain torch."""
+"""Native sampling, on every instruction set of this machine, against plain torch."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The threads of a team are kept apart, and let go again, on every instruction set of this machine."""
+"""The threads of a team are pinned and unpinned, on every instruction set of this machine."""
 
 import os
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Quantised weights: what they mean, and products with them, which have the bits of those with dequantised weights."""
+"""Quantised weights, and products with them, which have the bits of products with dequantised weights."""
 
 import gguf
 import hypothesis.strategies as st

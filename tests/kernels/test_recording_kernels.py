@@ -1,4 +1,4 @@
-"""A recording tells two batches apart by what they compute, and passes every call on."""
+"""A recording of kernels distinguishes batches by their calls, and passes every call on."""
 
 import torch
 

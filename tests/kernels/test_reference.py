@@ -1,4 +1,4 @@
-"""The readable backend against formulas that are more readable still."""
+"""The reference backend against plain formulas."""
 
 import math
 

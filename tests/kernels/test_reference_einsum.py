@@ -1,4 +1,4 @@
-"""dLoRA's form against the reference."""
+"""LoRA by einsum, dLoRA's form, against the reference."""
 
 import hypothesis.strategies as st
 import pytest

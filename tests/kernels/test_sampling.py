@@ -1,4 +1,4 @@
-"""Choosing in plain torch, against a slow and obvious way."""
+"""Sampling in plain torch, against a slow and obvious implementation."""
 
 from typing import Any
 

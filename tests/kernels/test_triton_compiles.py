@@ -1,4 +1,4 @@
-"""Triton's own compiler takes every kernel as it is launched, for GPUs that are not there.
+"""Triton's compiler accepts every kernel with its launch parameters, for GPUs that this machine lacks.
 
 The interpreter, in which other tests run the kernels, knows no types, no shared memory and no registers. Here steps of
 published models go through decoder, decode graphs and backend as when they are served, with tensors that have shapes

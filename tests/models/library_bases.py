@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every decoder that transformers registers, as the library itself lists them."""
+"""Tiny random checkpoints of every decoder that transformers registers."""
 
 import inspect
 import random

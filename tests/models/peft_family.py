@@ -1,4 +1,4 @@
-"""Adapters of every kind that PEFT saves and that are served: how to make a random one over a base."""
+"""Random adapters of every kind that PEFT saves and the server serves."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""A checkpoint's settings are read in both spellings, and what is not supported is refused by name."""
+"""Settings of a checkpoint are read in both spellings, and unsupported ones are refused by name."""
 
 import json
 import subprocess

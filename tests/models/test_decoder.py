@@ -1,4 +1,4 @@
-"""The decoder gives transformers' logits, however the work is cut into steps."""
+"""The decoder gives the logits of transformers for any division of the work into steps."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The default model is converted once, completely, and says where it comes from."""
+"""The default model is converted once and completely, and its files name its origin."""
 
 import json
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""GGUF files mean the numbers of the library's own reader, and the models that transformers makes of them."""
+"""GGUF files are read like by the gguf library, and like by transformers."""
 
 import json
 from pathlib import Path

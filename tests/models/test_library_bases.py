@@ -1,4 +1,4 @@
-"""Any decoder of transformers, with an adapter on all its linear layers, answers as transformers with PEFT does.
+"""Any decoder of transformers, with an adapter on all its linear layers, answers like transformers with PEFT.
 
 Through the whole engine: prompts in chunks, prefixes from the cache, decode steps beside each other, preemption. A few
 architectures run by default, and all that the library lists with ``--all``.

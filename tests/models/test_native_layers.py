@@ -1,4 +1,4 @@
-"""All layers in one native call give the same bits as kernel by kernel."""
+"""All layers in one native call give the same bits as single kernels."""
 
 from collections.abc import Sequence
 from dataclasses import replace

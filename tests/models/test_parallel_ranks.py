@@ -1,4 +1,4 @@
-"""Ranks that share a model give the logits of one that holds it whole, adapters included."""
+"""Tensor-parallel ranks give the logits of a single rank, adapters included."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Stages of a pipeline compute, one after the other, what the whole decoder computes."""
+"""Pipeline stages together give the results of the whole decoder."""
 
 from pathlib import Path
 

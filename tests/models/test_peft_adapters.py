@@ -1,4 +1,4 @@
-"""Adapters of every kind that PEFT saves, all in one batch, answer token for token as transformers with PEFT does.
+"""Adapters of every kind that PEFT saves, all in one batch, give the tokens of transformers with PEFT.
 
 Some kinds over two tiny bases run by default; with ``--all`` all kinds, over a third one and the default base too.
 """

@@ -1,4 +1,4 @@
-"""Adapters shaped like 55 that people have published: which are accepted, and that a refusal names its key.
+"""Adapters shaped like 55 published ones are accepted, or refused with the key in the message.
 
 The shares of bases, ranks and targets are those of a sample of public ``adapter_config.json`` files. Their tensors are
 rebuilt over tiny bases. A few bases run by default, all with ``--all``.

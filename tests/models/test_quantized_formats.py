@@ -1,4 +1,4 @@
-"""Quantised checkpoints mean the numbers that their formats define, packed or not."""
+"""Quantised checkpoints give the numbers that their formats define, packed or not."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a model of transformers needs is found by a probe; what is not supported is refused with its reason."""
+"""A probe finds the needs of a model of transformers; unsupported models are refused with a reason."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Adapters on experts answer as transformers with PEFT does, beside each other and beside the base."""
+"""Adapters on experts answer like transformers with PEFT, in one batch with each other and the base."""
 
 import copy
 import json

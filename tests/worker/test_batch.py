@@ -1,4 +1,4 @@
-"""Row geometry: what goes where in a batch."""
+"""The rows of a batch."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Copiers: a few blocks after the other, over a link that has its speed."""
+"""Copiers copy a few blocks at a time, over a link of limited speed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, on a device that does them late: the tokens of steps that are called, and nobody waits."""
+"""Decode steps as graphs give the tokens of eager steps, on a device that runs late, without waiting for it."""
 
 import weakref
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The engine beside copies that are done late: nothing is touched that is in flight, and the tokens are right."""
+"""An engine with late copies touches no block of a running copy, and its tokens are right."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""Helper processes that do not do what they should."""
+"""Helper processes that die, hang or do not read."""
 
 import signal
 import threading

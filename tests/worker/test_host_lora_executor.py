@@ -1,4 +1,4 @@
-"""Prefills under adapters that are still on their way: the logits are those of adapters that are there."""
+"""Prefills with adapters that are being loaded give the logits of loaded adapters."""
 
 import os
 import signal

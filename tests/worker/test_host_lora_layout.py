@@ -1,4 +1,4 @@
-"""The ring between a rank and its host workers, seen from both sides."""
+"""The ring between a rank and its host workers, from both sides."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Host workers: real processes that read weights from a host arena, and what becomes of their rows when they end.
+"""Host workers are real processes that read weights from a host arena; rows of dead workers are not lost.
 
 ``pool`` is one whose rank computes itself, and one whose rank launches work of a device; that is a thread.
 """

@@ -1,4 +1,4 @@
-"""When transfers end: order, urgency, interruption, and directions that do not wait for each other."""
+"""The ends of transfers: order, urgency, interruption, and independent directions."""
 
 import threading
 from typing import NamedTuple

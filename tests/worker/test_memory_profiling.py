@@ -1,4 +1,4 @@
-"""How much memory a rank's arena gets, and the step that is measured for it."""
+"""The size of a rank's arena, and the step that is measured for it."""
 
 from pathlib import Path
 from subprocess import CalledProcessError

@@ -1,4 +1,4 @@
-"""Merged weights: computed from pristine ones, in place, and gone without a trace; tokens show no difference."""
+"""Merged weights are computed from pristine ones in place and restored exactly; tokens do not change."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Merged steps and assisted prefills by the modelled executor, on plans by hand."""
+"""Merged steps and assisted prefills of the modelled executor, on handwritten plans."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The sampler against a slow, obvious one, and the properties that resuming elsewhere rests on."""
+"""The sampler against a slow, obvious one, and the properties that resuming on another replica needs."""
 
 import math
 from collections.abc import Iterable

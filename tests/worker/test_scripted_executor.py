@@ -1,4 +1,4 @@
-"""The oracle of the engine's tests: each of its rules, kept and broken."""
+"""The scripted executor of the engine's tests accepts valid plans, and detects each broken rule."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Several ranks give the tokens of one, and a rank that dies is an error, not a hang."""
+"""Several ranks give the tokens of one, and a rank that dies causes an error, not a hang."""
 
 import multiprocessing
 import os

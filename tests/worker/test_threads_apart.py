@@ -1,4 +1,4 @@
-"""When a rank's threads are kept apart."""
+"""The conditions under which a rank's threads are pinned."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

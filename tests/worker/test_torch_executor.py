@@ -1,4 +1,4 @@
-"""The torch executor: tokens of transformers and PEFT, from plans cut in every way."""
+"""The torch executor gives the tokens of transformers and PEFT, for plans divided in any way."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Layers of an adapter that arrive one after the other, in the order in which they are to."""
+"""Layers of an adapter arrive one by one, in order."""
 
 import threading
 from collections.abc import Iterator
