@@ -196,7 +196,8 @@ def test_a_model_without_tokenizer_has_no_grammars(tmp_path: Path) -> None:
 
 
 def test_end_tokens_of_an_adapter_or_a_request_may_come_where_the_grammar_may_end(compiler: GrammarCompiler) -> None:
-    masks, own = GrammarMasks(compiler, CPU, torch.float32), VOCABULARY - 2
+    masks = GrammarMasks(compiler, CPU, torch.float32)
+    own = VOCABULARY - 2
     text = grammar("regex", "ab?")
     stops = (END, own, one("}"))
     assert allowed(masks, sequence(text, stop_token_ids=stops)) == {one("a")}

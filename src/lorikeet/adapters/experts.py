@@ -36,7 +36,7 @@ def parameter_of(name: str, resolver: BaseModules, is_targeted: Callable[[str], 
 
     Args:
         name: name of the module in the adapter, such as ``model.layers.0.mlp.experts.base_layer``.
-        resolver: knows the base's parameters.
+        resolver: modules and parameters of the base.
         is_targeted: whether the adapter changes a parameter.
     """
     module = name

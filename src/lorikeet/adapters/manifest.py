@@ -107,7 +107,7 @@ def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
 
     Args:
         ref: the adapter.
-        geometry: names the modules of the base.
+        geometry: sizes and module names of the base.
 
     Raises:
         AdapterError: it is missing, has changed, or is not valid.

@@ -30,7 +30,7 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
     """Write a PEFT LoRA folder.
 
     Args:
-        folder: is there, and empty.
+        folder: an empty folder.
         parts: the adapters, whose files are kept meanwhile.
         geometry: sizes of the whole base model.
 

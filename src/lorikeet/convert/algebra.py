@@ -50,7 +50,7 @@ def merge(parts: Sequence[tuple[Path, float]], target: Path, method: str, rank: 
 
     Args:
         parts: folders and their weights.
-        target: must not exist.
+        target: a folder that must not exist.
         method: a key of :data:`METHODS`.
         rank: rank of the result of ``svd``; 0 for the largest rank of the adapters.
 

@@ -98,7 +98,7 @@ def write_lora(
     """Write a folder, whole or not at all; scaling goes into B.
 
     Args:
-        target: must not exist.
+        target: a folder that must not exist.
         modules: changes by the full names of linear layers.
         config: further keys of the config.
         others: further tensors.

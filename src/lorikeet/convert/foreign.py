@@ -89,7 +89,7 @@ def rewrite(form: Format, target: Path, base: Path) -> list[str]:
 
     Args:
         form: format of the adapter.
-        target: must not exist.
+        target: a folder that must not exist.
         base: folder of the adapter's base.
 
     Raises:

@@ -48,7 +48,7 @@ class LoraWeights:
         modules: modules that the adapter changes.
         extras: the tensors of the adapter besides A and B; None if there are none.
         table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
-            then module as in the geometry; here as in ``LORA_MODULES``.
+            then module, in the order of the geometry; here of ``LORA_MODULES``.
         index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); see ``LoraTargets`` for slots.
         score: rows of the score head, ``[labels, hidden]`` together; empty if the adapter has none.
         bits: 8 if A and Bᵀ are codes, with the scales of a piece before its A (``memory.packing.write_pieces``); 0 if

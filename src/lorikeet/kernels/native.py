@@ -209,7 +209,7 @@ def native_copy(
     """Copy blocks of one arena to blocks of another, bypassing the caches, since they are not read again soon.
 
     Args:
-        library: from :func:`load_library`.
+        library: a library of :func:`load_library`.
         source, target: ``[blocks, elements]``, contiguous, on the CPU; they do not overlap.
         source_blocks, target_blocks: block indices, equally many.
         until_s: time of the monotonic clock until which it yields to every other thread.
@@ -245,7 +245,7 @@ def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: SamplingTens
     """Sample like ``kernels.sampling.choose``. Tokens are the same except for rounding at the top-p limit.
 
     Args:
-        library: from :func:`load_library`.
+        library: a library of :func:`load_library`.
         logits: bfloat16 or fp32 ``[S, vocab]`` on the CPU; rows are contiguous.
         parameters: sampling parameters of each row.
         threads: number of threads that share the rows.
@@ -274,7 +274,7 @@ class NativeLayers:
     """All layers of a decoder in one native call; implements ``kernels.interface.Layers``.
 
     Args:
-        library: from :func:`load_library`.
+        library: a library of :func:`load_library`.
         weights: packed.
         shape: parameters besides the weights.
         threads: returns the number of threads of a step.
@@ -451,7 +451,7 @@ class NativeKernels:
 
     Args:
         instruction_set: the library's instruction set; part of the name.
-        library: from :func:`load_library`.
+        library: a library of :func:`load_library`.
     """
 
     fits_graphs = False

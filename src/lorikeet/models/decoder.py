@@ -103,7 +103,7 @@ class Decoder:
         return cut
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
-        """View ``arena [blocks, elements]`` as :meth:`hidden` takes it."""
+        """View ``arena [blocks, elements]`` in the shape of ``kv`` of :meth:`hidden`."""
         kv_heads = self._shape.kv_heads // self._group.size or 1
         return kv_view(arena, len(self._layers), block_size, kv_heads, self._shape.head_dim, bits=self._kv_bits)
 

@@ -58,7 +58,7 @@ class JsonSection:
         """Return an integer of at least ``least``; a float without fraction is accepted.
 
         Raises:
-            ModelConfigError: another value, or missing without a default.
+            ModelConfigError: the value is of another kind, or missing without a default.
         """
         number = self.number(key, default)
         if number < least or number != int(number):
@@ -69,7 +69,7 @@ class JsonSection:
         """Return a number.
 
         Raises:
-            ModelConfigError: another value, or missing without a default.
+            ModelConfigError: the value is of another kind, or missing without a default.
         """
         value = self._values.get(key)
         value = default if value is None else value
@@ -83,7 +83,7 @@ class JsonSection:
         """Return a string.
 
         Raises:
-            ModelConfigError: another value.
+            ModelConfigError: the value is of another kind.
         """
         value = self._values.get(key)
         value = default if value is None else value
@@ -95,7 +95,7 @@ class JsonSection:
         """Return true or false.
 
         Raises:
-            ModelConfigError: another value.
+            ModelConfigError: the value is of another kind.
         """
         value = self._values.get(key)
         value = default if value is None else value

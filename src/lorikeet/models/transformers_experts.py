@@ -158,7 +158,7 @@ class AdaptedExperts:
     Args:
         experts: their parameters hold no data of their own afterwards.
         kernels: the backend.
-        step: has the adapters.
+        step: holds the adapters of the step.
         lora: modules of the decoder, including these experts if adapters may change them.
         quantized: the weights as they are to be used, by parameter and expert; empty if they are not quantised.
 

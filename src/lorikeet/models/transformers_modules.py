@@ -363,7 +363,7 @@ class AdaptedVectors:
 
     Args:
         module: the norm.
-        step: has the adapters.
+        step: holds the adapters of the step.
         path, layer: parts of its name below the decoder's.
         rows_at: the dimension of its input that has the rows of a step.
     """

@@ -40,7 +40,7 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
 
     Args:
         model: runs the steps.
-        engine: has the limits of a step.
+        engine: engine settings with the limits of a step.
         rank: rank of the adapters; 0 for no adapters.
         longest_tokens: tokens of the longest sequence.
     """
@@ -72,7 +72,7 @@ def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest
 
     Args:
         model: runs the steps.
-        engine: has the limits of a step.
+        engine: engine settings with the limits of a step.
         rank: rank of the largest adapters; 0 for no adapters.
         longest_tokens: tokens of the longest sequence.
     """

@@ -147,7 +147,7 @@ def load_rank(
     Args:
         settings: settings of the engine.
         folder: folder of the model.
-        group: has the rank's number.
+        group: group of the rank.
         progress: called with (stage, done, total).
         gpu: number of its GPU, if that is not the rank's.
 

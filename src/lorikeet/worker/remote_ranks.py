@@ -135,7 +135,7 @@ def follow_engine(run: RunRank, address: str, key_file: str, model: str, log_lev
     Args:
         run: the function that runs one.
         address: address of the engine, HOST:PORT.
-        key_file: has the key.
+        key_file: file with the key.
         model: the model's folder on this machine; empty if it has the same path as on rank 0's.
         log_level: log level of the process.
 

@@ -91,7 +91,7 @@ def measure(
         steps: the device's stream of steps.
         block_size: tokens of KV in a block.
         most_tokens: longest prefill to measure.
-        preset: has the options of assisted prefills.
+        preset: preset with the options of assisted prefills.
         link_bytes_per_s: bandwidth of the declared link, 0 to measure it.
         cores_shared: whether workers share the cores that compute the base model, so that nothing hides them.
 

@@ -88,7 +88,7 @@ def open_pool(
     """Return a pool of ready workers, and whether they share cores with the base model.
 
     Args:
-        processes: at least one; owned by the pool.
+        processes: worker processes, at least one; owned by the pool.
         settings: settings of the engine.
         geometry: sizes of a rank's share of the model.
         transfers: transfers of rank 0, with its host tier.
@@ -130,9 +130,9 @@ def build_host_lora(
     """Set up the workers, and measure the costs of workers and device.
 
     Args:
-        processes: at least one; owned by the returned object.
+        processes: worker processes, at least one; owned by the returned object.
         settings: all.
-        preset: has the options of assisted prefills.
+        preset: preset with the options of assisted prefills.
         model: the rank's share.
         arena: the device arena, empty.
         transfers: transfers with an empty host tier.
