@@ -470,7 +470,7 @@ def _in_order(modules: Sequence[ModuleTensors], resolver: BaseModules) -> tuple[
     """Return modules in packing order.
 
     Raises:
-        AdapterError: one is there twice, under two names.
+        AdapterError: a module is in the file twice, under two names.
     """
     by_place: dict[tuple[int, str], ModuleTensors] = {}
     for each in modules:

@@ -18,7 +18,7 @@ def check_parameters(targets: Sequence[str], resolver: BaseModules) -> None:
     """Check that each target is a parameter of experts.
 
     Raises:
-        AdapterError: one is not.
+        AdapterError: a target is not a parameter of experts.
     """
     if not resolver.knows_base:
         return
@@ -60,7 +60,7 @@ def describe_experts(
         a, b: the tensors of all experts.
 
     Raises:
-        AdapterError: they have other shapes.
+        AdapterError: the tensors have other shapes.
     """
     parts = len(place.modules) // place.experts
     for entry, expected in (

@@ -101,7 +101,7 @@ def find_extras(
         geometry: sizes of the base; if None, any name stands for a module.
 
     Raises:
-        AdapterError: one belongs to nothing that can be served, or does not fit the config or the base.
+        AdapterError: an extra belongs to nothing that can be served, or does not fit the config or the base.
     """
     finder = _Finder(config, matcher, resolver, geometry)
     found: list[ExtraTensor] = []
@@ -314,7 +314,7 @@ def _check_complete(
     """Check that the file has the tensors that the config announces, and no others.
 
     Raises:
-        AdapterError: it is not.
+        AdapterError: a tensor is missing or not announced.
     """
     names = {kind: {each.name for each in tensors if each.kind == kind} for _, kind in _FORMS}
     adapted = {each.name for each in low_rank} | names["a"]

@@ -75,7 +75,7 @@ def check_unchanged(ref: AdapterRef) -> Tensors:
         What its manifest lists; nothing for a folder outside the store, or of Lorikeet 0.2 or older.
 
     Raises:
-        AdapterError: it is missing or differs.
+        AdapterError: the file is missing or differs.
     """
     folder = Path(ref.folder)
     try:

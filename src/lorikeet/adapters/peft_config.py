@@ -340,7 +340,7 @@ def check_convertible(file: Path) -> None:
     """Check that PEFT may merge the type of an ``adapter_config.json`` into linear layers.
 
     Raises:
-        AdapterError: it cannot, or the file cannot be read.
+        AdapterError: PEFT cannot merge the type, or the file cannot be read.
     """
     kind = read_json(file, MAX_CONFIG_BYTES).get("peft_type")
     try:

@@ -92,7 +92,7 @@ class _Process:
         """Return its answer.
 
         Raises:
-            AdapterError: it ended instead, or took too long. It is of no more use then.
+            AdapterError: the process ended instead, or took too long. It cannot be used again then.
         """
         reading = "the adapter"
         with suppress(EOFError, OSError):
@@ -114,7 +114,7 @@ class _Process:
         raise AdapterError(f"reading {reading} has failed: the process that read it {how}")
 
     def end(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill the process, and wait for its end."""
         self._process.kill()
         self._process.wait()
         self._connection.close()

@@ -157,7 +157,7 @@ def diff(first: Path, second: Path) -> Differences:
     """Compare two LoRA folders, module by module the products of B and A.
 
     Raises:
-        AdapterError: one cannot be read.
+        AdapterError: an adapter cannot be read.
     """
     one = read_lora(first)
     two = read_lora(second)

@@ -131,7 +131,7 @@ def check_free(target: Path) -> None:
     """Check that a folder can be written.
 
     Raises:
-        AdapterError: it exists already.
+        AdapterError: the folder exists already.
     """
     if target.exists():
         raise AdapterError(f"{target} exists already")

@@ -114,7 +114,7 @@ def _pairs(file: Path, sides: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tu
     """Yield the matrices of each module: one of rank rows, one of rank columns.
 
     Raises:
-        AdapterError: one is missing, or they do not fit together.
+        AdapterError: A or B is missing, or they do not fit together.
     """
     for name, found in sides.items():
         if found.keys() != {"a", "b"}:

@@ -22,7 +22,7 @@ def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of ``generation_config.json``, or else of ``config.json``.
 
     Raises:
-        ModelConfigError: they are not token ids.
+        ModelConfigError: a value is not a token id.
     """
     generation = folder / "generation_config.json"
     sources = [read_json_section(generation)] if generation.is_file() else []
@@ -205,7 +205,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """Check that the model can be split over ``tensor_parallel`` ranks in each of ``pipeline_parallel`` stages.
 
         Raises:
-            ModelConfigError: it cannot; the message names the size.
+            ModelConfigError: the model cannot be split; the message names the size.
         """
         if tensor_parallel < 1:
             raise ModelConfigError(f"tensor parallelism needs at least one rank, not {tensor_parallel}")

@@ -45,7 +45,7 @@ class JsonSection:
         """Return the object under ``key``, None if missing.
 
         Raises:
-            ModelConfigError: it is not an object.
+            ModelConfigError: the value is not an object.
         """
         value = self._values.get(key)
         if value is None:

@@ -92,7 +92,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     """Read the config of a checkpoint as transformers does, defaults included.
 
     Raises:
-        ModelConfigError: it cannot be read, or transformers has no such architecture.
+        ModelConfigError: the config cannot be read, or transformers does not know the architecture.
     """
     settings = read_json_section(folder / "config.json")
     read_quantization(settings)  # refuses unsupported methods before weights are read
@@ -668,7 +668,7 @@ def _accepted(decoder: nn.Module) -> Mapping[str, Any]:
     """Return the further arguments of a decoder that takes position ids.
 
     Raises:
-        UnsupportedAttention: it takes none.
+        UnsupportedAttention: the decoder takes no position ids.
     """
     parameters = inspect.signature(decoder.forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())

@@ -178,7 +178,7 @@ class _Lane:
         return ended
 
     def promote(self, transfer_ids: frozenset[int], now: float) -> None:
-        """Make the jobs of these transfers demanded."""
+        """Mark the jobs of these transfers as demanded."""
         if self.running is not None and self.running.transfer_id in transfer_ids:
             self.running = self.running._replace(is_prefetch=False)
         waiting = self.waiting

@@ -76,8 +76,8 @@ class _Rows:
 class AssistedStep:
     """Host LoRA of one step; implements ``kernels.interface.Assist``. Made by :meth:`HostLoraSide.assisting`.
 
-    The choice between host and device is made once for each layer, since an adapter arrives by layers. Then every
-    product that an adapter in flight changes is handed over for itself.
+    The choice between host and device is made once for each layer, since an adapter arrives by layers. Then each
+    product that such an adapter changes is handed over separately.
     """
 
     def __init__(self, host: HostLoraSide, lora: LoraBatch, arrivals: Sequence[PartialAdapter]) -> None:
