@@ -95,7 +95,9 @@ test-all: lint
 	$(PYTEST) --all
 
 fuzz: setup
-	$(PYTEST) --fuzz $(CASES) -rP tests/adapters/test_store_fuzzed.py tests/api/test_fuzzed_requests.py
+	$(PYTEST) --fuzz $(CASES) -rP tests/adapters/test_store_fuzzed.py tests/api/test_fuzzed_requests.py \
+	  tests/api/test_fed_back_answers.py tests/chat/test_added_tokens.py tests/chat/test_fuzzed_tool_calls.py \
+	  tests/chat/test_grammar_process.py
 
 # The wheel is built from the source distribution, so that this holds all that is needed.
 wheel: setup

@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet.chat.text_processor import TextProcessor
 from tests.api.test_chat import events
-from tests.support.api_server import TOKENIZER, Running, count_calls_off_the_loop
+from tests.support.api_server import END, TOKENIZER, Running, count_calls_off_the_loop
 
 pytestmark = pytest.mark.slow
 
@@ -154,3 +154,39 @@ async def test_logprobs_may_be_false_and_an_empty_list_of_embeddings_is_none(ser
 
 async def test_suffixes_are_not_supported(server: Running) -> None:
     assert (await server.http.post(URL, json=body(suffix="x"))).status_code == 501
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "stop_reason", "shown"),
+    [
+        ({}, "stop", None, "hello"),
+        ({"stop_token_ids": [1]}, "stop", None, "hello"),
+        ({"ignore_eos": True}, "length", None, "hello world"),
+        ({"ignore_eos": True, "stop_token_ids": [END]}, "stop", END, "hello"),
+        ({"ignore_eos": True, "stop": ["<|im_end|>"]}, "stop", "<|im_end|>", "hello"),
+        ({"ignore_eos": True, "stop": ["lo<|im_end|> w"]}, "stop", "lo<|im_end|> w", "hel"),
+        ({"ignore_eos": True, "stop": ["<|im_end|>"], "skip_special_tokens": False}, "stop", "<|im_end|>", "hello"),
+        ({"ignore_eos": True, "stop": ["<|im_end|>"], "min_tokens": 20}, "length", None, "hello world"),
+        ({"ignore_eos": True, "stop": ["<|im_end|>"], "include_stop_str_in_output": True}, "stop", "<|im_end|>",
+         "hello<|im_end|>"),
+        ({"stop": ["<|im_end|>"]}, "stop", None, "hello"),
+    ],
+)  # fmt: skip
+async def test_what_ends_an_answer(
+    server: Running, fields: dict[str, Any], reason: str, stop_reason: object, shown: str
+) -> None:
+    first, second = (TOKENIZER.encode(text).ids for text in ("hello", " world"))
+    server.engine.script = lambda request: _until_a_stop([*first, END, *second, *[5] * 9], request)
+    most = len(first) + 1 + len(second)
+    if "min_tokens" in fields:
+        fields = {**fields, "min_tokens": most}
+    reply = await server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": most, **fields})
+    choice = reply.json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["text"]) == (reason, stop_reason, shown)
+
+
+def _until_a_stop(tokens: list[int], request: Any) -> list[int]:
+    """Return the tokens up to the first that ends the answer, as an engine does."""
+    stops = request.sampling.stop_token_ids
+    at = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[: min(at + 1, request.sampling.max_tokens)]

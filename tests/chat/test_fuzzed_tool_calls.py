@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from lorikeet.chat.json_text import read_arguments, read_json
 from lorikeet.chat.reasoning import REASONING_FORMATS, ReasoningFormat
 from lorikeet.chat.tool_parsers import TOOL_FORMATS
 from lorikeet.chat.tool_parsers.base import Call, CallGrammar, ToolFormat
-from tests.support.fuzzing import Fuzzing
+from tests.support.fuzzing import CASE_S, Fuzzing
 from tests.support.grammars import PARSER, draw_answer, grammar_reader
 from tests.support.schemas import hard_schema, random_schema
 
@@ -145,6 +146,8 @@ VALUES = (
     *(",", ":", ";", "\n", " ", "[f(x='\\ud83e\\udd9c', o={'a': (1,)})]", "f(x=9" + "0" * 5_000 + ")"),
     *("g(a=b'x')", "g(**{})", "g(x={1, 2})"),
 )
+OUTPUTS = 20
+"""Of a case."""
 PLANTED = [f"w{at}w" for at in range(9)]
 """Words that must not be lost."""
 
@@ -186,21 +189,24 @@ def broken_answer(tool_format: ToolFormat, choose: random.Random) -> tuple[str, 
 def test_no_answer_raises_or_loses_a_word(tool_format: ToolFormat, fuzz: Fuzzing) -> None:
     formats = [None, *REASONING_FORMATS.values()]
 
-    @fuzz.settings(few=150)
+    @fuzz.settings(few=10)
     @given(st.integers(0, 2**40))
     def draw(seed: int) -> None:
         choose = random.Random(seed)
-        text, words = broken_answer(tool_format, choose)
-        reasoning = choose.choice(formats)
-        with fuzz.case(text[:300]):
+        for _ in range(OUTPUTS):
+            text, words = broken_answer(tool_format, choose)
+            reasoning = choose.choice(formats)
+            began_s = time.process_time()
             found = read(cut(text, choose), tool_format, FUNCTIONS, reasoning)
             assert found == read([text], tool_format, FUNCTIONS, reasoning)
-        fuzz.counts["calls"] += len(found.calls)
-        shown = " ".join((found.content, found.reasoning, *map(str, found.calls)))
-        for word in words:
-            assert word in shown, f"{word} is lost: {text!r:.600} {found}"
-        for call in found.calls:
-            read_arguments(call.arguments)
+            assert time.process_time() - began_s < CASE_S, text[:300]
+            fuzz.counts["outputs"] += 1
+            fuzz.counts["calls"] += len(found.calls)
+            shown = " ".join((found.content, found.reasoning, *map(str, found.calls)))
+            for word in words:
+                assert word in shown, f"{word} is lost: {text!r:.600} {found}"
+            for call in found.calls:
+                read_arguments(call.arguments)
 
     draw()
 

@@ -119,6 +119,15 @@ def test_objects_that_must_contain_one_another_without_end_are_refused() -> None
     assert READER.check(spec("json_schema", '{"$ref": "#"}')).error == "no answer can follow it"
 
 
+def test_whitespace_of_a_pattern_is_that_of_json() -> None:
+    text = json.dumps({"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 3})
+    found = READER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, text, "p", r"\s{0,10}"))
+    for seed in range(20):
+        drawn = draw_answer(found.grammar, random.Random(seed), closing=0.4)
+        if drawn.is_complete:
+            json.loads(drawn.text)
+
+
 def test_the_tokens_that_an_answer_may_begin_with_are_found() -> None:
     first = READER.check(spec("regex", "a*")).first
     begins = {token for token in range(8 * len(first)) if first[token // 8] >> (token % 8) & 1}

@@ -358,3 +358,17 @@ async def test_whole_template_input_decides_if_it_runs_off_the_event_loop(
     few = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me", "notes": [None]}]}
     assert (await server.http.post("/tokenize", json=few)).status_code == 200
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_may_hold_what_is_not_shown(include: bool) -> None:
+    scanner = StopScanner(("<|end|>\n", "b<|x|>c"), include=include)
+    shown = ""
+    for text, is_hidden in (("a", False), ("<|end|>", True), ("b", False), ("<|x|>", True), ("d", False)):
+        piece, stop = scanner.push(text, is_hidden=is_hidden)
+        assert stop is None
+        shown += piece
+    assert shown == "abd", "what is hidden is found, and not shown"
+    assert scanner.push("b") == ("", None)
+    assert scanner.push("<|x|>", is_hidden=True) == ("", None)
+    assert scanner.push("c.") == ("b<|x|>c" if include else "", "b<|x|>c")

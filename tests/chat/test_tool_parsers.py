@@ -155,6 +155,22 @@ CITY = [("get_weather", {"city": "Oslo"})]
         ("qwen3_coder", "<function=get_weather><parameter=city>Oslo</parameter></function>", "", CITY),
         ("qwen3_coder", "<tool_call><function=get_weather>\n<parameter=city>\nOslo\n<parameter=days>\n3\n</tool_call>",
          "", [("get_weather", {"city": "Oslo", "days": 3})]),
+        ("qwen3_coder", "<function=get_weather><parameter=city>\n<a></parameter></b>\n</parameter>\n</function>", "",
+         [("get_weather", {"city": "<a></parameter></b>"})]),
+        ("qwen3_coder", "<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=\nls\n</function>",
+         "<parameter=\nls", CITY),
+        ("qwen3_coder", "<function=get_weather>\n<parameter=exact>\nFalse\n</parameter>\n</function> `<tool_call>`.",
+         "`<tool_call>`.", [("get_weather", {"exact": False})]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}\nSo.</tool_call>',
+         "So.", [("now", {}), ("now", {})]),
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "a</tool_call>b"}}</tool_call>', "",
+         [("get_weather", {"city": "a</tool_call>b"})]),
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud800", "days": NaN}}</tool_call>', "",
+         [("get_weather", {"city": "\ufffd", "days": "NaN"})]),
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83e\\udd9c\\x"}}</tool_call>', "",
+         [("get_weather", {"city": "🦜\\x"})]),
+        ("pythonic", "[get_weather(city='a, b', days=-3), now()]", "",
+         [("get_weather", {"city": "a, b", "days": -3}), ("now", {})]),
         ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=days>\nmany\n</parameter>\n</function>", "",
          [("get_weather", {"days": "many"})]),
     ],
@@ -167,6 +183,11 @@ def test_what_models_write_is_understood(name: str, text: str, content: str, cal
 def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
     content, calls = read(TOOL_FORMATS["hermes"], ['<tool_call>{"name": "now", "arguments": {"a": "b'])
     assert (content, calls) == ("", [Call("now", '{"a": "b')])
+
+
+def test_a_parameter_that_is_cut_off_has_its_text_so_far() -> None:
+    content, calls = read(TOOL_FORMATS["qwen3_coder"], ["<function=get_weather>\n<parameter=city>\nOs"])
+    assert (content, calls) == ("", [Call("get_weather", '{"city": "Os')])
 
 
 @pytest.mark.slow

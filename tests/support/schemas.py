@@ -111,7 +111,7 @@ def _integer(choose: random.Random, depth: int) -> Schema:
 
 def _number(choose: random.Random, depth: int) -> Schema:
     low = round(choose.uniform(-5, 5), 2)
-    bounds = {"exclusiveMinimum": low, "maximum": low + choose.randint(1, 9)} if choose.random() < 0.5 else {}
+    bounds = {"exclusiveMinimum": low, "maximum": round(low + choose.randint(1, 9), 2)} if choose.random() < 0.5 else {}
     return {"type": "number", **bounds}
 
 

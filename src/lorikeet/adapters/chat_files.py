@@ -173,6 +173,8 @@ def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[AddedToke
         return ()
     if len(entries) > _MAX_ADDED_TOKENS:
         raise AdapterError(f"{where}: {len(entries)} added tokens, at most {_MAX_ADDED_TOKENS} are read")
+    named = _special_tokens(tokenizer).values()  # these are special, whatever the list says
+    entries = [{**entry, "special": True} if entry.get("content") in named else entry for entry in entries]
     known = ("id", "content", *_TOKEN_KEYS)
     try:
         return tuple(

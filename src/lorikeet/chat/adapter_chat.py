@@ -50,6 +50,10 @@ class AdapterChats:
             or chat.chat_template.strip() != template.source.strip()
             or chat.other_templates != {name: other.source for name, other in template.others.items()}
             or bool(added)
+            or any(
+                key in template.source and template.special_tokens.get(key) != text
+                for key, text in chat.special_tokens.items()
+            )
         )
         return msgspec.structs.replace(
             chat,

@@ -85,10 +85,13 @@ def add_named_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special: S
     for _, entry in entries:
         if isinstance(entry, dict) and isinstance(entry.get("content"), str):
             flags = {flag: bool(entry.get(flag, False)) for flag in _FLAGS}
-            token = TokenizersToken(entry["content"], **flags)
-            (tokenizer.add_special_tokens if flags["special"] else tokenizer.add_tokens)([token])
+            flags["special"] |= entry["content"] in special
+            tokenizer.add_tokens([TokenizersToken(entry["content"], **flags)])
             known.add(entry["content"])
+    plain = {token.content: token for token in tokenizer.get_added_tokens_decoder().values() if not token.special}
     for text in special:
-        if text not in known and tokenizer.token_to_id(text) is not None:
+        if text in plain:
+            flags = {flag: getattr(plain[text], flag) for flag in _FLAGS}
+            tokenizer.add_tokens([TokenizersToken(text, **{**flags, "special": True})])
+        elif text not in known and tokenizer.token_to_id(text) is not None:
             tokenizer.add_special_tokens([text])
-            known.add(text)

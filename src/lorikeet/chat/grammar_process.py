@@ -33,6 +33,8 @@ WHITESPACE = r"(?: |\n[ \t]{0,32})?"
 """Between the parts of JSON: nothing, a space, or a line break and indentation. More would let a model fill its answer
 with spaces."""
 
+_JSON_SPACE = r"[ \t\r\n]"
+r"""All whitespace that JSON allows; ``\s`` is more."""
 _MAX_CHECK_S = 0.5
 """Of a core."""
 _PATTERNS, _JSON_RULE = '"patternProperties"', "%json "
@@ -338,6 +340,7 @@ def _without_format(schema: Any, name: str) -> Any:
 
 def json_options(whitespace: str) -> "JsonCompileOptions":
     """Return llguidance's options for JSON with this whitespace between its parts."""
+    whitespace = whitespace.replace(r"\s", _JSON_SPACE)
     return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
 
 

@@ -127,12 +127,16 @@ class _Reader:
                 if marker:
                     output.arguments("{}" if opening == "{" else "}")
                 break
-            name, end = yield from text_until(">")
+            name, end = yield from text_until(">", _NEWLINE, "<")
+            if end and (end != ">" or not name.strip()):  # half a tag, as models write it now and then
+                output.content(f"{_PARAMETER}{name}{end}")
+                marker = _PARAMETER_END
+                continue
             output.arguments(f"{opening}{write_json(name.strip())}" if end or name else "")
             opening = ", "
             if not end:
                 return
-            text, marker = yield from text_until(*_ENDS)
+            text, marker = yield from _value_text()
             if not marker:
                 output.arguments(f": {write_json(text.removeprefix(_NEWLINE))[:-1]}")
                 return
@@ -147,6 +151,40 @@ class _Reader:
                 output.forget()
             else:
                 output.give_back()
+
+
+def _value_text() -> Reads[tuple[str, str]]:
+    """Return a parameter's text and what ends it; the text may have its end tag before other text, as in code."""
+    text = ""
+    while True:
+        more, marker = yield from text_until(*_ENDS)
+        text += more
+        if marker != _PARAMETER_END:
+            return text, marker
+        space, found = "", ""
+        while not found:
+            letter = yield
+            if letter and letter in " \t\r\n":
+                space += letter
+                continue
+            found = yield from _prefix_of(letter, _PARAMETER, _FUNCTION_END, _END)
+            if not found or found in (_PARAMETER, _FUNCTION_END, _END):
+                return text, found or _PARAMETER_END
+        text += marker + space + found
+
+
+def _prefix_of(first: str, *markers: str) -> Reads[str]:
+    """Return the marker that begins with ``first``, or as much of one as came before another letter with that letter.
+
+    Empty at the end of the text.
+    """
+    found = first
+    while found and found not in markers and any(marker.startswith(found) for marker in markers):
+        letter = yield
+        if not letter:
+            return ""
+        found += letter
+    return found
 
 
 def _write(calls: Sequence[Call]) -> str:
