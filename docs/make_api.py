@@ -1,16 +1,167 @@
-"""Write the tables of ``docs/api.md`` from ``lorikeet.api.route_list`` and ``lorikeet.api.fields``.
+"""Write the tables of ``docs/api.md`` from the rows of the routes and from ``FIELDS``.
 
 .venv/bin/python docs/make_api.py
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
-from lorikeet.api.fields import BOTH, CHAT, FIELDS
-from lorikeet.api.route_list import ROUTES
+from lorikeet.api.route_table import all_routes
 
 PAGE = Path(__file__).with_name("api.md")
 
 _BY = "made by docs/make_api.py"
+_METHODS = ("GET", "POST", "PATCH", "DELETE")
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+BOTH = (COMPLETIONS, CHAT)
+
+
+class BodyField(NamedTuple):
+    """One or several fields that belong together.
+
+    Attributes:
+        names: of the fields.
+        meaning: limits and differences, for the docs page.
+        routes: that support them; empty if none does. Another one of ``BOTH`` refuses them with 501, unless they are
+            part of its own body.
+    """
+
+    names: tuple[str, ...]
+    meaning: str = ""
+    routes: tuple[str, ...] = BOTH
+
+
+FIELDS = (
+    BodyField(("model", "lora_path"), "[which model](#which-model)"),
+    BodyField(
+        ("lora", "merged_adapters", "adapter_parameters"),
+        "a [mixture of adapters](#mixtures) in the words of llama.cpp and LoRAX, if not empty",
+    ),
+    BodyField(
+        ("messages",),
+        "content as a string or text parts (joined by newlines, as in vLLM); other parts are 400; other fields of a "
+        "message go to the template unless they are null",
+        (CHAT,),
+    ),
+    BodyField(("prompt",), "text, token ids, or a list of either", (COMPLETIONS,)),
+    BodyField(
+        ("prompt_embeds",),
+        "instead of a prompt: in base64, what `torch.save` writes for a tensor `[tokens, hidden]` of float32, float16 "
+        "or bfloat16, or up to 128 of them. No code in it is run; KV is reused for the same numbers only. Not with "
+        "`echo`, `prompt_logprobs`, `return_token_ids` or `truncate_prompt_tokens`",
+        (COMPLETIONS,),
+    ),
+    BodyField(
+        ("max_tokens", "max_completion_tokens"),
+        "≥ 1; the second wins. Default: the rest of the context (chat), 16 (completions). Completions: 0 scores the "
+        "prompt only",
+    ),
+    BodyField(("min_tokens", "ignore_eos"), "stop strings also count only after `min_tokens`"),
+    BodyField(("n",), "≤ 128; choice *i* samples with a seed derived from `seed` and *i*"),
+    BodyField(
+        ("best_of",),
+        "≤ 128: so many answers are generated, and the `n` with the highest mean log probability returned; not in a "
+        "stream",
+        (COMPLETIONS,),
+    ),
+    BodyField(
+        ("stream", "stream_options"),
+        "`include_usage` and `continuous_usage_stats` need `stream`; the last one includes the usage at the end too, "
+        "unless `include_usage` is `false`",
+    ),
+    BodyField(
+        ("stop", "include_stop_str_in_output"),
+        "≤ 64 strings of ≤ 1,024 characters; found in the text, regardless of token boundaries",
+    ),
+    BodyField(("stop_token_ids",), "≤ 1,024; `stop_reason` says which"),
+    BodyField(("seed",), "64 bits; drawn at random if not given"),
+    BodyField(
+        ("temperature", "top_p", "top_k", "min_p"),
+        "`temperature: 0` is greedy, 10⁶ the maximum; `top_k` 0 or -1: all tokens",
+    ),
+    BodyField(
+        ("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        "-2 to 2; `repetition_penalty`: 10⁻⁶ to 10⁶",
+    ),
+    BodyField(
+        ("logit_bias", "allowed_token_ids"),
+        "token id → -100 to 100; the only tokens that may come. At most 65,536 entries each for all sequences of a "
+        "request together",
+    ),
+    BodyField(("bad_words",), "≤ 256 texts that the answer may not have, as vLLM tokenizes them"),
+    BodyField(
+        ("response_format", "structured_outputs", "json_schema", "regex", "ebnf"),
+        "[structured output](#structured-output)",
+    ),
+    BodyField(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
+        "vLLM's older names: [structured output](#structured-output)",
+    ),
+    BodyField(
+        ("logprobs",),
+        "≤ `--max-logprobs` (20), -1: the vocabulary; of the distribution before temperature, penalties and grammars; "
+        "a part of a character is `bytes:\\xe2\\x80`, as at OpenAI. Chat: true, with `top_logprobs`",
+    ),
+    BodyField(("top_logprobs",), "as `logprobs` of completions", (CHAT,)),
+    BodyField(("logprob_token_ids",), "≤ 1,024 tokens to report with each token instead of the likeliest"),
+    BodyField(
+        ("prompt_logprobs",),
+        "[log probabilities of the prompt](#scoring-prompts); not in a stream",
+    ),
+    BodyField(("return_token_ids",), "`token_ids`, and `prompt_token_ids`; in a stream with its first chunk"),
+    BodyField(("return_tokens_as_token_ids",), "log probabilities name tokens `token_id:ID`"),
+    BodyField(
+        ("truncate_prompt_tokens", "truncation_side"),
+        "so many tokens are kept of a longer prompt, its last (`left`, the default) or first; -1: as many as leave "
+        "space for `max_tokens`",
+    ),
+    BodyField(("skip_special_tokens",), "default true"),
+    BodyField(("add_special_tokens",), "in chat the template writes them", (COMPLETIONS,)),
+    BodyField(
+        ("echo",),
+        "completions: opens with the prompt, with `logprobs` [scored](#scoring-prompts). Chat: opens with the last "
+        "message, if its role is `assistant` or `add_generation_prompt` is false",
+    ),
+    BodyField(
+        ("add_generation_prompt", "chat_template_kwargs"),
+        "`chat_template_kwargs` may set the first and `continue_final_message`, as in vLLM",
+        (CHAT,),
+    ),
+    BodyField(
+        ("continue_final_message",), "the answer continues the last message; not with `add_generation_prompt`", (CHAT,)
+    ),
+    BodyField(
+        ("chat_template", "documents"),
+        "name of one of the model's [templates](#chat-templates), and documents for a template that reads them",
+        (CHAT,),
+    ),
+    BodyField(("priority",), "lower runs earlier, with presets that use it: [below](#tenants-priorities-and-targets)"),
+    BodyField(
+        ("cache_salt",), "KV is only reused by requests with the same one; [below](#tenants-priorities-and-targets)"
+    ),
+    BodyField(("tools", "tool_choice", "parallel_tool_calls"), "[tools](#tools)", (CHAT,)),
+    BodyField(("include_reasoning",), "[reasoning](#reasoning); default true", (CHAT,)),
+    BodyField(("thinking_token_budget",), "most tokens of thoughts; [reasoning](#reasoning)", (CHAT,)),
+    BodyField(("service_tier",), "`flex`: runs only when no other request waits; other values have no effect"),
+    BodyField(("user",), "accepted, no effect; so are `metadata` and `store`"),
+    BodyField(("functions", "function_call"), "use `tools` and `tool_choice`", ()),
+    BodyField(("use_beam_search", "suffix"), "", ()),
+    BodyField(("input_embeds",), "use `prompt_embeds` of `/v1/completions`", ()),
+    BodyField(("logits_processors", "custom_logit_processor"), "", ()),
+    BodyField(("stop_regex", "repetition_detection"), "", ()),
+    BodyField(("kv_transfer_params", "ec_transfer_params", "session_params"), "", ()),
+    BodyField(("spaces_between_special_tokens",), "`false`; `true` is fine", ()),
+    BodyField(("return_hidden_states", "return_weight_versions", "watermarking"), "", ()),
+    BodyField(("modalities", "audio"), "only text", ()),
+    BodyField(
+        ("adapter_id", "adapter_source"),
+        "of LoRAX, unless empty; put the adapter's name into `model`",
+        (),
+    ),
+)
+"""In the order of the docs page."""
 
 
 def page() -> str:
@@ -24,10 +175,16 @@ def page() -> str:
 
 
 def _routes() -> list[str]:
+    """Return a line for each note, with the routes that have it."""
+    lines: dict[tuple[str, bool], dict[str, list[str]]] = {}
+    for row, _, _ in all_routes():
+        methods = lines.setdefault((row.note, row.is_supported), {})
+        for path in row.paths:
+            methods.setdefault(path.replace(":path}", "}"), []).extend(row.methods)
     rows = ["| route | state | notes |", "|---|---|---|"]
-    for each in ROUTES:
-        names = ", ".join(f"`{route}`" for route in each.routes)
-        rows.append(f"| {names} | {each.state} | {each.notes} |")
+    for (note, is_supported), methods in lines.items():
+        names = ", ".join(f"`{'/'.join(sorted(each, key=_METHODS.index))} {path}`" for path, each in methods.items())
+        rows.append(f"| {names} | {'now' if is_supported else '501'} | {note} |")
     return rows
 
 

@@ -1,13 +1,11 @@
 """What the documents promise: files, names, commands, settings and examples that are really there."""
 
 import html
-import importlib.util
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
 from lorikeet.policies import EVICTION
+from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -31,16 +30,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SOURCES = {file: file.read_text() for file in (ROOT / "src" / "lorikeet").rglob("*.py")}
-
-
-def script(path: str) -> ModuleType:
-    """Import a script of the repository that belongs to no package."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def code_blocks(page: Path, language: str) -> list[str]:
@@ -136,7 +125,7 @@ def test_the_settings_page_is_what_the_settings_say() -> None:
     assert generator.PAGE.read_text() == generator.page(), "run .venv/bin/python docs/make_configuration.py"
 
 
-def test_the_table_of_fields_is_the_one_that_the_list_makes() -> None:
+def test_tables_of_the_api_page_are_up_to_date() -> None:
     generator = script("docs/make_api.py")
     assert generator.PAGE.read_text() == generator.page(), "run .venv/bin/python docs/make_api.py"
 

@@ -9,6 +9,7 @@ import pytest
 
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.http import errors
+from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError
 from tests.support.api_server import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
@@ -143,6 +144,12 @@ async def test_several_conversations_are_answered_at_once(server: Running) -> No
     assert one != other
     assert answer["usage"]["prompt_tokens"] == len(one) + len(other)
     assert server.service.gate.active == 0
+
+
+async def test_batch_of_more_than_a_small_body_is_answered(server: Running) -> None:
+    asked = {"model": "base", "messages": [MESSAGES], "max_tokens": 2, "user": "x" * SMALL_BODY_BYTES}
+    reply = await server.http.post(BATCH, json=asked)
+    assert (reply.status_code, len(reply.json()["choices"])) == (200, 1)
 
 
 @pytest.mark.parametrize(

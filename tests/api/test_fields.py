@@ -4,11 +4,17 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api.fields import BOTH, CHAT, COMPLETIONS, FIELDS
 from lorikeet.chat.protocol import _FIELDS, Body, ChatCompletionRequest, CompletionRequest
 from tests.api.test_chat import MESSAGES
 from tests.chat.test_prompt_embeds import saved, tensor
 from tests.support.api_server import Running
+from tests.support.scripts import script
+
+_PAGE = script("docs/make_api.py")
+BOTH = _PAGE.BOTH
+CHAT = _PAGE.CHAT
+COMPLETIONS = _PAGE.COMPLETIONS
+FIELDS = _PAGE.FIELDS
 
 BODIES: dict[str, type[Body]] = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
 EXAMPLES: dict[str, Any] = {

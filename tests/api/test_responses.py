@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.api import responses
+from lorikeet.api.routes import responses
 from lorikeet.chat.responses_body import joined
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError

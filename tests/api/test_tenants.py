@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lorikeet.adapters.registry import sqlite_url
 from lorikeet.cli.app import app
 from lorikeet.config import AdapterDirMode, ConfigError, load_settings
-from lorikeet.http.middleware import key_name
+from lorikeet.http.auth import key_name
 from lorikeet.http.tenancy import duration
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.tenants.keys import ApiKey, KeySettings

@@ -11,7 +11,7 @@ import structlog
 
 from lorikeet.chat.text_processor import IncrementalDetokenizer
 from lorikeet.config import ConfigError
-from lorikeet.http.middleware import KeyRing
+from lorikeet.http.auth import KeyRing
 from tests.api.test_chat import CHAT, body
 from tests.support.api_server import TOKENIZER, Running, Start
 from tests.support.waiting import until

@@ -24,7 +24,7 @@ from lorikeet.core.messages import (
     TierBytes,
 )
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.http.middleware import key_name
+from lorikeet.http.auth import key_name
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.metrics import RequestMetrics
 from lorikeet.observe.traffic import TTFT_BOUNDS_S, AdapterUsage, RequestCounts

@@ -10,7 +10,7 @@ from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams, Slo, SloError, parse_slo
-from lorikeet.http.middleware import key_name
+from lorikeet.http.auth import key_name
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.observe.slo_targets import attainment, missed, read_targets

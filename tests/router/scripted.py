@@ -12,8 +12,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
-from lorikeet.router.proxied_request import FORWARDED
+from lorikeet.http.model_routes import MODEL_ROUTES
+from lorikeet.http.routes import Forwarding
 from tests.support.quick_server import QuickServer
+
+FORWARDED = [path for row in MODEL_ROUTES if row.forwarding is not Forwarding.BY_RESPONSE for path in row.paths]
+"""Paths whose bodies name a model."""
 
 
 def words(model: str, text: str, count: int) -> str:

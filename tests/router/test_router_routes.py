@@ -6,8 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from lorikeet.router.proxied_request import CHAT, FORWARDED, RESPONSES
+from lorikeet.router.proxied_request import CHAT, RESPONSES
 from tests.router.conftest import Start
+from tests.router.scripted import FORWARDED
 from tests.support.waiting import until
 
 MESSAGES = "/v1/messages"

@@ -10,36 +10,25 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.adapters.task_files import read_task
-from lorikeet.api import (
-    adapters,
-    classification,
-    cluster,
-    completions,
-    embeddings,
-    info,
-    messages,
-    responses,
-    stats,
-    training,
-)
-from lorikeet.api import batch_routes as batches
-from lorikeet.api import tenants as tenant_routes
-from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
 from lorikeet.api.pooled import MAX_POOLED_BYTES
+from lorikeet.api.route_table import add_routes, all_routes
+from lorikeet.api.routes import adapters
+from lorikeet.api.routes.batches import FORM_BYTES
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.mixtures import Mixtures
-from lorikeet.chat.prompt_process import PATHS
 from lorikeet.chat.structured_output import GrammarChecks
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.http import web
+from lorikeet.http.admission import AdmissionGate
 from lorikeet.http.anthropic_errors import AnthropicErrors
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
 from lorikeet.http.errors import ApiError, install_handlers
 from lorikeet.http.logs import log
-from lorikeet.http.middleware import AdmissionGate, RootPath, add_middleware
+from lorikeet.http.middleware import RootPath, add_middleware
+from lorikeet.http.routes import BodySize
+from lorikeet.http.web import SecurityHeaders
 from lorikeet.observe.collectors import (
     ClusterCollector,
     ConnectionCollector,
@@ -157,7 +146,7 @@ def create_service(
         batches=Batches(
             BatchStorage(settings.batches, models.base, settings.server.max_body_bytes),
             lambda: settings.batches.concurrency or settings.engine.max_num_seqs * max(1, len(client.views)),
-            lambda: Dispatcher(service, (completions.router, responses.router, embeddings.router), tenants),
+            lambda: Dispatcher(create_batch_app(service), tenants),
         ),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.loader.pinned))
@@ -194,36 +183,46 @@ def _base_task(chats: AdapterChats) -> AdapterTask:
 
 def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
-    app = FastAPI(title="Lorikeet", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Lorikeet", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    # A request is matched with each route before its own.
-    answers = (completions, responses, messages, embeddings, classification, batches)
-    for routes in (*answers, info, adapters, stats, tenant_routes, cluster, training, web):
-        app.include_router(routes.router)
-    for dialect in (generate, tgi, sglang, sagemaker, vllm):
-        app.include_router(dialect.router)
+    table = add_routes(app, all_routes())
     install_handlers(app)
-    pooled_paths = [route.path for each in (embeddings, classification) for route in each.router.routes]
+    settings = service.settings
     add_middleware(
         app,
-        max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
-        larger_bodies={
-            **dict.fromkeys(PATHS, service.settings.max_body_bytes),
-            **dict.fromkeys(pooled_paths, min(service.settings.max_body_bytes, MAX_POOLED_BYTES)),
-            completions.BATCH_PATH: min(service.settings.max_body_bytes, MAX_POOLED_BYTES),
-            adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
-            batches.FILES_PATH: service.batches.storage.settings.max_file_bytes + batches.FORM_BYTES,
-        },
-        api_keys=service.settings.api_keys,
-        admin_keys=service.settings.admin_keys,
-        tenant_header=service.settings.tenant_header,
+        table,
+        _max_body_bytes(service),
+        api_keys=settings.api_keys,
+        admin_keys=settings.admin_keys,
+        tenant_header=settings.tenant_header,
         tenants=service.tenants,
-        allowed_origins=service.settings.allowed_origins,
-        host="" if service.settings.uds else service.settings.host,
+        allowed_origins=settings.allowed_origins,
+        host="" if settings.uds else settings.host,
     )
     app.add_middleware(AnthropicErrors)
     app.add_middleware(LoadReports, load=partial(load_of, service.client))
-    app.add_middleware(web.SecurityHeaders)
-    if root_path := service.settings.root_path.rstrip("/"):
+    app.add_middleware(SecurityHeaders)
+    if root_path := settings.root_path.rstrip("/"):
         app.add_middleware(RootPath, prefix=root_path)
     return app
+
+
+def create_batch_app(service: Service) -> FastAPI:
+    """Return the application that answers lines of batches: the batchable routes, without middleware."""
+    app = FastAPI(openapi_url=None)
+    app.state.service = service
+    add_routes(app, (route for route in all_routes() if route.row.is_batchable))
+    install_handlers(app)
+    return app
+
+
+def _max_body_bytes(service: Service) -> dict[BodySize, int]:
+    """Return the bytes that each size of a body stands for."""
+    most = service.settings.max_body_bytes
+    return {
+        BodySize.SMALL: min(SMALL_BODY_BYTES, most),
+        BodySize.PROMPT: most,
+        BodySize.POOLED: min(MAX_POOLED_BYTES, most),
+        BodySize.WEIGHTS: service.adapter_settings.max_bytes,
+        BodySize.FILE: service.batches.storage.settings.max_file_bytes + FORM_BYTES,
+    }

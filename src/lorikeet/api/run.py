@@ -20,8 +20,8 @@ from anyio import to_thread
 from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters, registry_url
 from lorikeet.adapters.checkpoint import AdapterChecks, ServedBase
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.api.adapters import follow_registry
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.routes.adapters import follow_registry
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.sampling import ModelLimits, SamplingDefaults

@@ -46,26 +46,21 @@ from lorikeet.chat.structured_output import grammar_spec
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.request import PromptEmbeds
-from lorikeet.http.anthropic_errors import MESSAGES_PATH
+from lorikeet.http.admission import AdmissionGate
 from lorikeet.http.body_structure import BodyStructure, check_structure
 from lorikeet.http.errors import ApiError, bad_request, invalid_json, model_not_found, unexpected_failure
 from lorikeet.http.helper_main import run_helper
-from lorikeet.http.middleware import AdmissionGate
 
-CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
-RESPONSES_PATH = "/v1/responses"
-PATHS: dict[str, type[Body]] = {
-    "/v1/completions": CompletionRequest,
-    CHAT_PATH: ChatCompletionRequest,
-    TOKENIZE_PATH: TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    RESPONSES_PATH: ResponsesRequest,
-    MESSAGES_PATH: MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
-}
-"""Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
-GENERATING = ("/v1/completions", CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH)
-"""Those whose answers are generated."""
+KINDS: tuple[type[Body], ...] = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+)
+"""Kinds of bodies that may be large. A message to the process is a body after the number of its kind, one byte."""
 MODEL = b"\xff"
 """Begins a message that says what else the last body needs, a ``BodyNeeds``."""
 MAX_TOKENS = 2**20
@@ -187,7 +182,7 @@ class PromptReader:
         keys = 2 * containers + MAX_BIASES
         self._max = BodyStructure(_MAX_DEPTH, containers, keys, self._max_tokens + containers + keys)
 
-    def begin(self, path: str, content: bytes) -> WhichModel:
+    def begin(self, kind: type[Body], content: bytes) -> WhichModel:
         """Check a body, and return its model; :meth:`read` reads it.
 
         Raises:
@@ -195,7 +190,7 @@ class PromptReader:
         """
         self._body = None
         check_structure(content, self._max)
-        body = self._body = _body_of(PATHS[path], content)
+        body = self._body = _body_of(kind, content)
         refuse_unsupported(body)
         previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
         return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous)
@@ -389,13 +384,13 @@ def main() -> None:
 def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
     setup = msgspec.msgpack.decode(setup_message, type=PromptSetup)
     base = ChatSettings(_texts(setup), setup.limits, tool_parser=setup.tool_parser)
-    reader, paths = PromptReader(base, setup.max_queued), tuple(PATHS)
+    reader = PromptReader(base, setup.max_queued)
 
     def answer(message: bytes) -> bytes:
         if message[:1] == MODEL:
             needs = msgspec.msgpack.decode(message[1:], type=BodyNeeds)
             return msgspec.msgpack.encode(_answer(lambda: reader.read(needs)))
-        return msgspec.msgpack.encode(_answer(lambda: reader.begin(paths[message[0]], message[1:])))
+        return msgspec.msgpack.encode(_answer(lambda: reader.begin(KINDS[message[0]], message[1:])))
 
     return answer
 

@@ -1,15 +1,14 @@
-"""The console at ``/ui`` and the page of the routes at ``/docs``: files of this package, built from ``ui/``.
+"""Files of the pages at ``/ui`` and ``/docs``, built from ``ui/``, and headers for browsers.
 
-The pages load without a key, since browsers cannot send one with a link. What they show is fetched with the key that
-the user types into the console. Nothing comes from another server.
+The pages load nothing from another server.
 """
 
 import hashlib
 from functools import cache
 from pathlib import Path
 
-from fastapi import APIRouter, Request
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,8 +27,6 @@ _OWN_FILES_ONLY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _NOTHING = "default-src 'none'; frame-ancestors 'none'"
-
-router = APIRouter(include_in_schema=False)
 
 
 class SecurityHeaders:
@@ -54,25 +51,6 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)
-
-
-@router.get("/ui")
-async def console(http: Request) -> Response:
-    """Return the console's page."""
-    return page_file(http, "ui.html")
-
-
-@router.get("/docs")
-async def docs(http: Request) -> Response:
-    """Return the page of the routes."""
-    return page_file(http, "docs.html")
-
-
-@router.get("/ui/{name}")
-@router.get("/docs/{name}")
-async def file(http: Request, name: str) -> Response:
-    """Return a file of these pages."""
-    return page_file(http, name)
 
 
 def page_file(http: Request, name: str) -> Response:

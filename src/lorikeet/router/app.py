@@ -17,11 +17,12 @@ from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
 from lorikeet.http.logs import log
 from lorikeet.http.middleware import add_middleware
+from lorikeet.http.model_routes import MODEL_ROUTES
+from lorikeet.http.routes import BodySize, Callers, Forwarding, Route, RouteTable
 from lorikeet.http.web import page_file
 from lorikeet.observe.stats_stream import read_stats_query, stats_response
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.metrics import router_state
-from lorikeet.router.proxied_request import FORWARDED, RESPONSES
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
 
 
@@ -57,31 +58,35 @@ def create_app(
     app = Starlette()
     routes = _Routes(parts, preset)
 
-    def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
-        app.add_route(path, answer, methods=[method])
+    rows: list[Route] = []
 
-    for path in FORWARDED:
-        serve(path, "POST", partial(_proxied, path, parts))
-    for method, path in _OF_STORED:
-        serve(path, method, partial(_stored, parts))
-    serve("/v1/models", "GET", routes.models)
-    serve("/v1/models/{name:path}", "GET", routes.model)
-    serve("/v1/load_lora_adapter", "POST", routes.load)
-    serve("/v1/unload_lora_adapter", "POST", routes.unload)
-    serve("/v1/cluster", "GET", routes.cluster)
-    serve("/v1/stats", "GET", routes.stats)
-    serve("/v1/stats/stream", "GET", routes.stats_stream)
-    serve("/ui", "GET", routes.page)
-    serve("/ui/{name}", "GET", routes.page)
-    serve("/health", "GET", routes.health)
-    serve("/metrics", "GET", routes.metrics)
+    def serve(row: Route, *answers: Callable[[Request], Awaitable[Response]]) -> None:
+        rows.append(row)
+        for path, answer in zip(row.paths, answers, strict=True):
+            app.add_route(path, answer, methods=list(row.methods))
+
+    for row in MODEL_ROUTES:
+        if row.forwarding is Forwarding.BY_RESPONSE:
+            serve(row, partial(_stored, parts))
+        else:
+            serve(row, *(partial(_proxied, path, parts) for path in row.paths))
+    serve(Route("GET /v1/models", Callers.KEYS), routes.models)
+    serve(Route("GET /v1/models/{name:path}", Callers.KEYS), routes.model)
+    serve(Route("POST /v1/load_lora_adapter", Callers.ADMINS), routes.load)
+    serve(Route("POST /v1/unload_lora_adapter", Callers.ADMINS), routes.unload)
+    serve(Route("GET /v1/cluster", Callers.ADMINS), routes.cluster)
+    serve(Route("GET /v1/stats", Callers.ADMINS), routes.stats)
+    serve(Route("GET /v1/stats/stream", Callers.ADMINS), routes.stats_stream)
+    serve(Route("GET /ui /ui/{name}", Callers.ANYONE), routes.page, routes.page)
+    serve(Route("GET /health", Callers.ANYONE), routes.health)
+    serve(Route("GET /metrics", Callers.ANYONE), routes.metrics)
     for method in ("GET", "POST", "PUT", "DELETE"):
-        serve("/{path:path}", method, routes.not_served)
+        app.add_route("/{path:path}", routes.not_served, methods=[method])
     install_handlers(app)
     add_middleware(
         app,
-        max_body_bytes=SMALL_BODY_BYTES,
-        larger_bodies=dict.fromkeys(FORWARDED, MAX_BODY_BYTES),
+        RouteTable(rows),
+        {size: SMALL_BODY_BYTES if size is BodySize.SMALL else MAX_BODY_BYTES for size in BodySize},
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
@@ -89,14 +94,6 @@ def create_app(
     )
     app.add_middleware(AnthropicErrors)
     return app
-
-
-_OF_STORED = (
-    ("GET", f"{RESPONSES}/{{id}}"),
-    ("DELETE", f"{RESPONSES}/{{id}}"),
-    ("POST", f"{RESPONSES}/{{id}}/cancel"),
-    ("GET", f"{RESPONSES}/{{id}}/input_items"),
-)
 
 
 async def _proxied(path: str, parts: RouterParts, http: Request) -> Response:

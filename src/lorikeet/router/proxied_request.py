@@ -14,25 +14,20 @@ import msgspec
 from lorikeet.cluster.routing.fleet import RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.http import model_routes
 from lorikeet.http.anthropic_errors import MESSAGES_PATH
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.body_structure import BodyStructure, check_structure
 from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.routes import Forwarding
 from lorikeet.memory.tree import block_keys
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-_POOLED = (
-    *("/v1/embeddings", "/v1/moderations", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score"),
-    *("/rerank", "/v1/rerank", "/v2/rerank"),
-)
-_COUNTED = (f"{MESSAGES_PATH}/count_tokens", "/tokenize", "/detokenize")
-FORWARDED = (COMPLETIONS, CHAT, f"{CHAT}/batch", MESSAGES_PATH, RESPONSES, *_POOLED, *_COUNTED)
-"""Routes whose bodies name a model."""
-_STREAMED = (COMPLETIONS, CHAT, MESSAGES_PATH, RESPONSES)
+COMPLETIONS = model_routes.COMPLETIONS.path
+CHAT = model_routes.CHAT.path
+RESPONSES = model_routes.RESPONSES.path
+_FORWARDING = {path: row.forwarding for row in model_routes.MODEL_ROUTES for path in row.paths}
 _PROMPTS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), MESSAGES_PATH: ("messages",)}
 _OTHER_PROMPTS = ("input", "documents", "text_2", "text_1", "messages", "prompt", "tokens")
 """Fields that may hold the prompt; the first one in the body counts."""
@@ -60,7 +55,7 @@ class RequestBody:
     """The body of a request that names a model.
 
     Args:
-        path: route, one of ``FORWARDED``.
+        path: path of a route whose bodies name a model.
         content: the body.
         tenant: tenant of the request. Other tenants' requests do not reuse its KV; empty if all share it.
 
@@ -87,7 +82,7 @@ class RequestBody:
         for name in _OTHER_WAYS:
             if fields.get(name):
                 raise bad_request(f"{name}: a router finds the adapter by `model` alone; name it there.", name)
-        if tenant and path not in _COUNTED:
+        if tenant and _FORWARDING[path] is not Forwarding.COUNTED:
             own = fields.get("cache_salt") or ""
             if not isinstance(own, str):
                 raise bad_request("cache_salt: not a string.", "cache_salt")
@@ -129,12 +124,12 @@ class RequestBody:
     @property
     def streams(self) -> bool:
         """Whether the answer is streamed."""
-        return self.fields.get("stream") is True and self.path in _STREAMED
+        return self.fields.get("stream") is True and _FORWARDING[self.path] is Forwarding.GENERATED
 
     @property
     def max_tokens(self) -> int | None:
         """The most tokens of the answer; None if the body sets no limit."""
-        if self.path in _POOLED or self.path in _COUNTED:
+        if _FORWARDING[self.path] in (Forwarding.POOLED, Forwarding.COUNTED):
             return 1
         limits = [self.fields.get(name) for name in _LIMITS.get(self.path, ("max_tokens",))]
         said = next((limit for limit in limits if isinstance(limit, int) and not isinstance(limit, bool)), None)

@@ -177,7 +177,7 @@ async def forward_stored(http: Request, parts: RouterParts) -> Response:
     Raises:
         ApiError: 404, no such backend is known; 502, it cannot be reached.
     """
-    backend = _keeper(parts, http.path_params["id"], http.state.tenant, "response_id")
+    backend = _keeper(parts, http.path_params["response_id"], http.state.tenant, "response_id")
     headers = [*passed_headers(http, backend), (b"x-request-id", http.state.request_id.encode())]
     path = f"{http.url.path}?{http.url.query}" if http.url.query else http.url.path
     wants_stream = http.query_params.get("stream") == "true"

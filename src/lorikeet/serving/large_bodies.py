@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 from fastapi import Request
@@ -17,15 +17,15 @@ from starlette.responses import Response
 
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.prompt_process import (
-    GENERATING,
+    KINDS,
     MODEL,
-    PATHS,
     BodyNeeds,
     BodyRead,
     BodyRefused,
     PromptSetup,
     WhichModel,
 )
+from lorikeet.chat.protocol import Body, GenerationBody
 from lorikeet.core.request import PromptEmbeds
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate, check_content_type
 from lorikeet.http.errors import ApiError, bad_request
@@ -67,11 +67,11 @@ class PromptProcesses:
         """Process ids."""
         return self._processes.pids
 
-    async def read(self, path: str, body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
+    async def read(self, kind: type[Body], body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
         """Read the prompts of a body.
 
         Args:
-            path: its route.
+            kind: of the body, one of ``KINDS``.
             body: as it came.
             resolve: returns what must be known beside it.
             is_large: whether the body itself may be why it takes too much; else an adapter's chat template is.
@@ -86,11 +86,11 @@ class PromptProcesses:
                 return None
             return MODEL + msgspec.msgpack.encode(await resolve(which))
 
-        route = bytes([tuple(PATHS).index(path)])
+        number = bytes([KINDS.index(kind)])
         try:
-            answer = _FROM_PROCESS.decode(await self._processes.ask(route, body, timeout_s=_READ_S, go_on=name_model))
+            answer = _FROM_PROCESS.decode(await self._processes.ask(number, body, timeout_s=_READ_S, go_on=name_model))
         except (EOFError, OSError, TimeoutError) as error:
-            log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
+            log.warning("a body was not read", kind=kind.__name__, bytes=len(body), reason=repr(error))
             if not is_large:
                 raise bad_request("The chat template of this adapter takes too much memory or time.") from error
             raise ApiError(413, "Reading the body takes too much memory or time.") from error
@@ -174,11 +174,15 @@ class _NotLoaded(Exception):
 
 
 class PromptRoute(APIRoute):
-    """A route whose large bodies are read in another process. The route gets its prompts by :func:`prepared_body`."""
+    """A route whose large bodies are read in another process, as its handler's parameter ``body`` is declared.
+
+    The handler gets what was read by :func:`prepared_body`.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return what answers a request."""
         handle = super().get_route_handler()
+        kind: type[Body] = get_type_hints(self.endpoint)["body"]
 
         async def handle_any(request: Request, holding: ExitStack) -> Response:
             announced = request.headers.get("content-length", "")
@@ -193,10 +197,10 @@ class PromptRoute(APIRoute):
                 if len(body) > SMALL_BODY_BYTES:
                     is_batch = request.scope["state"].get("is_batch", False)
                     service.gate_of(is_batch=is_batch).enter(1).release()  # else nothing need be read
-                    if self.path in GENERATING:
+                    if issubclass(kind, GenerationBody):
                         await service.unpaused.wait()
                     state = request.scope["state"]
-                    prepared, body = await prepare(service, self.path, body, state["tenant"], state["access"], holding)
+                    prepared, body = await prepare(service, kind, body, state["tenant"], state["access"], holding)
                     request.scope["state"][_PREPARED] = prepared
             return await handle(_SmallRequest(request, body))
 
@@ -208,13 +212,13 @@ class PromptRoute(APIRoute):
 
 
 async def prepare(
-    service: Any, path: str, body: bytes, tenant: str, access: Access, holding: ExitStack
+    service: Any, kind: type[Body], body: bytes, tenant: str, access: Access, holding: ExitStack
 ) -> tuple[PreparedBody, bytes]:
     """Read a body in another process; return its prompts, and its small fields.
 
     Args:
         service: running.
-        path: route of the body.
+        kind: of the body, one of ``KINDS``.
         body: as it came.
         tenant: that sent it.
         access: the rights of its key.
@@ -235,10 +239,10 @@ async def prepare(
         return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))
 
     try:
-        read = await service.prompt_processes.read(path, body, resolve)
+        read = await service.prompt_processes.read(kind, body, resolve)
     except _NotLoaded as missing:  # a load may take minutes, so it holds no process
         await service.resolve(missing.model, missing.lora_path, access=access, generates=False)
-        read = await service.prompt_processes.read(path, body, resolve)
+        read = await service.prompt_processes.read(kind, body, resolve)
     prepared = PreparedBody(
         unpacked(read), read.texts, read.answer, arrival_s, *models[-1], read.conversation, read.embeds
     )

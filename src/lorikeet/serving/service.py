@@ -27,14 +27,12 @@ from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.grammar_process import GrammarChecked
 from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
-from lorikeet.chat.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
+from lorikeet.chat.prompt_process import BodyNeeds, BodyRead, WhichModel
 from lorikeet.chat.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
-    may_hold_surrogates,
-    refuse_lone_surrogates,
 )
 from lorikeet.chat.sampling import (
     ModelLimits,
@@ -48,10 +46,10 @@ from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.request import Request, Slo
-from lorikeet.http.body_gate import BodyGate, check_content_type
+from lorikeet.http.admission import AdmissionGate, Ticket
+from lorikeet.http.body_gate import BodyGate
 from lorikeet.http.connections import ConnectionStats
 from lorikeet.http.errors import ApiError, bad_request, engine_unavailable
-from lorikeet.http.middleware import AdmissionGate, Ticket
 from lorikeet.http.sessions import Sessions
 from lorikeet.http.tenancy import RateReport, admit
 from lorikeet.http.threads import in_daemon_thread
@@ -318,20 +316,20 @@ class Service:
         if prepared:
             return prepared.prompts
         if chat.own is not None:
-            (prompt,) = unpacked(await self.read_in_process(CHAT_PATH, body, chat.own))
+            (prompt,) = unpacked(await self.read_in_process(ChatCompletionRequest, body, chat.own))
         else:
             limits = chat.limits if body.truncate_prompt_tokens is None else None
             prompt = await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=limits)
         return [truncated(prompt, body, chat.limits)]
 
-    async def read_in_process(self, path: str, body: Body, own: AdapterChat) -> BodyRead:
+    async def read_in_process(self, kind: type[Body], body: Body, own: AdapterChat) -> BodyRead:
         """Read a body of an adapter that has a chat template or tokens of its own."""
 
         async def resolve(which: WhichModel) -> BodyNeeds:
             return BodyNeeds(own)
 
         content = body.model_dump_json(exclude_unset=True).encode()
-        return await self.prompt_processes.read(path, content, resolve, is_large=False)
+        return await self.prompt_processes.read(kind, content, resolve, is_large=False)
 
     async def start(
         self, body: GenerationBody, target: ResolvedModel, lease: Lease, spec: GenerationSpec, sender: Sender
@@ -479,14 +477,6 @@ async def _service(request: HttpRequest) -> Service:
     return service
 
 
-async def _is_json(request: HttpRequest) -> None:
-    """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode."""
-    check_content_type(request)
-    body = await request.body()
-    if may_hold_surrogates(body):
-        refuse_lone_surrogates(body, await request.json())
-
-
 def access_of(request: HttpRequest) -> Access:
     """Return what the sender of a request may do, as the middleware has found."""
     access: Access = request.scope["state"]["access"]
@@ -507,4 +497,3 @@ async def _sender(request: HttpRequest) -> Sender:
 
 ServiceDep = Annotated[Service, Depends(_service)]
 SenderDep = Annotated[Sender, Depends(_sender)]
-JsonBody = Depends(_is_json)

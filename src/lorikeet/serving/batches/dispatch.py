@@ -1,14 +1,12 @@
 """Calls the server's own routes inside the process, for the lines of batches."""
 
 import asyncio
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import structlog
-from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Message
 
-from lorikeet.http.errors import ApiError, install_handlers, unexpected_failure
+from lorikeet.http.errors import ApiError, unexpected_failure
 from lorikeet.http.logs import log
 from lorikeet.tenants.keys import Access
 from lorikeet.tenants.tenants import Tenants
@@ -25,19 +23,13 @@ class Dispatcher:
     """Answers requests of batches as the routes do, without the middleware of clients' connections.
 
     Args:
-        service: state of the application.
-        routers: with the routes.
+        app: has the routes that batches may name.
         tenants: keys of the registry's database, whose limits hold for their batches; None for none.
     """
 
-    def __init__(self, service: object, routers: Iterable[APIRouter], tenants: Tenants | None = None) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants | None = None) -> None:
+        self._app = app
         self._tenants = tenants
-        app = FastAPI(openapi_url=None)
-        app.state.service = service
-        for router in routers:
-            app.include_router(router)
-        install_handlers(app)
-        self._app: ASGIApp = app
 
     async def post(self, path: str, body: bytes, tenant: str, request_id: str) -> Answer:
         """Return the answer to a body in JSON. Cancelling it aborts the request in the engine."""

@@ -6,8 +6,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""Routes whose requests a batch may have."""
+from lorikeet.http.model_routes import BATCHABLE_PATHS
+
 LONGEST_ID = 512
 """Characters of a ``custom_id``."""
 
@@ -116,8 +116,8 @@ def check_requests(file: BinaryIO, max_requests: int, max_line_bytes: int) -> Fi
             raise LineError(f"line {number}: a file may have {max_requests} requests")
         summary.lines += 1
         if request.url not in summary.urls:
-            if len(summary.urls) == len(ENDPOINTS) + 1:  # so that a file of wrong ones is not remembered whole
-                raise LineError(f"line {number}: {request.url[:100]!r} is none of {', '.join(ENDPOINTS)}")
+            if len(summary.urls) == len(BATCHABLE_PATHS) + 1:  # so that a file of wrong ones is not remembered whole
+                raise LineError(f"line {number}: {request.url[:100]!r} is none of {', '.join(BATCHABLE_PATHS)}")
             summary.urls[request.url] = number
     if not summary.lines:
         raise LineError("the file has no requests")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.responses import Response
 
 from lorikeet.api.answer_blocks import (
@@ -22,30 +22,30 @@ from lorikeet.api.answer_blocks import (
     BlockOpened,
 )
 from lorikeet.chat.logprobs import TokenNames, chat_logprobs
-from lorikeet.chat.prompt_process import RESPONSES_PATH
 from lorikeet.chat.protocol import refuse_unsupported
 from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
 from lorikeet.core.plan import Token
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError, bad_request, unexpected_failure
 from lorikeet.http.logs import log
+from lorikeet.http.model_routes import CANCEL_RESPONSE, DELETE_RESPONSE, RESPONSE_INPUT, RESPONSES, RETRIEVE_RESPONSE
+from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.chat_answer import ChatAnswer, check_one_answer, start_chat
-from lorikeet.serving.large_bodies import PreparedBody, PromptRoute, prepare, prepared_body
+from lorikeet.serving.large_bodies import PreparedBody, prepare, prepared_body
 from lorikeet.serving.requests import Sender
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 from lorikeet.serving.stored_responses import BackgroundRun, StoredResponse
 from lorikeet.serving.usage import usage_of
 
-router = APIRouter()
-creation = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
+ROUTES = Routes()
 
 _ID_BYTES = 24
 _DEFAULT_ITEMS, _MAX_ITEMS = 20, 100
 
 
-@creation.post(RESPONSES_PATH)
+@ROUTES.add(RESPONSES)
 async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Answer an input, after a stored response or anew."""
     refuse_unsupported(body)
@@ -98,11 +98,11 @@ async def _prepare(
     """Read a body that goes on from a long conversation in another process, as large bodies are."""
     content = body.model_dump_json(exclude_unset=True).encode()
     async with service.body_gate.hold(min(previous_bytes, service.body_gate.max_body_bytes)):
-        prepared, _ = await prepare(service, RESPONSES_PATH, content, sender.tenant, sender.access, holding)
+        prepared, _ = await prepare(service, ResponsesRequest, content, sender.tenant, sender.access, holding)
     return prepared
 
 
-@router.get(f"{RESPONSES_PATH}/{{response_id}}")
+@ROUTES.add(RETRIEVE_RESPONSE)
 async def retrieve(
     response_id: str,
     service: ServiceDep,
@@ -120,7 +120,7 @@ async def retrieve(
     return _followed(run, starting_after + 1)
 
 
-@router.delete(f"{RESPONSES_PATH}/{{response_id}}")
+@ROUTES.add(DELETE_RESPONSE)
 async def delete(response_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Drop a stored response; one that is being made is cancelled."""
     stored = service.responses.get(sender.tenant, response_id)
@@ -130,7 +130,7 @@ async def delete(response_id: str, service: ServiceDep, sender: SenderDep) -> di
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post(f"{RESPONSES_PATH}/{{response_id}}/cancel")
+@ROUTES.add(CANCEL_RESPONSE)
 async def cancel(response_id: str, service: ServiceDep, sender: SenderDep) -> Response:
     """Stop a response that is made in the background; of one that has ended nothing changes."""
     stored = service.responses.get(sender.tenant, response_id)
@@ -142,7 +142,7 @@ async def cancel(response_id: str, service: ServiceDep, sender: SenderDep) -> Re
     return _json(stored.as_json())
 
 
-@router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
+@ROUTES.add(RESPONSE_INPUT)
 async def input_items(
     response_id: str,
     service: ServiceDep,
@@ -167,9 +167,6 @@ async def input_items(
         return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": has_more})
 
     return _json(await off_the_loop(write, len(conversation)))
-
-
-router.include_router(creation)
 
 
 class ResponseWriter:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -45,13 +45,15 @@ from lorikeet.config import ServerSettings
 from lorikeet.core.plan import Token
 from lorikeet.core.request import PromptEmbeds
 from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.model_routes import CHAT, CHAT_BATCH, COMPLETIONS
+from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream, begun
 from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.chat_answer import ChatAnswer, start_chat
 from lorikeet.serving.generation import Generation, OutputDelta
-from lorikeet.serving.large_bodies import PreparedBody, PromptRoute, prepared_body
+from lorikeet.serving.large_bodies import PreparedBody, prepared_body
 from lorikeet.serving.requests import GenerationSpec, Sender
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 from lorikeet.serving.usage import metrics_of, token_counts, usage_of
 
 _DONE = b"data: [DONE]\n\n"
@@ -283,7 +285,7 @@ def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
+ROUTES = Routes()
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -511,7 +513,7 @@ def _completion_spec(
     )
 
 
-@router.post("/v1/completions")
+@ROUTES.add(COMPLETIONS)
 async def completions(http: Request, body: CompletionRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Continue one or several prompts."""
     refuse_unsupported(body)
@@ -668,7 +670,7 @@ def _added(content: dict[str, Any], part: AnswerPart) -> dict[str, Any]:
     return content
 
 
-@router.post("/v1/chat/completions")
+@ROUTES.add(CHAT)
 async def chat_completions(
     http: Request, body: ChatCompletionRequest, service: ServiceDep, sender: SenderDep
 ) -> Response:
@@ -696,7 +698,6 @@ def _chat_format(service: Service, body: ChatCompletionRequest, answer: ChatAnsw
     )
 
 
-BATCH_PATH = "/v1/chat/completions/batch"
 MAX_CONVERSATIONS = 128
 
 
@@ -726,7 +727,7 @@ class ChatBatchRequest(Body):
         return found
 
 
-@router.post(BATCH_PATH)
+@ROUTES.add(CHAT_BATCH)
 async def chat_batch(http: Request, body: ChatBatchRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Answer several conversations at once, each by a choice of one answer, as vLLM does."""
     chats = body.chats()

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.responses import Response
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterRecord
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.observe.live_stats import (
     BASE,
     HISTORY_EVERY_S,
@@ -334,17 +335,17 @@ def _rows(service: Service, query: StatsQuery) -> tuple[list[dict[str, Any]], in
     return [{**each.as_json(), "pinned": each.name in pinned} for each in shown], total, len(matching)
 
 
-router = APIRouter()
+ROUTES = Routes(note="what the server does now, adapter by adapter: see [Statistics](#statistics)")
 QueryDep = Annotated[StatsQuery, Depends()]
 
 
-@router.get("/v1/stats")
+@ROUTES.add(Route("GET /v1/stats", Callers.ADMINS))
 async def stats(service: ServiceDep, query: QueryDep) -> Response:
     """Return load, latencies, memory and adapters as they are now."""
     return await stats_response(partial(_look, service), query)
 
 
-@router.get("/v1/stats/stream")
+@ROUTES.add(Route("GET /v1/stats/stream", Callers.ADMINS))
 async def stream(service: ServiceDep, query: Annotated[StatsStreamQuery, Depends()]) -> Response:
     """Send the same as server-sent events, one each ``interval_s``; only the first has the history."""
     return service.stats_streams.response(partial(_look, service), query)

@@ -9,20 +9,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response
 
-from lorikeet.api.embeddings import normalized, task_of
 from lorikeet.api.pooled import MAX_TEXTS, PooledBody, PooledRun, Text, Texts, Vector, texts_of
+from lorikeet.api.routes.embeddings import normalized, task_of
 from lorikeet.chat.protocol import Body, Count
 from lorikeet.core.request import Pooling
 from lorikeet.http.errors import bad_request, not_supported
+from lorikeet.http.model_routes import CLASSIFY, MODERATIONS, RERANK, SCORE
+from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect
 from lorikeet.serving.served_models import ResolvedModel
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 
-router = APIRouter(dependencies=[JsonBody])
+ROUTES = Routes()
 
 _LOGITS = Pooling(scores=True)
 _FLAG_FROM = 0.5
@@ -130,8 +132,7 @@ def _head(http: Request, prefix: str, target: ResolvedModel) -> dict[str, Any]:
     }
 
 
-@router.post("/classify")
-@router.post("/v1/classify")
+@ROUTES.add(CLASSIFY)
 async def classify(http: Request, body: ClassificationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the probability of each label, and the likeliest."""
     target = await service.resolve(body.model, body.lora_path, access=sender.access)
@@ -197,8 +198,7 @@ def _check_one_label(target: ResolvedModel) -> None:
         )
 
 
-@router.post("/score")
-@router.post("/v1/score")
+@ROUTES.add(SCORE)
 async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return how well two texts go together: one with each of others, or the first with the first and so on."""
     target = await service.resolve(body.model, body.lora_path, access=sender.access)
@@ -219,9 +219,7 @@ async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: 
     return _answer(run, make)
 
 
-@router.post("/rerank")
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")
+@ROUTES.add(RERANK)
 async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the documents that go best with a query, best first."""
     target = await service.resolve(body.model, body.lora_path, access=sender.access)
@@ -249,7 +247,7 @@ async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender
     return _answer(run, make)
 
 
-@router.post("/v1/moderations")
+@ROUTES.add(MODERATIONS)
 async def moderations(http: Request, body: ModerationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return which labels of a classification adapter apply, and whether one of them flags the text."""
     target = await service.resolve(body.model, body.lora_path, access=sender.access)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, Author, FollowedChange, RegisteredAdapter
@@ -23,7 +23,7 @@ from lorikeet.adapters.errors import (
 )
 from lorikeet.adapters.mixture import Part, write_mixture
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
-from lorikeet.api.stats import figures_of
+from lorikeet.api.routes.stats import figures_of
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.chat.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
 from lorikeet.client.supervisor import EngineError
@@ -31,9 +31,10 @@ from lorikeet.core.messages import EngineStats
 from lorikeet.costs.model import adapter_elements
 from lorikeet.http.errors import ApiError, hide_paths
 from lorikeet.http.logs import log
+from lorikeet.http.routes import BodySize, Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.served_models import describe_chat
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 from lorikeet.tenants.keys import Access
 
 DRAIN_S = 30.0
@@ -406,10 +407,10 @@ def invalid_input(message: str) -> ApiError:
     return ApiError(400, message, type="InvalidUserInput")
 
 
-router = APIRouter()
+ROUTES = Routes(note="see [Adapters](#adapters)")
 
 
-@router.get("/v1/adapters")
+@ROUTES.add(Route("GET /v1/adapters", Callers.KEYS))
 async def list_adapters(
     service: ServiceDep, sender: SenderDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
 ) -> dict[str, Any]:
@@ -437,7 +438,7 @@ async def list_adapters(
     return answer
 
 
-@router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
+@ROUTES.add(Route("POST /v1/adapters", Callers.ADMINS_AND_TENANTS), status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Register an adapter, or replace it."""
     if (body.source is None) == (body.alias_of is None):
@@ -457,10 +458,10 @@ async def add_adapter(body: NewAdapter, service: ServiceDep, sender: SenderDep) 
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 
-UPLOAD_PATH = "/v1/adapters/upload"
-
-
-@router.post(UPLOAD_PATH, status_code=201)
+@ROUTES.add(
+    Route("POST /v1/adapters/upload", Callers.ADMINS_AND_TENANTS, BodySize.WEIGHTS, note="weights in the body"),
+    status_code=201,
+)
 async def upload_adapter(
     http: Request,
     service: ServiceDep,
@@ -521,7 +522,13 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
     return {"warnings": warnings} if warnings else {}
 
 
-@router.get("/v1/adapters/{name:path}/stats")
+@ROUTES.add(
+    Route(
+        "GET /v1/adapters/{name:path}/stats",
+        Callers.KEYS,
+        note="its figures of [Statistics](#statistics), means, latest requests",
+    )
+)
 async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return the traffic of one adapter, and its latest requests and errors; to a tenant only of its own ones."""
     record = _record(service, name, sender.access)
@@ -537,7 +544,7 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
     }
 
 
-@router.get("/v1/adapters/{name:path}")
+@ROUTES.add(Route("GET /v1/adapters/{name:path}", Callers.KEYS))
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one adapter; to its owner and the operator also its figures, latest requests and errors."""
     if service.models.missing(name) and name in await service.unloaded_names(sender.access):
@@ -555,7 +562,7 @@ async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict
     }
 
 
-@router.patch("/v1/adapters/{name:path}", dependencies=[JsonBody])
+@ROUTES.add(Route("PATCH /v1/adapters/{name:path}", Callers.ADMINS_AND_TENANTS))
 async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Pin an adapter, or bring it onto the device; it is loaded if it is only named so far."""
     if body.pinned is not None:
@@ -572,7 +579,7 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
     return _card(service, _record(service, target.name, sender.access))
 
 
-@router.delete("/v1/adapters/{name:path}")
+@ROUTES.add(Route("DELETE /v1/adapters/{name:path}", Callers.ADMINS_AND_TENANTS))
 async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Remove an adapter once its running requests have ended."""
     freed_bytes = await unload_adapter(service, name, sender.access)
@@ -643,7 +650,7 @@ def _holds(stats: EngineStats | None, record: AdapterRecord) -> bool:
 # --- vLLM -----------------------------------------------------------------------------------------
 
 
-@router.post("/v1/load_lora_adapter", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /v1/load_lora_adapter", Callers.ADMINS_AND_TENANTS, note="vLLM's"))
 async def load_lora_adapter(body: LoadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Load an adapter as vLLM does."""
     if not body.lora_name or not body.lora_path:
@@ -655,7 +662,7 @@ async def load_lora_adapter(body: LoadAdapter, service: ServiceDep, sender: Send
     return PlainTextResponse("\n".join(lines + [f"Warning: {warning}" for warning in loaded.warnings]))
 
 
-@router.post("/v1/unload_lora_adapter", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /v1/unload_lora_adapter", Callers.ADMINS_AND_TENANTS, note="vLLM's"))
 async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter as vLLM does."""
     if not body.lora_name:
@@ -667,7 +674,7 @@ async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep, sender: 
 # --- SGLang ---------------------------------------------------------------------------------------
 
 
-@router.post("/load_lora_adapter", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /load_lora_adapter", Callers.ADMINS_AND_TENANTS, note="SGLang's"))
 async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Load an adapter as SGLang does."""
     access = sender.access
@@ -687,7 +694,7 @@ async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep, sende
     return _sglang(service, access, None, warnings=loaded.warnings)
 
 
-@router.post("/unload_lora_adapter", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /unload_lora_adapter", Callers.ADMINS_AND_TENANTS, note="SGLang's"))
 async def unload_lora_adapter_sglang(body: UnloadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter as SGLang does."""
     try:
@@ -716,14 +723,14 @@ def _sglang(
 # --- Dynamo ---------------------------------------------------------------------------------------
 
 
-@router.get("/v1/loras")
+@ROUTES.add(Route("GET /v1/loras", Callers.KEYS, note="Dynamo's"))
 async def list_loras(service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return all adapters as Dynamo lists them."""
     loras = {record.name: int(record.digest[:8], 16) for record in _visible(service, sender.access)}
     return {"status": "success", "loras": loras, "count": len(loras)}
 
 
-@router.post("/v1/loras", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /v1/loras", Callers.ADMINS_AND_TENANTS, note="Dynamo's"))
 async def load_lora(body: DynamoAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Load an adapter as Dynamo does."""
     record, _, warnings = await load_adapter(
@@ -733,7 +740,7 @@ async def load_lora(body: DynamoAdapter, service: ServiceDep, sender: SenderDep)
     return {"status": "success", "lora_name": record.name, "lora_id": lora_id, **_warnings(warnings)}
 
 
-@router.delete("/v1/loras/{name:path}")
+@ROUTES.add(Route("DELETE /v1/loras/{name:path}", Callers.ADMINS_AND_TENANTS, note="Dynamo's"))
 async def delete_lora(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Unload an adapter as Dynamo does."""
     await unload_adapter(service, name, sender.access)

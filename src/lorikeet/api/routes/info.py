@@ -3,20 +3,27 @@
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
-from lorikeet.chat.prompt_process import TOKENIZE_PATH
 from lorikeet.chat.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.http.errors import ApiError, bad_request, not_supported
+from lorikeet.http.model_routes import DETOKENIZE, POOLING, TOKENIZE
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.observe.request_records import MOST_RECORDS
-from lorikeet.serving.large_bodies import PromptRoute, prepared_body
-from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.serving.large_bodies import prepared_body
+from lorikeet.serving.service import SenderDep, ServiceDep
 
-router = APIRouter()
-prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
+ROUTES = Routes()
+_HEALTH = (
+    "`/health` and `/health/ready`: 200, or 503 while draining, or while the engine restarts or does not answer "
+    '(`--heartbeat-timeout`, `--step-timeout`), with `{"status": "ready" or "draining" or "engine down", '
+    '"kernels", "weights", "engine_restarts"}`; `/health/live`: always 200'
+)
+_STATE = '`/version`: `{"version"}`; `/load`: `{"server_load"}`, sequences accepted and not finished'
+_MODELS = "the base first; `root` (its source; of a folder only the name), `parent`, `max_model_len`, `permission`"
 
 UNSUPPORTED = {
     "/v1/audio/transcriptions": "Audio is not supported.",
@@ -27,14 +34,19 @@ UNSUPPORTED = {
 }
 
 
-@router.get("/health/live")
+@ROUTES.add(
+    Route(
+        "GET /health/live",
+        Callers.ANYONE,
+        note=_HEALTH,
+    )
+)
 async def live() -> Response:
     """Answer 200 while the process runs."""
     return Response(status_code=200)
 
 
-@router.get("/health")
-@router.get("/health/ready")
+@ROUTES.add(Route("GET /health/ready /health", Callers.ANYONE, note=_HEALTH))
 async def ready(service: ServiceDep) -> JSONResponse:
     """Return whether new requests are served: 200, or 503 while draining or without an engine."""
     status = "draining" if service.gate.draining else "ready" if service.client.alive else "engine down"
@@ -46,32 +58,69 @@ async def ready(service: ServiceDep) -> JSONResponse:
     return JSONResponse(body, 200 if status == "ready" else 503)
 
 
-@router.get("/ping")
-@router.post("/ping", operation_id="ping_by_post")
+@ROUTES.add(
+    Route(
+        "GET /ping",
+        Callers.ANYONE,
+        note=_STATE,
+    )
+)
+@ROUTES.add(
+    Route(
+        "POST /ping",
+        Callers.ANYONE,
+        note=_STATE,
+    ),
+    operation_id="ping_by_post",
+)
 async def ping(service: ServiceDep) -> Response:
     """Return the status of ``/health``, under SageMaker's name."""
     return Response(status_code=(await ready(service)).status_code)
 
 
-@router.get("/version")
+@ROUTES.add(
+    Route(
+        "GET /version",
+        Callers.ANYONE,
+        note=_STATE,
+    )
+)
 async def version() -> dict[str, str]:
     """Return Lorikeet's version."""
     return {"version": __version__}
 
 
-@router.get("/load")
+@ROUTES.add(
+    Route(
+        "GET /load",
+        Callers.ANYONE_WITHOUT_TENANTS,
+        note=_STATE,
+    )
+)
 async def load(service: ServiceDep) -> dict[str, int]:
     """Return the number of sequences accepted and not finished."""
     return {"server_load": service.gate.active}
 
 
-@router.get("/metrics")
+@ROUTES.add(
+    Route(
+        "GET /metrics",
+        Callers.ANYONE_WITHOUT_TENANTS,
+        note=_STATE,
+    )
+)
 async def metrics(http: Request, service: ServiceDep) -> Response:
     """Return all metrics in the format of Prometheus or, if it is accepted, of OpenMetrics."""
     return service.observer.metrics.page(http.headers.get("accept", ""))
 
 
-@router.get("/v1/requests/{request_id}")
+@ROUTES.add(
+    Route(
+        "GET /v1/requests/{request_id}",
+        Callers.KEYS,
+        note="what a recent request waited for, what was decided for it, and what that saved",
+    )
+)
 async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return what one of the latest requests waited for, what was decided for it, and what that saved.
 
@@ -84,7 +133,13 @@ async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> di
     return {"object": "request", "id": request_id, "sequences": [record.as_json() for record in found]}
 
 
-@router.get("/v1/models")
+@ROUTES.add(
+    Route(
+        "GET /v1/models",
+        Callers.KEYS,
+        note=_MODELS,
+    )
+)
 async def models(service: ServiceDep, sender: SenderDep) -> Response:
     """Return the models that the sender may see, the base first.
 
@@ -95,7 +150,13 @@ async def models(service: ServiceDep, sender: SenderDep) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-@router.get("/v1/models/{name:path}")
+@ROUTES.add(
+    Route(
+        "GET /v1/models/{name:path}",
+        Callers.KEYS,
+        note=_MODELS,
+    )
+)
 async def model(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one model."""
     if (
@@ -107,7 +168,7 @@ async def model(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, 
     return service.models.card(name, sender.access)
 
 
-@prompts.post("/tokenize")
+@ROUTES.add(TOKENIZE)
 async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
@@ -122,7 +183,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
     chat = await service.chats.settings_of(target.chat)
     texts = chat.text_processor
     if body.messages is not None and chat.own is not None:
-        read = await service.read_in_process(TOKENIZE_PATH, body, chat.own)
+        read = await service.read_in_process(TokenizeRequest, body, chat.own)
         return Response(read.answer, media_type="application/json")
     if body.messages is not None:
         tokens = await texts.encode_chat(body.messages, chat.style(body))
@@ -140,7 +201,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
     return answer
 
 
-@prompts.post("/detokenize")
+@ROUTES.add(DETOKENIZE)
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the text of token ids."""
     prepared = prepared_body(http)
@@ -153,12 +214,9 @@ async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep
     return {"prompt": text}
 
 
-router.include_router(prompts)
-
-
 async def _unsupported(request: Request) -> Response:
     raise not_supported(UNSUPPORTED[request.url.path])
 
 
-for _path in UNSUPPORTED:
-    router.add_api_route(_path, _unsupported, methods=["POST"], include_in_schema=False)
+for _row in (Route(f"POST {_path}", Callers.OPERATOR, is_supported=False) for _path in UNSUPPORTED):
+    ROUTES.add(POOLING if POOLING.path == _row.path else _row, include_in_schema=False)(_unsupported)

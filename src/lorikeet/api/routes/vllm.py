@@ -4,25 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
-
 from lorikeet import __version__
 from lorikeet.http.errors import ApiError
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.service import ServiceDep
 
-router = APIRouter()
+ROUTES = Routes(note="vLLM's and SGLang's")
 
 
-@router.post("/reset_prefix_cache")
+@ROUTES.add(Route("POST /reset_prefix_cache", Callers.ADMINS))
 async def reset_prefix_cache(service: ServiceDep) -> dict[str, bool]:
     """Let no later request reuse KV that is there now."""
     service.reset_prefix_cache()
     return {"success": True}
 
 
-@router.get("/server_info")
-@router.get("/get_server_info")
+@ROUTES.add(Route("GET /get_server_info /server_info", Callers.OPERATOR))
 async def server_info(service: ServiceDep) -> dict[str, Any]:
     """Return sizes and limits of the server; in ``vllm_config`` where training loops look for them."""
     engine, models = service.client.engine_info, service.models
@@ -54,7 +52,7 @@ async def server_info(service: ServiceDep) -> dict[str, Any]:
     }
 
 
-@router.get("/tokenizer_info")
+@ROUTES.add(Route("GET /tokenizer_info", Callers.OPERATOR))
 async def tokenizer_info(service: ServiceDep) -> dict[str, Any]:
     """Return the base model's ``tokenizer_config.json``, with the chat template that is used."""
     texts = service.text_processor

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from lorikeet.adapters.task import AdapterTask
@@ -15,12 +15,14 @@ from lorikeet.api.pooled import PooledBody, PooledRun, Texts, Vector, texts_of
 from lorikeet.chat.protocol import Count
 from lorikeet.core.request import Pooling, PoolingKind
 from lorikeet.http.errors import bad_request
+from lorikeet.http.model_routes import EMBEDDINGS
+from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect
 from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.served_models import ResolvedModel
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 
-router = APIRouter(dependencies=[JsonBody])
+ROUTES = Routes()
 
 
 class EmbeddingRequest(PooledBody):
@@ -50,7 +52,7 @@ def normalized(vectors: Sequence[Vector]) -> list[Vector]:
     return [(vector / max(float(np.linalg.norm(vector)), 1e-12)).astype("<f4") for vector in vectors]
 
 
-@router.post("/v1/embeddings")
+@ROUTES.add(EMBEDDINGS)
 async def embeddings(http: Request, body: EmbeddingRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return a vector for each text."""
     target = await service.resolve(body.model, body.lora_path, access=sender.access)

@@ -3,18 +3,19 @@
 import asyncio
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from lorikeet.http.logs import log
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.serving.service import Service, ServiceDep
 
-router = APIRouter()
+ROUTES = Routes(note="see [training loops](#training-loops)")
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to running requests: they end with what they have, are waited for, or stand still."""
 
 
-@router.post("/pause")
+@ROUTES.add(Route("POST /pause", Callers.ADMINS))
 async def pause(
     service: ServiceDep, mode: Annotated[PauseMode, Query()] = "abort", clear_cache: bool = True
 ) -> dict[str, str]:
@@ -34,7 +35,7 @@ async def pause(
     return {"status": "paused"}
 
 
-@router.post("/resume")
+@ROUTES.add(Route("POST /resume", Callers.ADMINS))
 async def resume(service: ServiceDep) -> dict[str, str]:
     """Generate again."""
     service.unpaused.set()
@@ -43,13 +44,13 @@ async def resume(service: ServiceDep) -> dict[str, str]:
     return {"status": "resumed"}
 
 
-@router.get("/is_paused")
+@ROUTES.add(Route("GET /is_paused", Callers.OPERATOR))
 async def is_paused(service: ServiceDep) -> dict[str, bool]:
     """Return whether generation is paused."""
     return {"is_paused": not service.unpaused.is_set()}
 
 
-@router.get("/get_world_size")
+@ROUTES.add(Route("GET /get_world_size", Callers.OPERATOR))
 async def get_world_size(service: ServiceDep, include_dp: bool = True) -> dict[str, int]:
     """Return the number of ranks of all replicas, or of one."""
     return {"world_size": service.ranks * (len(service.client.views) if include_dp else 1)}

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from lorikeet.api.completions import StartedCompletion, start_completion
-from lorikeet.api.dialects.conversion import Answer, in_words, whole_answers
+from lorikeet.api.conversion import Answer, in_words, whole_answers
+from lorikeet.api.routes.completions import StartedCompletion, start_completion
 from lorikeet.chat.protocol import (
     Body,
     CompletionRequest,
@@ -29,11 +28,12 @@ from lorikeet.chat.protocol import (
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.http.errors import ApiError, bad_request, not_supported
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.requests import Sender
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 
-router = APIRouter()
+ROUTES = Routes(note="SGLang's")
 
 _DEFAULT_MAX_TOKENS = 128
 _HEALTH_TIMEOUT_S = 20.0
@@ -281,7 +281,7 @@ class AbortRequest(Body):
     abort_all: bool = False
 
 
-@router.post("/abort_request", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /abort_request", Callers.KEYS))
 async def abort_request(body: AbortRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """End a request of the same tenant by its id, or all of them. An id that is not known is no error."""
     if not body.rid and not body.abort_all:
@@ -295,14 +295,14 @@ async def abort_request(body: AbortRequest, service: ServiceDep, sender: SenderD
     return Response(status_code=200)
 
 
-@router.post("/flush_cache")
+@ROUTES.add(Route("POST /flush_cache", Callers.ADMINS))
 async def flush_cache(service: ServiceDep) -> Response:
     """Let no later request reuse KV that is there now."""
     service.reset_prefix_cache()
     return PlainTextResponse("Cache flushed.\n")
 
 
-@router.get("/health_generate")
+@ROUTES.add(Route("GET /health_generate", Callers.OPERATOR))
 async def health_generate(service: ServiceDep, sender: SenderDep) -> Response:
     """Answer 200 if a token can be generated, or if the server is only busy."""
     if not service.client.alive:
@@ -318,8 +318,7 @@ async def health_generate(service: ServiceDep, sender: SenderDep) -> Response:
     return Response(status_code=200)
 
 
-@router.get("/get_model_info")
-@router.get("/model_info")
+@ROUTES.add(Route("GET /model_info /get_model_info", Callers.KEYS))
 async def model_info(service: ServiceDep) -> dict[str, Any]:
     """Return what SGLang tells of the model."""
     root = service.models.card(service.models.base)["root"]

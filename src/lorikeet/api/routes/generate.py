@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
-from lorikeet.api.dialects import sglang, tgi
+from lorikeet.api.routes import sglang, tgi
 from lorikeet.chat.protocol import validated
 from lorikeet.http.errors import bad_request
-from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.http.routes import Callers, Route, Routes
+from lorikeet.serving.service import SenderDep, ServiceDep
 
-router = APIRouter(dependencies=[JsonBody])
+ROUTES = Routes(note="TGI's, LoRAX's and SGLang's: see [other servers' routes](#other-servers-routes)")
 
 
-@router.post("/generate")
+@ROUTES.add(Route("POST /generate", Callers.KEYS))
 async def generate(body: dict[str, Any], service: ServiceDep, sender: SenderDep) -> Response:
     """Continue a prompt: ``inputs`` as in TGI and LoRAX, or ``text`` or ``input_ids`` as in SGLang."""
     if "inputs" in body:

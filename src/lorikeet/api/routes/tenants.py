@@ -6,19 +6,20 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import Field
 from starlette.responses import Response
 
 from lorikeet.chat.protocol import Body
 from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 from lorikeet.tenants.keys import ApiKey, KeySettings
 from lorikeet.tenants.store import StoreUnavailable, UnknownKey
 from lorikeet.tenants.tenants import Tenants
 
-router = APIRouter()
+ROUTES = Routes(note="keys of tenants, with an admin key: see [Tenants](tenants.md)")
 
 _USAGE_DAYS = 31
 _MOST_CHANGES = 1000
@@ -47,7 +48,10 @@ class KeyRotation(Body):
     overlap_s: Annotated[float, Field(ge=0, le=_LONGEST_OVERLAP_S)] = DEFAULT_OVERLAP_S
 
 
-@router.post("/v1/keys", dependencies=[JsonBody], status_code=201)
+@ROUTES.add(
+    Route("POST /v1/keys", Callers.ADMINS),
+    status_code=201,
+)
 async def create_key(body: NewKey, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Make a key. Its secret is in this answer, and nowhere else."""
     tenants, settings = _tenants(service), _settings(body.settings or {}, KeySettings())
@@ -55,13 +59,13 @@ async def create_key(body: NewKey, service: ServiceDep, sender: SenderDep) -> di
     return {**_card(key), "secret": secret}
 
 
-@router.get("/v1/keys")
+@ROUTES.add(Route("GET /v1/keys", Callers.ADMINS))
 async def list_keys(service: ServiceDep) -> dict[str, Any]:
     """Return all keys, the oldest first, without their secrets."""
     return {"object": "list", "data": [_card(key) for key in _tenants(service).list()]}
 
 
-@router.get("/v1/keys/{key_id}")
+@ROUTES.add(Route("GET /v1/keys/{key_id}", Callers.ADMINS))
 async def get_key(key_id: str, service: ServiceDep) -> dict[str, Any]:
     """Return one key."""
     key = _tenants(service).by_id(key_id)
@@ -70,7 +74,7 @@ async def get_key(key_id: str, service: ServiceDep) -> dict[str, Any]:
     return _card(key)
 
 
-@router.patch("/v1/keys/{key_id}", dependencies=[JsonBody])
+@ROUTES.add(Route("PATCH /v1/keys/{key_id}", Callers.ADMINS))
 async def change_key(key_id: str, body: KeyChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Change what a key may do; what the body does not name stays as it is."""
     tenants = _tenants(service)
@@ -81,7 +85,7 @@ async def change_key(key_id: str, body: KeyChange, service: ServiceDep, sender: 
     return _card(await _asked(partial(tenants.change, key_id, settings, sender.access.actor)))
 
 
-@router.post("/v1/keys/{key_id}/rotate", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /v1/keys/{key_id}/rotate", Callers.ADMINS))
 async def rotate_key(key_id: str, body: KeyRotation, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Give a key another secret; the present one stays valid for a while."""
     rotate = partial(_tenants(service).rotate, key_id, body.overlap_s, sender.access.actor)
@@ -89,13 +93,13 @@ async def rotate_key(key_id: str, body: KeyRotation, service: ServiceDep, sender
     return {**_card(key), "secret": secret}
 
 
-@router.delete("/v1/keys/{key_id}")
+@ROUTES.add(Route("DELETE /v1/keys/{key_id}", Callers.ADMINS))
 async def revoke_key(key_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Refuse a key from now on. What it has used stays known."""
     return _card(await _asked(partial(_tenants(service).revoke, key_id, sender.access.actor)))
 
 
-@router.get("/v1/usage")
+@ROUTES.add(Route("GET /v1/usage", Callers.KEYS, note="what was used by day, key and model; of a tenant its own"))
 async def usage(
     service: ServiceDep,
     sender: SenderDep,
@@ -143,7 +147,7 @@ def _usage_row(tenants: Tenants, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/audit")
+@ROUTES.add(Route("GET /v1/audit", Callers.ADMINS, note="who changed which adapter and key, with an admin key"))
 async def audit(
     service: ServiceDep,
     subject: str = "",

@@ -4,35 +4,36 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse, Response
 
-from lorikeet.api.info import UNSUPPORTED
+from lorikeet.api.routes.info import UNSUPPORTED
 from lorikeet.chat.protocol import Body
 from lorikeet.http.errors import ApiError, bad_request, hide_paths
 from lorikeet.http.logs import log
+from lorikeet.http.model_routes import BATCHABLE_PATHS
+from lorikeet.http.routes import BodySize, Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
-from lorikeet.serving.batches.lines import ENDPOINTS, LineError
+from lorikeet.serving.batches.lines import LineError
 from lorikeet.serving.batches.storage import Batch, StoredFile, window_s
-from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.serving.service import SenderDep, ServiceDep
 
-FILES_PATH, BATCHES_PATH = "/v1/files", "/v1/batches"
 FORM_BYTES = 64 * 1024
 """A form may be so much larger than its file."""
 _LONGEST_FILENAME = 256
 _MAX_FILES, _MAX_BATCHES = 10_000, 100
 _LEAST_KEPT_S, _MOST_KEPT_S = 3600, 30 * 86400
 
-router = APIRouter()
+ROUTES = Routes(note="OpenAI's: see [Batches](#batches)")
 Order = Literal["asc", "desc"]
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
-@router.post(FILES_PATH)
+@ROUTES.add(Route("POST /v1/files", Callers.KEYS, BodySize.FILE))
 async def upload(http: Request, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Store a file of requests, if each of its lines is one."""
     storage = await service.batches.open()
@@ -57,7 +58,7 @@ async def upload(http: Request, service: ServiceDep, sender: SenderDep) -> dict[
     return stored.as_json()
 
 
-@router.get(FILES_PATH)
+@ROUTES.add(Route("GET /v1/files", Callers.KEYS))
 async def list_files(
     service: ServiceDep,
     sender: SenderDep,
@@ -73,13 +74,13 @@ async def list_files(
     return _page(files if order == "desc" else files[::-1], limit, after)
 
 
-@router.get(f"{FILES_PATH}/{{file_id}}")
+@ROUTES.add(Route("GET /v1/files/{file_id}", Callers.KEYS))
 async def retrieve_file(file_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return what is known of a file."""
     return (await service.batches.open()).file(sender.tenant, file_id).as_json()
 
 
-@router.get(f"{FILES_PATH}/{{file_id}}/content")
+@ROUTES.add(Route("GET /v1/files/{file_id}/content", Callers.KEYS))
 async def file_content(file_id: str, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the content of a file."""
     storage = await service.batches.open()
@@ -87,7 +88,7 @@ async def file_content(file_id: str, service: ServiceDep, sender: SenderDep) -> 
     return FileResponse(storage.data_path(file.id), media_type="application/jsonl", filename=file.filename)
 
 
-@router.delete(f"{FILES_PATH}/{{file_id}}")
+@ROUTES.add(Route("DELETE /v1/files/{file_id}", Callers.KEYS))
 async def delete_file(file_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Delete a file that no unfinished batch needs."""
     storage = await service.batches.open()
@@ -116,7 +117,7 @@ class NewBatch(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-@router.post(BATCHES_PATH, dependencies=[JsonBody])
+@ROUTES.add(Route("POST /v1/batches", Callers.KEYS))
 async def create_batch(body: NewBatch, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Begin to answer the requests of a file."""
     batches = service.batches
@@ -151,7 +152,7 @@ async def create_batch(body: NewBatch, service: ServiceDep, sender: SenderDep) -
     return batch.as_json()
 
 
-@router.get(BATCHES_PATH)
+@ROUTES.add(Route("GET /v1/batches", Callers.KEYS))
 async def list_batches(
     service: ServiceDep,
     sender: SenderDep,
@@ -164,13 +165,13 @@ async def list_batches(
     return _page(storage.batches(sender.tenant), limit, after)
 
 
-@router.get(f"{BATCHES_PATH}/{{batch_id}}")
+@ROUTES.add(Route("GET /v1/batches/{batch_id}", Callers.KEYS))
 async def retrieve_batch(batch_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return how far a batch is."""
     return (await service.batches.open()).batch(sender.tenant, batch_id).as_json()
 
 
-@router.post(f"{BATCHES_PATH}/{{batch_id}}/cancel")
+@ROUTES.add(Route("POST /v1/batches/{batch_id}/cancel", Callers.KEYS))
 async def cancel_batch(batch_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Stop a batch. What it has answered stays; its other requests get errors."""
     batches = service.batches
@@ -193,8 +194,8 @@ def _check_endpoint(endpoint: str) -> None:
     """
     if endpoint in UNSUPPORTED:
         raise ApiError(501, UNSUPPORTED[endpoint], param="endpoint")
-    if endpoint not in ENDPOINTS:
-        raise bad_request(f"endpoint: {endpoint[:100]!r} is none of {', '.join(ENDPOINTS)}.", "endpoint")
+    if endpoint not in BATCHABLE_PATHS:
+        raise bad_request(f"endpoint: {endpoint[:100]!r} is none of {', '.join(BATCHABLE_PATHS)}.", "endpoint")
 
 
 def _form_keep_s(anchor: object, seconds: object) -> int | None:

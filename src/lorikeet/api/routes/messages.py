@@ -5,23 +5,24 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEvent, BlockKind, BlockOpened
 from lorikeet.chat.json_text import read_arguments
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
-from lorikeet.chat.prompt_process import TOKENIZE_PATH
-from lorikeet.chat.protocol import refuse_unsupported
-from lorikeet.http.anthropic_errors import MESSAGES_PATH, anthropic_error
+from lorikeet.chat.protocol import TokenizeRequest, refuse_unsupported
+from lorikeet.http.anthropic_errors import anthropic_error
 from lorikeet.http.errors import ApiError
+from lorikeet.http.model_routes import COUNT_TOKENS, MESSAGES
+from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.chat_answer import ChatAnswer, check_one_answer, start_chat
-from lorikeet.serving.large_bodies import PromptRoute, prepared_body
-from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.serving.large_bodies import prepared_body
+from lorikeet.serving.service import SenderDep, ServiceDep
 from lorikeet.serving.usage import usage_of
 
-router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
+ROUTES = Routes()
 
 _DELTA = {
     BlockKind.TEXT: ("text_delta", "text"),
@@ -30,7 +31,7 @@ _DELTA = {
 }
 
 
-@router.post(MESSAGES_PATH)
+@ROUTES.add(MESSAGES)
 async def messages(http: Request, body: MessagesRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Answer a conversation."""
     refuse_unsupported(body)
@@ -49,7 +50,7 @@ async def messages(http: Request, body: MessagesRequest, service: ServiceDep, se
     return CancelOnDisconnect(make, answer.generation.close)
 
 
-@router.post(f"{MESSAGES_PATH}/count_tokens")
+@ROUTES.add(COUNT_TOKENS)
 async def count_tokens(http: Request, body: CountTokensRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the number of tokens of a prompt."""
     refuse_unsupported(body)
@@ -60,7 +61,7 @@ async def count_tokens(http: Request, body: CountTokensRequest, service: Service
     asked = body.tokenize_body()
     assert asked.messages is not None
     if chat.own is not None:
-        read = await service.read_in_process(TOKENIZE_PATH, asked, chat.own)
+        read = await service.read_in_process(TokenizeRequest, asked, chat.own)
         return {"input_tokens": json.loads(read.answer)["count"]}
     return {"input_tokens": len(await chat.text_processor.encode_chat(asked.messages, chat.style(asked)))}
 

@@ -2,17 +2,18 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.ids import ReplicaId
 from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.serving.service import ServiceDep
 
-router = APIRouter()
+ROUTES = Routes(note="see [cluster.md](cluster.md#running-one)")
 
 
-@router.get("/v1/cluster")
+@ROUTES.add(Route("GET /v1/cluster", Callers.ADMINS))
 async def show_cluster(service: ServiceDep) -> dict[str, Any]:
     """Return replicas, the placement of adapters, and copies made. Adapters are named, or have their digest."""
     state = service.client.describe()
@@ -21,7 +22,7 @@ async def show_cluster(service: ServiceDep) -> dict[str, Any]:
     return state.shown({digest: known[digest][0].name for digest in digests if known.get(digest)})
 
 
-@router.post("/v1/cluster/replicas", status_code=201)
+@ROUTES.add(Route("POST /v1/cluster/replicas", Callers.ADMINS), status_code=201)
 async def add_replica(service: ServiceDep) -> dict[str, Any]:
     """Start one more replica; the answer is sent when it takes requests."""
     try:
@@ -31,7 +32,7 @@ async def add_replica(service: ServiceDep) -> dict[str, Any]:
     return {"object": "replica", "id": replica}
 
 
-@router.delete("/v1/cluster/replicas/{replica}")
+@ROUTES.add(Route("DELETE /v1/cluster/replicas/{replica}", Callers.ADMINS))
 async def remove_replica(
     replica: str, service: ServiceDep, drain_s: Annotated[float, Query(ge=0)] = 0.0
 ) -> dict[str, Any]:

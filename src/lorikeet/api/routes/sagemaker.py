@@ -7,22 +7,23 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/stateful-sessions.html.
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Request
+from fastapi import Header, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
-from lorikeet.api.adapters import load_adapter, refuse_pin, unload_adapter
-from lorikeet.api.completions import chat_completions, completions
-from lorikeet.api.dialects import tgi
+from lorikeet.api.routes import tgi
+from lorikeet.api.routes.adapters import load_adapter, refuse_pin, unload_adapter
+from lorikeet.api.routes.completions import chat_completions, completions
 from lorikeet.chat.protocol import Body, ChatCompletionRequest, CompletionRequest, validated
 from lorikeet.http.errors import bad_request
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.sessions import Sessions
-from lorikeet.serving.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.serving.service import SenderDep, ServiceDep
 
-router = APIRouter()
+ROUTES = Routes(note="SageMaker's")
 
 
-@router.post("/invocations", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /invocations", Callers.KEYS))
 async def invocations(
     http: Request,
     body: dict[str, Any],
@@ -78,7 +79,7 @@ class SagemakerAdapter(Body):
     pin: bool | None = None
 
 
-@router.post("/adapters", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /adapters", Callers.ADMINS_AND_TENANTS))
 async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Load an adapter; with ``preload`` onto the device."""
     access = sender.access
@@ -93,7 +94,7 @@ async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: Sende
     return PlainTextResponse(f"Adapter {body.name} loaded.\n")
 
 
-@router.delete("/adapters/{name:path}")
+@ROUTES.add(Route("DELETE /adapters/{name:path}", Callers.ADMINS_AND_TENANTS))
 async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter."""
     await unload_adapter(service, name, sender.access)

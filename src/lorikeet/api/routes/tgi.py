@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
 from lorikeet import __version__
-from lorikeet.api.completions import StartedCompletion, start_completion
-from lorikeet.api.dialects.conversion import Answer, in_words, whole_answers
+from lorikeet.api.conversion import Answer, in_words, whole_answers
+from lorikeet.api.routes.completions import StartedCompletion, start_completion
 from lorikeet.chat.protocol import (
     Body,
     CompletionRequest,
@@ -28,12 +27,13 @@ from lorikeet.chat.protocol import (
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import Token
 from lorikeet.http.errors import ApiError
+from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.generation import OutputDelta
 from lorikeet.serving.requests import Sender
-from lorikeet.serving.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.serving.service import SenderDep, Service, ServiceDep
 
-router = APIRouter()
+ROUTES = Routes(note="TGI's and LoRAX's: see [other servers' routes](#other-servers-routes)")
 
 _DEFAULT_MAX_TOKENS = 100
 _BASE = ("", "__base__")
@@ -163,19 +163,19 @@ class TgiRequest(Body):
         return validated(CompletionRequest, fields)
 
 
-@router.post("/", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /", Callers.KEYS))
 async def root(body: TgiRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Continue a prompt, as ``/generate`` in a list, or with ``stream`` as ``/generate_stream``."""
     return await answer(service, body, sender, stream=bool(body.stream), in_a_list=True)
 
 
-@router.post("/generate_stream", dependencies=[JsonBody])
+@ROUTES.add(Route("POST /generate_stream", Callers.KEYS))
 async def generate_stream(body: TgiRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Continue a prompt; the answer is a stream with an event for each token."""
     return await answer(service, body, sender, stream=True)
 
 
-@router.get("/info")
+@ROUTES.add(Route("GET /info", Callers.KEYS))
 async def info(service: ServiceDep) -> dict[str, Any]:
     """Return what TGI and LoRAX tell of themselves, as far as it has a meaning here."""
     limits = service.limits

@@ -1,0 +1,88 @@
+"""Makes the application's routes from the rows in ``lorikeet.api.routes``."""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterable
+
+from fastapi import Depends, FastAPI, Request
+
+from lorikeet.api import routes as modules
+from lorikeet.chat.protocol import may_hold_surrogates, refuse_lone_surrogates
+from lorikeet.http.body_gate import check_content_type
+from lorikeet.http.model_routes import MODEL_ROUTES
+from lorikeet.http.routes import BodySize, Forwarding, HandledRoute, Routes, RouteTable
+from lorikeet.serving.large_bodies import PromptRoute
+
+_FIRST = (BodySize.PROMPT, BodySize.POOLED)
+"""Routes with these bodies come first, since a request is matched with each route before its own."""
+
+
+class RouteError(Exception):
+    """A route has no row, or a row claims what it cannot have."""
+
+
+def all_routes() -> list[HandledRoute]:
+    """Return the routes of every module in ``lorikeet.api.routes``.
+
+    Raises:
+        RouteError: a module has no ``ROUTES``, or a row is batchable or forwarded and not in ``model_routes``.
+    """
+    found: list[HandledRoute] = []
+    for each in pkgutil.iter_modules(modules.__path__, f"{modules.__name__}."):
+        routes = getattr(importlib.import_module(each.name), "ROUTES", None)
+        if not isinstance(routes, Routes):
+            raise RouteError(f"{each.name} has no ROUTES; a module without routes belongs elsewhere.")
+        found += routes
+    for row, handler, _ in found:
+        is_shared = row.is_batchable or row.forwarding is not Forwarding.NEVER
+        if is_shared and row not in MODEL_ROUTES:
+            raise RouteError(f"{_name(handler)}: batchable or forwarded rows stand in http/model_routes.py.")
+    found.sort(key=lambda each: _FIRST.index(each.row.body) if each.row.body in _FIRST else len(_FIRST))
+    return found
+
+
+def add_routes(app: FastAPI, routes: Iterable[HandledRoute]) -> RouteTable:
+    """Add routes to an application, and return the table of their rows.
+
+    A handler with a parameter ``body`` gets JSON only.
+
+    Raises:
+        RouteError: the application has a route without a row.
+        ValueError: a row would never be reached.
+    """
+    routes = list(routes)
+    known = set()
+    for row, handler, options in routes:
+        takes_json = "body" in inspect.signature(handler).parameters
+        for path in row.paths:
+            known.add((path, handler))
+            app.router.add_api_route(
+                path,
+                handler,
+                methods=list(row.methods),
+                dependencies=[Depends(check_json)] if takes_json else [],
+                route_class_override=PromptRoute if row.body is BodySize.PROMPT else None,
+                **options,
+            )
+    for route in app.routes:
+        endpoint = getattr(route, "endpoint", route)
+        if (getattr(route, "path", ""), endpoint) not in known:
+            raise RouteError(f"{_name(endpoint)} has no row: register it by ROUTES.add of its module.")
+    return RouteTable(row for row, _, _ in routes)
+
+
+async def check_json(request: Request) -> None:
+    """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode.
+
+    Raises:
+        ApiError: 415 for another type, 400 for such a text.
+    """
+    check_content_type(request)
+    body = await request.body()
+    if may_hold_surrogates(body):
+        refuse_lone_surrogates(body, await request.json())
+
+
+def _name(handler: object) -> str:
+    return f"{getattr(handler, '__module__', '')}.{getattr(handler, '__qualname__', handler)}"

@@ -1,0 +1,93 @@
+"""Middleware against web pages: requests from pages of other origins, and names that are not the server's."""
+
+from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lorikeet.http.errors import ApiError
+from lorikeet.http.listening import is_loopback
+
+_LONGEST_SHOWN = 100
+
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAME_SITE = frozenset({"same-origin", "none"})
+"""Values of ``Sec-Fetch-Site`` for a page of the server itself, also behind a proxy, and for a user's own request."""
+
+
+class CrossOriginGuard:
+    """Middleware that refuses requests that may change state and come from a web page of an origin not allowed.
+
+    Browsers send some requests without a preflight (no-cors) and only hide the answer from the page. A request without
+    an Origin or Sec-Fetch-Site header does not come from a browser. The rules are those of
+    ``CrossOriginProtection`` of Go (https://pkg.go.dev/net/http).
+
+    Args:
+        app: the wrapped application.
+        allowed_origins: of pages that may use the server; ``*`` for any.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        is_refused = scope["type"] == "http" and self._is_refused(scope["method"], Headers(scope=scope))
+        await (_cross_origin_refusal(Headers(scope=scope)) if is_refused else self._app)(scope, receive, send)
+
+    def _is_refused(self, method: str, headers: Headers) -> bool:
+        origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
+        if method in _SAFE_METHODS or "*" in self._allowed or origin in self._allowed:
+            return False
+        if site:
+            return site not in _SAME_SITE
+        return bool(origin) and origin.partition("://")[2] != headers.get("host", "")
+
+
+def _cross_origin_refusal(headers: Headers) -> ASGIApp:
+    origin = headers.get("origin", "")
+    said = f"Pages of {origin or 'another origin'} may not use this server; start it with --allowed-origins ORIGIN."
+    return ApiError(403, said).response()
+
+
+class HostGuard:
+    """Middleware for a server without keys that only its own machine reaches: refuses foreign names in ``Host``.
+
+    A web page that has its own name point at 127.0.0.1 (DNS rebinding) would be of the server's origin to the browser.
+    What has no ``Host`` is no browser.
+
+    Args:
+        app: what it guards.
+        names: that are answered beside ``localhost``, the names below it, and loopback addresses.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self._app = app
+        self._names = frozenset(map(str.lower, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        await (self._app if not host or self._is_known(host) else _foreign_host(host))(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        name = host_of_origin(f"http://{host}").rstrip(".")
+        return name in self._names or name.endswith(".localhost") or is_loopback(name)
+
+
+def host_of_origin(origin: str) -> str:
+    """Return the host of an origin; empty if it has none."""
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:  # brackets that hold no address
+        return ""
+
+
+def _foreign_host(host: str) -> ASGIApp:
+    said = (
+        f"Without --api-key, this server answers only as localhost, not as {host[:_LONGEST_SHOWN]!r}; start it with a "
+        "key, or with the origin of that name as --allowed-origins."
+    )
+    return ApiError(403, said).response()
