@@ -9,15 +9,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from lorikeet import plugins
 from lorikeet.cli.serve_checks import check_policies
 from lorikeet.config import ConfigError
+from lorikeet.core.events import RequestTimings
+from lorikeet.observe.ended_request import EndedRequest
+from lorikeet.observe.exporters import Exporter, GuardedExporter
 from lorikeet.plugins import Plugin, Registry, split_options
 from lorikeet.policies import BATCHING, EVICTION, POLICIES
 from lorikeet.presets import PRESETS, resolve_preset
 from tests.api.test_apis_of_chats import ADAPTERS, prepare_default_model
 from tests.api.test_serve import COMMAND, serving
+from tests.support.scripted import request
 from tests.test_docs import code_blocks
 
 ROOT = Path(__file__).parents[1]
@@ -50,14 +55,14 @@ def lorikeet(python: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-async def test_server_uses_eviction_policy_and_source_of_a_wheel(
+async def test_server_uses_eviction_policy_source_and_exporter_of_a_wheel(
     stranger: Path, default_model_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(stranger))
     monkeypatch.setenv("SHELF", str(ADAPTERS))
     flags = ["--preset", "example", "--lora-modules", "pirate=shelf://pirate", "--dtype", "float32"]
     flags += ["--memory", "256MiB", "--max-model-len", "1024"]
-    flags += ["--served-model-name", "base"]
+    flags += ["--served-model-name", "base", "--exporter", f"lines(path={tmp_path / 'lines'})"]
     async with serving(prepare_default_model(default_model_cache), tmp_path, *flags) as server:
         answers = []
         for model in ("base", "pirate"):
@@ -66,6 +71,7 @@ async def test_server_uses_eviction_policy_and_source_of_a_wheel(
             assert reply.status_code == 200, reply.text
             answers.append(reply.json()["choices"][0]["text"])
         assert answers[0] != answers[1]
+    assert [line.split()[0] for line in (tmp_path / "lines").read_text().splitlines()] == ["base", "pirate"]
 
 
 @pytest.mark.slow
@@ -197,6 +203,23 @@ def test_start_with_the_default_preset_reads_no_metadata_of_other_packages() -> 
         "assert not plugins._others.cache_info().currsize and not plugins._own_groups.cache_info().currsize"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_error_of_an_exporter_fails_no_request_and_is_logged_once() -> None:
+    class Failing(Exporter):
+        calls = 0
+
+        def on_ended(self, ended: EndedRequest) -> None:
+            self.calls += 1
+            raise OSError("disk full")
+
+    exporter = Failing("base")
+    guarded = GuardedExporter(exporter, "failing")
+    with capture_logs() as logged:
+        for _ in range(2):
+            guarded.on_ended(EndedRequest(request("one", [1]), RequestTimings(0.0), 1, "stop", 1.0))
+    assert exporter.calls == 2
+    assert [line["error"] for line in logged] == ["OSError('disk full')"]
 
 
 def test_plugin_shows_package_and_entry_point() -> None:

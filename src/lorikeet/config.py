@@ -313,6 +313,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
             ``http://collector:4318/v1/traces``; empty for none.
+        exporters: plug-ins that get every request that has ended, each with its parameters: ``mine(path=/tmp/log)``.
         tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
             then needs a key; needs ``admin_keys``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
@@ -365,6 +366,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
     otlp_traces_endpoint: str = ""
+    exporters: tuple[str, ...] = ()
     tenants: bool = False
     tenant_header: str = ""
     shared_prefix_cache: bool = False

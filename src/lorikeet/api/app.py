@@ -37,6 +37,7 @@ from lorikeet.observe.collectors import (
     UsageCollector,
     load_of,
 )
+from lorikeet.observe.ended_request import EndObserver
 from lorikeet.observe.length_prediction import AnswerLengthPredictor, LengthCollector
 from lorikeet.observe.live_stats import LiveStats
 from lorikeet.observe.load_reports import LoadReports
@@ -73,6 +74,7 @@ def create_service(
     lengths: AnswerLengthPredictor | None = None,
     traces: "RequestTraces | None" = None,
     tenants: Tenants | None = None,
+    exporters: tuple[EndObserver, ...] = (),
 ) -> Service:
     """Put the parts of a server together.
 
@@ -85,6 +87,7 @@ def create_service(
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
         traces: makes spans of requests; None for none.
+        exporters: plug-ins that get every request that has ended.
         tenants: keys of the registry's database; None for none.
 
     Raises:
@@ -136,6 +139,7 @@ def create_service(
             live,
             traces,
             None if tenants is None else tenants.ledger,
+            exporters,
         ),
         tenants=tenants,
         responses=StoredResponses(

@@ -48,6 +48,8 @@ from lorikeet.models.architectures import ARCHITECTURES
 from lorikeet.models.config import ModelConfig, max_model_len, read_model_config, wants_own_decoder
 from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.model_folder import ModelFolder, prepare_model
+from lorikeet.observe.ended_request import EndObserver
+from lorikeet.observe.exporters import open_exporters
 from lorikeet.observe.length_prediction import open_length_predictor
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.policies import BATCHING
@@ -155,6 +157,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
             request_log,
             lengths,
             traces=_open_traces(server_settings.otlp_traces_endpoint, names.base, stack),
+            exporters=_open_exporters(server_settings.exporters, names.base, stack),
             tenants=tenants,
         )
         stack.push_async_callback(service.prompt_processes.close)
@@ -207,6 +210,18 @@ def _open_traces(endpoint: str, model_name: str, stack: AsyncExitStack) -> "Requ
     traces = RequestTraces(model_name, open_exporter(endpoint))
     stack.push_async_callback(in_daemon_thread, traces.close)  # it sends what is left, for seconds if nobody listens
     return traces
+
+
+def _open_exporters(exporters: tuple[str, ...], model_name: str, stack: AsyncExitStack) -> tuple[EndObserver, ...]:
+    """Create the exporters, and have them closed with ``stack``.
+
+    Raises:
+        ConfigError: one does not exist or cannot be used.
+    """
+    opened = open_exporters(exporters, model_name)
+    for each in opened:
+        stack.push_async_callback(in_daemon_thread, each.close)
+    return opened
 
 
 class _StartProgress:

@@ -23,6 +23,7 @@ from lorikeet.config import (
 from lorikeet.core.machine import gpu_models, memory_limit_bytes, usable_cores
 from lorikeet.core.text import format_size, unknown_name
 from lorikeet.models.quantization_config import ALIASES, ON_LOAD, QUANTIZATIONS
+from lorikeet.observe.exporters import EXPORTERS
 from lorikeet.policies import BATCHING, POLICIES
 from lorikeet.presets import resolve_preset
 
@@ -39,6 +40,8 @@ def check_settings(settings: Settings) -> None:
     check_policies(settings.engine.preset)
     _check_profile(settings.engine.profile)
     _check_names(settings)
+    for name in settings.server.exporters:
+        EXPORTERS[name]  # imports it
     _check_device(settings)
     _check_template(settings.model.chat_template)
     _check_folders(settings.adapters.preload)

@@ -326,6 +326,7 @@ FLAGS = (
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
     Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", str, "Where OpenTelemetry traces are sent, a URL."),
+    Flag("--exporter", "server.exporters", list[str], "Plug-in that gets every ended request; repeatable."),
     Flag(
         "--tenants",
         "server.tenants",

@@ -38,6 +38,7 @@ class RequestObserver:
         live: keeps the latest requests of each adapter.
         traces: makes their spans; None for none.
         ledger: adds up the usage of tenants; None without tenants.
+        exporters: plug-ins that get every request that has ended.
 
     Attributes:
         records: the latest requests, with the decisions made for them.
@@ -54,6 +55,7 @@ class RequestObserver:
         live: LiveStats,
         traces: "RequestTraces | None" = None,
         ledger: Ledger | None = None,
+        exporters: tuple[EndObserver, ...] = (),
     ) -> None:
         self.metrics = metrics
         self.usage = usage
@@ -65,7 +67,7 @@ class RequestObserver:
         self.traces = traces
         self.records = RequestRecords()
         ledger_observer = None if ledger is None else LedgerObserver(ledger)
-        of_all: tuple[EndObserver | None, ...] = (lengths, metrics, ledger_observer, request_log)
+        of_all: tuple[EndObserver | None, ...] = (lengths, metrics, ledger_observer, request_log, *exporters)
         self.of_all_requests = tuple(each for each in of_all if each is not None)
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":

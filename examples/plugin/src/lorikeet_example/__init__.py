@@ -1,1 +1,1 @@
-"""An eviction policy, a routing policy, an adapter source and a preset for Lorikeet."""
+"""An eviction policy, a routing policy, an adapter source, an exporter and a preset for Lorikeet."""
