@@ -57,7 +57,7 @@ class PrefillApart(StrEnum):
     ALWAYS = "always"
     """In steps of their own."""
     WHEN_FASTER = "pays"
-    """In steps of their own where first tokens come sooner by more than the running answers lose, by measured costs."""
+    """In steps of their own if first tokens gain more time than the running answers lose, by measured costs."""
 
 
 class MergeBy(StrEnum):
@@ -77,7 +77,8 @@ class ColdStart(StrEnum):
     BLOCK = "block"
     """All requests wait."""
     ASSIST = "assist"
-    """Host cores compute LoRA for a prefill on layers that have not arrived; decodes wait. If they cannot, ``wait``."""
+    """Host cores compute LoRA for a prefill on layers that have not arrived, while decodes wait. Without host cores the
+    same as ``wait``."""
     AUTO = "auto"
     """``assist`` if the first token comes sooner with it, else ``wait``."""
 
@@ -103,14 +104,14 @@ class HostLayers(StrEnum):
 
 
 class MigrationProblem(StrEnum):
-    """Which problem is solved to move requests and adapters between replicas (dLoRA, section 5.2)."""
+    """The optimisation problem that decides which requests and adapters move between replicas (dLoRA, section 5.2)."""
 
     RELAXED = "relaxed"
     """Requests may be split until the end, and memory that is short costs time for swapping."""
     FULL = "full"
     """The integer program: whole requests, each in the memory of a device or a host."""
     PRINTED_FACTOR = "printed-factor"
-    """As ``relaxed``, with the printed migration factor, which does not tell staying from moving."""
+    """As ``relaxed``, with the printed migration factor, which is the same for staying and moving."""
 
 
 class PreemptedKv(StrEnum):
@@ -129,46 +130,46 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A policy's parameters follow its name: ``dlora(patience=64)``.
 
+    Options that end with "(papers)" are set only by presets that reproduce a paper's system.
+
     Attributes:
         kernel_form: how LoRA is computed for a batch of mixed ranks.
         kv_after_finish: what happens to the KV of a finished request.
         host_kv: which KV is copied to the host tier.
-        memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part.
-        adapter_share: share of the device for adapters if ``memory_split`` is ``static``.
-        padded_slots: whether every adapter takes as many blocks as the largest registered one.
-        adapter_chain: whether an adapter is a chain of nodes of one block, which is evicted from its end as far as
-            blocks are needed, and completed when the adapter is loaded. Else it is one node, moved as one.
+        memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part (papers).
+        adapter_share: share of the device for adapters if ``memory_split`` is ``static`` (papers).
+        padded_slots: whether every adapter takes as many blocks as the largest registered one (papers).
+        adapter_chain: whether an adapter is a chain of nodes of one block. A chain is evicted from its end, as far as
+            blocks are needed, and only the missing blocks are loaded again. Otherwise an adapter is one node.
         keep_adapters: whether an adapter stays cached after its last running request, until its blocks are needed.
-        dependency_tree: whether KV is evicted before its adapter, and later KV before earlier. Else any unneeded node
-            may be evicted, and KV may stay without its adapter.
+        dependency_tree: whether KV is evicted before its adapter, and later KV before earlier. Otherwise any unneeded
+            node may be evicted, and KV may stay without its adapter; only papers' presets do that.
         eviction: which adapters and KV are evicted first.
         prefetch: which adapters and KV are loaded before a request waits for them.
         swap_interval_s: seconds between ticks of the swapper, which evicts and prefetches; 0 for none.
-        prefetch_below: the swapper prefetches while less than this share of the device is in use, up to it.
-        evict_to: share of the device that stays in use when the swapper evicts from a full device.
         admission: which of the waiting requests is tried next.
-        max_step_adapters: most adapters in one step; 0 for no limit.
         prefill_apart: whether prompts are computed in steps of their own, while decodes wait.
-        decodes_between_prefills: while sequences run, requests are admitted only after so many decode steps since the
-            last prefill.
+        decodes_between_prefills: number of decode steps after a prefill before requests are admitted, while sequences
+            run (papers).
         preempted_kv: what happens to the KV of a preempted sequence.
         batching: which requests run together, and whether their adapter is merged into the base weights.
-        merge_by: how the merged adapter is changed.
+        merge_by: how the merged adapter is changed (papers).
         cold_start: what happens while the adapter of a request is being loaded.
-        step_hold: a step waits for transfers that requests wait for if those gain more time than all others lose, with
-            those in the queue.
-        layer_groups: in how many groups of layers the adapter of an assisted prefill is loaded.
-        host_layers: on which layers of an assisted prefill host cores compute LoRA.
-        host_chunk: tokens per host core in an assisted prefill, as a multiple of the number measured to suit one.
+        step_hold: whether a step is delayed until a pending transfer ends, if the requests that wait for it gain more
+            time than all running and queued requests lose.
+        layer_groups: number of groups of layers in which the adapter of an assisted prefill is loaded (papers).
+        host_layers: layers of an assisted prefill on which host cores compute LoRA.
+        host_chunk: tokens per host core in an assisted prefill, as a multiple of the number that was measured to suit
+            a core (papers).
         placement: which replicas of a cluster serve which adapter. This and the options below matter only for several
             replicas.
         placement_period_s: seconds between two placements; each uses the demand of the periods before.
         routing: which of the replicas placed for its adapter gets a request.
-        pool_prefetch: whether replicas fetch newly placed adapters immediately; else with the first request.
-        pool_share: most bytes of adapters that the machines of all replicas hold, as a share of every adapter on each;
-            then the copies that were unused for longest are deleted, but never an adapter's last one.
+        pool_prefetch: whether replicas fetch newly placed adapters immediately; otherwise with the first request.
+        pool_share: most bytes of adapters that the machines of all replicas hold, as a share of every adapter on each
+            machine. Beyond it the copies that were unused for longest are deleted, but never an adapter's last one.
         comigration: whether requests and their adapters move together from busy replicas to idle ones.
-        comigration_problem: which problem says what moves.
+        comigration_problem: the optimisation problem that decides what moves (papers).
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -183,10 +184,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eviction: str = "lru"
     prefetch: str = "none"
     swap_interval_s: Seconds = 0.0
-    prefetch_below: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.7
-    evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
     admission: str = "fifo"
-    max_step_adapters: Count = 0
     prefill_apart: PrefillApart = PrefillApart.NEVER
     decodes_between_prefills: Count = 0
     preempted_kv: PreemptedKv = PreemptedKv.CHEAPER

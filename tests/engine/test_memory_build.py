@@ -34,7 +34,6 @@ def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> N
         ("lorikeet:plain,memory_split=static", "set dependency_tree=false or kv_after_finish=dropped"),
         ("elora,memory_split=static,adapter_share=0.3", "set dependency_tree=false or kv_after_finish=dropped"),
         ("dlora,memory_split=static", "a static memory split"),
-        ("dlora,max_step_adapters=2", "cannot be combined with max_step_adapters"),
     ],
 )
 def test_axes_that_do_not_go_together_are_refused(preset: str, complaint: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, FinishReason, KvArrived, Preempted
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
+from lorikeet.memory import swapper
 from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
@@ -843,8 +844,11 @@ def test_policy_may_keep_functions_of_its_view_in_its_constructor(monkeypatch: p
     assert (policy.kv_reuse(nodes) < 1).all()
 
 
-def test_host_tier_drops_copies_of_what_the_device_keeps_before_kv_that_is_nowhere_else() -> None:
-    preset = Preset(host_kv=HostKv.AHEAD, swap_interval_s=1e-6, prefetch_below=0.0)
+def test_host_tier_drops_copies_of_what_the_device_keeps_before_kv_that_is_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(swapper, "PREFETCH_BELOW", 0.0)
+    preset = Preset(host_kv=HostKv.AHEAD, swap_interval_s=1e-6)
     bench = Bench(blocks=48, host_blocks=21, preset=preset)
     texts = {name: words(1000 * place, 10) for place, name in enumerate("abcdef")}
     for name in "abcbdebfb":

@@ -88,17 +88,6 @@ def test_only_its_adapter_lacks_room(telling: Preset) -> None:
     assert policy(bench).ends == ["first", "second"]
 
 
-def test_a_step_may_use_no_more_adapters_than_the_row_says() -> None:
-    bench = Bench(preset=Preset(max_step_adapters=1))
-    for index, name in enumerate("aba"):
-        bench.engine.submit(request(f"{index}", [1, 2], float(index), adapter=adapter(name)))
-    bench.engine.submit(request("base", [1, 2], 9.0))
-    bench.run()
-    assert all(len(plan.adapters) <= 1 for plan in bench.plans)
-    admitted = [event.request_id for event in bench.events if isinstance(event, Admitted)]
-    assert admitted == ["0", "2", "base", "1"]
-
-
 def test_a_request_that_the_policy_sends_back_goes_on_where_it_was(telling: Preset) -> None:
     bench = Bench(preset=telling)
     bench.engine.submit(request("x", [1, 2, 3], max_tokens=6))

@@ -80,8 +80,6 @@ def memory_options(preset: Preset) -> MemoryOptions:
         adapter_chain=preset.adapter_chain,
         keep_adapters=preset.keep_adapters,
         tick_s=preset.swap_interval_s,
-        prefetch_below=preset.prefetch_below,
-        evict_to=preset.evict_to,
     )
 
 
@@ -177,10 +175,10 @@ def assemble(
         max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
     )
     admission, batching = ADMISSION[preset.admission], BATCHING[preset.batching]
-    if preset.batching != "unmerged" and (preset.max_step_adapters or preset.memory_split is MemorySplit.STATIC):
+    if preset.batching != "unmerged" and preset.memory_split is MemorySplit.STATIC:
         raise ConfigError(
             f"preset {name}: batching mode {preset.batching} chooses the adapters of a step itself, so it cannot "
-            "be combined with max_step_adapters or a static memory split"
+            "be combined with a static memory split"
         )
     if (
         preset.memory_split is MemorySplit.STATIC

@@ -19,8 +19,6 @@ class MemoryOptions(msgspec.Struct, frozen=True):
             needed, and what stays is not copied again. False: it is one node.
         keep_adapters: an adapter stays cached after its last running request, until its blocks are needed.
         tick_s: seconds between ticks of the swapper; 0 for none.
-        prefetch_below: the swapper prefetches while less than this share of the device is in use, up to it.
-        evict_to: share of the device that stays in use when the swapper evicts from a full device.
     """
 
     keep_kv: bool = True
@@ -31,5 +29,3 @@ class MemoryOptions(msgspec.Struct, frozen=True):
     adapter_chain: bool = False
     keep_adapters: bool = True
     tick_s: float = 0.0
-    prefetch_below: float = 0.7
-    evict_to: float = 0.95

@@ -1,7 +1,7 @@
 """Moves adapters and KV ahead of demand: periodic eviction and prefetch, and reads into the host tier.
 
 A tick (ELORA §VI-C) rescores all nodes. If the device is full, or an allocation has failed since the last tick, it
-evicts the lowest scores until ``evict_to`` of the device is in use. If less than ``prefetch_below`` is in use, it
+evicts the lowest scores until ``EVICT_TO`` of the device is in use. If less than ``PREFETCH_BELOW`` is in use, it
 prefetches the highest scores. In between it does nothing. Nothing here waits for a transfer.
 """
 
@@ -35,6 +35,10 @@ _COPIED_PART = 8
 _LEAST_SHARE = 0.05
 """KV is not copied ahead if a smaller share of its adapter's KV is asked for again: the copies would only take the host
 memory of others."""
+PREFETCH_BELOW = 0.7
+"""The swapper prefetches while less than this share of the device is in use, up to it."""
+EVICT_TO = 0.95
+"""Share of the device that stays in use when the swapper evicts from a full device."""
 _EVICTIONS_PER_TICK = 64
 _PREFETCHES_PER_TICK = 256
 """Limits of one tick, which delays the next step; the next tick continues."""
@@ -111,9 +115,9 @@ class Swapper:
         self._evictor.rescore_all(now)
         in_flight = len(self._tiers.transfers)
         total, unused = self._tiers.device.total, self._evictor.unused()
-        if self._options.host_kv is HostKv.AHEAD and total - unused >= self._options.prefetch_below * total:
+        if self._options.host_kv is HostKv.AHEAD and total - unused >= PREFETCH_BELOW * total:
             self._copy_ahead(now)
-        wanted = round((1 - self._options.evict_to) * total)
+        wanted = round((1 - EVICT_TO) * total)
         is_full = unused == 0 or self._evictor.allocation_failed
         self._evictor.allocation_failed = False
         evicts_early = self._options.host_kv is HostKv.EVICTED  # otherwise evicted blocks are free immediately
@@ -121,13 +125,13 @@ class Swapper:
         if self._is_evicting:
             self._evictor.evict_until_free(wanted, now, _EVICTIONS_PER_TICK)
         elif self._prefetch.below_watermark_only and self._has_room(total - unused):
-            self._prefetch_nodes(round((1 - self._options.prefetch_below) * total), now)
+            self._prefetch_nodes(round((1 - PREFETCH_BELOW) * total), now)
         self._is_idle = len(self._tiers.transfers) == in_flight and not self._is_evicting
         self._counters.ticked(time.perf_counter() - started_s)
 
     def _has_room(self, used: int) -> bool:
         """Whether the swapper prefetches while so many blocks of the device are in use."""
-        below = self._options.prefetch_below * self._tiers.device.total
+        below = PREFETCH_BELOW * self._tiers.device.total
         return used < below or used - self._evictor.worthless() < below
 
     def after_admission(self, now: float) -> None:

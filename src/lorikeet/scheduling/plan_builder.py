@@ -4,7 +4,7 @@
 """
 
 import collections.abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,12 +78,8 @@ class PlanBuilder:
         if not (self.tokens or self.assisted):
             self.tokens.update(self.deferred)
 
-    def lacks_slot(self, digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:
-        """Return whether the adapter would be more than the ``most`` that may run in a step; 0 means no limit."""
-        if digest is not None and most and digest not in self.adapters_without_slot:
-            used = {sequence.digest for sequence in running} - {None}
-            if digest not in used and len(used) >= most:
-                self.adapters_without_slot.add(digest)
+    def lacks_slot(self, digest: AdapterDigest | None) -> bool:
+        """Return whether a request of the adapter was refused for lack of a slot in this step."""
         return digest in self.adapters_without_slot
 
     def note_refusal(self, digest: AdapterDigest | None, why: WaitReason) -> WaitReason:

@@ -335,7 +335,7 @@ class Scheduler:
         if not self.selector.allows(sequence.request_id):
             return WaitReason.SLOT
         self.selector.note_tried()
-        if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
+        if builder.lacks_slot(request.digest):
             return WaitReason.SLOT
         admit = partial(
             self._memory.try_admit,

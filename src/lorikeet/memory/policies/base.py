@@ -188,7 +188,7 @@ class PrefetchPolicy:
         eviction: eviction policy of the same preset.
 
     Attributes:
-        below_watermark_only: whether it prefetches only while less than the preset's ``prefetch_below`` of the device
+        below_watermark_only: whether it prefetches only while less than ``swapper.PREFETCH_BELOW`` of the device
             is in use, up to it. Else it uses any free memory.
         follows_queue: whether it reads ``view.waiting``.
     """
