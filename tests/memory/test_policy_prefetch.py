@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lorikeet.memory.policies import prefetch as prefetching
 from lorikeet.memory.policies.all_prefetch import AllPrefetch
 from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays_on_device
-from lorikeet.memory.policies.lru import Lru
+from lorikeet.memory.policies.lru import Lru, LruWithReuse
 from lorikeet.memory.policies.prefetch import NewestFirst
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, NodeTransfer
@@ -395,3 +395,15 @@ def test_arrivals_that_all_come_at_once_are_expected_at_once() -> None:
     for _ in range(30):
         histogram.add(5.0)
     assert histogram.quantile_s(0.99, upper=True) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_kv_that_is_rarely_reused_is_not_prefetched() -> None:
+    tree = DependencyTree()
+    reused, single = add_adapter(tree), add_adapter(tree)
+    kv = add_kv(tree, reused, there=False, last_use_s=1.0)
+    add_kv(tree, single, there=False, last_use_s=2.0)
+    view = view_of(tree)
+    view.kv_reuse = lambda tops: np.where(tops == reused, 0.5, 0.01)
+    eviction = LruWithReuse(view)
+    score(tree, eviction, NOW)
+    assert list(NewestFirst(view, eviction).targets(NOW)) == [kv]

@@ -33,6 +33,7 @@ class RankedPrefetch(PrefetchPolicy):
         tree = self.view.tree
         ranks = self.ranks()
         adapters, kv = off_device(tree)
+        kv = kv[tree.score[kv] >= self.eviction.worthless_below]  # else it would displace what is worth as little
         is_open = np.ones(len(kv), np.bool_) if self.flat else stays_on_device(tree, tree.parent[kv])
         below = _Children(tree, kv[~is_open])
         best_adapters, best_kv = _Ranked(tree, adapters, ranks), _Ranked(tree, kv[is_open], ranks)
