@@ -1,4 +1,4 @@
-"""The channel between machines: who lacks its key gets nothing, and a connection that is cut is noticed."""
+"""The channel between machines: it needs the key, and a broken connection is noticed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -68,7 +68,7 @@ async def test_a_stranger_neither_takes_the_engines_place_nor_speaks_for_it(
     host.engines[0].kill()
 
 
-async def test_an_engine_talks_to_nobody_who_lacks_the_secret(zmq_context: zmq.asyncio.Context) -> None:
+async def test_engine_refuses_clients_without_the_secret(zmq_context: zmq.asyncio.Context) -> None:
     impostor = zmq_context.socket(zmq.PAIR)
     impostor.setsockopt(zmq.LINGER, 0)
     impostor.curve_server = True
@@ -104,7 +104,7 @@ def test_within_ten_seconds_a_silent_machine_counts_as_lost() -> None:
     assert most_s + supervisor._EXIT_REPORT_S + supervisor.DRAIN_TIMEOUT_S < 10
 
 
-async def test_what_an_engine_of_another_machine_lacks_is_said_with_that_machine(
+async def test_error_of_a_remote_engine_names_its_machine(
     zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lacking(FakeHost):
@@ -169,9 +169,7 @@ async def client_over(host: EngineHost, model: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-async def test_a_real_engine_over_tcp_answers_and_nobody_can_read_its_key(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_engine_over_tcp_answers_and_hides_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     host = TcpHost()
     async with client_over(host, make_model(tmp_path), monkeypatch) as client:
         handle = client.submit(greedy("r", prompt(20), 5))

@@ -1,4 +1,4 @@
-"""The client and real engine processes: streams that survive deaths, orderly ends, nothing left behind."""
+"""The client and real engine processes: streams that survive deaths, clean ends, no leftovers."""
 
 import asyncio
 import json
@@ -225,7 +225,7 @@ async def test_drops_and_new_requests_survive_an_engine_death(
     )
 
 
-async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
+async def test_every_new_engine_gets_the_registered_adapters(
     client: EngineClient, adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.client.supervisor.MAX_ADAPTERS_PER_MESSAGE", 2)
@@ -294,7 +294,7 @@ async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_
         (live_settings(Path("/nowhere/at-all")), "/nowhere/at-all"),
     ],
 )
-async def test_an_engine_that_cannot_start_says_why(settings: Settings, reason: str) -> None:
+async def test_failed_engine_start_has_the_reason(settings: Settings, reason: str) -> None:
     before = engine_processes()
     client = EngineClient(settings)
     with pytest.raises(EngineError, match=reason):

@@ -1,4 +1,4 @@
-"""Engines on machines with other clocks: what they tell, in our times."""
+"""Engines on machines with other clocks: their times are converted."""
 
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ def stats_at(at_s: float) -> EngineStats:
     return msgspec.structs.replace(Bench().engine.stats(), at_s=at_s)
 
 
-def test_every_time_that_crosses_is_moved() -> None:
+def test_all_times_in_messages_are_converted() -> None:
     clock = RemoteClock(5.0, 5.0 + AHEAD_S)
     request = msgspec.structs.replace(greedy("r", [1], 1), arrival_s=1007.0)
     assert clock.to_remote(request) == msgspec.structs.replace(request, arrival_s=7.0)
@@ -39,7 +39,7 @@ def test_every_time_that_crosses_is_moved() -> None:
     assert told.events[1] == Finished(R, 1009.0, FinishReason.STOP)
 
 
-def test_a_message_that_came_quickly_corrects_what_a_slow_one_said() -> None:
+def test_fast_message_corrects_the_offset_of_a_slow_one() -> None:
     clock = RemoteClock(0.0, 0.5 + AHEAD_S)  # half a second on its way
     one = StepOutputs((), (Queued(R, 1.0),), ())
     assert clock.to_local(one, 1.5 + AHEAD_S).events[0].at_s == 1.5 + AHEAD_S
@@ -49,7 +49,7 @@ def test_a_message_that_came_quickly_corrects_what_a_slow_one_said() -> None:
     assert clock.to_local(late, 3.4 + AHEAD_S).events[0].at_s == pytest.approx(3.001 + AHEAD_S, abs=0.001)
 
 
-def test_clocks_that_come_apart_are_followed() -> None:
+def test_clock_drift_is_followed() -> None:
     clock = RemoteClock(0.0, AHEAD_S)
     for second in range(1, 1000):  # ours is faster by 50 parts in a million
         now = second * (1 + 5e-5) + AHEAD_S

@@ -1,4 +1,4 @@
-"""Clients' streams: what is told of a request's past is not taken for its present."""
+"""Streams of clients: outputs of earlier attempts are ignored."""
 
 import msgspec
 import pytest
@@ -49,7 +49,7 @@ def test_the_first_attempt_is_the_request_itself() -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_one_that_has_come_back_does_not_end_by_the_end_of_its_first_stay(at_once: bool) -> None:
+def test_returned_request_ignores_the_end_of_its_first_attempt(at_once: bool) -> None:
     streams, handle = opened()
     sent(handle, HERE)
     taken(streams, HERE, told(Queued(R, 1.0), tokens=(0,)))
@@ -69,7 +69,7 @@ def test_one_that_has_come_back_does_not_end_by_the_end_of_its_first_stay(at_onc
     assert R not in streams
 
 
-def test_what_is_told_of_one_that_is_nowhere_or_has_ended_is_of_the_past() -> None:
+def test_outputs_of_unplaced_or_ended_requests_are_stale() -> None:
     streams, handle = opened()
     sent(handle, HERE)
     taken(streams, HERE, told(Queued(R, 1.0)))
@@ -79,7 +79,7 @@ def test_what_is_told_of_one_that_is_nowhere_or_has_ended_is_of_the_past() -> No
     assert taken(streams, HERE, told(ENDED, tokens=(0,))) == told()
 
 
-def test_a_token_that_comes_early_is_a_fault() -> None:
+def test_token_before_its_attempt_begins_is_an_error() -> None:
     streams, handle = opened()
     sent(handle, HERE)
     with pytest.raises(AssertionError, match="came early"):

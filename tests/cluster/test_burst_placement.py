@@ -37,7 +37,7 @@ def replica_ids(count: int) -> list[ReplicaId]:
     [(40, 40, 819_200), (80, 64, 2_621_440), (80, 8, 327_680)],
     ids=["13b", "70b-as-printed", "70b-grouped"],
 )
-def test_ex_6c_what_a_request_holds_follows_from_the_model(layers: int, kv_heads: int, expected: int) -> None:
+def test_ex_6c_request_memory_follows_from_the_model(layers: int, kv_heads: int, expected: int) -> None:
     model = ModelGeometry(layers, kv_heads, head_dim=128, modules={}, dtype_bytes=2)
     assert model.kv_elements_per_token() * model.dtype_bytes == expected
 
@@ -66,7 +66,7 @@ def test_a_copy_that_lowers_the_lowest_tolerance_is_undone() -> None:
 # --- Choices that the paper leaves open --------------------------------------------------------------
 
 
-def test_each_gets_one_copy_before_any_gets_two() -> None:
+def test_each_adapter_gets_one_copy_before_any_gets_two() -> None:
     placed = preload([100 * MB] * 6, [50, 1, 1, 1, 1, 1], [1000 * MB] * 3, 10 * MB)
     assert placed.main.any(axis=1).all()
 
@@ -100,7 +100,7 @@ def test_reserved_memory_takes_further_copies_and_nothing_from_kv() -> None:
 # --- As a placement ----------------------------------------------------------------------------------
 
 
-def test_shares_are_even_among_those_that_have_it() -> None:
+def test_shares_are_even_among_holders() -> None:
     table = BurstTolerance(1000 * MB, 10 * MB, reserved_share=0.0).place(demands_of(40, 10), replica_ids(2), 0.0)
     assert table.shares == {"a0": (("r0", 0.5), ("r1", 0.5)), "a1": (("r1", 1.0),)}
 

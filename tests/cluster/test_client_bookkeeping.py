@@ -1,4 +1,4 @@
-"""What a cluster's client remembers and forgets, with engines that compute nothing."""
+"""Bookkeeping of a cluster's client, over engines that compute nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -128,7 +128,7 @@ async def started(pool_dir: Path, replicas: int = 2, *, stays: bool = False) -> 
         cluster.transport.close()
 
 
-async def test_at_the_start_placement_is_told_of_all_replicas_at_once(tmp_path: Path) -> None:
+async def test_start_places_once_on_all_replicas(tmp_path: Path) -> None:
     async with started(tmp_path / "pool", replicas=3) as cluster:
         assert cluster.service.asked == [("set_replicas", {R0, R1, R2})]
         assert await cluster.client.add_replica() == "replica-3"
@@ -143,7 +143,7 @@ async def asked_for(cluster: Cluster, adapter: AdapterRef) -> None:
     handle.abort()
 
 
-async def test_an_adapter_that_is_loaded_again_while_it_is_dropped_stays(tmp_path: Path, adapter: AdapterRef) -> None:
+async def test_adapter_registered_again_during_its_drop_stays(tmp_path: Path, adapter: AdapterRef) -> None:
     async with started(tmp_path / "pool", replicas=1) as cluster:
         cluster.client.register_adapters([adapter])
         await asked_for(cluster, adapter)
@@ -179,9 +179,7 @@ async def test_copies_stay_after_the_end_where_the_settings_say_where(
     assert (tmp_path / "pool" / R0 / adapter.digest).exists() == stays
 
 
-async def test_a_table_of_before_the_start_asks_for_nothing_that_is_not_known_yet(
-    tmp_path: Path, adapter: AdapterRef
-) -> None:
+async def test_table_from_before_a_restart_copies_only_registered_adapters(tmp_path: Path, adapter: AdapterRef) -> None:
     cluster = Cluster(tmp_path / "pool", 1, prefetch=True)
     await cluster.service.register([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
     await cluster.client.start(lambda progress: None)
@@ -213,7 +211,7 @@ async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
+async def test_given_up_replica_releases_its_machine(
     tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(tmp_path / "pool") as cluster:
@@ -230,9 +228,7 @@ async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
 
 
 @pytest.mark.slow
-async def test_another_replica_comes_in_place_of_one_that_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_given_up_replica_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.cluster.controller.client.REPLACE_S", 0.01)
     async with started(tmp_path / "pool") as cluster:
         cluster.host(R2).error = OSError("no room")
@@ -310,7 +306,7 @@ async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
             each.abort()
 
 
-async def test_a_replica_that_is_leaving_already_is_not_taken_out_for_the_load(
+async def test_autoscaler_does_not_remove_a_leaving_replica_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.cluster.controller.client._DRAIN_CHECK_S", 3600.0)
@@ -354,7 +350,7 @@ async def test_requests_fail_when_the_last_replica_is_lost_and_none_can_start(
             cluster.client.submit(greedy("y", prompt(8), 5))
 
 
-async def test_a_replica_that_is_taken_out_leaves_no_copies(tmp_path: Path, adapter: AdapterRef) -> None:
+async def test_removed_replica_leaves_no_copies(tmp_path: Path, adapter: AdapterRef) -> None:
     async with started(tmp_path / "pool") as cluster:
         cluster.client.register_adapters([adapter])
         handles = [cluster.client.submit(greedy(str(n), prompt(8), 5, adapter)) for n in range(2)]
@@ -406,7 +402,7 @@ async def test_a_replica_cannot_be_taken_out_while_it_starts(tmp_path: Path) -> 
         assert cluster.hosts[R1].engines[0].returncode == 0
 
 
-async def test_a_replica_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_replica_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(tmp_path / "pool", replicas=1) as cluster:
         released: list[ReplicaId] = []
         monkeypatch.setattr(cluster.transport, "release", released.append)
@@ -470,7 +466,7 @@ async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(t
 
 
 @pytest.mark.slow
-async def test_streams_of_a_silent_machine_go_on_elsewhere_and_the_cluster_page_says_why(
+async def test_streams_of_a_silent_machine_move_and_cluster_page_has_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notice_quickly(monkeypatch)

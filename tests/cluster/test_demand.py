@@ -1,4 +1,4 @@
-"""Demand from arrivals."""
+"""Estimates of demand from arrivals."""
 
 import pytest
 from hypothesis import given
@@ -60,20 +60,18 @@ def test_extrapolation_stays_between_nothing_and_twice_the_largest(history: list
         ([0, 0, 0], 0.0, 0),
     ],
 )
-def test_what_is_expected_follows_a_line_as_far_as_it_is_certain(
-    history: list[float], sure: float, ahead: float
-) -> None:
+def test_forecast_follows_the_trend_as_far_as_it_is_certain(history: list[float], sure: float, ahead: float) -> None:
     assert certainty(history) == pytest.approx(sure)
     assert expected(history) == pytest.approx(ahead)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9))
-def test_what_is_expected_lies_between_the_mean_and_the_line(history: list[float]) -> None:
+def test_forecast_lies_between_mean_and_trend(history: list[float]) -> None:
     low, high = sorted((sum(history[-5:]) / len(history[-5:]), extrapolate(history)))
     assert low * (1 - 1e-9) - 1e-6 <= expected(history) <= high * (1 + 1e-9) + 1e-6
 
 
-def test_adapters_are_scaled_to_what_their_rank_is_expected_to_ask() -> None:
+def test_adapters_are_scaled_to_their_ranks_forecast() -> None:
     """One has ever more, the other as much less: together they have no trend, and each has the part that it had."""
     estimator = estimator_of()
     estimator.register(digest("c"), 8, 16)
@@ -100,7 +98,7 @@ def test_an_adapter_that_comes_to_a_rank_counts_from_its_first_period() -> None:
     assert tokens_per_s(estimator) == [10.0, 0.0, 30.0], "it is no trend of its rank"
 
 
-def test_time_before_the_first_request_is_no_part_of_a_trend() -> None:
+def test_trend_ignores_time_before_the_first_request() -> None:
     estimator = estimator_of()
     for period in (1.0, 2.0, 3.0):
         estimator.close(period)
@@ -140,7 +138,7 @@ def test_adapters_have_equal_demand_before_the_first_request() -> None:
     assert [(each.adapter, each.rank, each.size_bytes) for each in alike] == [(A, 8, 16), (B, 128, 256)]
 
 
-def test_prompts_count_when_they_arrive_over_the_time_that_has_passed() -> None:
+def test_demand_is_arrived_tokens_over_elapsed_time() -> None:
     estimator = estimator_of(now=100.0)
     estimator.arrived(A, 300)
     estimator.arrived(A, 100)
@@ -190,7 +188,7 @@ def test_knowing_an_adapter_twice_changes_nothing() -> None:
     assert tokens_per_s(estimator)[0] == 10
 
 
-def test_what_came_in_a_period_that_was_broken_off_is_forgotten() -> None:
+def test_arrivals_of_an_interrupted_period_are_forgotten() -> None:
     before, after = estimator_of(), estimator_of()
     before.arrived(A, 10)
     before.close(1.0)

@@ -1,4 +1,4 @@
-"""The dispatcher: no request is lost or sent twice, none runs where its adapter is not."""
+"""The dispatcher: no request is lost, sent twice, or sent to a replica without its adapter."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -83,7 +83,7 @@ def test_other_replicas_fetch_from_where_the_adapter_was_provided() -> None:
     assert dispatcher.fetched(fetch).sends == (Send(RequestId("r2"), S2),)
 
 
-def test_a_fetch_that_no_holder_can_serve_ends_with_the_adapters_own_files() -> None:
+def test_failed_fetches_fall_back_to_source_files() -> None:
     dispatcher = dispatcher_of(S2, A=[S1, S2])
     dispatcher.join(ReplicaInfo(S1), 0.0, [A])
     dispatcher.swap(table(2, A=[S2]), 0.0)
@@ -240,7 +240,7 @@ def test_slots_of_requests_sent_to_another_holder_are_reused_at_once() -> None:
     assert actions == Actions(sends=(Send(RequestId("r2"), S1), Send(RequestId("r3"), S2)))
 
 
-def test_requests_of_a_replica_that_left_arrive_again() -> None:
+def test_orphaned_requests_arrive_again() -> None:
     dispatcher = dispatcher_of(S1, S2, A=[S1])
     provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
     dispatcher.provided(provision)
@@ -263,7 +263,7 @@ def test_provision_restarts_elsewhere_when_its_replica_leaves() -> None:
     assert only_provision(actions)[1:] == (A, S2)
 
 
-def test_a_moved_request_has_its_adapter_brought_and_frees_what_it_leaves() -> None:
+def test_moved_request_fetches_its_adapter_and_frees_its_old_replica() -> None:
     dispatcher = dispatcher_of(S1, S2, A=[S1])
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
     dispatcher.swap(table(2, A=[S2]), 0.0)
@@ -277,7 +277,7 @@ def test_a_moved_request_has_its_adapter_brought_and_frees_what_it_leaves() -> N
     assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
 
 
-def test_a_request_that_is_to_move_to_a_replica_that_has_left_goes_to_another() -> None:
+def test_move_to_a_departed_replica_is_routed_again() -> None:
     dispatcher = dispatcher_of(S1, S2)
     dispatcher.arrive(asked("r1", None), 0.0)
     assert dispatcher.fleet.where(RequestId("r1")) == S1
@@ -330,7 +330,7 @@ def test_so_many_retired_adapters_are_remembered_and_no_more(monkeypatch: pytest
     assert dispatcher.join(ReplicaInfo(S2), 0.0, [A, B, digest("C")]).deletes == ((B, S2), (digest("C"), S2))
 
 
-def test_an_adapter_that_is_known_again_stays() -> None:
+def test_adapter_registered_again_stays() -> None:
     dispatcher = dispatcher_of(S1, A=[S1])
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
     dispatcher.retire(A)
@@ -352,7 +352,7 @@ def test_prefetch_makes_a_table_real_before_any_request() -> None:
     assert dispatcher.pool.table.holders(A) == {S1, S2}
 
 
-def test_with_prefetch_nothing_is_fetched_to_a_replica_that_is_not_there() -> None:
+def test_prefetch_ignores_replicas_outside_the_fleet() -> None:
     dispatcher = Dispatcher(ByTable(seed=1), prefetch=True)
     dispatcher.join(ReplicaInfo(S1), 0.0, [A])
     assert dispatcher.swap(table(1, A=[S1, S2]), 0.0) == Actions(), "nobody would tell of its end"

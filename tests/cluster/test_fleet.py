@@ -1,4 +1,4 @@
-"""What routers see: every request counts once, at one replica, whatever is heard of it and when."""
+"""The fleet's state for routing: every request counts once, at one replica, whatever the order of reports."""
 
 import random
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_leaving_replica_returns_its_requests_in_order() -> None:
     assert counts(fleet, 0) == (0, 0, 0)
 
 
-def test_a_replica_that_was_started_again_leaves_before_it_joins() -> None:
+def test_restarted_replica_must_leave_before_it_joins() -> None:
     fleet = fleet_of("a", "b")
     send(fleet, "a", ask("x"))
     with pytest.raises(ValueError, match="has joined already"):
@@ -289,7 +289,7 @@ def test_the_fleet_follows_an_engine_by_its_events() -> None:
 # --- Averages over finished requests ------------------------------------------------------------
 
 
-def test_an_adapter_that_has_not_answered_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_finished_adapter_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_ADAPTERS", 2)
     averages = RequestAverages()
     for name, seconds in (("x", 1.0), ("y", 2.0), ("x", 3.0), ("z", 8.0)):

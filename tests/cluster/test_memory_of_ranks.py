@@ -1,4 +1,4 @@
-"""Under tensor parallelism an engine tells of one rank's memory, and sizes of adapters are those of all ranks."""
+"""Memory under tensor parallelism: engines report one rank's, and sizes of adapters are over all ranks."""
 
 from types import SimpleNamespace
 from typing import cast

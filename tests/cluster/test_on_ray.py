@@ -1,4 +1,4 @@
-"""Real actors of an embedded Ray: engines and actors that die, adapters that travel, an orchestrator that restarts."""
+"""Real actors of an embedded Ray: deaths of engines and actors, copies of adapters, a restarted orchestrator."""
 
 import asyncio
 import ipaddress
@@ -130,9 +130,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- starting ------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_starts_ray_still_drains_when_told_to_end(
-    ray_info: RayInfo, terminations: list[int]
-) -> None:
+async def test_server_that_starts_ray_drains_on_sigterm(ray_info: RayInfo, terminations: list[int]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert terminations == [signal.SIGTERM]
 
@@ -172,7 +170,7 @@ async def test_another_process_joins_by_address(ray_info: RayInfo) -> None:
         ("here", "invalid literal.*host:port"),
     ],
 )
-async def test_what_cannot_be_joined_is_told_what_to_do(
+async def test_error_of_an_unreachable_ray_cluster_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, address: str, reason: str
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -180,7 +178,7 @@ async def test_what_cannot_be_joined_is_told_what_to_do(
         start_ray(address)
 
 
-async def test_without_ray_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_error_without_ray_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(RayError, match=r"pip install 'lorikeet-serve\[cluster\]'"):
         start_ray()
@@ -235,7 +233,7 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
     again.close()
 
 
-async def test_a_machine_without_the_model_is_named_with_what_to_do(
+async def test_error_of_a_machine_without_the_model_names_it_and_the_remedy(
     make_host: Callable[[ReplicaId], RayHost], tmp_path: Path, zmq_context: zmq.asyncio.Context
 ) -> None:
     settings = live_settings(tmp_path / "nowhere")
@@ -279,7 +277,7 @@ async def test_an_engine_ends_with_its_actor_and_the_next_start_makes_another(
     assert await transport_of({R0: host}).held(R0) == {adapter.digest: placed.folder}, "its folder outlives an actor"
 
 
-async def test_an_actor_that_cannot_begin_says_why(make_host: Callable[[ReplicaId], RayHost]) -> None:
+async def test_failed_actor_start_has_the_reason(make_host: Callable[[ReplicaId], RayHost]) -> None:
     first, twin = make_host(R0), make_host(R0)
     await start_idle(first)
     with pytest.raises(RayError, match="in use by another process"):
@@ -287,7 +285,7 @@ async def test_an_actor_that_cannot_begin_says_why(make_host: Callable[[ReplicaI
     assert twin.actor is None
 
 
-async def test_a_replica_for_which_there_is_no_room_is_told_of(
+async def test_replica_without_resources_is_an_error(
     ray_info: RayInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.cluster.ray.host.START_TIMEOUT_S", 0.5)
@@ -310,7 +308,7 @@ async def test_a_replica_for_which_there_is_no_room_is_told_of(
         ({"threads": 3, "tensor_parallel": 2}, 2, 0, None, ReplicaResources(6, 0, 3)),
     ],
 )
-async def test_cores_are_shared_among_all_replicas_that_there_may_be(
+async def test_cores_are_shared_among_the_most_replicas(
     engine: dict[str, Any], replicas: int, max_replicas: int, cores: int | None, expected: ReplicaResources
 ) -> None:
     cluster = ClusterSettings(replicas=replicas, max_replicas=max_replicas)
@@ -378,9 +376,7 @@ async def test_adapters_are_shared_or_travel_from_memory_to_memory_or_through_th
 
 
 @pytest.mark.usefixtures("apart")
-async def test_what_cannot_be_read_or_is_damaged_is_an_error(
-    hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
-) -> None:
+async def test_unreadable_or_damaged_adapter_is_an_error(hosts: dict[ReplicaId, RayHost], adapter: AdapterRef) -> None:
     transport = transport_of(hosts)
     with pytest.raises(TransportError, match=r"'a' from r0 to r1: .*there is no"):
         await transport.copy(adapter, R0, R1)
@@ -400,9 +396,7 @@ async def test_what_cannot_be_read_or_is_damaged_is_an_error(
 
 
 @pytest.mark.usefixtures("apart")
-async def test_a_source_that_dies_while_it_is_copied_from_is_told_of(
-    hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
-) -> None:
+async def test_source_death_during_a_copy_is_an_error(hosts: dict[ReplicaId, RayHost], adapter: AdapterRef) -> None:
     transport = transport_of(hosts)
     placed = await transport.provide(adapter, R0)
     config = Path(placed.folder) / "adapter_config.json"
@@ -422,7 +416,7 @@ async def test_a_source_that_dies_while_it_is_copied_from_is_told_of(
     await transport.provide(adapter, R0)
 
 
-async def test_a_destination_that_dies_is_told_apart_from_a_copy_that_fails(
+async def test_destination_death_differs_from_a_failed_copy(
     make_host: Callable[[ReplicaId], RayHost], adapter: AdapterRef, tmp_path: Path
 ) -> None:
     host = make_host(R0)
@@ -442,7 +436,7 @@ async def test_a_destination_that_dies_is_told_apart_from_a_copy_that_fails(
         await transport.provide(adapter, R0)
 
 
-async def test_what_a_replica_had_is_deleted_on_its_machine(
+async def test_copies_are_deleted_on_the_replicas_machine(
     make_host: Callable[[ReplicaId], RayHost], adapter: AdapterRef, tmp_path: Path
 ) -> None:
     hosts = {R0: make_host(R0)}
@@ -460,7 +454,7 @@ async def test_what_a_replica_had_is_deleted_on_its_machine(
         await transport.discard(R0)
 
 
-async def test_an_actor_that_does_not_answer_for_a_moment_is_asked_again(
+async def test_call_is_retried_while_an_actor_does_not_answer(
     ray_info: RayInfo, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.cluster.ray.transport._RETRY_S", 0.0)
@@ -564,7 +558,7 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
     assert (await last.set_replicas(REPLICAS)).shares == {}
 
 
-async def test_without_a_registry_a_restarted_orchestrator_is_told_by_its_head(
+async def test_controller_restores_an_orchestrator_without_registry(
     make_placement: Callable[..., RayPlacement], tmp_path: Path
 ) -> None:
     placement = make_placement(sqlite_url(tmp_path / "never" / "registry.sqlite3"))
@@ -579,7 +573,7 @@ async def test_without_a_registry_a_restarted_orchestrator_is_told_by_its_head(
     assert {replica for _, replica in after.pairs()} == set(REPLICAS[:2])
 
 
-async def test_an_orchestrator_that_is_gone_for_good_is_told_of(make_placement: Callable[..., RayPlacement]) -> None:
+async def test_lost_orchestrator_is_an_error(make_placement: Callable[..., RayPlacement]) -> None:
     placement = make_placement(timeout_s=0.0)
     await until(lambda: incarnation(placement), "the orchestrator answers")
     await placement.register(KNOWN)

@@ -1,4 +1,4 @@
-"""The orchestrator: it places by what it is told, and another goes on from its state."""
+"""The orchestrator: placements by reported demand, and continuation from a saved state."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def busy(known: AdapterInfo, requests: int) -> DemandReport:
     return DemandReport(((known.adapter, 100),) * requests, ((known.adapter, 10),) * requests)
 
 
-def test_before_anything_is_asked_for_every_adapter_has_a_home() -> None:
+def test_every_adapter_is_placed_before_any_request() -> None:
     orchestrator = Orchestrator(loraserve(), (S1, S2), 0.0)
     table = orchestrator.register([*SMALL, *LARGE], 0.0)
     assert table is orchestrator.table

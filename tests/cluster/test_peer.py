@@ -1,4 +1,4 @@
-"""Adapters on their way from one process's memory to another's: whole, checked, or an error that says why."""
+"""Transfers of adapters between the memories of two processes: checked, or an error with the reason."""
 
 import errno
 import os
@@ -68,7 +68,7 @@ def make_pool(tmp_path: Path) -> Iterator[Callable[..., ReplicaPool]]:
             pool.close()
 
 
-def test_an_adapter_goes_from_memory_to_memory_with_what_was_found_in_it(
+def test_adapter_is_sent_from_memory_to_memory_with_its_manifest(
     make_pool: Callable[..., ReplicaPool], serve: Callable[..., PeerServer], adapter: AdapterRef, key: bytes
 ) -> None:
     first, second, third = make_pool(R0), make_pool(R1), make_pool(R2)
@@ -89,7 +89,7 @@ def test_an_adapter_goes_from_memory_to_memory_with_what_was_found_in_it(
     assert not place.exists()
 
 
-def test_a_pool_that_the_user_names_and_one_without_room_in_memory_are_on_disk(
+def test_pool_is_on_disk_if_named_or_without_room_in_memory(
     make_pool: Callable[..., ReplicaPool], serve: Callable[..., PeerServer], adapter: AdapterRef, key: bytes
 ) -> None:
     kept, full = make_pool(R0, "pool"), make_pool(R1)
@@ -105,7 +105,7 @@ def test_a_pool_that_the_user_names_and_one_without_room_in_memory_are_on_disk(
         make_pool(ReplicaId("r3")).fetch(adapter.digest, serve(full).address, key)
 
 
-def test_a_server_goes_on_after_a_connection_that_it_could_not_accept(
+def test_peer_server_survives_a_failed_accept(
     make_pool: Callable[..., ReplicaPool], serve: Callable[..., PeerServer], adapter: AdapterRef, key: bytes
 ) -> None:
     source, target = make_pool(R0), make_pool(R1)
@@ -123,7 +123,7 @@ def test_a_server_goes_on_after_a_connection_that_it_could_not_accept(
     assert reference("a", place, geometry()).digest == adapter.digest
 
 
-def test_damage_strangers_and_losses_are_errors_that_leave_nothing(
+def test_damage_strangers_and_losses_are_errors_without_leftovers(
     make_pool: Callable[..., ReplicaPool], serve: Callable[..., PeerServer], adapter: AdapterRef, key: bytes
 ) -> None:
     source, target = make_pool(R0), make_pool(R1)
@@ -147,7 +147,7 @@ def test_damage_strangers_and_losses_are_errors_that_leave_nothing(
     assert target.held() == {}
 
 
-def test_a_peer_that_dies_in_the_midst_costs_an_error_and_another_has_it(
+def test_adapter_is_fetched_from_another_peer_after_a_death(
     make_pool: Callable[..., ReplicaPool], serve: Callable[..., PeerServer], adapter: AdapterRef, key: bytes
 ) -> None:
     source, target = make_pool(R0), make_pool(R1)

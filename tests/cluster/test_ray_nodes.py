@@ -1,4 +1,4 @@
-"""Three Ray nodes under two controllers, only with --all: node, orchestrator and controller are lost, and no stream."""
+"""Three Ray nodes under two controllers, only with --all: streams survive the loss of each part."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""All other routing policies, on fleets made by hand."""
+"""Routing policies on small fleets."""
 
 import random
 from collections import Counter
@@ -51,7 +51,7 @@ def routed(
 
 
 @pytest.mark.parametrize("name", policy_values("routing"))
-def test_every_policy_keeps_to_open_replicas_and_knows_when_there_is_none(name: str) -> None:
+def test_every_policy_chooses_open_replicas_or_none(name: str) -> None:
     policy, fleet = ROUTING[name](SETUP), fleet_of("a", "b", "c")
     placed = table(x={"a": 0.5, "b": 0.5})
     fleet.drain(ReplicaId("a"))
@@ -164,14 +164,14 @@ def test_draws_follow_the_shares_of_the_table() -> None:
     assert Counter(routed(policy, fleet, 10_000, "x", placed=placed))["s1"] / 10_000 == pytest.approx(0.7, abs=0.015)
 
 
-def test_draws_among_what_is_open_keep_their_proportion() -> None:
+def test_draws_among_open_replicas_keep_their_proportion() -> None:
     policy, fleet = ByTable(1), fleet_of("s1", "s2", "s3")
     placed = table(x={"s1": 0.6, "s2": 0.3, "s3": 0.1})
     fleet.drain(ReplicaId("s1"))
     assert Counter(routed(policy, fleet, 10_000, "x", placed=placed))["s2"] / 10_000 == pytest.approx(0.75, abs=0.015)
 
 
-def test_what_the_table_does_not_name_goes_to_the_least_loaded() -> None:
+def test_adapter_outside_the_table_goes_to_the_least_loaded() -> None:
     policy, fleet = ByTable(1), fleet_of("s1", "s2")
     placed = table(x={"s1": 1.0})
     send(fleet, "s1", ask("1"))
@@ -281,7 +281,7 @@ def test_of_a_long_prompt_the_longest_prefixes_are_forgotten_first() -> None:
     assert prefixes.match(prompt) == {home: 10}
 
 
-def test_a_forgotten_home_knows_nothing_also_when_it_or_many_others_come_back() -> None:
+def test_forgotten_replica_has_no_prefixes_when_replicas_return() -> None:
     prefixes, stays = SentPrefixes(), (ReplicaId("stays"), 0)
     prefixes.add(keys(1), stays)
     for epoch in range(200):
@@ -319,7 +319,7 @@ def test_fewest_tokens_gives_ties_to_the_first() -> None:
 
 
 @pytest.mark.parametrize("policy", [FewestTokens(), LeastWork(), PlacedWork()])
-def test_work_is_sent_to_the_replicas_that_the_table_names_alone(policy: RoutingPolicy) -> None:
+def test_work_goes_only_to_replicas_that_the_table_names(policy: RoutingPolicy) -> None:
     fleet = fleet_of("0", "1", "2")
     new = ask("new", 8)
     named = (ReplicaShare(ReplicaId("1"), 0.9), ReplicaShare(ReplicaId("2"), 0.1))
@@ -332,7 +332,7 @@ def test_work_is_sent_to_the_replicas_that_the_table_names_alone(policy: Routing
     assert routed_to(policy, new, fleet, placed) == "0", "none that is named is open"
 
 
-def test_tokens_that_are_computed_no_longer_count() -> None:
+def test_computed_tokens_no_longer_count() -> None:
     fleet = fleet_of("a", "b")
     run(fleet, "a", ask("x", known_tokens=1000, expected_tokens=100))
     run(fleet, "b", ask("y", known_tokens=500, expected_tokens=100))

@@ -1,4 +1,4 @@
-"""Routing by added seconds, the costs that it learns, and the bytes that the pool holds then."""
+"""Routing by added seconds: learned costs, and the bytes in the pool."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -92,7 +92,7 @@ def stats_of(costs: ReplicaCosts | None, loaded_bytes: int = 0, busy_s: float = 
     return cast(EngineStats, SimpleNamespace(costs=costs, memory=SimpleNamespace(transfers=routes)))
 
 
-def test_costs_are_the_median_of_what_replicas_report() -> None:
+def test_costs_are_the_median_of_reports() -> None:
     learned = LearnedCosts(COSTS)
     assert not learned.note(A, stats_of(None))
     assert not learned.note(A, stats_of(ReplicaCosts(0.0101, 1e-3, 1e-4, 0.0, 1e-6, 1e-6)))
@@ -107,7 +107,7 @@ def test_costs_are_the_median_of_what_replicas_report() -> None:
     assert learned.costs.prefill_token_s == pytest.approx(1e-3)
 
 
-def test_loads_cost_what_they_took() -> None:
+def test_load_costs_follow_measured_loads() -> None:
     learned = LearnedCosts(COSTS)
     assert not learned.note(A, stats_of(None, 1000, 1.0)), "too little to tell"
     assert learned.note(A, stats_of(None, 10**8, 1.0))

@@ -62,7 +62,7 @@ def test_worked_example_of_the_scheduler(
     assert routed_to(policy, NEW, fleet) == choice
 
 
-def test_the_examples_decode_times_are_those_printed() -> None:
+def test_decode_times_of_the_example_match_the_paper() -> None:
     for model, printed in ((BGMV, (34.8, 35.8)), (MBGMV, (35.3, 35.9))):
         for count, rank, seconds in zip((24, 16), (32, 64), printed, strict=True):
             fleet = fleet_of("i1")
@@ -193,7 +193,7 @@ def test_head_of_queue_is_charged_a_prefill_only_if_an_empty_replica_is_free(nam
     assert routed_to(policy, NEW, fleet) == choice
 
 
-def test_models_that_the_paper_does_not_have_are_refused() -> None:
+def test_kernel_forms_without_a_model_are_refused() -> None:
     with pytest.raises(ValueError, match="einsum"):
         PerformanceModel(KernelForm.EINSUM, 1.0, 1.0)
     with pytest.raises(ValueError, match="two different steps"):

@@ -1,4 +1,4 @@
-"""How many replicas there should be."""
+"""The number of replicas for a load."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Clusters that are cut into cells: what each cell serves, and that a cell is simulated like a cluster of its own."""
+"""Clusters in cells: the content of each cell, and a cell simulated like a cluster of its own."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_every_cell_is_simulated_as_a_cluster_of_its_own(profile: str, tmp_path:
     assert (told["cluster"]["adapters"], told["engine"]["total_blocks"]) == (6, 4 * 400)
 
 
-def test_cells_that_make_no_sense_are_refused(profile: str) -> None:
+def test_invalid_cells_are_refused(profile: str) -> None:
     asked = make_scenario(None, {"profile": profile, "count": 1, "replicas": 3, "cells": 2})
     with pytest.raises(ScenarioError, match="3 replicas cannot be cut into 2 equal cells"):
         run_scenario(asked, lambda stage, done, total: None)

@@ -1,4 +1,4 @@
-"""The parts of a simulated cluster: in which order things happen, and what their levels were."""
+"""The parts of a simulated cluster: the order of events, and levels over time."""
 
 import math
 
@@ -8,7 +8,7 @@ from lorikeet.simulator.cluster import Agenda, EventKind
 from lorikeet.simulator.run import TimeWeightedLevel
 
 
-def test_things_of_one_time_happen_by_kind_then_as_they_were_added() -> None:
+def test_events_at_one_time_are_ordered_by_kind_then_number() -> None:
     done: list[str] = []
     agenda = Agenda()
     for name, at_s, kind in (
@@ -26,7 +26,7 @@ def test_things_of_one_time_happen_by_kind_then_as_they_were_added() -> None:
     assert done == ["heard 1", "copied 1", "period 1", "review 1", "turn 1", "another turn 1", "later 2"]
 
 
-def test_an_arrival_comes_after_what_is_told_then_and_before_turns() -> None:
+def test_arrival_follows_outputs_and_precedes_turns() -> None:
     agenda = Agenda()
     for kind in (EventKind.TURN, EventKind.COPIED):
         agenda.add(1.0, kind, lambda now: None)

@@ -1,4 +1,4 @@
-"""LoRAServe beside the placements that it is compared with, in a small setting like its own."""
+"""LoRAServe compared with its rivals in a small setting like the paper's."""
 
 import msgspec
 import pytest
@@ -65,5 +65,5 @@ def test_loraserve_has_lower_ttft_than_placements_without_load() -> None:
 
 
 @pytest.mark.parametrize("slo", [Slo(e2e_s=20.0), Slo(ttft_s=10.0, e2e_s=60.0)])
-def test_operating_points_with_a_limit_on_e2e_are_those_of_a_simulation_with_it(slo: Slo) -> None:
+def test_operating_points_with_an_e2e_limit_equal_the_simulations(slo: Slo) -> None:
     assert len(run("loraserve", slo, 20).run.exchanges) == 20

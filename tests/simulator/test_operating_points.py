@@ -1,4 +1,4 @@
-"""Operating points: what they come to, that they keep the SLO, and what is said where there is none."""
+"""Operating points: their values, the SLO at them, and the error without one."""
 
 from pathlib import Path
 
@@ -188,7 +188,7 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
         (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "unknown profile 'nowhere'"),
     ],
 )
-def test_the_command_refuses_what_makes_no_sense_before_anything_runs(flags: list[str], complaint: str) -> None:
+def test_command_refuses_invalid_options_before_the_run(flags: list[str], complaint: str) -> None:
     result = runner.invoke(app, ["profile", *flags])
     assert result.exit_code != 0
     assert complaint in result.stderr

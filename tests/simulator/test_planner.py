@@ -84,7 +84,7 @@ def test_a_candidate_must_meet_the_slo_with_every_seed() -> None:
     assert max(each.attainment for each in found.judged) == pytest.approx(0.98)
 
 
-def test_more_load_shows_the_margin_and_what_breaks_first() -> None:
+def test_more_load_shows_the_margin_and_the_first_broken_limit() -> None:
     found = plan(Model({**CAPACITY, ("large", "auto"): 13.0}))
     assert (found.margin, [step.factor for step in found.loads]) == (1.25, [1.1, 1.25, 1.5])
     assert found.breaks is not None
@@ -101,7 +101,7 @@ def test_of_equally_dear_ones_only_the_best_is_simulated_with_every_seed() -> No
 
 
 @pytest.mark.parametrize("nearer", ["auto", "elora"])
-def test_of_those_with_all_requests_in_time_the_one_farther_from_the_limit_is_chosen(nearer: str) -> None:
+def test_candidate_farthest_from_the_limit_wins_among_equals(nearer: str) -> None:
     model = Model({("small", "auto"): 5.0, ("small", "elora"): 5.0, ("large", "auto"): 1.0, ("large", "elora"): 1.0})
     model.ttft_p99_s = {nearer: 0.9}
     found = plan(model, "auto", "elora", seeds=1)
@@ -125,14 +125,14 @@ def test_misses_are_seen_in_a_short_simulation() -> None:
     assert most == 1.25 * 1200, "that was too much, and more was not tried"
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_unplannable_scenario_is_refused() -> None:
     with pytest.raises(ScenarioError, match="slo"):
         plan(Model(CAPACITY), load=Scenario(profile="any", rate="10"))
     with pytest.raises(ScenarioError, match="rate"):
         plan(Model(CAPACITY), load=Scenario(profile="any", rate="0:1,10:2", slo="ttft=1"))
 
 
-def test_a_trial_that_has_no_meaning_is_an_error_in_its_result() -> None:
+def test_invalid_trial_is_an_error_in_its_result() -> None:
     result = run_trial(Trial(Scenario(profile="nothing", slo="ttft=1")))
     assert (result.attainment, "nothing" in result.error) == (None, True)
 

@@ -1,0 +1,135 @@
+"""Routes beside completions through a router: embeddings, messages, responses and the like."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from lorikeet.router.proxied_request import CHAT, RESPONSES
+from tests.router.conftest import Start
+from tests.router.scripted import FORWARDED
+from tests.support.waiting import until
+
+MESSAGES = "/v1/messages"
+OTHERS = [path for path in FORWARDED if not path.endswith("completions") and path != "/tokenize"]
+
+
+async def lines(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[str]:
+    """Return the lines of a stream that are not empty."""
+    async with http.stream("POST", path, json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        return [line async for line in reply.aiter_lines() if line]
+
+
+async def test_routes_that_name_a_model_are_forwarded_to_where_its_adapter_is(start: Start) -> None:
+    async with start() as routing:
+        for path in OTHERS:
+            body = {"model": "formal", "input": ["one", "two"], "frobnicate": 1}
+            reply = await routing.http.post(path, json=body)
+            assert reply.status_code == 200, (path, reply.text)
+            assert (reply.json()["path"], reply.json()["model"]) == (path, "formal")
+            backend = next(each for each in routing.backends if each.name == reply.json()["from"])
+            assert backend.bodies[-1] == body
+            assert "formal" in backend.adapters
+        tokens = {"model": "formal", "prompt": "abc", "add_special_tokens": False, "stream": True}
+        assert (await routing.http.post("/tokenize", json=tokens)).json() == {"tokens": [97, 98, 99]}
+        unknown = {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}
+        assert (await routing.http.post("/rerank", json=unknown)).json()["error"]["code"] == 404
+        refused = (await routing.http.post(MESSAGES, json=unknown)).json()
+        assert (refused["type"], refused["error"]["type"]) == ("error", "not_found_error")
+        assert (await routing.http.post("/v1/batches", json={})).status_code == 404
+        await routing.idle()
+
+
+async def test_streams_of_named_events_are_passed_on_and_end_as_their_route_does(start: Start) -> None:
+    async with start(count=1) as routing:
+        body = {"model": "base", "input": "x"}
+        for path, last in ((MESSAGES, "message_stop"), (RESPONSES, "response.completed")):
+            found = await lines(routing.http, path, body)
+            assert [line for line in found if line.startswith("event:")][-1] == f"event: {last}"
+            assert len(found) == 6
+        await routing.metric('lorikeet:route_requests_total{outcome="complete"} 2.0')
+        (backend,) = routing.backends
+        backend.dies_after = 2
+        for path in (MESSAGES, RESPONSES):
+            *_, name, data = await lines(routing.http, path, body)
+            said = json.loads(data.removeprefix("data: "))
+            assert (name, said["type"]) == ("event: error", "error")
+            assert "cannot be resumed" in (said if path == RESPONSES else said["error"])["message"]
+
+
+async def test_stored_response_is_requested_from_its_backend(start: Start) -> None:
+    async with start(api_keys=("one", "two"), backend_key="its") as routing:
+        http = routing.http
+        http.headers["Authorization"] = "Bearer one"
+        begun = {"model": "base", "input": "x"}
+        first = [(await http.post(RESPONSES, json=begun)).json() for _ in range(2)]
+        assert {each["from"] for each in first} == {"b0", "b1"}
+        for answer in first:
+            of_it = {**begun, "previous_response_id": answer["id"]}
+            for _ in range(2):
+                assert (await http.post(RESPONSES, json=of_it)).json()["from"] == answer["from"]
+            path = f"{RESPONSES}/{answer['id']}"
+            for method, asked in (
+                ("GET", f"{path}?include=a"),
+                ("POST", f"{path}/cancel"),
+                ("GET", f"{path}/input_items"),
+                ("DELETE", path),
+            ):
+                reply = await http.request(method, asked)
+                assert reply.json() == {"from": answer["from"], "asked": f"{method} {asked}"}
+                assert reply.headers["x-own"] == "1"
+            http.headers["Authorization"] = "Bearer two"
+            assert (await http.get(path)).status_code == 404
+            foreign = await http.post(RESPONSES, json=of_it)
+            assert (foreign.status_code, foreign.json()["error"]["param"]) == (404, "previous_response_id")
+            http.headers["Authorization"] = "Bearer one"
+        streamed = await lines(http, RESPONSES, begun)
+        kept = json.loads(streamed[1].removeprefix("data: "))["response"]
+        assert (await http.get(f"{RESPONSES}/{kept['id']}")).json()["from"] == kept["from"]
+        dropped = (await http.post(RESPONSES, json={**begun, "store": False})).json()["id"]
+        assert (await http.get(f"{RESPONSES}/{dropped}")).status_code == 404
+        assert {key for backend in routing.backends for key in backend.keys} == {"Bearer its"}
+
+
+async def test_error_of_a_stored_response_names_the_lost_backend(start: Start) -> None:
+    async with start() as routing:
+        begun = {"model": "base", "input": "x"}
+        kept = (await routing.http.post(RESPONSES, json=begun)).json()
+        keeper = next(each for each in routing.backends if each.name == kept["from"])
+        known = next(each for each in routing.parts.backend_router.backends.values() if each.url == keeper.url)
+        of_it = {**begun, "previous_response_id": kept["id"]}
+        await keeper.kill()
+        await routing.up(1)
+        refused = await routing.http.post(RESPONSES, json=of_it)
+        assert refused.status_code == 503
+        assert f"{known.replica} keeps the previous response" in refused.json()["error"]["message"]
+        assert (await routing.http.get(f"{RESPONSES}/{kept['id']}")).status_code == 502
+        known.is_leaving = True  # as when it is not found any more
+        await until(lambda: known.replica not in routing.parts.backend_router.backends, "the backend is forgotten")
+        for gone in (
+            await routing.http.post(RESPONSES, json=of_it),
+            await routing.http.get(f"{RESPONSES}/{kept['id']}"),
+        ):
+            assert gone.status_code == 404
+            assert "the backend that kept it is gone" in gone.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("model", ["pirate*0.7+formal*0.3", "base:pirate", "pirate@05d07048"])
+async def test_error_of_a_mixture_or_version_name_has_the_reason(start: Start, model: str) -> None:
+    async with start() as routing:
+        reply = await routing.http.post(CHAT, json={"model": model, "messages": []})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
+        assert "A router takes one name of its /v1/models" in reply.json()["error"]["message"]
+        plain = await routing.http.post(CHAT, json={"model": "nobody", "messages": []})
+        assert plain.json()["error"]["message"] == "The model `nobody` does not exist."
+
+
+@pytest.mark.parametrize("field", ["lora_path", "lora", "merged_adapters"])
+async def test_an_adapter_is_named_by_the_model_alone(start: Start, field: str) -> None:
+    async with start() as routing:
+        body = {"model": "base", "messages": [{"role": "user", "content": "hello"}], field: ["json"]}
+        reply = await routing.http.post(CHAT, json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+        assert not any(backend.bodies for backend in routing.backends)
