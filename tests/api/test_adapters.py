@@ -16,7 +16,7 @@ from anyio import to_thread
 from lorikeet.adapters.catalog import RegisteredAdapter
 from lorikeet.config import AdapterDirMode
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.serving.load_places import LOADS_AT_ONCE
+from lorikeet.serving.adapter_changes import LOADS_AT_ONCE
 from tests.api.test_chat import CHAT, body
 from tests.http.test_middleware import until
 from tests.support.api_server import Running, Start
@@ -336,13 +336,13 @@ async def test_sglang_loads_and_unloads(server: Running) -> None:
         "error_message": "",
         "loaded_adapters": {"formal": "formal", "pirate": "pirate"},
     }
-    assert not server.service.loader.pinned
+    assert not server.service.resolver.loader.pinned
     again = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
     assert again.status_code == 400
     assert again.json()["success"] is False
     held = {"lora_name": "held", "lora_path": source, "pinned": True}
     assert (await server.http.post("/load_lora_adapter", json=held)).status_code == 200
-    assert server.service.loader.pinned == {"held"}
+    assert server.service.resolver.loader.pinned == {"held"}
     gone = await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})
     assert "pirate" not in gone.json()["loaded_adapters"]
     assert (await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})).status_code == 400

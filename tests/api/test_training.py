@@ -67,7 +67,7 @@ async def test_a_pause_waits_for_running_requests_and_new_ones_get_the_new_weigh
         await server.http.post("/v1/adapters", json={"name": "policy", "source": "pirate"})
         running = await halfway(server)
         pausing = asyncio.create_task(call(server, "/pause", mode="wait"))
-        await until(lambda: not server.service.unpaused.is_set(), "it is being paused")
+        await until(lambda: not server.service.resolver.unpaused.is_set(), "it is being paused")
         late = ask(server, model="policy")
         server.engine.open.set()
         assert (await running).json()["choices"][0]["finish_reason"] == "stop"

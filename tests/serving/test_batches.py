@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from lorikeet.core.request import Request
 from tests.support.api_server import Running, Start
 from tests.support.fakes import HIDDEN
 from tests.support.waiting import until
@@ -236,9 +237,16 @@ async def test_a_restarted_server_computes_no_line_twice(start: Start) -> None:
     async with start(batches={"concurrency": 4}) as server:
         client = client_of(server)
         engine = server.engine
+        script = engine.script
+
+        def stop_at_the_tenth(request: Request) -> list[int]:
+            if len(engine.submitted) >= 10:
+                engine.open.clear()
+            return script(request)
+
+        engine.script = stop_at_the_tenth
         batch = await submitted(client, b"".join(line(str(index)) for index in range(40)))
         await until(lambda: len(engine.submitted) >= 10, "some lines are in flight")
-        engine.open.clear()
         await server.service.batches.close()
         storage = server.service.batches.storage
         output = storage.data_path(storage.batch("", batch.id).output_file_id)

@@ -156,7 +156,7 @@ async def test_stopped_server_gives_leases_back(server: Running, leases: Counted
 
 
 async def test_lease_is_given_back_once_however_often_it_is_closed(server: Running, leases: CountedLeases) -> None:
-    lease = server.service.leases.take(adapter(server))
+    lease = server.service.resolver.leases.take(adapter(server))
     lease.close()
     lease.close()
     with lease:
@@ -165,7 +165,7 @@ async def test_lease_is_given_back_once_however_often_it_is_closed(server: Runni
 
 
 async def test_removal_waits_for_submission_and_not_for_the_end(server: Running) -> None:
-    given: AdapterLeases = server.service.leases
+    given: AdapterLeases = server.service.resolver.leases
     ref = adapter(server)
     first = given.take(ref)
     second = given.take(ref)
@@ -183,7 +183,7 @@ async def test_version_without_a_name_cannot_be_leased(server: Running) -> None:
     ref = adapter(server)
     server.service.catalog.remove("formal")
     with pytest.raises(VersionChanged, match="formal"):
-        server.service.leases.take(ref)
+        server.service.resolver.leases.take(ref)
 
 
 async def test_version_that_is_replaced_between_lookup_and_lease_is_looked_up_again(

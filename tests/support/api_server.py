@@ -111,7 +111,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         finally:
             await service.batches.close()
             await service.prompt_processes.close()
-            await service.loader.close()
+            await service.resolver.loader.close()
             await service.grammars.close()
             catalog.close()
 

@@ -53,7 +53,7 @@ from lorikeet.serving.batches.batches import Batches
 from lorikeet.serving.batches.dispatch import Dispatcher
 from lorikeet.serving.batches.storage import BatchStorage
 from lorikeet.serving.large_bodies import PromptProcesses
-from lorikeet.serving.leases import AdapterLeases
+from lorikeet.serving.model_resolver import ModelResolver
 from lorikeet.serving.served_models import ServedModels
 from lorikeet.serving.service import Service
 from lorikeet.serving.stored_responses import StoredResponses
@@ -116,11 +116,14 @@ def create_service(
         client=client,
         catalog=catalog,
         chats=chats,
-        leases=AdapterLeases(catalog),
         base_task=_base_task(chats),
         ranks=settings.engine.ranks,
-        loader=AdapterLoader(settings.adapters, load, unload),
-        mixtures=Mixtures(lambda name, parts: adapters.make_mixture(service, name, parts), unload),
+        resolver=ModelResolver(
+            models,
+            catalog,
+            AdapterLoader(settings.adapters, load, unload),
+            Mixtures(lambda name, parts: adapters.make_mixture(service, name, parts), unload),
+        ),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
@@ -153,7 +156,9 @@ def create_service(
             lambda: Dispatcher(create_batch_app(service), tenants),
         ),
     )
-    metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.loader.pinned))
+    metrics.add_collector(
+        ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.resolver.loader.pinned)
+    )
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
     metrics.add_collector(TenantCollector(by_tenant, metrics.labels))

@@ -101,7 +101,7 @@ class PooledRun:
         if not places:
             places = [f"{param}.{at}" for at in range(len(texts))] if len(texts) > 1 else [""]
         found: list[Vector] = []
-        with self._service.leases.take(self._target.adapter):  # one version for all slices
+        with self._service.resolver.leases.take(self._target.adapter):  # one version for all slices
             for first in range(0, len(texts), _SLICE_TEXTS):
                 part = slice(first, first + _SLICE_TEXTS)
                 found += await self._slice(texts[part], pooling, param, places[part])
@@ -145,7 +145,7 @@ class PooledRun:
             return await off_the_loop(tokenized, sum(map(_length, texts)))
 
         spec = GenerationSpec(chat, len(texts), encode, param, 1, None, pooling=pooling)
-        with self._service.leases.take(self._target.adapter) as lease:
+        with self._service.resolver.leases.take(self._target.adapter) as lease:
             generation = await self._service.start(body, self._target, lease, spec, self._sender)
         self._generation = generation
         try:

@@ -161,7 +161,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
             tenants=tenants,
         )
         stack.push_async_callback(service.prompt_processes.close)
-        stack.push_async_callback(service.loader.close)
+        stack.push_async_callback(service.resolver.loader.close)
         stack.push_async_callback(service.grammars.close)
         stack.push_async_callback(service.batches.close)
         await service.batches.resume()
@@ -180,7 +180,9 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
 
         def on_ready() -> None:
             progress.display.stop()
-            shown = list(dict.fromkeys([*names_to_show(catalog, settings.adapters.preload), *service.loader.names()]))
+            shown = list(
+                dict.fromkeys([*names_to_show(catalog, settings.adapters.preload), *service.resolver.loader.names()])
+            )
             own = any(record.name == shown[0] and record.chat.chat_template for record in catalog.list())
             chats_too = text_processor.template is not None or own
             show_ready(url, names.base, shown, needs_key=needs_key, as_json=as_json, chats=chats_too)

@@ -89,7 +89,7 @@ async def start_chat(
         target = prepared.target
         lease = prepared.lease
     else:
-        target, lease = await service.lease(body.model, body.lora_path, access=sender.access)
+        target, lease = await service.resolver.lease(body.model, body.lora_path, access=sender.access)
     with lease:
         chat = await service.chats.settings_of(target.chat)
         use: ToolUse | None = None

@@ -198,7 +198,7 @@ class PromptRoute(APIRoute):
                     is_batch = request.scope["state"].get("is_batch", False)
                     service.gate_of(is_batch=is_batch).enter(1).release()  # else nothing need be read
                     if issubclass(kind, GenerationBody):
-                        await service.unpaused.wait()
+                        await service.resolver.unpaused.wait()
                     state = request.scope["state"]
                     prepared, body = await prepare(service, kind, body, state["tenant"], state["access"], holding)
                     request.scope["state"][_PREPARED] = prepared
@@ -225,15 +225,15 @@ async def prepare(
         holding: closes the lease of the model's version, unless the request was submitted until then.
 
     Raises:
-        ApiError: as ``PromptProcesses.read`` and ``Service.resolve``.
+        ApiError: as ``PromptProcesses.read`` and ``ModelResolver.lease``.
     """
     arrival_s = time.monotonic()
     models: list[tuple[ResolvedModel, Lease]] = []
 
     async def resolve(which: WhichModel) -> BodyNeeds:
-        if service.loader.is_enabled and service.models.missing(which.model, which.lora_path):
+        if service.resolver.loader.is_enabled and service.models.missing(which.model, which.lora_path):
             raise _NotLoaded(which.model, which.lora_path)
-        target, lease = await service.lease(which.model, which.lora_path, access=access, generates=False)
+        target, lease = await service.resolver.lease(which.model, which.lora_path, access=access, generates=False)
         holding.enter_context(lease)
         models.append((target, lease))
         return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))
@@ -241,7 +241,7 @@ async def prepare(
     try:
         read = await service.prompt_processes.read(kind, body, resolve)
     except _NotLoaded as missing:  # a load may take minutes, so it holds no process
-        await service.resolve(missing.model, missing.lora_path, access=access, generates=False)
+        await service.resolver.resolve(missing.model, missing.lora_path, access=access, generates=False)
         read = await service.prompt_processes.read(kind, body, resolve)
     prepared = PreparedBody(
         unpacked(read), read.texts, read.answer, arrival_s, *models[-1], read.conversation, read.embeds

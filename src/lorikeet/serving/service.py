@@ -1,32 +1,24 @@
-"""The parts of a running server, the admission of a request, and how routes get at both.
+"""The parts of a running server, and the admission of a request.
 
 ``Service.start`` admits a request: it tokenizes the prompts, checks the body, sheds if it must, and submits.
 """
 
 import asyncio
 import math
-import re
 import secrets
 import time
-from collections.abc import Sequence, Set
-from contextlib import ExitStack, suppress
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import msgspec
 import structlog
-from anyio import CapacityLimiter
-from fastapi import Depends
-from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
-from lorikeet.adapters.mixture import Part
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.grammar_process import GrammarChecked
-from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.chat.prompt_process import BodyNeeds, BodyRead, WhichModel
 from lorikeet.chat.protocol import (
     Body,
@@ -44,26 +36,25 @@ from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request, Slo
 from lorikeet.http.admission import AdmissionGate, Ticket
 from lorikeet.http.body_gate import BodyGate
 from lorikeet.http.connections import ConnectionStats
-from lorikeet.http.errors import ApiError, bad_request, engine_unavailable
+from lorikeet.http.errors import ApiError, engine_unavailable
 from lorikeet.http.sessions import Sessions
-from lorikeet.http.tenancy import RateReport, admit
-from lorikeet.http.threads import in_daemon_thread
+from lorikeet.http.tenancy import admit
 from lorikeet.observe.length_prediction import AnswerLengthPredictor
 from lorikeet.observe.observer import RequestObserver
 from lorikeet.observe.shedding import TtftForecast
 from lorikeet.observe.slo_targets import SloTargets
 from lorikeet.observe.stats_stream import StatsStreams
-from lorikeet.serving.adapter_loader import AdapterLoader
+from lorikeet.serving.adapter_changes import AdapterChanges
 from lorikeet.serving.batches.batches import Batches
 from lorikeet.serving.generation import Generation
 from lorikeet.serving.large_bodies import PreparedBody, PromptProcesses, unpacked
-from lorikeet.serving.leases import AdapterLeases, Lease, VersionChanged
-from lorikeet.serving.load_places import LoadPlaces
+from lorikeet.serving.leases import Lease
+from lorikeet.serving.model_resolver import ModelResolver
 from lorikeet.serving.requests import (
     GenerationSpec,
     Sender,
@@ -72,26 +63,15 @@ from lorikeet.serving.requests import (
     engine_requests,
     text_options,
 )
-from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
+from lorikeet.serving.served_models import ResolvedModel, ServedModels
 from lorikeet.serving.stored_responses import StoredResponses
-from lorikeet.tenants.keys import Access, ApiKey
+from lorikeet.tenants.keys import ApiKey
 from lorikeet.tenants.ledger import Grant
 from lorikeet.tenants.tenants import Tenants
-
-_INDEX = re.compile("[0-9]{1,10}")
-_SHOWN_CHARS = 200
-_ATTEMPTS = 3
-"""Tries to make a mixture before another request's takes its place."""
 
 _WARM_TIMEOUT_S = 2.0
 """Most seconds to wait for gauges that show a warmed adapter."""
 _WARM_POLL_S = 0.02
-
-
-def _set_event() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
 
 
 @dataclass
@@ -112,9 +92,7 @@ class Service:
     prompt_processes: PromptProcesses
     grammars: GrammarChecks
     observer: RequestObserver
-    leases: AdapterLeases
-    loader: AdapterLoader
-    mixtures: Mixtures
+    resolver: ModelResolver
     responses: StoredResponses
     batches: Batches
     base_task: AdapterTask = field(default_factory=AdapterTask)
@@ -123,8 +101,6 @@ class Service:
     """Keys of the registry's database; None without one."""
     ranks: int = 1
     """Tensor-parallel ranks of a replica."""
-    unpaused: asyncio.Event = field(default_factory=_set_event)
-    """Cleared while generation is paused."""
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests used, so that metrics can name those whose name was removed."""
@@ -134,12 +110,7 @@ class Service:
     """Of SageMaker's clients."""
     cache_epoch: str = ""
     """Changes when the prefix cache is reset, so that no later request finds KV from before."""
-    background: set[asyncio.Task[int]] = field(default_factory=set)
-    """Tasks that drop adapters; kept here so that they are not garbage-collected."""
-    loads: LoadPlaces = field(default_factory=LoadPlaces)
-    """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
-    removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
-    """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
+    adapter_changes: AdapterChanges = field(default_factory=AdapterChanges)
     stats_streams: StatsStreams = field(init=False)
     shares_prefixes: bool = field(init=False)
     """Whether tenants reuse each other's KV: if the settings say so, or if no keys keep tenants apart."""
@@ -159,121 +130,6 @@ class Service:
         """Limits and defaults of the base model."""
         return self.chats.base.limits
 
-    async def resolve(
-        self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
-    ) -> ResolvedModel:
-        """Return the model that a request names; an adapter that is not registered is loaded, if there is a source.
-
-        Args:
-            model, lora_path: the names.
-            access: the sender's rights.
-            generates: whether the request must wait while generation is paused. It then gets the version that its
-                adapter has after that.
-
-        Raises:
-            ApiError: as ``ServedModels.resolve`` and ``AdapterLoader.load``.
-        """
-        if generates:
-            await self.unpaused.wait()
-        mixture = self.models.mixture(model)
-        if mixture is not None:
-            if lora_path:
-                raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
-            prefix, parts = mixture
-            named = [(await self._named(part, access), weight) for part, weight in parts]
-            text = model or "" if named == parts else prefix + spelling(named)
-            return await self._mixed(text, [part for part in named if part[1]], access)
-        if self.loader.is_enabled:
-            for name in self.models.missing(model, lora_path):
-                if not access.may_use(name):  # it is not looked for
-                    if name in await self.unloaded_names(access):
-                        check_use(access, (name,), name)
-                    break
-                await self.loader.load(name)
-        target = self.models.resolve(model, lora_path, access)
-        if target.adapter is not None:
-            self.loader.use(target.name)
-        return target
-
-    async def lease(
-        self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
-    ) -> tuple[ResolvedModel, Lease]:
-        """Resolve a model as :meth:`resolve`, and lease its version. The caller must close the lease.
-
-        Raises:
-            ApiError: as :meth:`resolve`.
-        """
-        while True:
-            target = await self.resolve(model, lora_path, access=access, generates=generates)
-            with suppress(VersionChanged):  # another thread has just replaced it
-                return target, self.leases.take(target.adapter)
-
-    async def unloaded_names(self, access: Access) -> list[str]:
-        """Return the names that would be loaded from the folder that is served, and that may be seen."""
-        if not self.loader.is_enabled:
-            return []
-        names = await in_daemon_thread(self.loader.names)
-        return [name for name in names if access.may_see(name) and not self.models.is_base(name)]
-
-    async def adapter_names(self, access: Access) -> list[str]:
-        """Return the names of the adapters that a sender may see, in the order of ``GET /v1/adapters``."""
-        names = {*filter(access.may_see, self.catalog.names()), *await self.unloaded_names(access)}
-        return sorted(names)
-
-    async def _named(self, part: str, access: Access) -> str:
-        """Return the adapter's name for llama.cpp's index of one, and any other text as it is.
-
-        Mixtures, which come and go, are not counted. An adapter whose name is a number goes first.
-
-        Raises:
-            ApiError: 404, there is no such index.
-        """
-        if not _INDEX.fullmatch(part):
-            return part
-        names = [name for name in await self.adapter_names(access) if not name.startswith(PREFIX)]
-        if part in names:
-            return part
-        if int(part) >= len(names):
-            raise ApiError(404, f"There is no adapter {part}: /v1/adapters lists {len(names)}, from 0.", param="lora")
-        return names[int(part)]
-
-    async def _mixed(self, text: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:
-        """Return a mixture, which is made if it is not there.
-
-        Its conversations are those of its adapters if they are the same for all of them, else the base model's.
-        """
-        if not mixture:
-            return self.models.resolve(self.models.base, None, access)
-        targets = [await self.resolve(name, access=access, generates=False) for name, _ in mixture]
-        parts = []
-        for (name, weight), target in zip(mixture, targets, strict=True):
-            is_mixture = target.name.startswith(PREFIX)
-            if target.adapter is None or is_mixture or target.chat.task.invocation_token_ids:
-                raise bad_request(f"{name!r} is no adapter that can be mixed.", "model")
-            parts.append((target.adapter, weight))
-        chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
-        for _ in range(_ATTEMPTS):
-            with ExitStack() as leases:
-                for adapter, _ in parts:
-                    leases.enter_context(self.leases.take(adapter))
-                name = await self._made(text, parts)
-            record = self.models.record(name)
-            if record is not None:
-                named = msgspec.structs.replace(record.ref, name=AdapterName(text))
-                return ResolvedModel(text, named, msgspec.structs.replace(chat, task=AdapterTask()))
-            self.mixtures.lost(name)  # somebody has removed it
-        raise ApiError(409, f"The mixture `{text}` has just changed; send the request again.")
-
-    async def _made(self, text: str, parts: Sequence[Part]) -> str:
-        """Return the name under which a mixture is registered. Errors call it as the client wrote it."""
-        try:
-            return await self.mixtures.get(parts)
-        except ApiError as error:
-            own = name_of(parts)
-            shown = text[:_SHOWN_CHARS]
-            said = error.message.replace(f"adapter {own!r}", f"mixture {shown!r}").replace(own, shown)
-            raise ApiError(error.status, said, param="model", type=error.type) from error
-
     async def warm(self, model: str | None, sender: Sender) -> None:
         """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.
 
@@ -286,7 +142,7 @@ class Service:
         async def encode() -> list[list[int]]:
             return [[0]]
 
-        target, lease = await self.lease(model, access=sender.access)
+        target, lease = await self.resolver.lease(model, access=sender.access)
         with lease:
             body = CompletionRequest(model=target.name, prompt=[0], max_tokens=1)
             spec = GenerationSpec(await self.chats.settings_of(target.chat), 1, encode, "prompt", 1, None)
@@ -469,31 +325,3 @@ class Service:
                 f"target is {target_s:g} s; try again later.",
                 headers={"Retry-After": str(math.ceil(predicted_s - target_s))},
             )
-
-
-async def _service(request: HttpRequest) -> Service:
-    # If it were not async, FastAPI would run it in a thread for every request.
-    service: Service = request.app.state.service
-    return service
-
-
-def access_of(request: HttpRequest) -> Access:
-    """Return what the sender of a request may do, as the middleware has found."""
-    access: Access = request.scope["state"]["access"]
-    return access
-
-
-async def _sender(request: HttpRequest) -> Sender:
-    state = request.scope["state"]
-    return Sender(
-        state["request_id"],
-        state["tenant"],
-        state.get("is_batch", False),
-        access_of(request),
-        state.get("rate_report", RateReport()),
-        state.get("is_admin", False),
-    )
-
-
-ServiceDep = Annotated[Service, Depends(_service)]
-SenderDep = Annotated[Sender, Depends(_sender)]

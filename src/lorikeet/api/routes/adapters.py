@@ -23,6 +23,7 @@ from lorikeet.adapters.errors import (
 )
 from lorikeet.adapters.mixture import Part, write_mixture
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.stats import figures_of
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.chat.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
@@ -34,7 +35,7 @@ from lorikeet.http.logs import log
 from lorikeet.http.routes import BodySize, Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.served_models import describe_chat
-from lorikeet.serving.service import SenderDep, Service, ServiceDep
+from lorikeet.serving.service import Service
 from lorikeet.tenants.keys import Access
 
 DRAIN_S = 30.0
@@ -45,7 +46,7 @@ async def _alias(service: Service, name: str, of: str, replace: bool, access: Ac
     """Register a name for the version of another; raises as :func:`load_adapter`."""
     _check_enabled(service)
     _check_may_load(service, access, name)
-    target, lease = await service.lease(of, access=access, generates=False)
+    target, lease = await service.resolver.lease(of, access=access, generates=False)
     with lease:
         if target.adapter is None:
             raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
@@ -146,7 +147,7 @@ async def load_adapter(
     if service.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     _check_may_load(service, access, name, source)
-    async with service.loads.of(source, may_refuse=persistent):
+    async with service.adapter_changes.loads.of(source, may_refuse=persistent):
         return await _register(
             service,
             name,
@@ -203,7 +204,7 @@ async def _register(
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
     record, old, warnings = loaded
     if record.persistent:
-        service.loader.forget(name)
+        service.resolver.loader.forget(name)
     for warning in warnings:
         log.warning("adapter warning", adapter=name, warning=warning)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
@@ -217,14 +218,14 @@ def _serve(service: Service, record: AdapterRecord, old: AdapterRecord | None) -
         service.client.register_adapters([record.ref])
     if old is None:
         return
-    if record.name in service.loader.pinned:
+    if record.name in service.resolver.loader.pinned:
         _send_pins(service)
     _in_background(service, _drop_version(service, old))
 
 
 def _stop_serving(service: Service, record: AdapterRecord) -> "asyncio.Task[int]":
     """Unpin a name that was removed, drop its version in the background, and forget its counts."""
-    if record.name in service.loader.pinned:
+    if record.name in service.resolver.loader.pinned:
         set_pinned(service, record.name, False)
     freeing = _in_background(service, _drop_version(service, record))
     freeing.add_done_callback(lambda _: _forget_counts(service, record.name))
@@ -241,7 +242,7 @@ def set_pinned(service: Service, name: str, is_pinned: bool) -> None:
     Raises:
         ApiError: 409, pinned adapters would take too much of the device.
     """
-    pinned = service.loader.pinned
+    pinned = service.resolver.loader.pinned
     if is_pinned and name not in pinned:
         info = service.client.engine_info
         wanted = {record.digest: _blocks(service, record) for record in _records(service, {*pinned, name})}
@@ -254,12 +255,12 @@ def set_pinned(service: Service, name: str, is_pinned: bool) -> None:
                 f"they may take {most * mib:.1f} MiB, half of it.",
                 param="pinned",
             )
-    service.loader.pin(name, is_pinned)
+    service.resolver.loader.pin(name, is_pinned)
     _send_pins(service)
 
 
 def _send_pins(service: Service) -> None:
-    service.client.pin_adapters(sorted({record.digest for record in _records(service, service.loader.pinned)}))
+    service.client.pin_adapters(sorted({record.digest for record in _records(service, service.resolver.loader.pinned)}))
 
 
 def _records(service: Service, names: Set[str]) -> list[AdapterRecord]:
@@ -286,10 +287,10 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
     _check_enabled(service)
     _check_owner(service, access, name)
     try:
-        async with service.removals:
+        async with service.adapter_changes.removals:
             record = await in_daemon_thread(lambda: service.catalog.remove(name, access.actor))
     except UnknownAdapter:
-        if name in await service.unloaded_names(access):
+        if name in await service.resolver.unloaded_names(access):
             raise ApiError(
                 409,
                 f"The adapter {name!r} is not registered: the folder of --adapter-dir serves it. Move its folder away "
@@ -351,7 +352,7 @@ def _follow(service: Service, change: FollowedChange) -> None:
         if old is not None:
             _in_background(service, _drop_version(service, old))
     else:
-        service.loader.forget(name)
+        service.resolver.loader.forget(name)
         log.info("adapter loaded by another server", adapter=name, digest=record.digest)
         _serve(service, record, old)
 
@@ -365,7 +366,7 @@ def _forget_counts(service: Service, name: str) -> None:
 
 async def _drop_version(service: Service, record: AdapterRecord) -> int:
     """Free a version on every tier unless another name still points to it; return the bytes freed."""
-    await service.leases.all_submitted(record.digest)
+    await service.resolver.leases.all_submitted(record.digest)
     if service.catalog.has(record.digest):
         return 0
     try:
@@ -380,8 +381,8 @@ async def _drop_version(service: Service, record: AdapterRecord) -> int:
 def _in_background(service: Service, work: Coroutine[Any, Any, int]) -> asyncio.Task[int]:
     """Run ``work`` to its end even if the caller is cancelled; the service keeps the task alive."""
     task = asyncio.create_task(work)
-    service.background.add(task)
-    task.add_done_callback(service.background.discard)
+    service.adapter_changes.drops.add(task)
+    task.add_done_callback(service.adapter_changes.drops.discard)
     return task
 
 
@@ -420,7 +421,7 @@ async def list_adapters(
     operator which folders are left out, and why.
     """
     records: dict[str, AdapterRecord] = {record.name: record for record in _visible(service, sender.access)}
-    names = await service.adapter_names(sender.access)
+    names = await service.resolver.adapter_names(sender.access)
     start = bisect.bisect_right(names, cursor) if cursor else 0
     page = names[start : start + limit]
     more = start + limit < len(names)
@@ -433,7 +434,7 @@ async def list_adapters(
         "total": len(names),
     }
     if not cursor and sender.access.key is None:
-        left_out = await in_daemon_thread(service.loader.left_out)
+        left_out = await in_daemon_thread(service.resolver.loader.left_out)
         answer["left_out"] = [each._asdict() for each in left_out]
     return answer
 
@@ -479,7 +480,7 @@ async def upload_adapter(
     _check_may_load(service, sender.access, name)
     check_config(config)
     source = "upload"
-    async with service.loads.of(source):
+    async with service.adapter_changes.loads.of(source):
         with service.catalog.receiving() as folder:
             await receive_weights(http.stream(), folder)
 
@@ -547,7 +548,7 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
 @ROUTES.add(Route("GET /v1/adapters/{name:path}", Callers.KEYS))
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one adapter; to its owner and the operator also its figures, latest requests and errors."""
-    if service.models.missing(name) and name in await service.unloaded_names(sender.access):
+    if service.models.missing(name) and name in await service.resolver.unloaded_names(sender.access):
         return _unloaded_card(service, name)
     record = _record(service, name, sender.access)
     card = _card(service, record)
@@ -567,7 +568,7 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
     """Pin an adapter, or bring it onto the device; it is loaded if it is only named so far."""
     if body.pinned is not None:
         refuse_pin(sender.access)
-    target = await service.resolve(name, access=sender.access, generates=bool(body.warm))
+    target = await service.resolver.resolve(name, access=sender.access, generates=bool(body.warm))
     if target.adapter is None:
         raise ApiError(400, f"{name!r} is the base model.", param="name")
     if body.pinned is not None:
@@ -584,7 +585,7 @@ async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> d
     """Remove an adapter once its running requests have ended."""
     freed_bytes = await unload_adapter(service, name, sender.access)
     answer = {"name": name, "object": "adapter", "deleted": True, "freed_bytes": freed_bytes}
-    if name in await service.unloaded_names(sender.access):
+    if name in await service.resolver.unloaded_names(sender.access):
         answer |= _warnings(("the folder of --adapter-dir serves it: a request that names it loads it again",))
     return answer
 
@@ -604,7 +605,7 @@ def _unloaded_card(service: Service, name: str) -> dict[str, Any]:
     """Return the card of an adapter that is loaded when a request first names it; its files were not read."""
     unknown = dict.fromkeys(("digest", "created", "rank", "weight_bytes", "level"))
     known = {"source": name, "base": service.models.base, "loaded": False, "device_bytes": 0, "pinned": False}
-    reason = service.loader.why_refused(name)
+    reason = service.resolver.loader.why_refused(name)
     return {"name": name, "object": "adapter", **known, **unknown, **({"error": reason} if reason else {})}
 
 
@@ -620,7 +621,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "weight_bytes": record.row.weight_bytes,
         "loaded": True,
         **_residency(service, record),
-        "pinned": record.name in service.loader.pinned,
+        "pinned": record.name in service.resolver.loader.pinned,
         **({"owner": record.row.owner} if record.row.owner else {}),
         **({"chat": describe_chat(record.chat)} if record.row.chat else {}),
     }

@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse, Response
 
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.info import UNSUPPORTED
 from lorikeet.chat.protocol import Body
 from lorikeet.http.errors import ApiError, bad_request, hide_paths
@@ -18,7 +19,6 @@ from lorikeet.http.routes import BodySize, Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.batches.lines import LineError
 from lorikeet.serving.batches.storage import Batch, StoredFile, window_s
-from lorikeet.serving.service import SenderDep, ServiceDep
 
 FORM_BYTES = 64 * 1024
 """A form may be so much larger than its file."""

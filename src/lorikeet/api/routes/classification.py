@@ -13,6 +13,7 @@ from fastapi import Request
 from pydantic import AliasChoices, Field
 from starlette.responses import JSONResponse, Response
 
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.pooled import MAX_TEXTS, PooledBody, PooledRun, Text, Texts, Vector, texts_of
 from lorikeet.api.routes.embeddings import normalized, task_of
 from lorikeet.chat.protocol import Body, Count
@@ -22,7 +23,7 @@ from lorikeet.http.model_routes import CLASSIFY, MODERATIONS, RERANK, SCORE
 from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect
 from lorikeet.serving.served_models import ResolvedModel
-from lorikeet.serving.service import SenderDep, Service, ServiceDep
+from lorikeet.serving.service import Service
 
 ROUTES = Routes()
 
@@ -135,7 +136,7 @@ def _head(http: Request, prefix: str, target: ResolvedModel) -> dict[str, Any]:
 @ROUTES.add(CLASSIFY)
 async def classify(http: Request, body: ClassificationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the probability of each label, and the likeliest."""
-    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     labels = labels_of(target)
     run = PooledRun(service, body, target, sender)
 
@@ -201,7 +202,7 @@ def _check_one_label(target: ResolvedModel) -> None:
 @ROUTES.add(SCORE)
 async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return how well two texts go together: one with each of others, or the first with the first and so on."""
-    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     _check_one_label(target)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) == 1:
@@ -222,7 +223,7 @@ async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: 
 @ROUTES.add(RERANK)
 async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the documents that go best with a query, best first."""
-    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     _check_one_label(target)
     documents = _texts(body.documents, "documents")
     if not documents:
@@ -250,7 +251,7 @@ async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender
 @ROUTES.add(MODERATIONS)
 async def moderations(http: Request, body: ModerationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return which labels of a classification adapter apply, and whether one of them flags the text."""
-    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     labels = labels_of(target)
     texts = [body.input] if isinstance(body.input, str) else _texts(body.input, "input")
     run = PooledRun(service, body, target, sender)

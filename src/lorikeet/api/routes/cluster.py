@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
+from lorikeet.api.dependencies import ServiceDep
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.ids import ReplicaId
 from lorikeet.http.errors import ApiError, hide_paths
 from lorikeet.http.routes import Callers, Route, Routes
-from lorikeet.serving.service import ServiceDep
 
 ROUTES = Routes(note="see [cluster.md](cluster.md#running-one)")
 

@@ -14,6 +14,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.chat_output import AnswerPart, AnswerReader, whole_calls
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.conversation import content_text
@@ -53,7 +54,7 @@ from lorikeet.serving.chat_answer import ChatAnswer, start_chat
 from lorikeet.serving.generation import Generation, OutputDelta
 from lorikeet.serving.large_bodies import PreparedBody, prepared_body
 from lorikeet.serving.requests import GenerationSpec, Sender
-from lorikeet.serving.service import SenderDep, Service, ServiceDep
+from lorikeet.serving.service import Service
 from lorikeet.serving.usage import metrics_of, token_counts, usage_of
 
 _DONE = b"data: [DONE]\n\n"
@@ -471,7 +472,7 @@ async def start_completion(
     if prepared:
         target, lease = prepared.target, prepared.lease
     else:
-        target, lease = await service.lease(body.model, body.lora_path, access=sender.access)
+        target, lease = await service.resolver.lease(body.model, body.lora_path, access=sender.access)
     with lease:
         chat = await service.chats.settings_of(target.chat)
         spec = _completion_spec(body, chat, prepared, default_max_tokens)

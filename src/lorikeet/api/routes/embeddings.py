@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from lorikeet.adapters.task import AdapterTask
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.pooled import PooledBody, PooledRun, Texts, Vector, texts_of
 from lorikeet.chat.protocol import Count
 from lorikeet.core.request import Pooling, PoolingKind
@@ -20,7 +21,7 @@ from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect
 from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.served_models import ResolvedModel
-from lorikeet.serving.service import SenderDep, Service, ServiceDep
+from lorikeet.serving.service import Service
 
 ROUTES = Routes()
 
@@ -55,7 +56,7 @@ def normalized(vectors: Sequence[Vector]) -> list[Vector]:
 @ROUTES.add(EMBEDDINGS)
 async def embeddings(http: Request, body: EmbeddingRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return a vector for each text."""
-    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     task = task_of(service, target)
     named = {"last": PoolingKind.LAST, **{kind.value: kind for kind in PoolingKind}}
     kind = task.pooling if body.pooling is None else named[body.pooling]

@@ -4,11 +4,11 @@ from typing import Any
 
 from starlette.responses import Response
 
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes import sglang, tgi
 from lorikeet.chat.protocol import validated
 from lorikeet.http.errors import bad_request
 from lorikeet.http.routes import Callers, Route, Routes
-from lorikeet.serving.service import SenderDep, ServiceDep
 
 ROUTES = Routes(note="TGI's, LoRAX's and SGLang's: see [other servers' routes](#other-servers-routes)")
 

@@ -7,6 +7,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.http.errors import ApiError, bad_request, not_supported
 from lorikeet.http.model_routes import DETOKENIZE, POOLING, TOKENIZE
@@ -14,7 +15,6 @@ from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.observe.request_records import MOST_RECORDS
 from lorikeet.serving.large_bodies import prepared_body
-from lorikeet.serving.service import SenderDep, ServiceDep
 
 ROUTES = Routes()
 _HEALTH = (
@@ -145,7 +145,7 @@ async def models(service: ServiceDep, sender: SenderDep) -> Response:
 
     FastAPI's own encoder would block the event loop for thousands of cards.
     """
-    unloaded = await in_daemon_thread(service.loader.names) if service.loader.is_enabled else []
+    unloaded = await in_daemon_thread(service.resolver.loader.names) if service.resolver.loader.is_enabled else []
     body = {"object": "list", "data": service.models.cards(unloaded, sender.access)}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
@@ -162,7 +162,7 @@ async def model(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, 
     if (
         service.models.missing(name)
         and sender.access.may_see(name)
-        and name in await in_daemon_thread(service.loader.names)
+        and name in await in_daemon_thread(service.resolver.loader.names)
     ):
         return service.models.unloaded_card(name)
     return service.models.card(name, sender.access)
@@ -173,7 +173,11 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
     """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model, access=sender.access, generates=False)
+    target = (
+        prepared.target
+        if prepared
+        else await service.resolver.resolve(body.model, access=sender.access, generates=False)
+    )
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None and body.add_special_tokens:
@@ -205,7 +209,11 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the text of token ids."""
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model, access=sender.access, generates=False)
+    target = (
+        prepared.target
+        if prepared
+        else await service.resolver.resolve(body.model, access=sender.access, generates=False)
+    )
     if prepared:
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:

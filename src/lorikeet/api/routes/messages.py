@@ -9,6 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEvent, BlockKind, BlockOpened
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.json_text import read_arguments
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.chat.protocol import TokenizeRequest, refuse_unsupported
@@ -19,7 +20,6 @@ from lorikeet.http.routes import Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.chat_answer import ChatAnswer, check_one_answer, start_chat
 from lorikeet.serving.large_bodies import prepared_body
-from lorikeet.serving.service import SenderDep, ServiceDep
 from lorikeet.serving.usage import usage_of
 
 ROUTES = Routes()
@@ -56,7 +56,7 @@ async def count_tokens(http: Request, body: CountTokensRequest, service: Service
     refuse_unsupported(body)
     if prepared := prepared_body(http):
         return Response(prepared.answer, media_type="application/json")
-    target = await service.resolve(body.model, body.lora_path, access=sender.access, generates=False)
+    target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access, generates=False)
     chat = await service.chats.settings_of(target.chat)
     asked = body.tokenize_body()
     assert asked.messages is not None

@@ -21,6 +21,7 @@ from lorikeet.api.answer_blocks import (
     BlockKind,
     BlockOpened,
 )
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.logprobs import TokenNames, chat_logprobs
 from lorikeet.chat.protocol import refuse_unsupported
 from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
@@ -35,7 +36,7 @@ from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.chat_answer import ChatAnswer, check_one_answer, start_chat
 from lorikeet.serving.large_bodies import PreparedBody, prepare, prepared_body
 from lorikeet.serving.requests import Sender
-from lorikeet.serving.service import SenderDep, Service, ServiceDep
+from lorikeet.serving.service import Service
 from lorikeet.serving.stored_responses import BackgroundRun, StoredResponse
 from lorikeet.serving.usage import usage_of
 

@@ -11,6 +11,7 @@ from fastapi import Header, Request
 from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes import tgi
 from lorikeet.api.routes.adapters import load_adapter, refuse_pin, unload_adapter
 from lorikeet.api.routes.completions import chat_completions, completions
@@ -18,7 +19,6 @@ from lorikeet.chat.protocol import Body, ChatCompletionRequest, CompletionReques
 from lorikeet.http.errors import bad_request
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.sessions import Sessions
-from lorikeet.serving.service import SenderDep, ServiceDep
 
 ROUTES = Routes(note="SageMaker's")
 
@@ -88,7 +88,7 @@ async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: Sende
     await load_adapter(
         service, body.name, body.src, access=access, replace=False, replaced_by="replace of /v1/adapters"
     )
-    service.loader.pin(body.name, bool(body.pin))
+    service.resolver.loader.pin(body.name, bool(body.pin))
     if body.preload:
         await service.warm(body.name, sender)
     return PlainTextResponse(f"Adapter {body.name} loaded.\n")

@@ -14,6 +14,7 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from lorikeet.api.conversion import Answer, in_words, whole_answers
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.completions import StartedCompletion, start_completion
 from lorikeet.chat.protocol import (
     Body,
@@ -31,7 +32,7 @@ from lorikeet.http.errors import ApiError, bad_request, not_supported
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.requests import Sender
-from lorikeet.serving.service import SenderDep, Service, ServiceDep
+from lorikeet.serving.service import Service
 
 ROUTES = Routes(note="SGLang's")
 

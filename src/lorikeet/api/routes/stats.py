@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterRecord
+from lorikeet.api.dependencies import ServiceDep
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
 from lorikeet.http.routes import Callers, Route, Routes
@@ -32,7 +33,7 @@ from lorikeet.observe.stats_stream import StatsQuery, StatsStreamQuery, stats_re
 from lorikeet.observe.traffic import AdapterTraffic
 from lorikeet.observe.waits import CAUSES, ORDER, PARTS, WAITS, parts_of
 from lorikeet.serving.requests import Sender
-from lorikeet.serving.service import Service, ServiceDep
+from lorikeet.serving.service import Service
 from lorikeet.tenants.keys import Access
 
 
@@ -259,7 +260,7 @@ async def _list_unloaded(service: Service) -> None:
     live = service.observer.live
     if live.now_s() - live.unloaded_at_s > _LIST_EVERY_S:
         live.unloaded_at_s = live.now_s()
-        live.unloaded = await service.unloaded_names(Access())
+        live.unloaded = await service.resolver.unloaded_names(Access())
 
 
 def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
@@ -331,7 +332,7 @@ def _rows(service: Service, query: StatsQuery) -> tuple[list[dict[str, Any]], in
     key = _ORDERS[query.sort]
     pick = heapq.nsmallest if query.ascending else heapq.nlargest
     shown = pick(query.adapters, matching, key=key)
-    pinned = service.loader.pinned
+    pinned = service.resolver.loader.pinned
     return [{**each.as_json(), "pinned": each.name in pinned} for each in shown], total, len(matching)
 
 

@@ -10,11 +10,12 @@ from fastapi import Query
 from pydantic import Field
 from starlette.responses import Response
 
+from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.protocol import Body
 from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
-from lorikeet.serving.service import SenderDep, Service, ServiceDep
+from lorikeet.serving.service import Service
 from lorikeet.tenants.keys import ApiKey, KeySettings
 from lorikeet.tenants.store import StoreUnavailable, UnknownKey
 from lorikeet.tenants.tenants import Tenants

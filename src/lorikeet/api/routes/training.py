@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 from fastapi import Query
 
+from lorikeet.api.dependencies import ServiceDep
 from lorikeet.http.logs import log
 from lorikeet.http.routes import Callers, Route, Routes
-from lorikeet.serving.service import Service, ServiceDep
+from lorikeet.serving.service import Service
 
 ROUTES = Routes(note="see [training loops](#training-loops)")
 
@@ -23,13 +24,13 @@ async def pause(
 
     ``clear_cache`` has no effect: KV belongs to one version of an adapter, so new weights never use old KV.
     """
-    service.unpaused.clear()
+    service.resolver.unpaused.clear()
     if mode == "abort":
         for generation in tuple(service.generations):
             generation.abort()
     if mode != "keep":
         await _all_ended(service)
-    if not service.unpaused.is_set():  # else it was resumed meanwhile
+    if not service.resolver.unpaused.is_set():  # else it was resumed meanwhile
         service.client.set_paused(True)
     log.info("generation paused", mode=mode)
     return {"status": "paused"}
@@ -38,7 +39,7 @@ async def pause(
 @ROUTES.add(Route("POST /resume", Callers.ADMINS))
 async def resume(service: ServiceDep) -> dict[str, str]:
     """Generate again."""
-    service.unpaused.set()
+    service.resolver.unpaused.set()
     service.client.set_paused(False)
     log.info("generation resumed")
     return {"status": "resumed"}
@@ -47,7 +48,7 @@ async def resume(service: ServiceDep) -> dict[str, str]:
 @ROUTES.add(Route("GET /is_paused", Callers.OPERATOR))
 async def is_paused(service: ServiceDep) -> dict[str, bool]:
     """Return whether generation is paused."""
-    return {"is_paused": not service.unpaused.is_set()}
+    return {"is_paused": not service.resolver.unpaused.is_set()}
 
 
 @ROUTES.add(Route("GET /get_world_size", Callers.OPERATOR))

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet import __version__
+from lorikeet.api.dependencies import ServiceDep
 from lorikeet.http.errors import ApiError
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
-from lorikeet.serving.service import ServiceDep
 
 ROUTES = Routes(note="vLLM's and SGLang's")
 

@@ -1,9 +1,11 @@
-"""Limits how many adapters are loaded at the same time, by the host that they come from."""
+"""Limits how many adapters are loaded and removed at the same time, and keeps the tasks that drop them."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+from anyio import CapacityLimiter
 
 from lorikeet.adapters.sources import host_of
 from lorikeet.http.errors import ApiError
@@ -23,8 +25,8 @@ class _Host:
     loads: int = 0
 
 
-class LoadPlaces:
-    """Places for loads of adapters. Each host has its own, so that one that does not answer delays no other."""
+class LoadLimits:
+    """Limits loads of adapters. Each host has places of its own, so that a host that hangs delays no other."""
 
     def __init__(self) -> None:
         self._hosts: dict[str | None, _Host] = {}
@@ -56,3 +58,18 @@ class LoadPlaces:
             host.loads -= 1
             if not host.loads:
                 del self._hosts[name]
+
+
+@dataclass
+class AdapterChanges:
+    """Changes of adapters in progress.
+
+    Attributes:
+        loads: limits loads by host. They have threads of their own, so that slow downloads delay no tokenization.
+        removals: limits removals to one at a time, as the catalog does. They never wait for a download.
+        drops: tasks that drop versions; kept here so that they are not garbage-collected.
+    """
+
+    loads: LoadLimits = field(default_factory=LoadLimits)
+    removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    drops: set[asyncio.Task[int]] = field(default_factory=set)

@@ -8,7 +8,7 @@ import pytest
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.http.errors import ApiError
-from lorikeet.serving.load_places import LOADS_AT_ONCE, MAX_WAITING, LoadPlaces
+from lorikeet.serving.adapter_changes import LOADS_AT_ONCE, MAX_WAITING, LoadLimits
 from tests.support.api_server import Running
 from tests.support.waiting import until
 
@@ -40,7 +40,7 @@ async def test_sources_that_hang_block_no_load_from_elsewhere(server: Running, m
 
 
 async def test_waiting_loads_are_bounded_and_hosts_forgotten() -> None:
-    places = LoadPlaces()
+    places = LoadLimits()
     release = asyncio.Event()
 
     async def load(source: str) -> None:

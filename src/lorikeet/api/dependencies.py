@@ -1,0 +1,39 @@
+"""Parameters of route handlers: the service and the sender of a request."""
+
+from typing import Annotated
+
+from fastapi import Depends
+from fastapi import Request as HttpRequest
+
+from lorikeet.http.tenancy import RateReport
+from lorikeet.serving.requests import Sender
+from lorikeet.serving.service import Service
+from lorikeet.tenants.keys import Access
+
+
+async def _service(request: HttpRequest) -> Service:
+    # If it were not async, FastAPI would run it in a thread for every request.
+    service: Service = request.app.state.service
+    return service
+
+
+def access_of(request: HttpRequest) -> Access:
+    """Return the rights of a request's sender, which the middleware has found."""
+    access: Access = request.scope["state"]["access"]
+    return access
+
+
+async def _sender(request: HttpRequest) -> Sender:
+    state = request.scope["state"]
+    return Sender(
+        state["request_id"],
+        state["tenant"],
+        state.get("is_batch", False),
+        access_of(request),
+        state.get("rate_report", RateReport()),
+        state.get("is_admin", False),
+    )
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+SenderDep = Annotated[Sender, Depends(_sender)]
