@@ -291,8 +291,8 @@ class TorchExecutor:
         finished: collects finished transfers of all ranks.
         transfers: rank 0's transfers, which report to ``finished``; also an attribute, for tests.
         others: all other ranks; None for a single rank.
-        host_lora: computes LoRA on the host for adapters in flight; also an attribute, for its counters. None if no
-            plan has assisted prefills.
+        host_lora: computes LoRA on the host for adapters that are being loaded; also an attribute, for its counters.
+            None if no plan has assisted prefills.
         graphs: runs decode steps as CUDA graphs; None if all steps run eagerly.
         grammars: compiles the grammars of requests; also an attribute. None if no request has one.
     """
