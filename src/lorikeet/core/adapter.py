@@ -7,7 +7,8 @@ import msgspec
 from lorikeet.core.geometry import SCORE
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
-EMBEDDING, HEAD = "embedding", "head"
+EMBEDDING = "embedding"
+HEAD = "head"
 """The modules of the vocabulary, as extras name them."""
 
 

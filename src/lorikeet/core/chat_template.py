@@ -17,7 +17,8 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_END_MARK, _END_SPACE = str(secrets.randbits(128)), "  "
+_END_MARK = str(secrets.randbits(128))
+_END_SPACE = "  "
 """Mark the end of a message that is to be continued. The mark has digits only, which no filter of a template changes.
 The spaces behind it are missing if the template strips the message; a template may add one.
 """

@@ -101,7 +101,8 @@ class RemoteClock:
         stats = outputs.stats
         if stats is not None:
             loosened_s = self._offset_s + _MAX_DRIFT * (received_s - self._updated_s)
-            self._offset_s, self._updated_s = min(loosened_s, received_s - stats.at_s), received_s
+            self._offset_s = min(loosened_s, received_s - stats.at_s)
+            self._updated_s = received_s
             stats = msgspec.structs.replace(stats, at_s=stats.at_s + self._offset_s)
         return msgspec.structs.replace(
             outputs,

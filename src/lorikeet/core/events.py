@@ -214,8 +214,10 @@ class RequestTimings:
                 self.queued_s = event.at_s if self.queued_s is None else self.queued_s
             case Admitted():
                 if self.admitted_s is None:
-                    self.admitted_s, self.cached_tokens = event.at_s, event.cached_tokens
-                    self.waits_for_adapter, self.waited_for = event.waits_for_adapter, event.waited_for
+                    self.admitted_s = event.at_s
+                    self.cached_tokens = event.cached_tokens
+                    self.waits_for_adapter = event.waits_for_adapter
+                    self.waited_for = event.waited_for
             case AdapterArrived() if first_time and self.waits_for_adapter and self.admitted_s is not None:
                 self.adapter_wait_s = event.at_s - self.admitted_s
                 self.kv_wait_s = max(0.0, self.kv_wait_s - self.adapter_wait_s)

@@ -14,7 +14,8 @@ def interpolate(points: Sequence[tuple[int, float]], count: int) -> float:
         points: (count, seconds), ascending, at least one.
         count: at least 0.
     """
-    first, last = points[0], points[-1]
+    first = points[0]
+    last = points[-1]
     if count <= first[0] or len(points) == 1:
         return first[1]
     if count >= last[0]:

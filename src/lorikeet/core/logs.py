@@ -86,7 +86,8 @@ class _Stderr:
                 self._lost += 1
                 self._reason = str(error)
                 return
-            lost, self._lost = self._lost, 0
+            lost = self._lost
+            self._lost = 0
         if lost:
             structlog.get_logger("lorikeet").warning("log could not be written", lines_lost=lost, reason=self._reason)
 

@@ -43,9 +43,11 @@ def _limits(cgroups: Path, own_groups: Path) -> list[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2
-            root, file = cgroups, "memory.max"
+            root = cgroups
+            file = "memory.max"
         elif "memory" in controllers.split(","):
-            root, file = cgroups / "memory", "memory.limit_in_bytes"
+            root = cgroups / "memory"
+            file = "memory.limit_in_bytes"
         else:
             continue
         group = root / path.lstrip("/")

@@ -468,7 +468,8 @@ class MessageCodec(Generic[Outgoing, Incoming]):
 
     def encode(self, message: Outgoing) -> bytes:
         """Return the next message as bytes."""
-        number, self._sent = self._sent, self._sent + 1
+        number = self._sent
+        self._sent = self._sent + 1
         return self._encoder.encode((number, message))
 
     def decode(self, data: bytes) -> Incoming | None:

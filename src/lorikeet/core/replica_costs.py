@@ -30,7 +30,7 @@ class ReplicaCosts(msgspec.Struct, frozen=True):
     load_bytes_per_s: float = 25e9
 
     def prefill_s(self, tokens: float, rank: int = 0) -> float:
-        """Return the seconds by which a prompt of so many tokens lengthens a step."""
+        """Return the seconds by which a prompt of this many tokens lengthens a step."""
         return tokens * (self.prefill_token_s + self.lora_prefill_s * rank)
 
     def decode_step_s(self, sequences: float, rank: float = 0.0) -> float:

@@ -89,7 +89,8 @@ def _slices_between(tokens: Sequence[int], first: int, stop: int) -> tuple[RowSl
     slices = []
     begin = 0
     for request, rows in enumerate(tokens):
-        low, high = max(first, begin), min(stop, begin + rows)
+        low = max(first, begin)
+        high = min(stop, begin + rows)
         if low < high:
             slices.append(RowSlice(request, low - begin, high - low))
         begin += rows
@@ -152,7 +153,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
     device_token_rank_s: float = 0.0
 
     def can_assist(self, ref: AdapterRef) -> bool:
-        """Whether host workers compute all that the adapter changes."""
+        """Return whether host workers compute all that the adapter changes."""
         return not ref.extras and all(
             module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer)
         )
@@ -168,7 +169,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return sum(not changed.isdisjoint(modules) for modules in PRODUCTS.values())
 
     def device_layer_s(self, tokens: int) -> float:
-        """Return the time of a layer in a prefill of so many tokens on the device, without what an adapter adds."""
+        """Return the time of a layer in a prefill of this many tokens on the device, without what an adapter adds."""
         return interpolate(self.device_layer, tokens)
 
     def host_layer_s(self, tokens: int, rank: float, handovers: int = 1) -> float:
@@ -204,7 +205,8 @@ class AssistCosts(msgspec.Struct, frozen=True):
 
     def assisted(self, ref: AdapterRef, tokens: int) -> PrefillCourse:
         """Return the schedule of an assisted prefill of ``tokens`` that starts together with the adapter's transfer."""
-        groups, times = self.layer_groups(ref, tokens), self.times(tokens, self.rank(ref), self.handovers(ref))
+        groups = self.layer_groups(ref, tokens)
+        times = self.times(tokens, self.rank(ref), self.handovers(ref))
         return (
             prefill_pipeline.static(times, groups)
             if self.is_static
@@ -254,7 +256,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
 
 
 def row_bytes(geometry: ModelGeometry, ranks: int = 1) -> dict[str, int]:
-    """Return the bytes of one rank row of each module that host workers compute for so many ranks."""
+    """Return the bytes of one rank row of each module that host workers compute for this many ranks."""
     return {module: geometry.row_elements(module) * geometry.dtype_bytes for module in assisted_modules(ranks)}
 
 
@@ -264,8 +266,10 @@ def qkv_share(geometry: ModelGeometry) -> float:
     return sum(products[module] for module in UNIT_MODULES) / sum(products.values())
 
 
-_WEIGHT, _FORGET = 0.2, 0.02
-_LEAST, _MOST = 0.1, 10.0
+_WEIGHT = 0.2
+_FORGET = 0.02
+_LEAST = 0.1
+_MOST = 10.0
 
 
 class AssistRecord:

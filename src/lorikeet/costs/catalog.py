@@ -170,7 +170,8 @@ def _interpolation(curve: Curve) -> Callable[[int], float]:
 
 def _prefill_s(step: StepCosts) -> Callable[[int], float]:
     """Return the time of a step that is one sequence's whole prompt."""
-    tokens_s, head_s = _interpolation(step.tokens), step.sampled_rows.points[0][1]
+    tokens_s = _interpolation(step.tokens)
+    head_s = step.sampled_rows.points[0][1]
     return lambda count: tokens_s(count) + head_s + step.prefill_attention.value * count * (count + 1) / 2
 
 

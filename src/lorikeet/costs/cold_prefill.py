@@ -57,7 +57,8 @@ def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None
     host = profile.host_lora
     if host is None:
         return None
-    model, link = CostModel(profile, preset.kernel_form), transfers.link(LinkDirection.IN)
+    model = CostModel(profile, preset.kernel_form)
+    link = transfers.link(LinkDirection.IN)
     return AssistCosts(
         layers=profile.geometry.layers,
         row_bytes=row_bytes(profile.geometry, profile.tensor_parallel),
@@ -83,7 +84,8 @@ def _prefill_s(model: CostModel, tokens: int, rank: float = 0.0) -> float:
 
 def _lora_s(model: CostModel) -> float:
     """Return what an adapter adds to a prefill, per token and rank over ``UNIT_MODULES``; 0 if that is not known."""
-    profile, tokens = model.profile, _PREFILLS[-1]
+    profile = model.profile
+    tokens = _PREFILLS[-1]
     if model.form not in profile.lora:
         return 0.0
     one = AdapterRef(

@@ -117,8 +117,10 @@ def _llama(
     measured: str = "",
 ) -> Model:
     kv = kv_heads * 128
-    into, back = ModuleShape(hidden, feed_forward), ModuleShape(feed_forward, hidden)
-    square, narrow = ModuleShape(hidden, hidden), ModuleShape(hidden, kv)
+    into = ModuleShape(hidden, feed_forward)
+    back = ModuleShape(feed_forward, hidden)
+    square = ModuleShape(hidden, hidden)
+    narrow = ModuleShape(hidden, kv)
     modules = {"q": square, "k": narrow, "v": narrow, "o": square, "gate": into, "up": into, "down": back}
     geometry = ModelGeometry(layers=layers, kv_heads=kv_heads, head_dim=128, modules=modules, dtype_bytes=2)
     return Model(name, full_name, geometry, vocabulary, max_model_len, measured or name)

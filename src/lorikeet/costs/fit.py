@@ -165,7 +165,8 @@ def fit_step(measurements: Sequence[StepMeasurement], loop: Constant, loop_seque
         dtype=np.float64,
     )
     found = fit_medians(counts, [measured.seconds for measured in measurements])
-    tokens, rows = len(token_points), len(row_points)
+    tokens = len(token_points)
+    rows = len(row_points)
     return StepCosts(
         tokens=_curve("tokens", token_points, found.values[:tokens], found.errors[:tokens]),
         sampled_rows=_curve(
@@ -218,9 +219,11 @@ def _curve(unit: str, counts: Sequence[int], seconds: Floats, errors: Floats) ->
     return Curve(unit, points, float(max(missed)) if missed else None, errors=tuple(errors.tolist()))
 
 
-_OF_ADDED, _OF_BASE = 0.05, 0.02
+_OF_ADDED = 0.05
+_OF_BASE = 0.02
 """Errors that the model may have, as a share of what adapters add and of the base step measured with it."""
-_SURE_OF_ADDED, _SURE_OF_BASE = 0.05, 0.007
+_SURE_OF_ADDED = 0.05
+_SURE_OF_BASE = 0.007
 """Standard errors that are small enough, as shares of the same; the larger of the two counts."""
 
 
@@ -246,7 +249,8 @@ class LoraMeasurement(NamedTuple):
     def is_sure(self) -> bool:
         """Whether the standard error of the addition is small, relative to it or to the step."""
         pair = np.array([self.base_s, self.with_s])
-        base_s, added_s = float(np.median(pair[0])), _added_s(pair)
+        base_s = float(np.median(pair[0]))
+        added_s = _added_s(pair)
         error_s = base_s * float(np.std(pair[1] / pair[0], ddof=1)) / len(self.with_s) ** 0.5
         return bool(error_s <= max(_SURE_OF_ADDED * added_s, _SURE_OF_BASE * base_s))
 

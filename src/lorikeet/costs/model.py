@@ -108,9 +108,11 @@ def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
     if form is KernelForm.UNPADDED:
         read = sum(ranks[adapter] for adapter in decoding)
     else:
-        largest, is_einsum = max(ranks.values()), form is KernelForm.EINSUM
+        largest = max(ranks.values())
+        is_einsum = form is KernelForm.EINSUM
         padded = largest * (len(ranks) if is_einsum else 1)
-        decode_ranks, prefill_ranks = padded * decode_rows, padded * prefill_rows
+        decode_ranks = padded * decode_rows
+        prefill_ranks = padded * prefill_rows
         read = largest * len(ranks if is_einsum else decoding)
     lora = LoraWork(decode_ranks, prefill_ranks, read, decode_rows + prefill_rows, len(ranks))
     return StepWork(tokens, sampled, decodes, context, prefills, pairs, lora)
@@ -162,7 +164,7 @@ class CostModel:
         return self.average * self._step.decode_attention.value * work.decodes
 
     def loop_s(self, sequences: int) -> float:
-        """Return the time of the engine loop besides a step of so many sequences."""
+        """Return the time of the engine loop besides a step of this many sequences."""
         return self.average * (self._step.loop.value + self._step.loop_sequence.value * sequences)
 
     def adapter_rank(self, ref: AdapterRef) -> float:

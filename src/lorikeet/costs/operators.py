@@ -115,7 +115,8 @@ def all_reduce(device: Device, workers: int) -> tuple[Callable[[int], float], st
     if medians is None:
         ring_s = ring / device.peer_bytes_per_s
         return lambda size: ring_s * size, "all-reduce as a ring over PCI Express by data sheet, not measured"
-    sizes, seconds = np.array(list(medians)), np.array(list(medians.values()))
+    sizes = np.array(list(medians))
+    seconds = np.array(list(medians.values()))
     slower_s = ring * (1 / device.peer_bytes_per_s - 1 / DEVICES[device.measured].peer_bytes_per_s)
     source = SOURCE if slower_s == 0 else f"{SOURCE} of {device.measured}, slower by what a ring on these links adds"
     return lambda size: float(np.interp(size, sizes, seconds)) + slower_s * size, f"all-reduce from {source}"
@@ -174,7 +175,8 @@ def measured_shares(device: Device, model: Model, tensor_parallel: int) -> Roofl
     measured = MODELS[model.measured]
     shape = gemms(measured, tensor_parallel)["mlp_up_proj"]
     medians = operator_medians(device.name, measured.name, tensor_parallel)
-    fewest, most = min(medians), max(medians)
+    fewest = min(medians)
+    most = max(medians)
     return RooflineShares(
         gemm_bytes(shape, fewest) / medians[fewest]["mlp_up_proj"] / device.bandwidth_bytes_per_s,
         gemm_operations(shape, most) / medians[most]["mlp_up_proj"] / device.flops,
@@ -191,8 +193,10 @@ def operator_ratio(device: Device, model: Model, tensor_parallel: int, operator:
         operator: by its name in the tables. One that is no product moves the features of ``_MOVED``.
         tokens: number of tokens.
     """
-    measured, tables = DEVICES[device.measured], MODELS[model.measured]
-    shapes, known = gemms(model, tensor_parallel), gemms(tables, tensor_parallel)
+    measured = DEVICES[device.measured]
+    tables = MODELS[model.measured]
+    shapes = gemms(model, tensor_parallel)
+    known = gemms(tables, tensor_parallel)
     if operator in shapes:
         return gemm_s(device, shapes[operator], tokens, LIMITS) / gemm_s(measured, known[operator], tokens, LIMITS)
     bandwidths = measured.bandwidth_bytes_per_s / device.bandwidth_bytes_per_s

@@ -149,7 +149,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     fit: FitQuality | None = None
 
     def seconds(self, moved_bytes: float) -> float:
-        """Return the time of a transfer of so many bytes."""
+        """Return the time of a transfer of this many bytes."""
         return self.fixed.value + moved_bytes / self.bandwidth.value
 
 

@@ -10,7 +10,8 @@ from lorikeet.costs.profile import CostProfile, ProfileError
 
 _OF_A_CPU = " threads"
 """How ``lorikeet profile`` ends the description of a processor."""
-_PRODUCT, _MEMORY = re.compile(r"\b[A-Z]{1,3}\d{2,4}\b"), re.compile(r"(\d+) ?GB\b")
+_PRODUCT = re.compile(r"\b[A-Z]{1,3}\d{2,4}\b")
+_MEMORY = re.compile(r"(\d+) ?GB\b")
 
 
 def check_model(profile: CostProfile, geometry: ModelGeometry, model: str) -> None:

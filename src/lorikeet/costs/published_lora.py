@@ -145,14 +145,16 @@ def _prefill_of_loraserve(setting: Setting) -> Constant:
 
 def _between(values: dict[int, float], degree: int) -> float:
     """Return the value at a degree: a power law between two printed degrees, otherwise the nearest value."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if not low < degree < high:
         return values[low if degree <= low else high]
     exponent = math.log(values[high] / values[low]) / math.log(high / low)
     return values[low] * math.pow(degree / low, exponent)
 
 
-_CHAMELEON_COMPUTE, _CHAMELEON_BASE = 0.60 - 0.175, 0.40
+_CHAMELEON_COMPUTE = 0.60 - 0.175
+_CHAMELEON_BASE = 0.40
 """Shares of the TTFT of one request of rank 128 (Fig.
 
 2): loading and computing LoRA take 60 %, loading up to 17.5 %.
@@ -174,7 +176,8 @@ _PREFILL: dict[LoraPaper, Callable[[Setting], Constant]] = {
     LoraPaper.TOPPINGS: _prefill_of_toppings,
 }
 
-_DLORA_SHARE, _MOST_TOKENS = 0.389, 4096
+_DLORA_SHARE = 0.389
+_MOST_TOKENS = 4096
 
 
 def _einsum_of_dlora(setting: Setting) -> LoraCosts:
@@ -202,7 +205,9 @@ _HOST_S = {64: 0.061, 256: 0.126}
 """Seconds of a prefill with LoRA on the host on every layer, by tokens (section 7.3, without explicit waits)."""
 _DEVICE_S = {256: 0.044, 1000: 0.090}
 """Seconds of one without (Fig. 4). That of 64 tokens is not printed and is on the line through these."""
-_RANK, _CORE_TOKENS, _CORES = 64, 16, 16
+_RANK = 64
+_CORE_TOKENS = 16
+_CORES = 16
 """The rank is not printed there; 64 is that of most of the paper's settings."""
 
 _MODEL = MODELS["llama-2-7b"]
@@ -222,7 +227,8 @@ def host_lora(device: Device, model: Model) -> HostLora | None:
     added = {tokens: (seconds - _device_s(tokens)) / _MODEL.geometry.layers for tokens, seconds in _HOST_S.items()}
     token_s = (added[many] - added[few]) / (many - few)
     once_s = added[few] - few * token_s
-    own, theirs = model.geometry, _MODEL.geometry
+    own = model.geometry
+    theirs = _MODEL.geometry
     source = (
         "TOPPINGS, section 7.3 and Fig. 4 (Llama-2-7B, A100, 64 and 256 tokens, 16 of them for a core): added to a "
         "prefill, over its layers"

@@ -96,7 +96,8 @@ class TransferModel:
         assert transfer.adapter is not None, "only adapters have files"
         if not (transfer.host_blocks or self._declared_bytes_per_s):
             return TransferPath((TransferLeg(LinkDirection.READ, self.source_s(transfer.adapter, Tier.DEVICE)),))
-        read_s, blocks = self.source_s(transfer.adapter, Tier.HOST), len(transfer.device_blocks)
+        read_s = self.source_s(transfer.adapter, Tier.HOST)
+        blocks = len(transfer.device_blocks)
         if transfer.target is Tier.HOST:
             return TransferPath((TransferLeg(LinkDirection.READ, read_s),))
         copy_s = self.copy_s(LinkDirection.IN, blocks)
@@ -110,7 +111,8 @@ class TransferModel:
         Raises:
             ProfileError: the profile does not know it.
         """
-        known, need = self.profile.transfers, self.profile.need
+        known = self.profile.transfers
+        need = self.profile.need
         link = (
             need(known.source_to_host, "transfers.source_to_host")
             if target is Tier.HOST
@@ -120,7 +122,7 @@ class TransferModel:
         return link.seconds(adapter_elements(ref.ranks, geometry, ref.extras) * geometry.dtype_bytes)
 
     def copy_s(self, direction: LinkDirection, blocks: int) -> float:
-        """Return the time to copy so many blocks between the tiers.
+        """Return the time to copy this many blocks between the tiers.
 
         Raises:
             ProfileError: the profile does not know it, and no link is declared.
@@ -143,7 +145,8 @@ class TransferModel:
         """
         if self._declared_bytes_per_s:
             return Link(Constant(0.0, "s"), Constant(self._declared_bytes_per_s, "bytes/s"))
-        known, need = self.profile.transfers, self.profile.need
+        known = self.profile.transfers
+        need = self.profile.need
         if direction is LinkDirection.IN:
             return need(known.host_to_device, "transfers.host_to_device")
         return need(known.device_to_host, "transfers.device_to_host")
@@ -169,7 +172,8 @@ class MergeModel:
         self._profile = profile
         self._by = by
         self._transfers = transfers
-        geometry, modules = profile.geometry, profile.lora_modules
+        geometry = profile.geometry
+        modules = profile.lora_modules
         self._all_weights = _weights(_touched(dict.fromkeys(modules, (1,) * geometry.layers)), geometry)
         self._rank_elements = adapter_elements(dict.fromkeys(modules, (1,) * geometry.layers), geometry)
 
@@ -181,7 +185,8 @@ class MergeModel:
         """
         if self._by is MergeBy.MODEL:
             return self._transfers.model_s()
-        costs, geometry = self._profile.need(self._profile.switching, "switching"), self._profile.geometry
+        costs = self._profile.need(self._profile.switching, "switching")
+        geometry = self._profile.geometry
         touched, before = (_touched({} if each is None else each.ranks) for each in (new, old))
         seconds = costs.restore.value * _weights(before - touched, geometry) / self._all_weights
         if new is not None:

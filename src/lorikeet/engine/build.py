@@ -174,7 +174,8 @@ def assemble(
         async_scheduling=sizes.async_scheduling,
         max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
     )
-    admission, batching = ADMISSION[preset.admission], BATCHING[preset.batching]
+    admission = ADMISSION[preset.admission]
+    batching = BATCHING[preset.batching]
     if preset.batching != "unmerged" and preset.memory_split is MemorySplit.STATIC:
         raise ConfigError(
             f"preset {name}: batching mode {preset.batching} chooses the adapters of a step itself, so it cannot "
@@ -222,7 +223,7 @@ def assemble(
 
 
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
-    """Whether the executor computes answers, and may yield several tokens of a sequence in a step.
+    """Return whether the executor computes answers, and may yield several tokens of a sequence in a step.
 
     CUDA graphs have one row for a sequence, as has the memory that a GPU sets aside, and ranks are told of one token.
     """

@@ -49,7 +49,8 @@ def read_logs(paths: Sequence[Path]) -> list[LoggedRequest]:
         LogError: a line is not of a request log, or has no prompt.
         OSError: a file cannot be read.
     """
-    decoder, requests = msgspec.json.Decoder(LoggedRequest), []
+    decoder = msgspec.json.Decoder(LoggedRequest)
+    requests = []
     for path in paths:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -117,7 +118,8 @@ def train_from_logs(
         TooFewRequests: there are not enough requests.
         SentenceModelError: the sentence model is missing.
     """
-    tokenizer, encoder = Tokenizer.from_file(str(tokenizer_file)), SentenceEncoder(threads)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    encoder = SentenceEncoder(threads)
     return train(samples_of(requests, tokenizer, encoder, on_progress), file_sha256(tokenizer_file))
 
 

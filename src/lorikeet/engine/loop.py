@@ -188,7 +188,8 @@ class Engine:
             exported_kv = self._exports.take(now)
             self._free_dropped(now)
             self._memory.swapper.tick(now)
-            plan, self._must_replan = self._scheduler.plan(now, until_s), False
+            plan = self._scheduler.plan(now, until_s)
+            self._must_replan = False
         self._recorder.note(Planned(now, until_s, plan))
         return plan, exported_kv
 
@@ -211,8 +212,10 @@ class Engine:
         adapter_events = self._memory.take_events()
         if events or adapter_events:
             self._recorder.note(EventsSent(events, adapter_events))
-        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        pooled, self._pooled = tuple(self._pooled), []
+        prompt_logprobs = tuple(self._prompt_logprobs)
+        self._prompt_logprobs = []
+        pooled = tuple(self._pooled)
+        self._pooled = []
         return StepOutputs(
             tokens, events, adapter_events, exported_kv=exported_kv, prompt_logprobs=prompt_logprobs, pooled=pooled
         )
@@ -306,7 +309,8 @@ class Engine:
 
     def _receive(self, message: Message, *, must_replan: bool = True) -> float:
         """Record a message, and note whether it ends a plan that continues; return the time."""
-        now, self._must_replan = self._clock.now(), self._must_replan or must_replan
+        now = self._clock.now()
+        self._must_replan = self._must_replan or must_replan
         self._recorder.note(Received(now, message))
         return now
 

@@ -203,7 +203,8 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
         ExecutorError: a step failed; the supervisor starts another engine.
         MessagesLost: messages of the API process are missing; likewise.
     """
-    stats_due_s, is_paused = 0.0, False
+    stats_due_s = 0.0
+    is_paused = False
     while True:
         wait_s = 0.0 if engine.is_busy else max(0.0, min(engine.due_s, compiling.due_s) - time.monotonic())
         for message in channel.receive(math.inf if is_paused else wait_s):

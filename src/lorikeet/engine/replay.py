@@ -99,7 +99,9 @@ def turns(records: Iterable[Record]) -> Iterator[RecordedTurn]:
             case Planned():
                 if turn is not None:
                     yield turn
-                turn, received, transferred = RecordedTurn(record, received, transferred), [], []
+                turn = RecordedTurn(record, received, transferred)
+                received = []
+                transferred = []
     if turn is not None:
         yield turn
 
@@ -111,7 +113,8 @@ def replay(recording: Recording) -> Replay:
         RecordingError: it cannot be read.
         ConfigError: this version has no preset of the recorded name.
     """
-    clock, recorded = VirtualClock(), RecordedTimes()
+    clock = VirtualClock()
+    recorded = RecordedTimes()
     executor = ModelledExecutor(clock, recorded, recorded, recorded)
     engine = assemble(Settings(engine=recording.header.engine), executor, recording.header.sizes, clock).engine
     plans = steps = 0
@@ -173,7 +176,8 @@ class RecordedTimes:
 
     def run(self, turn: RecordedTurn, engine: Engine) -> Difference | None:
         """Run one turn of an engine; return its difference from the recorded one, None if there is none."""
-        self._turn, self._plan = turn, None
+        self._turn = turn
+        self._plan = None
         self._transferred.extend(turn.transferred)
         recorded = turn.planned.plan
         try:
@@ -329,7 +333,8 @@ class FieldPair(NamedTuple):
 def plan_fields(recorded: StepPlan, replayed: StepPlan) -> Iterator[FieldPair]:
     """Yield every field of two plans. Of a field that differs, only the smallest differing parts are yielded."""
     for name in recorded.__struct_fields__:
-        left, right = getattr(recorded, name), getattr(replayed, name)
+        left = getattr(recorded, name)
+        right = getattr(replayed, name)
         if left == right:
             yield FieldPair(name, _text(left), _text(right), differs=False)
         else:

@@ -18,7 +18,7 @@ _MAX_LAYOUTS = 128
 """Cached layouts. Deployments have adapters of few shapes; a layout of all modules on 80 layers takes about 100 KB."""
 
 _A_SCALE = 2.0**-7
-"""Of A when codes are dequantised: its elements are then at most 1."""
+"""Scale of A when codes are dequantised, so that its elements are at most 1."""
 
 
 class AdapterLayout:
@@ -27,16 +27,18 @@ class AdapterLayout:
     Args:
         packing: where each row is.
         geometry: sizes that the packing was computed for.
-        extras: as of ``AdapterRef``.
+        extras: extras of the adapter, see ``AdapterRef``.
 
     Attributes:
-        packing, geometry: as above.
+        packing, geometry: the arguments.
     """
 
     def __init__(self, packing: AdapterPacking, geometry: ModelGeometry, extras: Sequence[AdapterExtra] = ()) -> None:
-        self.packing, self.geometry = packing, geometry
+        self.packing = packing
+        self.geometry = geometry
         self._extras = tuple(extras)
-        numbers, slots = {module: number for number, module in enumerate(geometry.modules)}, geometry.module_slots
+        numbers = {module: number for number, module in enumerate(geometry.modules)}
+        slots = geometry.module_slots
         pieces = [piece for piece in packing.pieces if piece.module != SCORE]
         self._score = packing.pieces[len(pieces) :]
         places = [(p.layer * slots + numbers[p.module], p.block, p.offset, p.rows) for p in pieces]
@@ -57,7 +59,7 @@ class AdapterLayout:
             arena: ``[blocks, elements]``.
 
         Raises:
-            ValueError: the number of blocks is not that of the packing.
+            ValueError: the number of blocks differs from the packing.
         """
         if len(blocks) != self.packing.blocks:
             raise ValueError(f"the adapter takes {self.packing.blocks} blocks, not {len(blocks)}")
@@ -127,7 +129,9 @@ class _Codes(Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]):
     """
 
     def __init__(self, packing: AdapterPacking, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> None:
-        self._blocks, self._arena, self._geometry = blocks, arena, geometry
+        self._blocks = blocks
+        self._arena = arena
+        self._geometry = geometry
         self._pieces = {key: tuple(pieces) for key, pieces in groupby(packing.pieces, key=module_of) if key[1] != SCORE}
 
     def __getitem__(self, key: tuple[int, str]) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -105,7 +105,7 @@ WAITS_FOR = {
     WaitReason.SLOT: "a place beside the adapters or the batch that run",
     WaitReason.TRANSFER: "its adapter to be read into host memory",
 }
-"""What a refused request waits for, for people."""
+"""The reason why a refused request waits, as text for users."""
 
 
 @dataclass(eq=False, slots=True)
@@ -118,12 +118,12 @@ class SequenceLease:
         path: tree nodes of its leading blocks; pinned. A node may have another block than the sequence, if two
             sequences computed the same tokens at the same time.
         keys: keys of its whole blocks, as far as they were needed.
-        private: those of ``blocks`` that are not in the tree.
+        private: blocks of the sequence that are not in the tree.
         adapter_transfers, kv_transfers: ids of the transfers that it waits for.
         cached_blocks: number of leading blocks that were found in the cache at admission.
         assisted: whether host cores compute its adapter's part of a prefill while the adapter is in flight.
-        salt: of its keys.
-        prefetched: those of its nodes that were prefetched, and that it is the first to use.
+        salt: salt of its keys.
+        prefetched: prefetched nodes that this sequence is the first to use.
         adapter_start: position of the first token on which the adapter acts; whole blocks before it are the base's.
     """
 
@@ -157,10 +157,10 @@ class TransferOutcome(NamedTuple):
     Attributes:
         adapter: leases whose adapter has arrived.
         kv: leases whose KV has arrived.
-        error: why the transfer failed, None if it did not.
-        without_adapter: leases whose adapter did not arrive, if it failed.
-        without_kv: leases whose KV did not arrive, if it failed; it must be computed again.
-        began_s: when a failed transfer was decided.
+        error: why the transfer failed; None if it succeeded.
+        without_adapter: leases whose adapter did not arrive, if the transfer failed.
+        without_kv: leases whose KV did not arrive and must be computed again, if it failed.
+        began_s: time at which a failed transfer was decided.
     """
 
     adapter: tuple[SequenceLease, ...]
@@ -172,12 +172,12 @@ class TransferOutcome(NamedTuple):
 
 
 def arrived(leases: Collection[SequenceLease], done: TransferDone, began_s: float) -> TransferOutcome:
-    """Remove a finished transfer from the leases that waited for it, and return which of them are affected how.
+    """Remove a finished transfer from the leases that waited for it, and return the leases that it affects.
 
     Args:
-        leases: those that waited for it.
-        done: how it ended.
-        began_s: when it was decided.
+        leases: leases that waited for the transfer.
+        done: result of the transfer.
+        began_s: time at which the transfer was decided.
     """
     adapter = tuple(lease for lease in leases if done.transfer_id in lease.adapter_transfers)
     kv = tuple(lease for lease in leases if done.transfer_id not in lease.adapter_transfers)

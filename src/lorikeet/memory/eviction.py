@@ -31,7 +31,7 @@ _MAX_ENTRIES = 8 * _HEAP_NODES
 
 
 _FEW = 3
-"""Up to so many nodes are offered without filtering them first: NumPy's calls would take longer than they spare."""
+"""Up to this many nodes are offered without a filter: the NumPy calls would take longer than they save."""
 
 
 class EvictionHeap:
@@ -65,7 +65,8 @@ class EvictionHeap:
 
     def invalidate(self) -> None:
         """Drop all entries, because all scores have changed."""
-        self._heap, self._highest = [], -np.inf
+        self._heap = []
+        self._highest = -np.inf
 
     def offer(self, node: int) -> None:
         """Add a node whose score has changed or which has become evictable; others are ignored."""
@@ -96,9 +97,11 @@ class EvictionHeap:
         return list(found)
 
     def _refill(self) -> bool:
-        tree, nodes = self._tree, self._candidates()
+        tree = self._tree
+        nodes = self._candidates()
         if not len(nodes):
-            self._highest, self._max_entries = np.inf, _MAX_ENTRIES  # every node that becomes evictable is offered
+            self._highest = np.inf  # every node that becomes evictable is offered
+            self._max_entries = _MAX_ENTRIES
             return False
         scores = tree.score[nodes]
         if len(nodes) > _HEAP_NODES:
@@ -106,7 +109,9 @@ class EvictionHeap:
             nodes = nodes[scores <= self._highest]
         else:
             self._highest = np.inf
-        scores, depths, touched = tree.score[nodes], self._depth_factor * tree.depth[nodes], tree.touched[nodes]
+        scores = tree.score[nodes]
+        depths = self._depth_factor * tree.depth[nodes]
+        touched = tree.touched[nodes]
         self._heap = list(zip(scores.tolist(), depths.tolist(), nodes.tolist(), touched.tolist(), strict=True))
         heapq.heapify(self._heap)
         self._max_entries = max(_MAX_ENTRIES, 2 * len(self._heap))
@@ -114,7 +119,8 @@ class EvictionHeap:
 
     def missing(self) -> list[int]:
         """Return evictable nodes that should have an entry and have none; for checks."""
-        tree, nodes = self._tree, self._candidates()
+        tree = self._tree
+        nodes = self._candidates()
         known = {(node, touched, score) for score, _, node, touched in self._heap}
         lowest = nodes[tree.score[nodes] <= self._highest]
         return [node for node in lowest.tolist() if (node, tree.touched[node], tree.score[node]) not in known]
@@ -146,7 +152,7 @@ class EvictionQueues:
         }
 
     def allows(self, at: _NodeIndex) -> Any:
-        """Whether nodes may be evicted now."""
+        """Return whether nodes may be evicted now."""
         return self._evictable(at, 0)
 
     def candidates(self, kind: int) -> Nodes:
@@ -180,8 +186,10 @@ class EvictionQueues:
         Returns:
             KV of one branch, later KV first; each becomes evictable when the one before it in the list is gone.
         """
-        tree, run = self._tree, [node]
-        parent, kind = tree.parent.item, tree.kind.item
+        tree = self._tree
+        run = [node]
+        parent = tree.parent.item
+        kind = tree.kind.item
         while len(run) < most and kind(above := parent(run[-1])) == NodeKind.KV:
             run.append(above)
         at = np.asarray(run)
@@ -219,7 +227,7 @@ def host_queues(tree: DependencyTree) -> EvictionQueues:
 
 
 def has_no_bytes(tree: DependencyTree, at: _NodeIndex) -> Any:
-    """Whether nodes are unpinned KV that is on no tier and in no transfer."""
+    """Return whether nodes are unpinned KV that is on no tier and in no transfer."""
     somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != NodeTransfer.NO) | (tree.pins[at] > 0)
     return (tree.kind[at] == NodeKind.KV) & ~somewhere
 
@@ -252,9 +260,9 @@ class Evictor:
         tiers: frees and copies the blocks.
         eviction: scores the nodes.
         prefetch: is notified of nodes that are removed from the tree.
-        options: of the preset.
-        counters: count evictions.
-        reuse: is told which KV leaves the device, where KV is copied ahead of its eviction.
+        options: memory options of the preset.
+        counters: counts evictions.
+        reuse: records the KV that leaves the device, where KV is copied ahead of its eviction.
         block_bytes: bytes of a block, for events.
 
     Attributes:
@@ -297,17 +305,20 @@ class Evictor:
     # --- the device ----------------------------------------------------------------------------------
 
     def pin(self, digests: Iterable[AdapterDigest], now: float) -> None:
-        """Evict these adapters only where a request could not run otherwise, and no longer those pinned before."""
+        """Pin these adapters instead of the present ones.
+
+        A pinned adapter is evicted only if a request could not run otherwise.
+        """
         self._pinned = frozenset(digests)
         self.rescore_all(now)
 
     def is_pinned(self, node: int) -> bool:
-        """Whether a node is a pinned adapter."""
+        """Return whether a node is a pinned adapter."""
         entry = self._tree.adapters.get(node) if self._pinned else None
         return entry is not None and entry.ref.digest in self._pinned
 
     def _scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return the policy's scores; those of pinned adapters are infinite."""
+        """Return the policy's scores; pinned adapters have infinite scores."""
         scores = self._eviction.scores(nodes, now)
         if self._pinned:
             scores = np.where([self.is_pinned(int(node)) for node in nodes], np.inf, scores)
@@ -319,7 +330,8 @@ class Evictor:
 
     def why_impossible(self, kv: int, adapter: int) -> str | None:
         """Return why this many blocks of KV and of an adapter can never be on the device together, None if they can."""
-        limits, total = (self.limit(NodeKind.KV), self.limit(NodeKind.ADAPTER)), self._tiers.device.total
+        limits = (self.limit(NodeKind.KV), self.limit(NodeKind.ADAPTER))
+        total = self._tiers.device.total
         if kv <= limits[0] and adapter <= limits[1] and kv + adapter <= total:
             return None
         split = f", of which {limits[0]} for KV and {limits[1]} for adapters" if sum(limits) <= total else ""
@@ -340,8 +352,8 @@ class Evictor:
             below: only adapters with a lower score may be evicted; ``inf``: any node.
 
         Returns:
-            Whether the blocks can be leased now. False as well if they become free only when transfers to the host
-            have ended.
+            True if the blocks can be leased now. False also if they become free only when transfers to the host have
+            ended.
         """
         needs = [
             (share, sum({NodeKind.KV: kv, NodeKind.ADAPTER: adapter}[kind] for kind in share.kinds))
@@ -356,9 +368,9 @@ class Evictor:
         return all(freed)
 
     def lacks_slot(self, adapter: int) -> bool:
-        """Whether an adapter of this many blocks does not fit the share reserved for adapters, if there is one.
+        """Return whether an adapter of this many blocks does not fit the share reserved for adapters, if there is one.
 
-        If so it counts as a failed allocation.
+        A missing slot counts as a failed allocation.
         """
         lacks = bool(adapter) and self._options.adapter_share is not None and adapter > self.available(NodeKind.ADAPTER)
         self.allocation_failed |= lacks
@@ -381,7 +393,9 @@ class Evictor:
 
     def worthless(self) -> int:
         """Return the number of device blocks of nodes without worth (see ``EvictionPolicy.worthless_below``)."""
-        tree, end, below = self._tree, self._tree.end, self._eviction.worthless_below
+        tree = self._tree
+        end = self._tree.end
+        below = self._eviction.worthless_below
         if below == -np.inf:
             return 0
         idle = tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO) & (tree.pins[:end] == 0)
@@ -396,7 +410,8 @@ class Evictor:
 
     def rescore(self, nodes: Nodes, now: float) -> None:
         """Score nodes that were used or inserted; not adapters if the policy scores all of them at each eviction."""
-        tree, is_adapter = self._tree, self._tree.kind[nodes] == NodeKind.ADAPTER
+        tree = self._tree
+        is_adapter = self._tree.kind[nodes] == NodeKind.ADAPTER
         scored = nodes[~is_adapter] if self._eviction.rescored_at_eviction else nodes
         if len(scored):
             tree.score[scored] = self._scores(scored, now)
@@ -417,7 +432,7 @@ class Evictor:
         self._host_queues.offer(node)
 
     def offer_all(self, nodes: Nodes) -> None:
-        """Do the same for many nodes, of which few are evictable."""
+        """Add the evictable ones of many nodes to the queues of both tiers."""
         if len(nodes) > _FEW:
             nodes = nodes[self._device_queues.allows(nodes) | self._host_queues.allows(nodes)]
         for node in nodes.tolist():
@@ -434,7 +449,8 @@ class Evictor:
             nodes: evictable KV, later KV first.
             now: the time.
         """
-        tree, tiers = self._tree, self._tiers
+        tree = self._tree
+        tiers = self._tiers
         parents = set(tree.parent[nodes].tolist())
         self._eviction.removed(nodes, now)
         self._counters.removed(nodes)
@@ -473,7 +489,8 @@ class Evictor:
             other_blocks: blocks freed together with it, for the event.
             dropped: whether the adapter was unloaded on request rather than evicted for its blocks.
         """
-        entry, was_complete = self._tree.adapters[node], bool(self._tree.on_device[node])
+        entry = self._tree.adapters[node]
+        was_complete = bool(self._tree.on_device[node])
         blocks = len(entry.device_blocks)
         if was_complete:
             self._eviction.removed([node], now)
@@ -490,13 +507,15 @@ class Evictor:
 
     def remove_empty(self, nodes: Sequence[int]) -> None:
         """Remove KV leaves from the tree that are on no tier, and then ancestors that have become such leaves."""
-        tree, at = self._tree, np.asarray(nodes, np.int64)
+        tree = self._tree
+        at = np.asarray(nodes, np.int64)
         empty = dict.fromkeys(at[has_no_bytes(tree, at)].tolist())
         if not empty:
             return
         gone: dict[int, None] = {}
         below: dict[int, int] = {}
-        children, parents = tree.children.item, tree.parent.item
+        children = tree.children.item
+        parents = tree.parent.item
         for node in empty:
             while not (node in gone or below.get(node, children(node))) and (node in empty or has_no_bytes(tree, node)):
                 gone[node] = None
@@ -591,7 +610,7 @@ class Evictor:
             self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
 
     def copy_ahead(self, most: int, soon: int, pays: Callable[[Nodes], npt.NDArray[np.bool_]], now: float) -> None:
-        """Begin to copy the KV to the host that will be evicted first and has no copy; it stays on the device.
+        """Begin to copy KV to the host that has no copy and will be evicted first; it stays on the device.
 
         A host block holds more than a copy of what is on the device anyway. So a full host tier drops copies of KV that
         will be evicted from the device later, and only KV that is evicted soon may displace other KV there.
@@ -599,10 +618,11 @@ class Evictor:
         Args:
             most: largest number of blocks.
             soon: number of cached blocks that are evicted first.
-            pays: returns whether it pays to copy KV of each adapter, given the adapters' nodes.
+            pays: returns whether copying KV of each adapter saves time, given the adapters' nodes.
             now: the time.
         """
-        tree, end = self._tree, self._tree.end
+        tree = self._tree
+        end = self._tree.end
         top = tree.top[:end]
         idle = (tree.kind[:end] == NodeKind.KV) & tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
         cached = np.flatnonzero(idle & (tree.pins[:end] == 0) & tree.on_device[top])
@@ -635,14 +655,15 @@ class Evictor:
         self.offer_all(nodes)
 
     def _evict_host_kv(self, blocks: int, before: int | None = None) -> bool:
-        """Evict KV of one branch from the host towards ``blocks`` free blocks; return whether there was any."""
-        tree, most = self._tree, blocks - self._tiers.host.free
+        """Evict KV of one branch from the host, up to ``blocks`` free blocks; return whether any was evictable."""
+        tree = self._tree
+        most = blocks - self._tiers.host.free
         first = self._host_queues.first(NodeKind.KV, 1)
         if not first:
             return False
         if before is not None:
             score, limit = tree.score[[first[0], before]]
-            if score == limit:  # then only what is deeper
+            if score == limit:  # then only deeper KV is evicted
                 most = min(most, int(tree.depth[first[0]] - tree.depth[before]))
             if score > limit or most <= 0:
                 return False
@@ -703,11 +724,12 @@ class Evictor:
         return self._free(share) >= blocks
 
     def _next_victims(self, kinds: tuple[int, ...], most: int, now: float) -> list[int]:
-        """Return what to evict next: an adapter, or up to ``most`` blocks of KV of one branch, later KV first.
+        """Return the nodes to evict next: an adapter, or up to ``most`` blocks of KV of one branch, later KV first.
 
         Before adapters are compared with KV, the policy's ``adapter_offset`` is added to their scores.
         """
-        tree, eviction = self._tree, self._eviction
+        tree = self._tree
+        eviction = self._eviction
         if NodeKind.ADAPTER in kinds:
             self._score_adapters(self._device_queues, now)
         firsts = {kind: nodes for kind in kinds if (nodes := self._device_queues.first(kind, eviction.proposals))}
@@ -723,7 +745,7 @@ class Evictor:
         return [node] if is_alone else self._device_queues.run(node, most)
 
     def _score_adapters(self, queues: EvictionQueues, now: float) -> None:
-        """Score all evictable adapters of a tier again, if the policy's scores depend on what else is resident."""
+        """Score all evictable adapters of a tier again, if their scores depend on the other resident nodes."""
         if self._eviction.rescored_at_eviction:
             adapters = queues.candidates(NodeKind.ADAPTER)
             self._tree.score[adapters] = self._scores(adapters, now)

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 HOST_TIMES_DEVICE = 2
-"""Size of the host arena over that of the device arena, if it is not set and memory is free."""
+"""Size of the host arena as a multiple of the device arena, if it is not set and memory is free."""
 
 
 class HostArena:
-    """Blocks in shared memory, initially zero, whose pages are allocated when first touched.
+    """Holds blocks in shared memory, initially zero; pages are allocated when first touched.
 
     Another process that receives ``fd`` maps the same bytes with :meth:`attached`. The memory is freed when the last
     process has closed it. Its size is sealed, since a process that reads behind the end of a shrunk file is killed.

@@ -22,7 +22,8 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
         BlockError: the accounts are wrong, a block has two owners, or the tree contradicts itself.
     """
     tree = tiers.tree
-    owners, host_owners = list(private), []
+    owners = list(private)
+    host_owners = []
     found = {"cached": 0, "kv": len(owners), "adapter": 0, "inflight": 0}
     host = {"kv": 0, "adapter": 0, "inflight": 0}
     used = {NodeKind.KV: len(owners), NodeKind.ADAPTER: 0}
@@ -30,7 +31,8 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
     children = np.zeros(len(tree.kind), np.int64)
     on_device = np.zeros(len(tree.kind), np.int64)
     for node in range(tree.end):
-        kind, moving = int(tree.kind[node]), int(tree.moving[node])
+        kind = int(tree.kind[node])
+        moving = int(tree.moving[node])
         if kind in (NodeKind.UNUSED, NodeKind.BASE):
             continue
         is_kv = kind == NodeKind.KV
@@ -81,12 +83,12 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
 
 
 def check_tree(tree: DependencyTree, pinned: Sequence[Sequence[int]], *, dependent: bool) -> None:
-    """Compare the pins of the tree with those of all leases, and check that no node is empty or misplaced.
+    """Compare the pins of the tree with the pins of all leases, and check that no node is empty or misplaced.
 
     Args:
         tree: all nodes.
         pinned: the nodes of each lease.
-        dependent: whether KV may be on the device only if its parent is.
+        dependent: whether KV may be on the device only if its parent is on it.
 
     Raises:
         BlockError: a pin belongs to no lease or was lost, or a node is where it may not be.

@@ -1,4 +1,4 @@
-"""The adapter versions that the memory knows, and their places on both tiers."""
+"""The registered adapter versions, and their places on both tiers."""
 
 from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple

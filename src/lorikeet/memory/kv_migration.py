@@ -1,7 +1,7 @@
 """Export of KV to another engine and import from it, from host tier to host tier.
 
 The KV of a sequence is in the tree once its lease was released with ``Memory.suspend``. An export pins it and copies
-what is missing to the host. At the importing engine it is added to the tree on the host tier, as if it had been evicted
+missing KV to the host. At the importing engine it is added to the tree on the host tier, as if it had been evicted
 from the device there, so that the sequence finds it by its keys.
 """
 
@@ -34,7 +34,7 @@ class KvMigration:
         self._exporting: dict[int, list[SequenceLease]] = {}
 
     def begin_export(self, adapter: int, keys: Sequence[bytes], now: float) -> SequenceLease:
-        """Pin the cached KV of a sequence, and begin to copy to the host what is not there.
+        """Pin the cached KV of a sequence, and begin to copy KV that is not on the host to it.
 
         Args:
             adapter: node of the adapter version.
@@ -65,7 +65,7 @@ class KvMigration:
             lease.kv_transfers.discard(transfer_id)
 
     def exported_blocks(self, lease: SequenceLease) -> list[BlockId]:
-        """Return the host blocks of an export: those of the leading blocks, up to one whose copy has failed."""
+        """Return the host blocks of an export, up to the first block whose copy has failed."""
         there = takewhile(lambda node: self._tree.on_host[node], lease.path)
         return self._tiers.host_blocks(list(there))
 
@@ -82,8 +82,10 @@ class KvMigration:
         Returns:
             For each block to write, its index in ``keys`` and its host block.
         """
-        tree, evictor = self._tree, self._evictor
-        path, places = [adapter, *tree.match(keys)], []
+        tree = self._tree
+        evictor = self._evictor
+        path = [adapter, *tree.match(keys)]
+        places = []
         self._tiers.pin(path)
         for index in range(len(path) - 1, len(keys)):
             node = tree.find(keys[index])

@@ -1,8 +1,8 @@
 """Unified memory of one engine: one pool of blocks for KV and adapters, on the device and on the host.
 
-``Memory`` is what the scheduler and the engine loop call. It leases blocks to sequences, reuses cached KV by prefix,
-begins the transfers that a sequence waits for, and lets the eviction and prefetch policies decide what stays. Nothing
-here copies bytes or waits: the executor does the copies, and reports when a transfer has ended.
+The scheduler and the engine loop call ``Memory``. It leases blocks to sequences, reuses cached KV by prefix, begins the
+transfers that a sequence waits for, and evicts and prefetches by the preset's policies. Nothing here copies bytes or
+waits: the executor makes the copies, and reports when a transfer has ended.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,11 +116,11 @@ class Memory:
         return self.tiers.device.total
 
     def counts(self) -> BlockCounts:
-        """Return the number of device blocks in each state."""
+        """Count the device blocks in each state."""
         return self.tiers.counts()
 
     def host_counts(self) -> HostCounts:
-        """Return the number of host blocks in each state."""
+        """Count the host blocks in each state."""
         return self.tiers.host_counts()
 
     def blocks_for(self, tokens: int) -> int:
@@ -146,7 +146,7 @@ class Memory:
         return len(self._waiting)
 
     def awaited_s(self) -> float:
-        """Return the expected seconds until the transfers to the device have ended that a sequence waits for."""
+        """Return the expected seconds until all transfers to the device that a sequence waits for have ended."""
         seconds = 0.0
         for inflight in self.tiers.transfers.values():
             if inflight.demand and inflight.transfer.target is Tier.DEVICE:
@@ -181,7 +181,7 @@ class Memory:
         """Add an adapter version to the tree, so that it can be prefetched and read into the host tier.
 
         Returns:
-            Its node; that of a known version is unchanged.
+            Its node. The node of a known version does not change.
         """
         node = self.tree.adapter(ref.digest)
         if node is None:
@@ -190,7 +190,10 @@ class Memory:
         return node
 
     def pin_adapters(self, digests: Iterable[AdapterDigest], now: float) -> None:
-        """Evict these versions only where a request could not run otherwise, and no longer those pinned before."""
+        """Pin these versions instead of the present ones.
+
+        A pinned adapter is evicted only if a request could not run otherwise.
+        """
         self.evictor.pin(digests, now)
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
@@ -212,13 +215,14 @@ class Memory:
         """Apply the end of a transfer.
 
         Returns:
-            The leases that waited for it, by what has arrived or failed.
+            The leases that waited for the transfer, grouped by its result.
 
         Raises:
             BlockError: the transfer was not in flight.
         """
         result = self.tiers.finish(done)
-        inflight, tree = result.inflight, self.tree
+        inflight = result.inflight
+        tree = self.tree
         leases = tuple(self._waiting.pop(done.transfer_id, ()))
         self.kv_migration.transfer_ended(done.transfer_id)
         self.swapper.note_transfer_end(inflight, done.error, now)
@@ -242,12 +246,14 @@ class Memory:
 
     def take_evictions(self) -> tuple[AdapterDigest, ...]:
         """Return the adapter versions evicted from the device since the last call, for the executor to forget."""
-        evicted, self.evictor.evicted = tuple(self.evictor.evicted), []
+        evicted = tuple(self.evictor.evicted)
+        self.evictor.evicted = []
         return evicted
 
     def take_events(self) -> tuple[AdapterEvent, ...]:
         """Return the adapter events since the last call."""
-        events, self.evictor.events = tuple(self.evictor.events), []
+        events = tuple(self.evictor.events)
+        self.evictor.events = []
         return events
 
     # --- requests ------------------------------------------------------------------------------------
@@ -260,7 +266,7 @@ class Memory:
         Args:
             ref: the adapter, None for the base model.
             keys: keys of the whole blocks of its tokens.
-            tokens: of its prompt, and of its output if another engine has generated some.
+            tokens: number of its tokens, with output that another engine has generated.
             now: the time.
         """
         adapter = BASE if ref is None else self.register(ref)
@@ -285,7 +291,7 @@ class Memory:
         salt: str = "",
         start: int = 0,
     ) -> list[bytes]:
-        """Return the keys of the whole blocks of a sequence; ``known`` are those of its first blocks."""
+        """Return the keys of the whole blocks of a sequence; ``known`` are the keys of its first blocks."""
         return block_keys(digest, token_ids, self.block_size, known, salt=salt, start=start)
 
     def try_admit(
@@ -315,7 +321,8 @@ class Memory:
         Returns:
             The lease, or why there is none; then nothing is leased or pinned.
         """
-        tree, tiers = self.tree, self.tiers
+        tree = self.tree
+        tiers = self.tiers
         adapter = BASE if ref is None else self.register(ref)
         if adapter != BASE:
             tree.adapters[adapter].retired = False  # requests accepted before it is freed are served first
@@ -370,7 +377,8 @@ class Memory:
 
     def try_grow(self, wanted: Iterable[tuple[SequenceLease, int]], now: float) -> bool:
         """Extend leases until each holds this many tokens; False, with nothing leased, if not all can be extended."""
-        lacking, size = [], self.block_size
+        lacking = []
+        size = self.block_size
         for lease, tokens in wanted:
             if tokens > size * len(lease.blocks):
                 lacking.append((lease, self.blocks_for(tokens) - len(lease.blocks)))
@@ -393,7 +401,7 @@ class Memory:
         """Release the lease of a preempted sequence. Its full blocks stay cached until they are evicted.
 
         ``try_admit`` with the keys of the sequence resumes it: cached KV is reused, the rest is computed again.
-        Without ``keep_kv`` the KV that the sequence computed is freed; what it found in the cache stays.
+        Without ``keep_kv`` the KV that the sequence computed is freed; KV that it found in the cache stays.
         """
         if keep_kv:
             self._insertion.insert([ComputedTokens(lease, token_ids, computed_tokens)], now)

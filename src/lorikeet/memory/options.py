@@ -6,17 +6,17 @@ from lorikeet.presets import HostKv
 
 
 class MemoryOptions(msgspec.Struct, frozen=True):
-    """What the memory keeps, and when the swapper moves it.
+    """Options that decide which adapters and KV the memory keeps, and when the swapper moves them.
 
     Attributes:
-        keep_kv: KV stays cached after its request has finished.
+        keep_kv: whether KV stays cached after its request has finished.
         host_kv: which KV is copied to the host.
         dependent: only leaves of the tree are evicted, so KV is on the device only below its adapter and earlier KV
             (ELORA). False: any unneeded node may be evicted, and KV can stay without its adapter.
         adapter_share: share of the device reserved for adapters, the rest for KV; None: both use the whole device.
         padded_slots: an adapter takes as many device blocks as the largest registered one.
         adapter_chain: an adapter is a chain of nodes of one block: it is evicted from its end, as far as blocks are
-            needed, and what stays is not copied again. False: it is one node.
+            needed, and its remaining blocks are not copied again. False: it is one node.
         keep_adapters: an adapter stays cached after its last running request, until its blocks are needed.
         tick_s: seconds between ticks of the swapper; 0 for none.
     """

@@ -43,9 +43,9 @@ class PackedExtra(NamedTuple):
     """A run of rows of an extra's matrix in one block.
 
     Attributes:
-        number: which of the adapter's extras.
-        layer: whose matrix.
-        block, offset, first_row, rows: as of :class:`PackedRows`.
+        number: index among the adapter's extras.
+        layer: layer of the matrix.
+        block, offset, first_row, rows: see :class:`PackedRows`.
     """
 
     number: int
@@ -60,11 +60,12 @@ class AdapterPacking(NamedTuple):
     """The segment table of an adapter.
 
     Attributes:
-        pieces: ordered by layer, then module, then row.
-        extras: behind them, in the order of the adapter's extras, then by layer and row.
+        pieces: rows of A and B, ordered by layer, then module, then row.
+        extras: rows of the extras, which follow the pieces, in the order of the adapter's extras, then by layer and
+            row.
         blocks: number of blocks the adapter takes; with several pipeline stages, where it takes the most.
         used_elements: elements of the blocks that hold weights; the rest is waste.
-        lora_bits: as of ``ModelGeometry``.
+        lora_bits: bits of an element, see ``ModelGeometry``.
     """
 
     pieces: tuple[PackedRows, ...]
@@ -134,8 +135,10 @@ class _Space:
     """
 
     def __init__(self, block_elements: int) -> None:
-        self._block_elements, self._offset = block_elements, 0
-        self.block, self.used = 0, 0
+        self._block_elements = block_elements
+        self._offset = 0
+        self.block = 0
+        self.used = 0
 
     def take(self, count: int, row_elements: int) -> Iterator[tuple[int, int, int, int]]:
         """Take space for ``count`` rows; yield block, offset, first row and number of rows of each run."""
@@ -143,7 +146,8 @@ class _Space:
         while done < count:
             rows = min(count - done, (self._block_elements - self._offset) // row_elements)
             if rows == 0:
-                self.block, self._offset = self.block + 1, 0
+                self.block = self.block + 1
+                self._offset = 0
                 continue
             yield self.block, self._offset, done, rows
             done += rows
@@ -232,7 +236,7 @@ def blocks_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[i
 def runs_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[int, ...]:
     """Return for each layer how many of ``runs`` must have arrived until the layer is complete.
 
-    The arguments are those of :func:`blocks_needed`.
+    See :func:`blocks_needed` for the arguments.
     """
     ends = list(accumulate(stop - first for first, stop in runs or ((0, packing.blocks),)))
     return tuple(bisect_left(ends, blocks) + 1 if blocks else 0 for blocks in blocks_needed(packing, layers, runs))
@@ -247,8 +251,8 @@ def write_pieces(
 ) -> Iterator[int]:
     """Copy an adapter into its blocks, one block after the other.
 
-    A piece of a packing with codes consists of the scales of its rank rows, fp32, the codes of A, and those of Bᵀ. The
-    scale of a rank row is the product of those of its row of A and of its row of Bᵀ: only that product is needed.
+    A piece of a packing with codes consists of the scales of its rank rows (fp32), the codes of A, and the codes of Bᵀ.
+    The scale of a rank row is the scale of its row of A times the scale of its row of Bᵀ: only the product is needed.
 
     Args:
         weights: layer, module, A ``[rank, in_features]`` and Bᵀ ``[rank, out_features]``, in packing order, as
@@ -274,8 +278,9 @@ def write_pieces(
         if packed != (layer, module) or sum(piece.rows for piece in targets) != a.shape[0]:
             raise ValueError(f"{module} of layer {layer} has rank {a.shape[0]}, which is not what was packed")
         if has_codes := packing.lora_bits == 8 and module != SCORE:
-            (a, of_a), (bt, of_b) = to_codes(a), to_codes(bt)
-            scales = of_a * of_b
+            a, a_scales = to_codes(a)
+            bt, b_scales = to_codes(bt)
+            scales = a_scales * b_scales
         for piece in targets:
             if piece.block != block:
                 block = piece.block

@@ -104,6 +104,6 @@ class PrefixInsertion:
         self._tiers.pin(nodes)
 
     def _tops(self, lease: SequenceLease, count: int) -> list[int]:
-        """Return the adapter node of each of the next ``count`` blocks; before the adapter acts, that of the base."""
+        """Return the adapter node of each of the next ``count`` blocks; the base's node before the adapter acts."""
         of_base = max(0, lease.adapter_start // self._block_size - len(lease.path))
         return [BASE] * min(of_base, count) + [lease.adapter] * (count - of_base)

@@ -8,12 +8,15 @@ import numpy as np
 
 from lorikeet.memory.tree import Nodes, Scores
 
-_PRIOR_BLOCKS, _PRIOR_SHARE = 64.0, 0.3
+_PRIOR_BLOCKS = 64.0
+_PRIOR_SHARE = 0.3
 """Blocks that are assumed to have been counted at the start, and the share of them that was used again. For an adapter
 the share of all adapters is assumed."""
 _REMEMBERED_BLOCKS = 4096.0
 """Blocks after which the counts of an adapter are halved, so that they follow its traffic."""
-_FIRST_WAIT_S, _MAX_WAIT_S, _WAITS = 10.0, 120.0, 2.0
+_FIRST_WAIT_S = 10.0
+_MAX_WAIT_S = 120.0
+_WAITS = 2.0
 """Seconds after which a block that was not used again counts as such: at first, at most, and as a multiple of the mean
 time after which blocks are used again. Before, nothing is known of it: KV of an adapter that has just become popular
 waits for the next turns of its conversations."""

@@ -1,4 +1,4 @@
-"""The least memory that an engine works with."""
+"""Sizes of adapters and KV as an engine stores them, and the smallest memory that an engine works with."""
 
 import msgspec
 
@@ -11,28 +11,28 @@ _SMALLEST_RANK = 8
 
 
 def stored_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeometry:
-    """Return a geometry with the forms in which an engine keeps adapters and KV.
+    """Return a geometry with the element sizes in which an engine stores adapters and KV.
 
     Raises:
-        ConfigError: there is no such form, or it does not fit the model.
+        ConfigError: a setting names an unknown dtype, or the dtype does not fit the model.
     """
     bits = MEMORY_BITS
     for name, dtype in (("lora_dtype", engine.lora_dtype), ("kv_cache_dtype", engine.kv_cache_dtype)):
         if dtype not in bits:
             raise ConfigError(unknown_name(name, dtype, tuple(bits)))
-    kept = msgspec.structs.replace(geometry, lora_bits=bits[engine.lora_dtype], kv_bits=bits[engine.kv_cache_dtype])
+    stored = msgspec.structs.replace(geometry, lora_bits=bits[engine.lora_dtype], kv_bits=bits[engine.kv_cache_dtype])
     try:
-        kept.kv_elements_per_token()
+        stored.kv_elements_per_token()
     except ValueError as error:
         raise ConfigError(f"kv_cache_dtype: {error}") from error
-    return kept
+    return stored
 
 
 def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:
-    """Return the blocks of an adapter of that rank on every module; 0 without adapters.
+    """Return the blocks of an adapter with this rank on every module; 0 if adapters are disabled.
 
     Raises:
-        ConfigError: a block is too small for a row of it.
+        ConfigError: a block is too small for a row of the adapter.
     """
     if not settings.adapters.enabled:
         return 0
@@ -43,26 +43,27 @@ def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> in
 
 
 def min_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int) -> int:
-    """Return the blocks of the longest sequence and a small adapter; raises as :func:`adapter_blocks`.
+    """Return the blocks of the longest sequence and a small adapter.
 
     Args:
-        settings: of the server.
-        geometry: of one rank's share of the model.
-        longest_tokens: of a sequence.
+        settings: settings of the server.
+        geometry: geometry of one rank's share of the model.
+        longest_tokens: most tokens of a sequence.
+
+    Raises:
+        ConfigError: a block is too small for a row of the adapter.
     """
     return -(-longest_tokens // settings.engine.block_size) + adapter_blocks(settings, geometry, _SMALLEST_RANK)
 
 
 def check_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int, blocks: int) -> None:
-    """Check that an arena of so many blocks works.
+    """Check that an arena of this many blocks is large enough.
 
     Raises:
-        ConfigError: it does not; the message says how much is needed.
+        ConfigError: it is too small; the message names the size that is needed.
     """
-    least, block_bytes = (
-        min_blocks(settings, geometry, longest_tokens),
-        geometry.block_bytes(settings.engine.block_size),
-    )
+    least = min_blocks(settings, geometry, longest_tokens)
+    block_bytes = geometry.block_bytes(settings.engine.block_size)
     if blocks >= least:
         return
     given = "memory_bytes" if settings.engine.memory_bytes else "free memory of"

@@ -25,8 +25,8 @@ class MemoryCounters:
     """Counts cache hits, prefetches and tick times. ``MemoryStats`` defines each number.
 
     Args:
-        tiers: holds the block accounts.
-        options: of the preset.
+        tiers: has the block accounts.
+        options: memory options of the preset.
     """
 
     def __init__(self, tiers: Tiers, options: MemoryOptions) -> None:
@@ -41,10 +41,10 @@ class MemoryCounters:
         self._observed_s: float | None = None
 
     def arrived(self, adapter: int, path: Sequence[int], block_size: int, query_tokens: int) -> None:
-        """Count how much of what a new request needs is on the device.
+        """Count the blocks that a new request needs, and how many of them are on the device.
 
-        A hit on the host counts as a miss, and so does KV on the device whose adapter or earlier KV is not there
-        (ELORA spec, R14 and R17).
+        A hit on the host counts as a miss. KV on the device also counts as a miss if its adapter or earlier KV is not
+        on the device (ELORA spec, R14 and R17).
         """
         tree = self._tiers.tree
         if adapter != BASE:
@@ -99,7 +99,8 @@ class MemoryCounters:
             waste_bytes: bytes in blocks of adapters on the device that hold no weights.
             host_adapters: number of adapters on the host.
         """
-        device, host = self._tiers.counts(), self._tiers.host_counts()
+        device = self._tiers.counts()
+        host = self._tiers.host_counts()
         cached = self._tiers.cached_blocks
         invalid, _ = self._invalid_blocks()
         shares = self._shares
@@ -144,14 +145,17 @@ class MemoryCounters:
 
     def _invalid_blocks(self) -> tuple[int, int]:
         """Return the number of unpinned KV blocks on the device without adapter or earlier KV, and of all unpinned."""
-        tree, end = self._tiers.tree, self._tiers.tree.end
-        is_kv, there = tree.kind[:end] == NodeKind.KV, tree.on_device[:end]
+        tree = self._tiers.tree
+        end = self._tiers.tree.end
+        is_kv = tree.kind[:end] == NodeKind.KV
+        there = tree.on_device[:end]
         rests = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == NodeTransfer.NO)
         unpinned = np.flatnonzero(rests)
         if self._dependent:  # then only the adapter can be missing
             valid = there[tree.top[unpinned]]
         else:
-            valid_everywhere, above = there.copy(), np.where(is_kv, tree.parent[:end], np.arange(end))
+            valid_everywhere = there.copy()
+            above = np.where(is_kv, tree.parent[:end], np.arange(end))
             for _ in range(int(tree.depth[:end].max()).bit_length()):  # each round covers twice as many ancestors
                 valid_everywhere &= valid_everywhere[above]
                 above = above[above]

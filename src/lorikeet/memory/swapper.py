@@ -32,9 +32,9 @@ _COPIES_IN_FLIGHT = 128
 """Most blocks of KV that are copied to the host ahead of their eviction at a time, and as a divisor the largest part of
 the evictable blocks: they cannot be evicted until the copy ends."""
 _COPIED_PART = 8
-_LEAST_SHARE = 0.05
-"""KV is not copied ahead if a smaller share of its adapter's KV is asked for again: the copies would only take the host
-memory of others."""
+_MIN_REUSED_SHARE = 0.05
+"""KV of an adapter is not copied ahead if a smaller share of the adapter's KV is reused: the copies would only take
+host memory from other KV."""
 PREFETCH_BELOW = 0.7
 """The swapper prefetches while less than this share of the device is in use, up to it."""
 EVICT_TO = 0.95
@@ -48,16 +48,16 @@ tier no other one starts for as long, unless one succeeds, since all files may b
 
 
 class Swapper:
-    """Evicts and prefetches between steps, as the policies and options of the preset say.
+    """Evicts and prefetches between steps, by the policies and options of the preset.
 
     Args:
         tiers: starts the transfers.
         evictor: frees blocks.
         eviction, prefetch: policies of the preset.
-        options: of the preset.
-        counters: count prefetches and ticks.
-        view: expected times of steps and copies.
-        reuse: of KV, by adapter.
+        options: memory options of the preset.
+        counters: counts prefetches and ticks.
+        view: has the expected times of steps and copies.
+        reuse: has the reused share of each adapter's KV.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Swapper:
         started_s = time.perf_counter()
         self._evictor.rescore_all(now)
         in_flight = len(self._tiers.transfers)
-        total, unused = self._tiers.device.total, self._evictor.unused()
+        total = self._tiers.device.total
+        unused = self._evictor.unused()
         if self._options.host_kv is HostKv.AHEAD and total - unused >= PREFETCH_BELOW * total:
             self._copy_ahead(now)
         wanted = round((1 - EVICT_TO) * total)
@@ -130,7 +131,7 @@ class Swapper:
         self._counters.ticked(time.perf_counter() - started_s)
 
     def _has_room(self, used: int) -> bool:
-        """Whether the swapper prefetches while so many blocks of the device are in use."""
+        """Return whether the swapper prefetches while this many blocks of the device are in use."""
         below = PREFETCH_BELOW * self._tiers.device.total
         return used < below or used - self._evictor.worthless() < below
 
@@ -147,7 +148,7 @@ class Swapper:
             self._next_prefetch_s = min(self._next_prefetch_s, self._prefetch.due_s(now))
 
     def load(self, node: int, now: float, *, demand: bool, order: LoadOrder = PACKING_ORDER) -> InflightTransfer:
-        """Begin to load an adapter to the device, whose blocks must be free there.
+        """Begin to load an adapter to the device. Its blocks must be free on the device.
 
         An adapter that is not on the host is read through the host tier and stays there, if blocks are free. On
         ``demand`` other nodes are evicted from the host for it.
@@ -156,9 +157,11 @@ class Swapper:
             node: the adapter; not on the device, in no transfer.
             now: the time.
             demand: whether a sequence waits for it.
-            order: in which its blocks arrive.
+            order: order in which its blocks arrive.
         """
-        tiers, entry, host_blocks = self._tiers, self._tree.adapters[node], []
+        tiers = self._tiers
+        entry = self._tree.adapters[node]
+        host_blocks = []
         if not self._tree.on_host[node]:
             size = entry.host_size
             fits = self._evictor.ensure_host_free(size, now) if demand else self._fits_prefetch_share(size)
@@ -177,7 +180,7 @@ class Swapper:
         self._retry_s.pop(node, None)
 
     def note_transfer_end(self, inflight: InflightTransfer, error: str | None, now: float) -> None:
-        """Record the end of a transfer; an adapter whose transfer failed is queued for a host read again."""
+        """Record the end of a transfer. An adapter whose transfer failed is queued for a host read again."""
         self.wake()
         if error is not None:
             self._counters.removed(inflight.nodes)
@@ -192,16 +195,17 @@ class Swapper:
             self._queue_host_read(node)
 
     def has_host_reads(self, now: float) -> bool:
-        """Whether reads into the host tier are in flight, or can be started now."""
+        """Return whether reads into the host tier are in flight, or can be started now."""
         return bool(self._reads or self._next_to_read(now) is not None)
 
     def _copy_ahead(self, now: float) -> None:
-        """Copy KV to the host that will be evicted soon, where loading it again saves time."""
-        tiers, cached = self._tiers, self._tiers.cached_blocks[NodeKind.KV]
+        """Copy KV that will be evicted soon to the host, if loading it again would save time."""
+        tiers = self._tiers
+        cached = self._tiers.cached_blocks[NodeKind.KV]
         most = min(_COPIES_IN_FLIGHT, cached // _COPIED_PART) - tiers.blocks_being_copied
         if tiers.host.total and most > 0 and self._view.loading_kv_pays(1):
             soon = cached // _COPIED_PART
-            self._evictor.copy_ahead(most, soon, lambda tops: self._reuse.shares(tops) >= _LEAST_SHARE, now)
+            self._evictor.copy_ahead(most, soon, lambda tops: self._reuse.shares(tops) >= _MIN_REUSED_SHARE, now)
 
     def _queue_host_read(self, node: int) -> None:
         """Queue an adapter to be read into the host tier, behind all others."""
@@ -210,7 +214,7 @@ class Swapper:
             self._to_read.move_to_end(node)
 
     def _prefetch_nodes(self, leave_free: int, now: float) -> None:
-        """Prefetch what the policy names, while more than ``leave_free`` device blocks stay free."""
+        """Prefetch the nodes that the policy names, while more than ``leave_free`` device blocks stay free."""
         tree = self._tree
         batch: list[int] = []
         refused: dict[float, int] = {}  # by score limit, the smallest size for which eviction did not suffice
@@ -271,11 +275,12 @@ class Swapper:
 
     def _next_to_read(self, now: float) -> int | None:
         """Return the next adapter to read into the host tier; None if none is queued or fits, or reads are paused."""
-        tree, limit = self._tree, self._max_prefetched_host_blocks
+        tree = self._tree
+        limit = self._max_prefetched_host_blocks
         while self._to_read and now >= self._reads_paused_until_s:
             node = next(iter(self._to_read))
             entry = tree.adapters[node]
-            # An adapter larger than the limit is skipped, so that it does not block those behind it.
+            # An adapter larger than the limit is skipped, so that it does not block the adapters behind it.
             if entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > limit:
                 del self._to_read[node]
                 continue
@@ -283,6 +288,6 @@ class Swapper:
         return None
 
     def _fits_prefetch_share(self, blocks: int) -> bool:
-        """Whether a prefetched adapter of this many blocks fits the host tier without evicting anything."""
+        """Return whether a prefetched adapter of this many blocks fits the host tier without evicting anything."""
         host = self._tiers.host
         return host.total - host.free + blocks <= self._max_prefetched_host_blocks

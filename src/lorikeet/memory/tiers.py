@@ -30,12 +30,12 @@ class Tiers:
     Args:
         tree: records where the bytes of each node are.
         device, host: the blocks.
-        dependent: whether KV may be on the device only if its parent is.
+        dependent: whether KV may be on the device only if its parent is on it.
 
     Attributes:
         transfers, transfer_of: transfers in flight by id, and by node.
         totals: finished transfers by source and target.
-        used_blocks: leased device blocks by kind of node, those in flight included.
+        used_blocks: leased device blocks by kind of node, with blocks in flight.
         cached_blocks: device blocks of nodes that are not pinned or in flight, by kind.
         blocks_being_freed: device blocks of KV that are free when its copy to the host ends, unless it is pinned again.
         blocks_being_copied: device blocks of KV that stays and is being copied to the host; it cannot be evicted
@@ -87,8 +87,10 @@ class Tiers:
 
     def adopt(self, nodes: Sequence[int], blocks: Sequence[BlockId]) -> None:
         """Give leased private blocks to new KV nodes, which are not pinned yet."""
-        tree, at = self.tree, np.asarray(nodes, np.int64)
-        tree.device[at], tree.device_generation[at] = blocks, [self.device.generation(block) for block in blocks]
+        tree = self.tree
+        at = np.asarray(nodes, np.int64)
+        tree.device[at] = blocks
+        tree.device_generation[at] = [self.device.generation(block) for block in blocks]
         tree.on_device[at] = True
         np.add.at(tree.children_on_device, tree.parent[at], 1)
         self._kv -= len(nodes)
@@ -103,7 +105,7 @@ class Tiers:
         return self.device.checked(self.tree.device[path].tolist(), self.tree.device_generation[path].tolist())
 
     def host_blocks(self, path: Sequence[int]) -> list[BlockId]:
-        """Return the host blocks of KV nodes; raises as :meth:`device_blocks`."""
+        """Return the host blocks of KV nodes; see :meth:`device_blocks` for errors."""
         return self.host.checked(self.tree.host[path].tolist(), self.tree.host_generation[path].tolist())
 
     def pin(self, nodes: Sequence[int]) -> None:
@@ -121,10 +123,12 @@ class Tiers:
         tree.pins[index] += change
         tree.touched[index] += 1
         turned = index[before == (0 if change > 0 else 1)]
-        moving, there = tree.moving[turned], tree.on_device[turned] | (tree.kept[turned] > 0)
+        moving = tree.moving[turned]
+        there = tree.on_device[turned] | (tree.kept[turned] > 0)
         still = turned[there & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
         others = still[tree.kind[still] != NodeKind.KV].tolist()  # the adapter, as a rule, or nothing
-        kv, adapter = (len(still) - len(others)) * change, sum(map(tree.device_size, others)) * change
+        kv = (len(still) - len(others)) * change
+        adapter = sum(map(tree.device_size, others)) * change
         self._kv += kv
         self._adapter += adapter
         self.cached_blocks[NodeKind.KV] -= kv
@@ -144,7 +148,7 @@ class Tiers:
         return seconds
 
     def queued_kv_load_s(self, blocks: int) -> float:
-        """Return the expected seconds to copy so many blocks of KV to the device, after the copies in flight."""
+        """Return the expected seconds to copy this many blocks of KV to the device, after the copies in flight."""
         before = sum(
             len(inflight.transfer.device_blocks) or len(inflight.nodes)
             for inflight in self.transfers.values()
@@ -173,13 +177,14 @@ class Tiers:
 
         Args:
             node: the adapter; not on the device, in no transfer.
-            device_blocks: leased for it, beside those that it has kept.
+            device_blocks: blocks leased for it, beside the blocks that it has kept.
             host_blocks: leased for it, to keep a copy on the host; empty if it is on the host or is to skip it.
             now: the time.
             demand: whether a sequence waits for it; False for a prefetch.
             order: in which its blocks arrive.
         """
-        tree, entry = self.tree, self.tree.adapters[node]
+        tree = self.tree
+        entry = self.tree.adapters[node]
         from_host = bool(tree.on_host[node])
         # Files are read as a whole, and a copy in groups follows its own order; there kept blocks are written again.
         kept = int(tree.kept[node]) if from_host and order == PACKING_ORDER else 0
@@ -193,7 +198,8 @@ class Tiers:
         self._inflight += len(entry.device_blocks)
         self.used_blocks[NodeKind.ADAPTER] += len(entry.device_blocks)
         self.resident_adapters += 1
-        source, blocks = Tier.HOST if from_host else Tier.SOURCE, entry.device_blocks[: entry.host_size]
+        source = Tier.HOST if from_host else Tier.SOURCE
+        blocks = entry.device_blocks[: entry.host_size]
         transfer = Transfer(
             next(self._ids), source, Tier.DEVICE, entry.host_blocks, blocks, entry.ref, demand, *order, kept=kept
         )
@@ -212,7 +218,8 @@ class Tiers:
         """
         tree = self.tree
         for node, block in zip(nodes, device_blocks, strict=True):
-            tree.device[node], tree.device_generation[node] = block, self.device.generation(block)
+            tree.device[node] = block
+            tree.device_generation[node] = self.device.generation(block)
             tree.moving[node] = NodeTransfer.IN
             tree.children_on_device[tree.parent[node]] += 1
         self._inflight += len(nodes)
@@ -232,7 +239,9 @@ class Tiers:
             now: the time.
             stays: whether it keeps its device blocks when the copy ends.
         """
-        tree, at, pinned = self.tree, np.asarray(nodes, np.int64), int(np.count_nonzero(self.tree.pins[nodes]))
+        tree = self.tree
+        at = np.asarray(nodes, np.int64)
+        pinned = int(np.count_nonzero(self.tree.pins[nodes]))
         self._kv -= pinned
         self.cached_blocks[NodeKind.KV] -= len(nodes) - pinned
         self._inflight += len(nodes)
@@ -244,7 +253,8 @@ class Tiers:
             self.blocks_being_freed += len(nodes)
             np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that the parents are evictable immediately
             tree.moving[at] = NodeTransfer.OUT
-        tree.host[at], tree.host_generation[at] = host_blocks, [self.host.generation(block) for block in host_blocks]
+        tree.host[at] = host_blocks
+        tree.host_generation[at] = [self.host.generation(block) for block in host_blocks]
         while nodes:
             if self._storing is None or len(self._storing.nodes) == KV_BLOCKS_PER_TRANSFER:
                 self._storing = self._begin(Transfer(next(self._ids), Tier.DEVICE, Tier.HOST), (), now)
@@ -263,7 +273,8 @@ class Tiers:
 
     def adopt_on_host(self, node: int, block: BlockId) -> None:
         """Give a leased host block to a KV node that is on no tier; the caller writes the block."""
-        self.tree.host[node], self.tree.host_generation[node] = block, self.host.generation(block)
+        self.tree.host[node] = block
+        self.tree.host_generation[node] = self.host.generation(block)
         self.tree.on_host[node] = True
         self._host_kv += 1
 
@@ -273,27 +284,32 @@ class Tiers:
         self.adapter_changes += 1
         self.resident_adapters -= bool(self.tree.on_device[node])
         self._free_device(node)
-        self.tree.on_device[node], self.tree.kept[node] = False, 0
+        self.tree.on_device[node] = False
+        self.tree.kept[node] = 0
         self.tree.touched[node] += 1
 
     def shorten_adapter(self, node: int, blocks: int) -> None:
         """Free the last device blocks of an unpinned adapter: fewer than it has."""
-        tree, entry = self.tree, self.tree.adapters[node]
+        tree = self.tree
+        entry = self.tree.adapters[node]
         self._count(node, -1)
         self.adapter_changes += 1
         self.resident_adapters -= bool(tree.on_device[node])
         self.device.release(entry.device_blocks[-blocks:])
         entry.device_blocks = entry.device_blocks[:-blocks]
-        tree.on_device[node], tree.kept[node] = False, len(entry.device_blocks)
+        tree.on_device[node] = False
+        tree.kept[node] = len(entry.device_blocks)
         tree.touched[node] += 1
         self._count(node, 1)
 
     def drop_kv(self, nodes: Sequence[int]) -> None:
         """Free the device blocks of unpinned KV. The KV is lost, unless it is on the host."""
-        tree, at = self.tree, np.asarray(nodes, np.int64)
+        tree = self.tree
+        at = np.asarray(nodes, np.int64)
         self.device.release(self.device_blocks(nodes))
         np.subtract.at(tree.children_on_device, tree.parent[at], 1)
-        tree.device[at], tree.on_device[at] = NO_BLOCK, False
+        tree.device[at] = NO_BLOCK
+        tree.on_device[at] = False
         tree.touched[at] += 1
         self.used_blocks[NodeKind.KV] -= len(nodes)
         self.cached_blocks[NodeKind.KV] -= len(nodes)
@@ -311,7 +327,8 @@ class Tiers:
         """Free the host blocks of KV that is in no transfer."""
         self.host.release(self.host_blocks(nodes))
         self._host_kv -= len(nodes)
-        self.tree.host[nodes], self.tree.on_host[nodes] = NO_BLOCK, False
+        self.tree.host[nodes] = NO_BLOCK
+        self.tree.on_host[nodes] = False
 
     def want(self, nodes: Iterable[int]) -> list[InflightTransfer]:
         """Mark the transfers to the device that ``nodes`` are part of as waited for, and return them."""
@@ -335,12 +352,15 @@ class Tiers:
         for inflight in self._begun:
             inflight.transfer = replaced(inflight.transfer, demand=inflight.demand)
             if inflight.transfer.adapter is None:
-                host, device = self.host_blocks(list(inflight.nodes)), self.device_blocks(list(inflight.nodes))
+                host = self.host_blocks(list(inflight.nodes))
+                device = self.device_blocks(list(inflight.nodes))
                 inflight.transfer = replaced(inflight.transfer, host_blocks=tuple(host), device_blocks=tuple(device))
         begun = tuple(inflight.transfer for inflight in self._begun)
         new = {transfer.transfer_id for transfer in begun}
         urgent = tuple(i for i in self._urgent if i in self.transfers and i not in new)
-        self._begun, self._urgent, self._storing = [], [], None
+        self._begun = []
+        self._urgent = []
+        self._storing = None
         return begun, urgent
 
     def finish(self, done: TransferDone) -> TransferResult:
@@ -358,7 +378,8 @@ class Tiers:
         result = TransferResult(inflight, done.error)
         for node in inflight.nodes:
             del self.transfer_of[node]
-            moving, self.tree.moving[node] = int(self.tree.moving[node]), NodeTransfer.NO
+            moving = int(self.tree.moving[node])
+            self.tree.moving[node] = NodeTransfer.NO
             self.tree.touched[node] += 1
             match moving:
                 case NodeTransfer.IN:
@@ -393,7 +414,7 @@ class Tiers:
         if tree.kind[node] == NodeKind.ADAPTER and result.inflight.transfer.source is Tier.SOURCE:
             self._finish_host_adapter(node, result.error)
         parent = int(tree.parent[node])
-        # KV is useless on the device if its parent is not: that copy failed, or the parent was evicted.
+        # KV is useless on the device without its parent, which was evicted or whose copy failed.
         is_reachable = (
             not self._dependent or parent == NO_NODE or tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN
         )
@@ -457,7 +478,8 @@ class Tiers:
     def _count(self, node: int, sign: int) -> None:
         """Add (``sign`` 1) or subtract (-1) a node on the device in the accounts."""
         tree = self.tree
-        kind, blocks = int(tree.kind[node]), tree.device_size(node) * sign
+        kind = int(tree.kind[node])
+        blocks = tree.device_size(node) * sign
         self.used_blocks[kind] += blocks
         if not tree.pins[node]:
             self.cached_blocks[kind] += blocks

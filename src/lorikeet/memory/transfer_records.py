@@ -1,4 +1,4 @@
-"""Values of the tiers: counts of blocks, and transfers in flight."""
+"""Values of the tiers: counts of blocks, transfers in flight, and totals of finished ones."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class BlockCounts(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Host blocks by state, as in ``BlockCounts``; pinned and cached blocks are not told apart here."""
+    """Host blocks by state, as in ``BlockCounts``, without a difference between pinned and cached blocks."""
 
     free: int
     kv: int
@@ -60,7 +60,7 @@ class RouteTotals:
 
     Attributes:
         transfers: number of transfers.
-        failed: those of them that failed.
+        failed: number of transfers that failed.
         blocks, busy_s: blocks of the others, and the seconds in which they were read or copied.
     """
 

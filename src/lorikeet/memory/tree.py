@@ -37,7 +37,7 @@ Scores = npt.NDArray[np.float64]
 
 
 class NodeKind:
-    """What a node is. Plain integers, since they are compared with arrays and in hot loops."""
+    """Kinds of nodes. Plain integers, since they are compared with arrays and in hot loops."""
 
     UNUSED: Final = 0
     """A free index."""
@@ -70,7 +70,7 @@ class AdapterNode:
         device_blocks: its blocks on the device, in packing order; more than ``host_size`` where slots are padded. Only
             the first ones (``DependencyTree.kept``) if the others were evicted.
         host_blocks: its blocks on the host, in packing order.
-        retired: whether it is to be freed, and must not be prefetched.
+        retired: whether it will be freed, and must not be prefetched.
     """
 
     ref: AdapterRef
@@ -86,14 +86,14 @@ class DependencyTree:
     Attributes:
         kind: :class:`NodeKind` of each node.
         parent: node of the block before it, or of the adapter for its first block; ``NO_NODE`` for base and adapters.
-        top: node of the adapter or base whose KV it is; the node itself for these.
+        top: node of the adapter or base that computed the KV; an adapter or the base is its own top.
         depth: 0 for adapters, 1 for their first blocks.
         size: blocks that it takes on the device: 1 for KV.
-        kept: of an adapter whose last blocks were evicted, the number of those that stayed; else 0. Such an adapter is
-            not ``on_device``, and loading it copies only what is missing.
+        kept: number of blocks that stayed on the device when the last blocks of an adapter were evicted; else 0. Such
+            an adapter is not ``on_device``, and loading it copies only the missing blocks.
         device, host: block of KV on either tier, ``NO_BLOCK`` if it has none.
-        device_generation, host_generation: generations of those blocks (see ``BlockPool``).
-        on_device, on_host: whether its bytes can be read there.
+        device_generation, host_generation: generations of these blocks (see ``BlockPool``).
+        on_device, on_host: whether its bytes can be read on the tier.
         moving: its :class:`NodeTransfer`.
         pins: number of leases and transfers that need it where it is.
         children: number of its children.
@@ -157,7 +157,9 @@ class DependencyTree:
         self._by_key: dict[bytes, int] = {}
         self._keys: list[bytes] = [b""] * _FIRST_NODES
         self._free = array("i", range(_FIRST_NODES - 1, BASE, -1))
-        self.kind[BASE], self.top[BASE], self.on_device[BASE] = NodeKind.BASE, BASE, True
+        self.kind[BASE] = NodeKind.BASE
+        self.top[BASE] = BASE
+        self.on_device[BASE] = True
         self._end = BASE + 1
         _NUMBERS.extend(range(len(_NUMBERS), _FIRST_NODES))
 
@@ -181,15 +183,15 @@ class DependencyTree:
         return np.flatnonzero(self.on_host[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
 
     def device_size(self, node: int) -> int:
-        """Return the device blocks that a node has now; those in flight are not counted."""
+        """Return the device blocks that a node has now, without blocks in flight."""
         return int(self.size[node] if self.on_device[node] else self.kept[node])
 
     def missing_blocks(self, adapter: int) -> int:
-        """Return the device blocks that an adapter needs beside those that it has kept."""
+        """Return the device blocks that an adapter needs beside the blocks that it has kept."""
         return int(self.size[adapter] - self.kept[adapter])
 
     def find(self, key: bytes) -> int | None:
-        """Return the KV node with this key, whether its bytes are on a tier or not; None if there is none."""
+        """Return the KV node with this key, or None. Its bytes need not be on a tier."""
         return self._by_key.get(key)
 
     def key_of(self, node: int) -> bytes:
@@ -230,14 +232,17 @@ class DependencyTree:
     def add_adapter(self, ref: AdapterRef, device_size: int, host_size: int) -> int:
         """Add an adapter version that is on no tier yet, and return its node; sizes in blocks."""
         (node,) = self._new(1)
-        self.kind[node], self.top[node], self.size[node] = NodeKind.ADAPTER, node, device_size
+        self.kind[node] = NodeKind.ADAPTER
+        self.top[node] = node
+        self.size[node] = device_size
         self.adapters[node] = AdapterNode(ref, host_size)
         self._by_digest[ref.digest] = node
         return node
 
     def descendants(self, node: int) -> Iterator[int]:
         """Yield all KV below a node of KV, parents before children, whichever adapter or base it belongs to."""
-        end, found = self._end, {node}
+        end = self._end
+        found = {node}
         kv = np.flatnonzero((self.kind[:end] == NodeKind.KV) & (self.depth[:end] > self.depth[node]))
         for each in kv[np.argsort(self.depth[kv], kind="stable")].tolist():
             if int(self.parent[each]) in found:
@@ -257,7 +262,7 @@ class DependencyTree:
             above: parent of the first block of each chain.
             keys: the keys of each chain, at least one; each block is the parent of the next.
             now: the time.
-            tops: for each block the node of the adapter or base whose KV it is; None: that of ``above``.
+            tops: node of the adapter or base that computed each block; None for the top of ``above``.
 
         Returns:
             The nodes of each chain.
@@ -279,8 +284,12 @@ class DependencyTree:
             depth = int(self.depth[parent])
             depths += range(depth + 1, depth + 1 + len(chain))
         at = np.array(nodes, np.int64)
-        self.kind[at], self.size[at], self.visits[at], self.last_use_s[at] = NodeKind.KV, 1, 1.0, now
-        self.parent[at], self.depth[at] = parents, depths
+        self.kind[at] = NodeKind.KV
+        self.size[at] = 1
+        self.visits[at] = 1.0
+        self.last_use_s[at] = now
+        self.parent[at] = parents
+        self.depth[at] = depths
         self.top[at] = [top for each in tops for top in each]
         np.add.at(self.children, parents, 1)
         return branches
@@ -291,7 +300,7 @@ class DependencyTree:
         self._release([node])
 
     def remove_kv(self, nodes: Sequence[int]) -> None:
-        """Remove KV nodes that are on no tier and whose children are all among ``nodes``."""
+        """Remove KV nodes that are on no tier. All their children must be among ``nodes``."""
         np.subtract.at(self.children, self.parent[np.asarray(nodes, np.int64)], 1)
         for node in nodes:
             del self._by_key[self._keys[node]]
@@ -363,7 +372,8 @@ def block_keys(
         before = blake2b(before + b"\0" + salt.encode(), digest_size=_KEY_BYTES).digest()
     if start and digest is not None and len(keys) == of_base:
         before = blake2b(before + f"\0{digest}@{start}".encode(), digest_size=_KEY_BYTES).digest()
-    data, step = array("i", token_ids[len(keys) * block_size :]).tobytes(), 4 * block_size
+    data = array("i", token_ids[len(keys) * block_size :]).tobytes()
+    step = 4 * block_size
     for begin in range(0, len(data) - step + 1, step):
         before = blake2b(before + data[begin : begin + step], digest_size=_KEY_BYTES).digest()
         keys.append(before)

@@ -82,11 +82,11 @@ class AdmissionView(Protocol):
         ...
 
     def is_resident(self, adapter: AdapterRef | None) -> bool:
-        """Whether an adapter is on the device or in flight to it; True for the base model."""
+        """Return whether an adapter is on the device or in flight to it; True for the base model."""
         ...
 
     def may_run(self, request: Request) -> bool:
-        """Whether the batching mode lets a waiting request run now."""
+        """Return whether the batching mode lets a waiting request run now."""
         ...
 
     def running(self) -> Sequence[RunningRequest]:

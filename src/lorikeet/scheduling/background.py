@@ -114,7 +114,8 @@ class BackgroundLast(AdmissionQueue):
         while running and (lacking_slots > 0 or lacking_tokens > 0):
             last = running.pop()
             preempted.append(last.request)
-            lacking_slots, lacking_tokens = lacking_slots - 1, lacking_tokens - last.kv_tokens
+            lacking_slots = lacking_slots - 1
+            lacking_tokens = lacking_tokens - last.kv_tokens
         return preempted
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:

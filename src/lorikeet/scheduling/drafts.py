@@ -21,7 +21,8 @@ _LONGEST_MATCH = 12
 """Most agreeing tokens that are counted; guesses with more are not right more often."""
 _KEPT_TOKENS = 4096
 """Tokens that are indexed: of an adapter's latest answers; of a sequence, at its first draft (later ones are added)."""
-_KEPT_ADAPTERS, _KNOWN_ADAPTERS = 64, 4096
+_KEPT_ADAPTERS = 64
+_KNOWN_ADAPTERS = 4096
 """Adapters whose answers are kept (some hundred kilobytes each), and whose rates are: those used last."""
 _LEAST_CHANCE = 0.5
 """A draft ends before a token whose probability, by the rates of earlier guesses, is lower."""
@@ -29,11 +30,14 @@ _ONCE_ANSWERED = 0.6
 """Factor of the prior rate of what has followed once in an earlier answer: it may be what differs between answers."""
 _PRIOR = 2.0
 """Weight of the prior rate of a kind of guess, in guesses."""
-_FADING, _FADING_BY_ANSWER = 0.95, 0.9
+_FADING = 0.95
+_FADING_BY_ANSWER = 0.9
 """Factors of the counts of a kind of guess, at each new one and after each answer, so that newer ones count more."""
 _MOST_COST = 0.9
 """Limit of the cost of a drafted token, so that a wrong measurement does not end all drafts."""
-_MIN_BALANCE, _START_BALANCE, _MAX_BALANCE = -2.0, 2.0, 8.0
+_MIN_BALANCE = -2.0
+_START_BALANCE = 2.0
+_MAX_BALANCE = 8.0
 """Balance of an adapter of which nothing is known, and its bounds, in drafted tokens that may be wrong."""
 _PER_TOKEN = 0.01
 """Fall of the balance, down to its start, for each token that comes without a draft."""
@@ -91,7 +95,8 @@ class NgramIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens. Places that the last of them ends are found once another follows."""
-        known, after = self.tokens, self._after
+        known = self.tokens
+        after = self._after
         for token in tokens:
             at = len(known)
             for order in _ORDERS:
@@ -112,7 +117,8 @@ class NgramIndex:
                 continue
             if order == 1 and not repeated:
                 return None
-            known, agreeing = self.tokens, order
+            known = self.tokens
+            agreeing = order
             limit = min(_LONGEST_MATCH, len(tail), at)
             while agreeing < limit and known[at - 1 - agreeing] == tail[-1 - agreeing]:
                 agreeing += 1
@@ -235,7 +241,8 @@ class Drafter:
 
     def _read(self, sequence: Sequence, adapter: _Adapter) -> NgramIndex:
         """Return the index of a sequence's tokens, all of them read; learn from those that came without a draft."""
-        token_ids, text = sequence.token_ids, self._texts.get(sequence.request_id)
+        token_ids = sequence.token_ids
+        text = self._texts.get(sequence.request_id)
         if text is None:
             text = self._texts[sequence.request_id] = NgramIndex(max(0, len(token_ids) - _KEPT_TOKENS), is_own=True)
             text.extend(token_ids[text.begin : sequence.prompt_tokens])
@@ -251,7 +258,8 @@ class Drafter:
         self, sequence: Sequence, text: NgramIndex, adapter: _Adapter, most: int, least_chance: float
     ) -> list[Guess]:
         """Return what is likely to follow the newest token."""
-        tail, stops = sequence.token_ids[-_LONGEST_MATCH:], sequence.request.sampling.stop_token_ids
+        tail = sequence.token_ids[-_LONGEST_MATCH:]
+        stops = sequence.request.sampling.stop_token_ids
         guesses: list[Guess] = []
         chance = 1.0
         while len(guesses) < most:
@@ -266,7 +274,7 @@ class Drafter:
         return guesses
 
     def pays(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether any of these adapters' drafts are right so often that every step should have some."""
+        """Return whether any of these adapters' drafts are right so often that every step should have some."""
         return bool(self._most) and any(self._adapter(sequence).balance >= _PAYS_BALANCE for sequence in sequences)
 
     def note(self, sequence: Sequence, drafted: int, kept: int, known: int) -> None:
@@ -291,7 +299,8 @@ class Drafter:
             del self._texts[sequence.request_id]
         if not self._most or will_resume or sequence.output_tokens < 2:
             return
-        owner, prompt_tokens = _owner(sequence), sequence.prompt_tokens
+        owner = _owner(sequence)
+        prompt_tokens = sequence.prompt_tokens
         begin = prompt_tokens if sequence.request.prompt_embeds is not None else max(0, prompt_tokens - _LONGEST_MATCH)
         self._adapter(sequence).add(sequence.token_ids[begin:])
         self._adapters.move_to_end(owner)
@@ -313,7 +322,8 @@ class Drafter:
 
 def _best(text: NgramIndex, adapter: _Adapter, tail: list[int]) -> Guess | None:
     """Return the guess with the most agreeing tokens; None if there is none."""
-    one, other = text.guess(tail), adapter.answers.guess(tail)
+    one = text.guess(tail)
+    other = adapter.answers.guess(tail)
     return max(one, other) if one and other else one or other
 
 

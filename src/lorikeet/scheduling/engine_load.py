@@ -34,7 +34,7 @@ class EngineLoad:
         return self.step_times.step_s(0, 0)
 
     def prefill_s(self, tokens: float) -> float:
-        """Return the expected seconds by which so many prompt tokens lengthen a step."""
+        """Return the expected seconds by which this many prompt tokens lengthen a step."""
         return self.step_times.prefill_s(tokens)
 
     def delay_per_lost_second(self, excluded: int = 0) -> float:

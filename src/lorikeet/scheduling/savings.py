@@ -43,12 +43,14 @@ class SavingsEstimator:
 
     def admitted(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
         """Yield what the cache and prefetches saved a request that is admitted."""
-        tree, name = self._memory.tree, sequence.request_id
+        tree = self._memory.tree
+        name = sequence.request_id
         if lease.adapter != BASE:
             yield from self._adapter(sequence, lease, now)
         if not lease.cached_blocks:
             return
-        block_size, path = self._memory.block_size, lease.path[: lease.cached_blocks]
+        block_size = self._memory.block_size
+        path = lease.path[: lease.cached_blocks]
         away = int(np.count_nonzero(tree.moving[path] == NodeTransfer.IN))
         ahead = sum(bool(tree.kind[node] == NodeKind.KV) for node in lease.prefetched)
         tokens = lease.cached_blocks * block_size
@@ -64,9 +66,13 @@ class SavingsEstimator:
         yield Decided(name, now, Mechanism.PREFIX_REUSE, saved_s, f"KV of {tokens} of {total} tokens was there{where}")
 
     def _adapter(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
-        tree, node, name = self._memory.tree, lease.adapter, sequence.request_id
-        blocks, is_on_host = int(tree.size[node]), bool(tree.on_host[node])
-        host_s, source_s = self._copy_s(Tier.HOST, blocks), self._copy_s(Tier.SOURCE, blocks)
+        tree = self._memory.tree
+        node = lease.adapter
+        name = sequence.request_id
+        blocks = int(tree.size[node])
+        is_on_host = bool(tree.on_host[node])
+        host_s = self._copy_s(Tier.HOST, blocks)
+        source_s = self._copy_s(Tier.SOURCE, blocks)
         if lease.adapter_transfers:
             from_where, saved_s = ("the host", max(0.0, source_s - host_s)) if is_on_host else ("its files", 0.0)
             why = f"its adapter ({blocks} blocks) was not on the device, and is loaded from {from_where}"
@@ -87,7 +93,8 @@ class SavingsEstimator:
         sequence.cold_start = None
         if self._assist is None or ref is None or not self._assist.costs.can_assist(ref):
             return
-        costs, tokens = self._assist.costs, sequence.cold_tokens
+        costs = self._assist.costs
+        tokens = sequence.cold_tokens
         took_s = now - sequence.admitted_s
         waiting_s = costs.waiting_s(ref, tokens)
         predicted_s = costs.assisted(ref, tokens).first_token_s if is_assisted else waiting_s

@@ -59,7 +59,8 @@ class OnlineFit:
     """
 
     def __init__(self, features: int) -> None:
-        self._squares, self._products = _PRIOR * np.eye(features), np.zeros(features)
+        self._squares = _PRIOR * np.eye(features)
+        self._products = np.zeros(features)
         self._parts: Floats | None = np.zeros(features)
 
     def note(self, sample: tuple[float, ...] | list[float], value: float) -> None:
@@ -97,9 +98,11 @@ class RobustFit:
     """
 
     def __init__(self, features: int, kinds: int, window: int, ridge: float) -> None:
-        self._window, self._ridge = window, ridge
+        self._window = window
+        self._ridge = ridge
         self._samples = np.zeros((kinds, window, features))
-        self._values, self._times = np.zeros((kinds, window)), np.zeros((kinds, window))
+        self._values = np.zeros((kinds, window))
+        self._times = np.zeros((kinds, window))
         self._noted = [0] * kinds
         self._parts: Floats | None = np.zeros(features)
 
@@ -107,14 +110,18 @@ class RobustFit:
         """Add a sample that occurred ``times`` times."""
         place = self._noted[kind] % self._window
         self._noted[kind] += 1
-        self._samples[kind, place], self._values[kind, place], self._times[kind, place] = sample, value, times
+        self._samples[kind, place] = sample
+        self._values[kind, place] = value
+        self._times[kind, place] = times
         self._parts = None
 
     def parts(self) -> Floats:
         """Return the coefficient of each feature; all 0 before the first sample."""
         if self._parts is None:
             used = self._times > 0
-            samples, values, times = self._samples[used], self._values[used], self._times[used]
+            samples = self._samples[used]
+            values = self._values[used]
+            times = self._times[used]
             near = _EXACT * float(np.median(values)) + 1e-12
             weights = times
             for _ in range(_ROUNDS):
@@ -159,7 +166,7 @@ class StepTimeEstimator:
         return decode_s / of_row_s if of_row_s else 0.0
 
     def prefill_s(self, tokens: float) -> float:
-        """Return the expected seconds by which so many prompt tokens lengthen a step."""
+        """Return the expected seconds by which this many prompt tokens lengthen a step."""
         _, prefill_s, _ = self._fitted()
         return float(prefill_s * tokens)
 
@@ -319,11 +326,14 @@ class Sequence:
             draft: as of ``SequenceStep``.
         """
         assert self.lease is not None
-        blocks, known = self.lease.blocks, self.sent_blocks
+        blocks = self.lease.blocks
+        known = self.sent_blocks
         new_blocks: tuple[BlockId, ...] = ()
         if known < len(blocks):
-            new_blocks, self.sent_blocks = tuple(blocks[known:]), len(blocks)
-        request, computed = self.request, self.computed_tokens
+            new_blocks = tuple(blocks[known:])
+            self.sent_blocks = len(blocks)
+        request = self.request
+        computed = self.computed_tokens
         samples = tokens == len(self.token_ids) - computed and request.pooling is None
         if not draft:  # as a rule
             return SequenceStep(request.request_id, computed, tokens, new_blocks, samples)
@@ -331,7 +341,8 @@ class Sequence:
 
     def export(self) -> Request:
         """Return a request that resumes it, in this or another engine."""
-        made, sent = self.token_ids[self.prompt_tokens :], self.request.output_token_ids
+        made = self.token_ids[self.prompt_tokens :]
+        sent = self.request.output_token_ids
         return msgspec.structs.replace(
             self.request,
             exports=self.request.exports + 1,
@@ -389,7 +400,8 @@ class OutputCollector:
     def take(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return the tokens and events since the last call."""
         taken = tuple(self._tokens), tuple(self.events)
-        self._tokens, self.events = [], []
+        self._tokens = []
+        self.events = []
         return taken
 
     def accept(
@@ -407,9 +419,13 @@ class OutputCollector:
         """
         if not tokens:
             return None
-        request, token_ids, prompt_tokens = sequence.request, sequence.token_ids, sequence.prompt_tokens
-        sampling, most = request.sampling, sequence.max_total_tokens
-        stops, known = sampling.stop_token_ids, len(token_ids)
+        request = sequence.request
+        token_ids = sequence.token_ids
+        prompt_tokens = sequence.prompt_tokens
+        sampling = request.sampling
+        most = sequence.max_total_tokens
+        stops = sampling.stop_token_ids
+        known = len(token_ids)
         index = known - prompt_tokens
         finish: tuple[FinishReason, int | None] | None = None
         for token in tokens:
@@ -422,7 +438,8 @@ class OutputCollector:
             if known >= most:
                 finish = FinishReason.LENGTH, None
                 break
-        made, sent = known - prompt_tokens, len(request.output_token_ids)
+        made = known - prompt_tokens
+        sent = len(request.output_token_ids)
         if index <= sent < made:  # ``sent`` is above ``index`` only while it restarts
             self.events.append(FirstToken(request.request_id, now))
         if made > sent:

@@ -17,7 +17,8 @@ _DECODES, _PREFILLS, _LORA_DECODES, _LORA_PREFILLS = range(4)
 _WINDOW = 64
 """Latest steps of each kind that count."""
 _RIDGE = 1e-4
-_UTILIZATION_S, _MOST_UTILIZED = 5.0, 0.95
+_UTILIZATION_S = 5.0
+_MOST_UTILIZED = 0.95
 """Half-life of what is known of the utilization, and the highest that counts."""
 _FEWEST = 16
 """Steps with prompts, and steps without, before which nothing is known."""
@@ -39,7 +40,8 @@ class Utilization:
         fade = 0.5 ** (passed_s / _UTILIZATION_S)
         self._from_s = now
         self._elapsed_s = self._elapsed_s * fade + passed_s
-        self._busy_s, self._steps = self._busy_s * fade + busy_s, self._steps * fade + steps
+        self._busy_s = self._busy_s * fade + busy_s
+        self._steps = self._steps * fade + steps
 
     def delay_of_a_second(self, step_s: float) -> float:
         """Return how many seconds one that is lost delays requests; ``step_s`` is the fixed part of a step."""
@@ -56,7 +58,8 @@ class StepCostMeter:
     """
 
     def __init__(self, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
-        self._form, self._rank = form, rank
+        self._form = form
+        self._rank = rank
         self._fit = RobustFit(features=len(_SCALE), kinds=4, window=_WINDOW, ridge=_RIDGE)
         self._seen = [0] * 4
         self._parts: tuple[float, ...] = ()

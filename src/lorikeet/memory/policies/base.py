@@ -24,7 +24,7 @@ class StepForecast(Protocol):
     """Predicts steps and delays for the memory's policies."""
 
     def prefill_s(self, tokens: float) -> float:
-        """Return the expected seconds by which so many prompt tokens lengthen a step; 0 where not known."""
+        """Return the expected seconds by which this many prompt tokens lengthen a step; 0 where not known."""
         ...
 
     def delay_per_lost_second(self, excluded: int = 0) -> float:
@@ -49,12 +49,12 @@ class MemoryView:
         waiting: adapter nodes of the queued requests, in queue order, with the number of requests for each; updated
             only if a policy sets ``follows_queue``.
         resident_adapters: returns the present number of adapters on the device or in flight to it.
-        load_s: returns the predicted seconds to load each of some adapters; 0 where not known.
+        load_s: returns the expected seconds to load each of the given adapters; 0 where not known.
         iteration_s: duration of the last step in seconds; 0 where not known.
-        load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
-        store_kv_s: returns the predicted seconds until so many blocks of KV are copied to the host; 0 where not known.
-        prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
-            where not known.
+            load_kv_s: returns the expected seconds until this many blocks of KV are copied from the host; 0 if unknown.
+        store_kv_s: returns the expected seconds until this many blocks of KV are copied to the host; 0 if unknown.
+        prefill_s: returns the expected seconds by which a step is longer if it computes this many blocks of KV; 0 where
+            not known.
         delay_per_lost_second: returns the seconds by which all requests together are delayed if the engine loses one;
             see :class:`StepForecast`.
         kv_reuse: returns the share of each adapter's KV that is expected to be reused, given their nodes.
@@ -74,15 +74,15 @@ class MemoryView:
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
 
     def loading_kv_pays(self, blocks: int, needed: int = 0, *, is_waiting: bool = False) -> bool:
-        """Whether loading so many blocks of KV from the host costs less than computing them, as far as is known.
+        """Return whether loading blocks of KV from the host probably costs less than computing them.
 
-        For a load one request waits, and keeps its blocks meanwhile, for which queued ones wait. A longer step delays
-        all requests.
+        A load delays the request that waits for it, and queued requests that wait for the blocks it keeps meanwhile. A
+        longer step delays all requests.
 
         Args:
-            blocks: to load or to compute.
-            needed: all blocks that the request needs on the device.
-            is_waiting: whether that request is queued now, and so one of those that are counted.
+            blocks: number of blocks to load or to compute.
+            needed: number of all blocks that the request needs on the device.
+            is_waiting: whether the request is queued now, and so counted among the queued ones.
         """
         prefill_s = self.prefill_s(blocks)
         if not prefill_s:
@@ -115,13 +115,13 @@ class EvictionPolicy:
         view: the state of the memory.
 
     Attributes:
-        rescored_at_eviction: whether scores of adapters depend on what else is resident, so that all of them are
-            scored again before every eviction. Else the scores of the last tick are used, updated for nodes that were
-            used since.
+        rescored_at_eviction: whether scores of adapters depend on the other resident nodes. If so, all adapters are
+            scored again before every eviction. Otherwise the scores of the last tick are used, updated for nodes that
+            were used since.
         whole_branches: whether the eviction of a node also evicts everything evictable of its branch (all nodes of the
             same ``top``).
-        deeper_first: whether of equal scores the deeper node is evicted first, and KV of one branch with equal scores
-            together; else the node with the lower index, one at a time.
+        deeper_first: whether the deeper of two nodes with equal scores is evicted first, and KV of one branch with
+            equal scores together. Otherwise the node with the lower index is evicted first, one at a time.
         proposals: number of lowest-scored nodes that are passed to :meth:`choose`; with 1 the lowest is evicted.
         evictable_below: adapters with a lower score may be evicted for prefetches that queued requests need.
         worthless_below: nodes with a lower score are evicted for any prefetch, if evicted blocks are free immediately.
@@ -140,18 +140,18 @@ class EvictionPolicy:
         self.view = view
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return a finite score for each of ``nodes``; ``deeper_first`` says what comes first of equal ones.
+        """Return a finite score for each of ``nodes``; ``deeper_first`` breaks ties.
 
         The score of the base model's node is ignored.
         """
         raise NotImplementedError
 
     def adapter_offset(self, now: float) -> float:
-        """Return the number added to scores of adapters before they are compared with those of KV for eviction."""
+        """Return the number to add to scores of adapters before they are compared with scores of KV for eviction."""
         return 0.0
 
     def prefetch_adapter_offset(self, now: float) -> float:
-        """Return the number added to scores of adapters before they are compared with those of KV for prefetch."""
+        """Return the number to add to scores of adapters before they are compared with scores of KV for prefetch."""
         return 0.0
 
     def choose(self, nodes: Sequence[int], now: float) -> int:
@@ -159,7 +159,7 @@ class EvictionPolicy:
         return nodes[0]
 
     def protect(self, adapter: int, until_s: float) -> None:
-        """Handle the wish of a prefetch policy to keep an adapter until ``until_s``; ignored by default."""
+        """Handle a prefetch policy's wish to keep an adapter until ``until_s``; ignored by default."""
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
         """Handle the arrival of a request for ``adapter`` that matches ``path``; visits and last use are updated."""
@@ -189,7 +189,7 @@ class PrefetchPolicy:
 
     Attributes:
         below_watermark_only: whether it prefetches only while less than ``swapper.PREFETCH_BELOW`` of the device
-            is in use, up to it. Else it uses any free memory.
+            is in use, up to it. Otherwise it uses any free memory.
         follows_queue: whether it reads ``view.waiting``.
     """
 
@@ -229,7 +229,7 @@ class PrefetchPolicy:
 
 
 def is_prefetchable(tree: DependencyTree, node: int) -> bool:
-    """Whether a node is off the device, in no transfer, and could be loaded to it."""
+    """Return whether a node is off the device, in no transfer, and could be loaded to it."""
     entry = tree.adapters.get(node)
     if entry is not None and entry.retired:
         return False

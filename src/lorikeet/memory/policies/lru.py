@@ -7,9 +7,9 @@ import numpy as np
 from lorikeet.memory.policies.base import EvictionPolicy
 from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
-_LEAST_SHARE: Final = 0.05
-"""KV is evicted before all else if a smaller share of its adapter's KV is asked for again."""
-_BEFORE_OTHERS_S: Final = 1e9
+_MIN_REUSED_SHARE: Final = 0.05
+"""KV of an adapter is evicted first if a smaller share of the adapter's KV is reused."""
+_EVICTED_FIRST_S: Final = 1e9
 
 
 class Lru(EvictionPolicy):
@@ -21,18 +21,19 @@ class Lru(EvictionPolicy):
 
 
 class LruWithReuse(Lru):
-    """LRU in which KV comes first that will hardly be asked for again, by what was asked for of its adapter's KV.
+    """Evicts by last use, except that KV of adapters whose KV is rarely reused (< 5 %) is evicted first.
 
-    It makes room for prefetches, too.
+    Such KV is also evicted for prefetches.
     """
 
-    worthless_below = -_BEFORE_OTHERS_S / 2
+    worthless_below = -_EVICTED_FIRST_S / 2
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return the times of last use, less by a constant for KV of which less than ``_LEAST_SHARE`` comes back."""
-        tree, scores = self.view.tree, super().scores(nodes, now)
+        """Return the times of last use; a constant is subtracted for KV that is rarely reused."""
+        tree = self.view.tree
+        scores = super().scores(nodes, now)
         is_kv = tree.kind[nodes] == NodeKind.KV
         if is_kv.any():
-            lost = is_kv & (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < _LEAST_SHARE)
-            scores[lost] -= _BEFORE_OTHERS_S
+            lost = is_kv & (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < _MIN_REUSED_SHARE)
+            scores[lost] -= _EVICTED_FIRST_S
         return scores

@@ -13,17 +13,17 @@ _SORTED = 256
 """Number of best nodes that are sorted first; doubled each time more are needed."""
 
 _Key = tuple[float, float, int, int]
-"""Negative score, negative last use, depth, node: of equal scores the newer node comes first, then the shallower."""
+"""Negative score, negative last use, depth, node: among equal scores the newer node comes first, then the shallower."""
 
 
 class RankedPrefetch(PrefetchPolicy):
     """Names the nodes with the highest ranks; the eviction policy's offset applies between adapters and KV.
 
-    Candidates are nodes off the device whose parent is on the device, in flight to it, or was named before. Subclasses
+    A candidate is a node off the device whose parent is on the device, in flight to it, or was named before. Subclasses
     define the ranks.
 
     Attributes:
-        flat: whether every node is a candidate, wherever its parent is.
+        flat: whether every node is a candidate, even if its parent is not on the device.
     """
 
     flat = False
@@ -36,7 +36,8 @@ class RankedPrefetch(PrefetchPolicy):
         kv = kv[tree.score[kv] >= self.eviction.worthless_below]  # else it would displace what is worth as little
         is_open = np.ones(len(kv), np.bool_) if self.flat else stays_on_device(tree, tree.parent[kv])
         below = _Children(tree, kv[~is_open])
-        best_adapters, best_kv = _Ranked(tree, adapters, ranks), _Ranked(tree, kv[is_open], ranks)
+        best_adapters = _Ranked(tree, adapters, ranks)
+        best_kv = _Ranked(tree, kv[is_open], ranks)
         while best_adapters.first or best_kv.first:
             if _before(best_adapters.first, best_kv.first, self.eviction.prefetch_adapter_offset(now)):
                 node = best_adapters.pop()
@@ -57,7 +58,7 @@ class RankedPrefetch(PrefetchPolicy):
 class NewestFirst(RankedPrefetch):
     """Names the most recently used nodes, parents before children.
 
-    For eviction policies whose scores say nothing about nodes off the device.
+    It fits eviction policies whose scores rank only nodes on the device.
     """
 
     def ranks(self) -> Scores:
@@ -71,13 +72,13 @@ class _Ranked:
     def __init__(self, tree: DependencyTree, nodes: Nodes, ranks: Scores) -> None:
         self._tree = tree
         self._ranks = ranks
-        self._heap: list[tuple[_Key, bool]] = []  # with whether the key comes from the sorted initial nodes
+        self._heap: list[tuple[_Key, bool]] = []  # (key, whether it is one of the sorted initial nodes)
         self._sorted = self._falling(nodes)
         self._take_next()
 
     @property
     def first(self) -> _Key | None:
-        """The key of the best."""
+        """Key of the best node."""
         return self._heap[0][0] if self._heap else None
 
     def pop(self) -> int:
@@ -104,12 +105,15 @@ class _Ranked:
         while len(nodes):
             is_chosen = self._among_best(nodes, count)
             chosen = nodes[is_chosen]
-            ranks, last, depth = -self._ranks[chosen], -self._tree.last_use_s[chosen], self._tree.depth[chosen]
+            ranks = -self._ranks[chosen]
+            last = -self._tree.last_use_s[chosen]
+            depth = self._tree.depth[chosen]
             yield from sorted(zip(ranks.tolist(), last.tolist(), depth.tolist(), chosen.tolist(), strict=True))
-            nodes, count = nodes[~is_chosen], 2 * count
+            nodes = nodes[~is_chosen]
+            count = 2 * count
 
     def _among_best(self, nodes: Nodes, count: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ``count`` best nodes and of those equal to them in rank and last use."""
+        """Return a mask of the ``count`` best nodes, with all nodes of equal rank and last use."""
         if count >= len(nodes):
             return np.ones(len(nodes), np.bool_)
         ranks = self._ranks[nodes]
@@ -144,13 +148,14 @@ class _Children:
 def off_device(tree: DependencyTree) -> tuple[Nodes, Nodes]:
     """Return the adapters off the device, and the KV that is on the host only; neither in a transfer."""
     end = tree.end
-    kind, idle = tree.kind[:end], ~tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
+    kind = tree.kind[:end]
+    idle = ~tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
     adapters = np.flatnonzero(idle & (kind == NodeKind.ADAPTER))
     return adapters, np.flatnonzero(idle & (kind == NodeKind.KV) & tree.on_host[:end])
 
 
 def _before(adapter: _Key | None, kv: _Key | None, offset: float) -> bool:
-    """Whether an adapter ranks before KV when ``offset`` is added to its score."""
+    """Return whether an adapter ranks before KV with ``offset`` added to its score."""
     if adapter is None or kv is None:
         return adapter is not None
     return (adapter[0] - offset, *adapter[1:]) < kv

@@ -20,7 +20,8 @@ class QueuePrefetch(PrefetchPolicy):
 
     def targets(self, now: float) -> Iterator[int]:
         """Yield the adapters in queue order."""
-        tree, wanted = self.view.tree, np.fromiter(self.view.waiting, np.int64)
+        tree = self.view.tree
+        wanted = np.fromiter(self.view.waiting, np.int64)
         yield from wanted[~tree.on_device[wanted] & (tree.moving[wanted] == NodeTransfer.NO)].tolist()
 
     def evicts_below(self, node: int) -> float:

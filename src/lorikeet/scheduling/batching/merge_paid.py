@@ -44,11 +44,13 @@ class MergePaid(BatchingMode):
     merges = True
 
     def __init__(self, setup: BatchingSetup) -> None:
-        self._meter, self._rank = StepCostMeter(setup.kernel_form, setup.rank), setup.rank
+        self._meter = StepCostMeter(setup.kernel_form, setup.rank)
+        self._rank = setup.rank
         self._longest_switch_s = 0.0
         self._merged: AdapterDigest | None = None
         self._alone: AdapterDigest | None = None  # the only adapter that has requests
-        self._steps_alone, self._overhead_s = 0, 0.0
+        self._steps_alone = 0
+        self._overhead_s = 0.0
         self._has_tried = False
         self.net_s = self.busy_s = 0.0
 
@@ -57,7 +59,9 @@ class MergePaid(BatchingMode):
         first = live[0].adapter if live else self._alone
         alone = first if all(request.adapter == first for request in live) else None
         if alone != self._alone:
-            self._alone, self._steps_alone, self._overhead_s = alone, 0, 0.0
+            self._alone = alone
+            self._steps_alone = 0
+            self._overhead_s = 0.0
         if alone is None:
             return ALL_REQUESTS
         is_merged = alone == self._merged
@@ -98,7 +102,8 @@ class MergePaid(BatchingMode):
 
     def _added_s(self, work: BatchWork) -> float:
         """Return what the only adapter adds to a step if it is not merged; 0 before that is known."""
-        costs, alone = self._meter.costs(), self._alone
+        costs = self._meter.costs()
+        alone = self._alone
         if costs is None or alone is None or not self._has_tried:
             return 0.0
         rank = self._rank(alone)

@@ -24,21 +24,22 @@ _Floats = npt.NDArray[np.float64]
 
 _DELAY_SHARE: Final = 0.15
 _DELAY_S: Final = 0.1
-"""A request may be delayed by this share of its wait under FIFO and so many seconds. Both are below what the class
+"""A request may be delayed by this share of its wait under FIFO and this many seconds. Both are below what the class
 promises, since delays are estimates."""
 _WORST_HALF_LIFE_S: Final = 60.0
 """Half-life of the longest wait under FIFO that is remembered."""
 _COLD_FACTOR: Final = 1.1
-"""A request whose adapter is not on the device comes after one that costs up to so many times as much."""
+"""A request whose adapter is not on the device comes after one that costs up to this many times as much."""
 _GROWTH: Final = 1.25
-"""An answer that is longer than predicted is expected to become so many times as long as it is."""
-_PACE_S, _MOST_PACE = 5.0, 3.0
+"""An answer that is longer than predicted is expected to become this many times as long as it is."""
+_PACE_S = 5.0
+_MOST_PACE = 3.0
 """Half-life of what is known of the pace, and its limits: seconds in which requests waited over the costs of those that
 were admitted meanwhile."""
 _CANDIDATES: Final = 256
 """Only so many of the oldest requests are considered, so that a long queue does not slow down the steps."""
 _REFRESH_S: Final = 0.25
-"""Costs are computed again after so many seconds, or when the queue has changed."""
+"""Costs are computed again after this many seconds, or when the queue has changed."""
 
 _DELAYED, _PENDING, _WAITED, _QUEUED = range(4)
 
@@ -81,10 +82,14 @@ class BoundedShortestFirst(AdmissionQueue):
         self._waiting: list[Request] = []
         self._times = np.zeros((0, 4))  # of each: delayed by, of that still to come, waited before, queued at
         self._admitted: dict[RequestId, _Charge] = {}
-        self._costs, self._order = np.zeros(0), np.zeros(0, np.int64)
-        self._fresh_until_s, self._elapsed_until_s = -np.inf, 0.0
-        self._worst_s, self._worst_at_s = 0.0, 0.0
-        self._queued_s, self._served_s = _PACE_S, _PACE_S
+        self._costs = np.zeros(0)
+        self._order = np.zeros(0, np.int64)
+        self._fresh_until_s = -np.inf
+        self._elapsed_until_s = 0.0
+        self._worst_s = 0.0
+        self._worst_at_s = 0.0
+        self._queued_s = _PACE_S
+        self._served_s = _PACE_S
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request by time of arrival; one that resumes keeps what it has waited."""
@@ -112,7 +117,8 @@ class BoundedShortestFirst(AdmissionQueue):
             return
         if now >= self._fresh_until_s:
             self._refresh(now)
-        requests, costs = self._waiting[: len(self._costs)], self._costs
+        requests = self._waiting[: len(self._costs)]
+        costs = self._costs
         allowances = self._allowances_s(now)
         passed = np.zeros(len(costs), np.bool_)  # admitted, or tried in vain
         for left in range(len(costs), 0, -1):
@@ -136,7 +142,8 @@ class BoundedShortestFirst(AdmissionQueue):
 
     def waiting(self) -> Iterable[Request]:
         """Return the waiting requests: of the oldest the cheapest first, then the others by arrival."""
-        requests, count = tuple(self._waiting), len(self._costs)
+        requests = tuple(self._waiting)
+        count = len(self._costs)
         if self._fresh_until_s == -np.inf:
             return requests
         return (*(requests[at] for at in self._order.tolist()), *requests[count:])
@@ -167,7 +174,8 @@ class BoundedShortestFirst(AdmissionQueue):
 
     def _takes_room(self, younger: Request, oldest: Request) -> bool:
         """Return whether the oldest request fits into the memory now, and no longer would beside a younger one."""
-        free_tokens, needed = self.view.free_tokens(), tokens_needed(oldest, self.view)
+        free_tokens = self.view.free_tokens()
+        needed = tokens_needed(oldest, self.view)
         return needed <= free_tokens < needed + tokens_needed(younger, self.view)
 
     def _allowances_s(self, now: float) -> _Floats:
@@ -183,16 +191,19 @@ class BoundedShortestFirst(AdmissionQueue):
     def _note_fifo_wait(self, under_fifo_s: float, now: float) -> None:
         """Record the wait of a request under FIFO; the longest of recent ones is remembered and fades."""
         faded_s = self._worst_s * 0.5 ** ((now - self._worst_at_s) / _WORST_HALF_LIFE_S)
-        self._worst_s, self._worst_at_s = max(faded_s, under_fifo_s), now
+        self._worst_s = max(faded_s, under_fifo_s)
+        self._worst_at_s = now
 
     def _refresh(self, now: float) -> None:
         """Compute the costs of the oldest requests, and their order."""
-        requests, running = self._waiting[:_CANDIDATES], self.view.running()
+        requests = self._waiting[:_CANDIDATES]
+        running = self.view.running()
         passed_s = now - self._elapsed_until_s
         self._times[:, _PENDING] = np.maximum(0.0, self._times[:, _PENDING] - passed_s)
         self._elapsed_until_s = now
         fade = 0.5 ** (passed_s / _PACE_S)
-        self._queued_s, self._served_s = self._queued_s * fade + passed_s, self._served_s * fade
+        self._queued_s = self._queued_s * fade + passed_s
+        self._served_s = self._served_s * fade
         self._charge_overruns(running)
         self._costs = self._costs_s(requests, running)
         resident = [self.view.is_resident(request.adapter) for request in requests]
@@ -217,7 +228,8 @@ class BoundedShortestFirst(AdmissionQueue):
 
         If answers of running requests are longer than predicted, the others count as that much longer, too.
         """
-        times, view = self.view.step_times, self.view
+        times = self.view.step_times
+        view = self.view
         if not times.is_known:
             return np.full(len(requests), np.inf)
         kv_tokens = view.free_tokens() + sum(each.kv_tokens for each in there)

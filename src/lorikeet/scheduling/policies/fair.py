@@ -13,7 +13,8 @@ from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionQueue, AdmissionView, tokens_needed
 
-INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+INPUT_WEIGHT = 1
+OUTPUT_WEIGHT = 2
 """Weights of a token as in the paper's evaluation; an output token takes longer to compute."""
 SPARE = 0.15
 """Largest share of the memory that an owner above its equal share must leave free."""

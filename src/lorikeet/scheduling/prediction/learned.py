@@ -182,7 +182,8 @@ class LengthModel:
         Raises:
             IndexError, ValueError: the arrays do not fit together.
         """
-        trees, here = self._trees, np.arange(self._trees.feature.shape[1])
+        trees = self._trees
+        here = np.arange(self._trees.feature.shape[1])
         if not all(((side >= here) & (side <= here[-1])).all() for side in (trees.left, trees.right)):
             raise ValueError("a tree has a cycle")
         if not ((trees.feature >= 0) & (trees.feature < len(self._axes) + 3)).all():

@@ -79,7 +79,8 @@ def train(samples: Samples, tokenizer_sha256: str) -> LengthModel:
     if count < LEAST_REQUESTS:
         raise TooFewRequests(f"{count} requests are too few to train on; {LEAST_REQUESTS} are needed")
     cut = round(count * (1 - _HELD_OUT))
-    first, last = samples.part(0, cut), samples.part(cut, count)
+    first = samples.part(0, cut)
+    last = samples.part(cut, count)
     nothing = PredictionErrors(0, 0.0, 0.0, 0.0)
     trial = _fit(first, LengthModelInfo((), tokenizer_sha256, cut, nothing, nothing))
     learned = trial.predict(last.vectors, last.prompt_tokens, last.adapters)
@@ -96,7 +97,8 @@ def train(samples: Samples, tokenizer_sha256: str) -> LengthModel:
 
 def predict_by_history(samples: Samples, begin: int) -> list[int]:
     """Return the predictions of history for the requests from ``begin`` on, each by all requests before it."""
-    history, predicted = LengthHistory(), []
+    history = LengthHistory()
+    predicted = []
     for index, (adapter, tokens) in enumerate(zip(samples.adapters, samples.output_tokens, strict=True)):
         if index >= begin:
             predicted.append(history.predict(adapter) or 1)
@@ -134,7 +136,8 @@ def _fit(samples: Samples, about: LengthModelInfo) -> LengthModel:
     )
     rows = [known.index(adapter) if adapter in known else len(known) for adapter in samples.adapters]
     axes = PCA(min(_AXES, samples.vectors.shape[1]), random_state=0).fit(samples.vectors)
-    centre, components = axes.mean_.astype(np.float32), axes.components_.astype(np.float32)
+    centre = axes.mean_.astype(np.float32)
+    components = axes.components_.astype(np.float32)
     features = features_of(samples.vectors, centre, components, samples.prompt_tokens, typical[rows])
     model = GradientBoostingRegressor(loss="absolute_error", random_state=0, **_TREES).fit(features, logs)
     base = float(np.ravel(model.init_.constant_)[0])
