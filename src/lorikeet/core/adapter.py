@@ -1,4 +1,4 @@
-"""A reference to an adapter: what the engine must know without reading its weights."""
+"""A reference to an adapter: its name, version and sizes, without its weights."""
 
 from collections.abc import Mapping
 
@@ -13,17 +13,17 @@ HEAD = "head"
 
 
 class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
-    """An extra: what an adapter has of one kind for one module beside LoRA's A and B, a matrix on each of some layers.
+    """Weights of an adapter beside LoRA's A and B: one kind for one module, a matrix on each of some layers.
 
     DoRA's magnitudes, biases, whole norms, linear layers and embeddings, and trained tokens are extras. The kinds are
     listed in ``docs/decisions/adapter-extras.md``.
 
     Attributes:
-        kind: what it is, such as ``magnitude``.
+        kind: kind of the weights, such as ``magnitude``.
         module: a module of the geometry, the path of a vector of the base, ``embedding`` or ``head``.
-        columns: of the matrices.
-        rows: of the matrix on each layer; 0: there is none.
-        tokens: of rows of the vocabulary, which tokens they are.
+        columns: columns of the matrices.
+        rows: rows of the matrix on each layer; 0 on a layer without one.
+        tokens: token ids of the rows, for rows of the vocabulary.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
 
 
 Shape = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[AdapterExtra, ...]]
-"""What decides where an adapter's weights are in its blocks: its ranks and its extras."""
+"""Ranks and extras of an adapter, which determine where its weights are in its blocks."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
         ranks: for each module of the geometry that it changes, the rank on every layer (0: unchanged); for its score
             head, if it has one (``geometry.SCORE``), the number of labels on the last layer, and 0 on the others.
         weight_bytes: size of the weights file.
-        extras: what it has beside low-rank matrices on linear modules.
+        extras: weights beside low-rank matrices on linear modules.
     """
 
     name: AdapterName
@@ -74,5 +74,5 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
 
 def largest_rank(ranks: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the largest rank in ``AdapterRef.ranks``, of which the labels of a score head are none."""
+    """Return the largest rank in ``AdapterRef.ranks``; the labels of a score head do not count as a rank."""
     return max((max(by_layer) for module, by_layer in ranks.items() if module != SCORE), default=0)

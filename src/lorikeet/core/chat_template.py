@@ -25,11 +25,11 @@ The spaces behind it are missing if the template strips the message; a template 
 
 
 _FAILURES_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What templates raise on messages that they do not expect, beside their own errors."""
+"""Errors that templates raise on unexpected messages, beside their own."""
 
 
 class TemplateError(ValueError):
-    """The template is missing or broken, or it refused the messages; the error text says which."""
+    """The template is missing or broken, or it refused the messages; the error text names the cause."""
 
 
 DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"

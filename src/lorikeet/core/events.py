@@ -33,11 +33,11 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     """The request was admitted and its blocks were allocated.
 
     Attributes:
-        request_id: of the request.
+        request_id: the request.
         at_s: when.
-        cached_tokens: number of its tokens whose KV was found on the device or the host.
+        cached_tokens: number of its tokens with cached KV on the device or the host.
         waits_for_adapter, waits_for_kv: whether it waits for a transfer, until ``AdapterArrived`` or ``KvArrived``.
-        waited_for: what it was refused for last, while it was queued; empty if it was admitted when it was first tried.
+        waited_for: reason of its last refusal while it was queued; empty if its first try succeeded.
     """
 
     request_id: RequestId
@@ -84,7 +84,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
         at_s: when.
         reason: why.
         stop_token_id: the token that stopped it.
-        error: what went wrong, for ``FinishReason.ERROR``.
+        error: error text, for ``FinishReason.ERROR``.
         impossible: whether the request can never be served as it is; otherwise the error is not the request's fault.
     """
 
@@ -97,7 +97,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Mechanism(StrEnum):
-    """What may save time, as ``lorikeet:seconds_saved_total`` names it."""
+    """Mechanisms that may save time, by their names in ``lorikeet:seconds_saved_total``."""
 
     PREFIX_REUSE = "prefix_reuse"
     """KV of the prompt was there, and was not computed again."""
@@ -119,9 +119,9 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
     """Something was decided for a request.
 
     Attributes:
-        request_id: of the request.
-        at_s: when it is known what it saved.
-        mechanism: that decided.
+        request_id: the request.
+        at_s: time at which the saving is known.
+        mechanism: the mechanism that decided.
         saved_s: seconds that all requests together wait less than without it, by the measured costs of steps and
             transfers; negative if it cost time.
         why: in a few words.
@@ -187,7 +187,7 @@ class RequestTimings:
         waits_for_adapter: whether it waited for its adapter; otherwise its prefill was assisted meanwhile.
         cached_tokens: prompt tokens found in KV at the first admission.
         preemptions: how often it was preempted.
-        waited_for: what kept it in the queue last.
+        waited_for: last reason why it stayed in the queue.
         decisions: the latest of them.
         saved_s: seconds that each mechanism saved.
     """

@@ -40,7 +40,7 @@ class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvShape(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer keeps of a token: ``heads`` keys of ``key_dim`` elements, and as many values of ``value_dim``."""
+    """KV of one token on one layer: ``heads`` keys of ``key_dim`` elements, and as many values of ``value_dim``."""
 
     heads: int
     key_dim: int
@@ -71,10 +71,10 @@ class ExpertsPath(msgspec.Struct, frozen=True, array_like=True):
     In names of one expert's module ``*`` stands for the expert.
 
     Attributes:
-        path: of the parameter, as in ``layers.{}.mlp.experts.gate_up_proj``.
+        path: path of the parameter, as in ``layers.{}.mlp.experts.gate_up_proj``.
         experts: their number.
-        modules: the modules of the geometry of which the linear layer of one expert consists, as of ``ModulePath``.
-        spellings: of each of the modules, the paths that checkpoints with separate experts use.
+        modules: modules of the geometry in the linear layer of one expert, see ``ModulePath``.
+        spellings: paths of each module in checkpoints with separate experts.
     """
 
     path: str
@@ -91,11 +91,11 @@ class ModuleNames(msgspec.Struct, frozen=True):
     """How adapters may name the modules of a base.
 
     Attributes:
-        prefixes: what may stand before the paths; the first is the base's own spelling.
+        prefixes: accepted prefixes of the paths; the first is the base's own spelling.
         paths: the linear layers on which LoRA is supported. Two paths may stand for the same module, and one path for
             several, each on other layers.
         unused: beginnings of the names of modules that text requests do not use, such as those of a vision tower.
-        experts: of mixtures of experts, in the order in which PEFT wraps the parameters of a layer.
+        experts: parameters of mixtures of experts, in the order in which PEFT wraps the parameters of a layer.
     """
 
     prefixes: tuple[str, ...]
@@ -133,11 +133,11 @@ DECODER_NAMES = ModuleNames(
 
 
 class ReplaceableWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The weights of a base that an adapter may replace beside those of linear modules: vocabulary, norms and the like.
+    """Weights of a base that an adapter may replace beside linear modules: vocabulary, norms and the like.
 
     Attributes:
         embedding, head: names of the embedding and of the output layer, below the prefix; "" if they cannot be changed.
-        vocab_size: rows of both, whose columns are ``ModelGeometry.hidden_size``.
+        vocab_size: rows of both; their columns are ``ModelGeometry.hidden_size``.
         vectors: elements of each vector, such as that of a norm, by path (see ``ModulePath``) with ``.weight`` or
             ``.bias`` at its end.
     """
@@ -162,7 +162,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             ``head_dim`` counts, and there may be fewer of them than layers. Empty: ``kv_heads`` and ``head_dim``.
         module_layers: the layers that have a module, for modules that not all layers have.
         names: how adapters name the modules; None: :data:`DECODER_NAMES`.
-        replaceable: what else adapters may replace; None: nothing.
+        replaceable: other weights that adapters may replace; None for none.
         hidden_size: elements of a hidden state; 0 if it is not known, and adapters then have no score heads.
         first_layer, stages: of a pipeline stage, which has ``layers`` of the layers: the first of them in the whole
             model, and the number of stages.
@@ -198,7 +198,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return -(-(shape.in_features + shape.out_features + SCALE_BYTES) // self.dtype_bytes)
 
     def has_codes(self, module: str) -> bool:
-        """Return whether A and B of a module are kept as codes of 8 bits; a score head is not."""
+        """Return whether A and B of a module are stored as codes of 8 bits; a score head never is."""
         return self.lora_bits == 8 and module != SCORE
 
     @property
@@ -216,7 +216,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def sizes(self) -> "ModelGeometry":
-        """The geometry as models are compared by it: without what is told by the rest, and how numbers are kept."""
+        """The geometry without derived fields and element sizes, to compare models."""
         return msgspec.structs.replace(self, replaceable=None, hidden_size=0, lora_bits=0, kv_bits=0)
 
     def has_module(self, layer: int, module: str) -> bool:
@@ -226,7 +226,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     def full_ranks(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the ranks of an adapter of all modules but those of experts, as in ``AdapterRef.ranks``.
 
-        They are those of all layers, of other stages too.
+        The ranks are of all layers, also of other stages.
         """
         layers = self.layers * self.stages
         paths = () if self.names is None else self.names.experts
@@ -238,7 +238,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
     def kv_shapes(self) -> tuple[KvShape, ...]:
-        """Return what each layer that keeps keys and values keeps of a token."""
+        """Return the KV of one token on each layer that has keys and values."""
         return self.kv_layers or (KvShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     def kv_elements_per_token(self) -> int:

@@ -31,7 +31,7 @@ def configure_logs(level: str, *, as_json: bool) -> None:
     number = names.get(level.upper())
     if number is None:
         raise ValueError(f"log level {level!r} is not one of {', '.join(names).lower()}")
-    # Plain tracebacks: those of rich show local variables, among them keys and prompts.
+    # Plain tracebacks, since tracebacks of rich show local variables, among them keys and prompts.
     console = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
@@ -65,7 +65,7 @@ def configure_logs(level: str, *, as_json: bool) -> None:
 
 
 class _Stderr:
-    """Writes lines to what ``sys.stderr`` is at the moment: progress bars and tests replace it.
+    """Writes lines to the present ``sys.stderr``, which progress bars and tests replace.
 
     A line that cannot be written (closed pipe, full disk) is dropped and counted: what is logged has been done, and its
     client must get the answer. The next line that can be written is followed by a warning with the number.

@@ -1,4 +1,4 @@
-"""What this machine is and has, read from the system without any library of the device."""
+"""Memory, cores, processor and GPUs of this machine, read from the system without any library of the device."""
 
 import os
 import platform
@@ -16,13 +16,13 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, own_groups: Path = Path("/proc/
 
     Args:
         cgroups: where control groups are mounted.
-        own_groups: file that names those of this process.
+        own_groups: file that names the control groups of this process.
     """
     return min([int(psutil.virtual_memory().total), *_limits(cgroups, own_groups)])
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes of memory that are free in this machine, at most what this process can have."""
+    """Return the bytes of free memory of this machine, up to the limit of this process."""
     return min(int(psutil.virtual_memory().available), memory_limit_bytes())
 
 

@@ -74,7 +74,7 @@ class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
 
 
 class PinAdapters(msgspec.Struct, frozen=True, tag=True):
-    """All versions that are evicted last, in the place of those that were before."""
+    """All versions that are evicted last; they replace the present ones."""
 
     digests: tuple[AdapterDigest, ...]
 
@@ -106,10 +106,10 @@ class BaseInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         architecture: class in its config.
-        implementation: what computes it, as ``/health`` and the log say.
+        implementation: name of the code that computes it, as in ``/health`` and the log.
         vocab_size: number of logits.
         eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
-        dtype: of weights, KV and adapters.
+        dtype: dtype of weights, KV and adapters.
         embed_size: numbers of a token's embedding, if prompts may be embeddings; else 0.
     """
 
@@ -135,7 +135,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
         kernels: name of the kernel backend.
         boot_id: boot id of its machine, which identifies its clock.
         notes: lines for the start-up log.
-        weights: in what form the linear weights are, in words; empty if nothing is computed.
+        weights: form of the linear weights, in words; empty if nothing is computed.
         base: the model; None in tests without one.
         local_geometry: sizes of one rank's share, with which adapters are packed; None: the whole model's.
     """
@@ -162,7 +162,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     (request, attempt, index) identifies a token for good, so that stale and repeated tokens can be recognised.
 
     Attributes:
-        request_id, attempt: of the request.
+        request_id, attempt: the request and its attempt.
         index: index of the first of these tokens in the answer.
         tokens: one or more, in order.
     """
@@ -220,7 +220,7 @@ class MemoryStats(msgspec.Struct, frozen=True):
         invalid_kv_bytes: cached KV on the device that no request can use, because its adapter or earlier KV is not
             there.
         invalid_kv_share: the same as a share of all cached KV on the device, averaged over time.
-        adapter_queries, adapter_hits: requests with an adapter, and those whose adapter was on the device on arrival.
+        adapter_queries, adapter_hits: requests with an adapter, and how many found it on the device on arrival.
         kv_queries_tokens: prompt tokens of all requests on arrival.
         kv_hits_tokens, kv_host_hits_tokens: those whose KV was on the device then, and those with KV on the host only.
         transfers: by route, ``source-target``.
@@ -276,7 +276,7 @@ class QueueStats(msgspec.Struct, frozen=True):
         held_tokens: part of the quota in use.
         refreshes: how often classes and quotas were recomputed.
         bypassed: requests admitted before an older one whose adapter did not fit.
-        squashed: those of them that were preempted because they had not ended in time.
+        squashed: bypassing requests that were preempted because they had not ended in time.
         joined: requests tried first because others ran with their adapter.
     """
 
@@ -333,15 +333,15 @@ class EngineStats(msgspec.Struct, frozen=True):
         steps_by_tokens: number of steps since the start by the tokens that each computed: at most the first of
             ``STEP_TOKENS_BOUNDS``, above it and at most the second, …, above the last.
         computed_tokens: tokens computed by all of them.
-        memory: of the memory.
-        modes: of the batching modes.
-        queue: of the admission queue, None if it has no classes.
-        assist: of host workers, None if there are none.
-        costs: of steps, as measured; those of loads are in ``memory.transfer_records``. None before enough is known.
+        memory: statistics of the memory.
+        modes: statistics of the batching modes.
+        queue: statistics of the admission queue; None if it has no classes.
+        assist: counters of host workers; None if there are none.
+        costs: measured costs of steps, without loads (see ``memory.transfers``); None before enough is known.
         hosted_adapters: digests of the adapters in the host tier.
         queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
-            for those that were not refused, but are behind others.
-        drafted_tokens, kept_tokens: tokens that were drafted since the start, and those of them that came.
+            for requests that were not refused, but are behind others.
+        drafted_tokens, kept_tokens: tokens drafted since the start, and how many of them were right.
     """
 
     at_s: float
@@ -381,7 +381,7 @@ class ExportedKv(msgspec.Struct, frozen=True):
     """The KV of an exported request: as many of its first blocks as could be copied.
 
     Attributes:
-        request_id: of the request.
+        request_id: the request.
         keys, blocks: for ``ImportKv`` at another engine.
     """
 

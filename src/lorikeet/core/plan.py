@@ -21,7 +21,10 @@ class KernelForm(StrEnum):
     """Padded, and every row is multiplied with every adapter of the batch (dLoRA's einsums over one-hot types)."""
 
     def fits_graphs(self, merged: AdapterDigest | None) -> bool:
-        """Whether decode steps can be CUDA graphs. Einsums cannot (they wait for the device), a merged adapter can."""
+        """Return whether decode steps can be CUDA graphs.
+
+        Steps with einsums cannot, since these wait for the device; steps with a merged adapter can.
+        """
         return self is not KernelForm.EINSUM or merged is not None
 
 
@@ -34,7 +37,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         prompt_tokens: how many of ``token_ids`` are prompt.
         sampling: how tokens are chosen.
         adapter: adapter version, None for the base model.
-        prompt_embeds: embeddings of the prompt's tokens, None for those of their ids.
+        prompt_embeds: embeddings of the prompt's tokens; None for the embeddings of their ids.
         pooling: how one vector is made of its prompt, None if tokens are sampled.
         adapter_start: position of the first token on which the adapter acts.
     """
@@ -58,8 +61,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         tokens: how many tokens are computed from ``start``.
         new_blocks: appended to its block table before the step.
         samples: whether the step yields a token: the last computed token is the newest one, and nothing is pooled.
-        draft: tokens that may follow the newest one: the last of those computed. The step yields a token after the
-            newest one, and after each drafted one as long as these are what it yields.
+        draft: tokens that may follow the newest one; they are the last tokens of the step. The step yields a token
+            after the newest one, and after each drafted one as long as it yields the drafted tokens.
     """
 
     request_id: RequestId
@@ -71,7 +74,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """How many of the tokens computed are known: all but the drafted ones."""
+        """Number of computed tokens without the drafted ones."""
         return self.tokens - len(self.draft)
 
     def kept(self, tokens: tuple["Token", ...]) -> int:
@@ -99,8 +102,8 @@ class LoadOrder(NamedTuple):
     """The order in which an adapter is loaded for an assisted prefill.
 
     Attributes:
-        groups: as of :class:`Transfer`; empty if the prefill is not assisted.
-        left_to_host: as of :class:`Transfer`.
+        groups: see :class:`Transfer`; empty if the prefill is not assisted.
+        left_to_host: see :class:`Transfer`.
     """
 
     groups: Groups = ()
@@ -122,7 +125,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
         source, target: tiers.
         host_blocks: blocks in the host arena: read, written, or passed through.
         device_blocks: blocks in the device arena, in the order of ``host_blocks``.
-        adapter: whose weights the blocks hold, in packing order; None for KV.
+        adapter: adapter whose weights the blocks hold, in packing order; None for KV.
         demand: whether a request waits for it. Demanded transfers run before prefetches.
         groups: ranges of blocks in load order; empty: in the order of the blocks.
         left_to_host: layers, as (first, after the last), that the host computes while the adapter arrives, even if
@@ -147,7 +150,7 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True):
     """The end of a :class:`Transfer` on every rank.
 
     Attributes:
-        transfer_id: of the transfer.
+        transfer_id: the transfer.
         error: why it failed, None if it succeeded. After a failure the content of the target blocks is undefined.
         duration_s: seconds of reading and copying, without queueing; 0 if not measured.
     """
@@ -173,7 +176,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         merged: adapter whose weights are merged into the base, None while unmerged.
         repeat: number of identical decode steps; above 1 only if every sequence decodes.
         max_duration_s: the executor ends a repeat early after this time.
-        assisted: those of ``adapters`` whose transfer from the host is in flight. Their sequences prefill, and host
+        assisted: the ``adapters`` whose transfer from the host is in flight. Their sequences prefill, and host
             workers compute the LoRA delta on layers that have not arrived.
         overlapped: async scheduling: the executor returns after one step, if possible with the next one running.
         continues: the first step is the one that runs already, of the last plan with sequences; some of its sequences
@@ -243,7 +246,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         request_id: which request.
-        position: of the first of the tokens.
+        position: position of the first token.
         tokens: in order.
     """
 
@@ -280,8 +283,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
             token. The others are valid.
         switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
         next_runs: whether the next step of the plan runs already (async scheduling).
-        prompt_logprobs: of the prompt tokens that follow those computed, for requests that ask for them.
-        pooled: of the requests that ask for a vector and whose prompt has been computed.
+        prompt_logprobs: logprobs of the prompt tokens after the computed ones, for requests that need them.
+        pooled: vectors of requests that need one and whose prompt has been computed.
     """
 
     step: int

@@ -20,12 +20,12 @@ def collect_no_garbage() -> None:
 
 
 def unfreeze_imports() -> None:
-    """End :func:`freeze_imports`, before the process ends: libraries report what is not collected then."""
+    """Undo :func:`freeze_imports` before the process ends, since libraries report objects that are not collected."""
     gc.unfreeze()
 
 
 def freeze_imports() -> None:
-    """Exclude what imports have made from garbage collection.
+    """Exclude the objects of imports from garbage collection.
 
     Nothing is collected before, which would take a tenth of a second: some thousand small objects stay.
     """
@@ -74,7 +74,10 @@ def lower_priority() -> None:
         os.nice(NICE)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from glibc's malloc.h
+# Numbers of parameters in glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _TRIM_THRESHOLD_BYTES = 256 * 2**20
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
 """The largest that glibc allows."""
@@ -82,7 +85,7 @@ _LARGE_BYTES = 128 * 2**10
 
 
 def return_freed_memory() -> None:
-    """Let glibc's malloc return to the system what has been freed. Does nothing with other C libraries."""
+    """Let glibc's malloc return freed memory to the system. Do nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -68,11 +68,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
         logit_bias: (token id, addend) pairs.
         stop_token_ids: tokens that end the request (end of text included unless ignored).
         logprobs: how many alternatives to report with each token's log probability; None for no logprobs.
-        logprob_token_ids: tokens to report as alternatives instead of the most likely ones; empty for those.
+        logprob_token_ids: tokens to report as alternatives; empty for the most likely ones.
         prompt_logprobs: the same as ``logprobs`` for the tokens of the prompt, from the second on.
         allowed_token_ids: the only tokens that may be chosen; empty for all.
         bad_words: token sequences that may not occur in the output.
-        grammar: that the answer follows, in llguidance's notation (see ``chat.structured_output``); empty for none.
+        grammar: grammar that the answer follows, in llguidance's notation (see ``chat.structured_output``); empty for
+            none.
     """
 
     max_tokens: int
@@ -111,7 +112,7 @@ class PoolingKind(StrEnum):
     """How the hidden states of a prompt become one vector; named as sentence-transformers does."""
 
     LAST = "lasttoken"
-    """That of the last token."""
+    """The vector of the last token."""
     MEAN = "mean"
     """The mean over all tokens."""
     WEIGHTED_MEAN = "weightedmean"
@@ -119,7 +120,7 @@ class PoolingKind(StrEnum):
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """Asks for one vector instead of tokens. Such a request only prefills, and samples nothing.
+    """Options of a request for one vector instead of tokens. It only prefills, and samples nothing.
 
     Attributes:
         kind: how hidden states become one vector.
@@ -132,7 +133,7 @@ class Pooling(msgspec.Struct, frozen=True):
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether the hidden states of all tokens count, so that no KV of others can be reused."""
+        """Whether the hidden states of all tokens count, so that cached KV cannot be reused."""
         return self.kind is not PoolingKind.LAST
 
 
@@ -147,7 +148,7 @@ class Request(msgspec.Struct, frozen=True):
         adapter: the adapter version it runs under; None for the base model.
         priority: lower runs earlier, for policies that look at it.
         tenant: its owner, for policies that share between tenants; empty if not given.
-        tenant_weight: of its owner's share.
+        tenant_weight: weight of its owner's share.
         slo: its latency limits, None for none.
         predicted_tokens: predicted length of its answer, in tokens; None without a prediction.
         attempt: how often it was sent to an engine before; raised by the sender.
@@ -157,7 +158,7 @@ class Request(msgspec.Struct, frozen=True):
         background: whether it runs only when no other request waits, whatever the policy.
         prompt_embeds: embeddings of all tokens of the prompt, whose ids then mean nothing; ``cache_salt`` tells KV of
             other embeddings apart.
-        pooling: that one vector is wanted instead of tokens; None for tokens.
+        pooling: options of a request for one vector; None for a request for tokens.
         adapter_start: position of the first token on which the adapter acts (aLoRA). The KV before it is the base
             model's.
     """
@@ -188,9 +189,10 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def kv_salt(self) -> str:
-        """What its KV is told apart by. One that needs the output of every token of its prompt finds no KV of others.
+        """Salt of its KV. A request that needs the output of every token of its prompt finds no KV of others.
 
-        Nor does it find its own after a preemption if these outputs are pooled: what was pooled so far is lost then.
+        If these outputs are pooled, it does not find its own KV after a preemption either, since the pooled sum is
+        lost.
         """
         if self.pools_all_tokens:
             return f"{self.cache_salt}\0{self.request_id}\0{self.attempt}.{self.exports}"

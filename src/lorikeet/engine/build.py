@@ -98,12 +98,12 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
 
 
 class Replica(NamedTuple):
-    """An engine, the sizes of its executor, and what else belongs to it."""
+    """An engine with the sizes of its executor and the lines for its log."""
 
     engine: Engine
     sizes: EngineSizes
     notes: tuple[str, ...]
-    """Lines for the start-up log: what was chosen."""
+    """Lines for the start-up log."""
     grammars: GrammarCompiler | None = None
     """Compiles the grammars of requests; None if this executor computes no answers."""
 
@@ -225,7 +225,7 @@ def assemble(
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
     """Return whether the executor computes answers, and may yield several tokens of a sequence in a step.
 
-    CUDA graphs have one row for a sequence, as has the memory that a GPU sets aside, and ranks are told of one token.
+    CUDA graphs and the reserved memory of a GPU have one row for a sequence, and ranks receive one token of it.
     """
     return sizes.base is not None and settings.engine.device == "cpu" and settings.engine.ranks == 1
 

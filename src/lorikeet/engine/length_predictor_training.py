@@ -19,7 +19,7 @@ _BATCH = 16
 
 
 class LogError(ValueError):
-    """A request log cannot be used for training; the message says why."""
+    """A request log cannot be used for training; the message names the reason."""
 
 
 class LoggedRequest(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ def train_from_logs(
     Args:
         requests: in the order in which they ended.
         tokenizer_file: the base model's ``tokenizer.json``.
-        threads: of torch.
+        threads: number of torch's threads.
         on_progress: called with the number of prompts encoded so far.
 
     Raises:

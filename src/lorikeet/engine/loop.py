@@ -177,7 +177,7 @@ class Engine:
         return now
 
     def _plan(self, now: float, until_s: float | None) -> tuple[StepPlan, tuple[ExportedKv, ...]]:
-        """Return the next plan, and KV whose export has finished.
+        """Return the next plan, and the KV of finished exports.
 
         With async scheduling the device may already run the next decode step of the last plan: then the plan continues
         with that step, and nothing is scheduled until something has changed or that plan is over.
@@ -222,7 +222,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last turn ran something. If not, only a message, a finished transfer or a tick changes that."""
+        """Whether the last turn ran a step. If not, only a message, a finished transfer or a tick can change that."""
         return not self._last_plan.is_empty
 
     @property
@@ -232,7 +232,7 @@ class Engine:
 
     @property
     def has_chores(self) -> bool:
-        """Whether there is work without requests: transfers in flight, or ticks that move something."""
+        """Whether there is work without requests: transfers in flight, or ticks that move blocks."""
         return self.has_transfers or self.host_fill_pending or self.due_s < math.inf
 
     @property
@@ -351,7 +351,7 @@ class PendingExports:
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
 
     def adapters(self) -> set[AdapterDigest | None]:
-        """Return the versions whose KV is held."""
+        """Return the adapter versions of held KV."""
         return {self._memory.tree.digest(lease.adapter) for lease in self._leases.values()}
 
     def take(self, now: float) -> tuple[ExportedKv, ...]:

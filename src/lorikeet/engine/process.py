@@ -66,7 +66,7 @@ class Channel:
 
     Args:
         address: ZeroMQ address that the API process is bound to.
-        key: of the API process's end; empty for a channel that is not encrypted.
+        key: public key of the API process; empty for a channel that is not encrypted.
     """
 
     def __init__(self, address: str, key: str = "") -> None:
@@ -76,7 +76,7 @@ class Channel:
         if key:
             self._socket.curve_serverkey = key.encode()
             self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-            # The API process replaces an engine whose connection breaks, so connecting again would help nobody.
+            # The API process replaces an engine whose connection breaks, so connecting again would be useless.
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.connect(address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -126,7 +126,7 @@ class Channel:
             self._socket.close(linger=1000)
 
     def _poll(self, wait_s: float) -> bool:
-        """Wait for a message or for :meth:`wake`; return whether that was called."""
+        """Wait for a message or for :meth:`wake`; return whether :meth:`wake` was called."""
         with self._using:
             if self._wake_fd not in dict(self._poller.poll(math.ceil(wait_s * 1000))):
                 return False
@@ -151,7 +151,7 @@ class Channel:
 
 
 class Compiling:
-    """Requests whose grammar is being compiled. They reach the engine once it is, so that no step waits for it.
+    """Holds requests while their grammars compile, so that no step waits for a grammar.
 
     Args:
         grammars: compiles them; None passes every request on.
@@ -265,7 +265,7 @@ def main() -> None:
     configure_logs(settings.server.log_level, as_json=settings.server.log_json)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     channel = Channel(sys.argv[1], given.channel_key)
-    channel.send(Heartbeat(0.0))  # it is connected; what follows may take long
+    channel.send(Heartbeat(0.0))  # the client is connected; loading may take long
     try:
         replica = build_replica(
             settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake

@@ -23,7 +23,7 @@ class Header(msgspec.Struct, frozen=True):
     Attributes:
         version: Lorikeet's version.
         engine: its settings, with the preset's full name.
-        sizes: of its executor.
+        sizes: sizes of its executor.
     """
 
     version: str
@@ -129,7 +129,7 @@ class FileRecorder:
 
     Args:
         file: positioned after the header.
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, file: FileIO, path: Path) -> None:
@@ -177,7 +177,7 @@ class Recording:
     """A recording in a file. It can be iterated several times, each time from its start.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Attributes:
         header: which engine was recorded.

@@ -241,7 +241,7 @@ class RecordedTimes:
 
 
 class TimedWork(StrEnum):
-    """A kind of work whose time is compared."""
+    """Kinds of work with separate times."""
 
     DECODE = "decode"
     """A step in which every sequence computes one token."""
@@ -265,7 +265,7 @@ def compare_times(
     Plans with assisted prefills are left out, since the arrival of layers is not recorded.
 
     Args:
-        turns: of a recording, from its start.
+        turns: turns of a recording, from its start.
         preset: the recorded one.
         transfers: cost of transfers with the recorded settings, by the profile of the recorded machine and model.
 

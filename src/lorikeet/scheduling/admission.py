@@ -40,7 +40,7 @@ class RunningRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that holds blocks.
 
     Attributes:
-        request: as it was admitted.
+        request: the request as it was admitted.
         output_tokens: number of tokens generated so far, earlier attempts included.
         kv_tokens: size of its blocks in tokens of KV; some may be shared with other requests.
     """
@@ -51,7 +51,7 @@ class RunningRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class AdmissionView(Protocol):
-    """State of the engine that an admission policy may read. All sizes are in tokens of KV, those of adapters too."""
+    """State of the engine that an admission policy may read. All sizes, also of adapters, are in tokens of KV."""
 
     @property
     def total_tokens(self) -> int:
@@ -90,7 +90,7 @@ class AdmissionView(Protocol):
         ...
 
     def running(self) -> Sequence[RunningRequest]:
-        """Return the running requests but those in the background; the last is preempted first."""
+        """Return the running requests that are not in the background; the last is preempted first."""
         ...
 
 
@@ -98,11 +98,11 @@ class AdmissionQueue(ABC):
     """Holds the waiting requests, and decides which is tried next.
 
     Args:
-        view: of the engine.
+        view: state of the engine.
     """
 
     due_s = float("inf")
-    """Time at which it may decide otherwise without any event. A plan ends then at the latest."""
+    """Time at which its decision may change without any event. A plan ends at this time at the latest."""
     restarts_squashed = False
     """Whether requests that :meth:`review` returns lose their output and are executed again from the start."""
 
@@ -191,8 +191,8 @@ AdmissionPolicy = Callable[[AdmissionView], AdmissionQueue]
 class OrderedQueue(AdmissionQueue):
     """Admits by a rank that never changes, so that a preempted request gets its place back.
 
-    A request for which blocks are lacking ends admission, so that later ones cannot starve it. One that waits for
-    something else is passed over.
+    A request that lacks blocks ends admission, so that later ones cannot starve it. A request that waits for something
+    else is passed over.
     """
 
     def __init__(self, view: AdmissionView) -> None:
@@ -208,7 +208,7 @@ class OrderedQueue(AdmissionQueue):
         return self.rank(request)
 
     def add(self, request: Request, now: float) -> None:
-        """Insert a request by rank, behind those of equal rank."""
+        """Insert a request by rank, behind requests of equal rank."""
         insort(self._waiting, request, key=self.rank)
 
     def remove(self, request: Request, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Background requests: those that run only when no other request waits."""
+"""Background requests, which run only when no other request waits."""
 
 from bisect import insort
 from collections import Counter
@@ -19,7 +19,7 @@ from lorikeet.scheduling.admission import (
 
 
 class BackgroundView(AdmissionView, Protocol):
-    """What is known of background requests beside the rest."""
+    """State of the engine with its background requests."""
 
     def background(self) -> Sequence[RunningRequest]:
         """Return the running background requests; the last is preempted first."""
@@ -31,15 +31,15 @@ class BackgroundView(AdmissionView, Protocol):
 
 
 class BackgroundLast(AdmissionQueue):
-    """Puts background requests behind all others, whatever the admission policy does with those.
+    """Puts background requests behind all others, whatever the admission policy.
 
     A background request is admitted, by time of arrival, when no other request waits. When one waits for a slot or for
-    blocks, running background requests are preempted for it; they go on later with the tokens that they have. The
-    policy sees none of them.
+    blocks, running background requests are preempted for it; they resume later with their tokens. The policy sees
+    no background request.
 
     Args:
         foreground: queue of the admission policy, for all other requests.
-        view: of the engine.
+        view: state of the engine.
     """
 
     def __init__(self, foreground: AdmissionQueue, view: BackgroundView) -> None:
@@ -50,12 +50,12 @@ class BackgroundLast(AdmissionQueue):
 
     @property
     def due_s(self) -> float:  # type: ignore[override]
-        """Time at which the policy may decide otherwise."""
+        """Time at which the policy's decision may change."""
         return self.foreground.due_s
 
     @property
     def restarts_squashed(self) -> bool:  # type: ignore[override]
-        """Whether the policy lets requests start anew; background requests never do."""
+        """Whether requests that the policy preempts start anew; background requests never do."""
         return self.foreground.restarts_squashed
 
     def add(self, request: Request, now: float) -> None:
@@ -73,7 +73,7 @@ class BackgroundLast(AdmissionQueue):
             self.foreground.remove(request, now)
 
     def admit(self, now: float) -> Admission:
-        """Yield the policy's requests; when none of them waits any more, those in the background."""
+        """Yield the policy's requests; when none of them waits, yield the background requests."""
         yield from self.foreground.admit(now)
         if len(self.foreground):
             return
@@ -84,7 +84,7 @@ class BackgroundLast(AdmissionQueue):
                 return
 
     def waiting(self) -> Iterable[Request]:
-        """Return the waiting requests, those in the background last."""
+        """Return the waiting requests, background requests last."""
         return (*self.foreground.waiting(), *self._background)
 
     def wanted(self) -> Counter[AdapterDigest]:
@@ -98,12 +98,12 @@ class BackgroundLast(AdmissionQueue):
         return len(self.foreground) + len(self._background)
 
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
-        """Tell the policy of its own requests."""
+        """Pass the end of a foreground request to the policy."""
         if not request.background:
             self.foreground.ended(request, now, will_resume=will_resume)
 
     def review(self, now: float) -> Iterable[Request]:
-        """Return what the policy preempts, and the background requests whose slots or blocks others wait for."""
+        """Return the requests that the policy preempts, and background requests that hold what others wait for."""
         preempted = list(self.foreground.review(now))
         running = list(self._view.background()) if len(self.foreground) else []
         if not running:
@@ -119,7 +119,7 @@ class BackgroundLast(AdmissionQueue):
         return preempted
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
-        """Return when the policy must be asked."""
+        """Return how many tokens may be generated before the policy's next review."""
         return self.foreground.tokens_until_review(each for each in running if not each[0].background)
 
     def precedence(self, request: Request) -> Any:

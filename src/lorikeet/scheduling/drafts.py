@@ -20,14 +20,14 @@ _ORDERS = (3, 2, 1)
 _LONGEST_MATCH = 12
 """Most agreeing tokens that are counted; guesses with more are not right more often."""
 _KEPT_TOKENS = 4096
-"""Tokens that are indexed: of an adapter's latest answers; of a sequence, at its first draft (later ones are added)."""
+"""Indexed tokens of an adapter's latest answers, and of a sequence at its first draft (later ones are added)."""
 _KEPT_ADAPTERS = 64
 _KNOWN_ADAPTERS = 4096
-"""Adapters whose answers are kept (some hundred kilobytes each), and whose rates are: those used last."""
+"""Number of recently used adapters whose answers (some hundred kilobytes each), and whose rates, are kept."""
 _LEAST_CHANCE = 0.5
-"""A draft ends before a token whose probability, by the rates of earlier guesses, is lower."""
+"""A draft ends before a token with a lower probability, by the rates of earlier guesses."""
 _ONCE_ANSWERED = 0.6
-"""Factor of the prior rate of what has followed once in an earlier answer: it may be what differs between answers."""
+"""Factor of the prior rate of a token seen once in an earlier answer: answers may differ in this place."""
 _PRIOR = 2.0
 """Weight of the prior rate of a kind of guess, in guesses."""
 _FADING = 0.95
@@ -38,7 +38,7 @@ _MOST_COST = 0.9
 _MIN_BALANCE = -2.0
 _START_BALANCE = 2.0
 _MAX_BALANCE = 8.0
-"""Balance of an adapter of which nothing is known, and its bounds, in drafted tokens that may be wrong."""
+"""Lower bound, start and upper bound of an adapter's balance, in drafted tokens that may be wrong."""
 _PER_TOKEN = 0.01
 """Fall of the balance, down to its start, for each token that comes without a draft."""
 _PER_RIGHT = 0.5
@@ -48,10 +48,10 @@ _PAYS_BALANCE = 4.0
 
 
 class Guess(NamedTuple):
-    """What may come next.
+    """A guess of the next token.
 
     Attributes:
-        agreeing: how many of the last tokens are the same as those before the place; at most ``_LONGEST_MATCH``.
+        agreeing: number of last tokens that equal the tokens before the place; at most ``_LONGEST_MATCH``.
         repeated: how often in a row the token has followed the n-gram again, after the first time.
         token_id: the token.
         is_own: whether the place is in the sequence's own tokens, not in an earlier answer.
@@ -64,12 +64,12 @@ class Guess(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """Guesses of the same kind are about equally often right."""
+        """Kind of the guess; guesses of one kind are about equally often right."""
         return min(self.agreeing.bit_length(), 4), min(self.repeated, 3), self.is_own
 
     @property
     def prior(self) -> float:
-        """How often such guesses are taken to be right before there have been any."""
+        """Assumed share of right guesses of this kind before there have been any."""
         agreeing, repeated, is_own = self.kind
         rate = 1 - 0.7 * 0.75 ** (agreeing - 1) * 0.6**repeated
         return rate if is_own or repeated else _ONCE_ANSWERED * rate
@@ -80,7 +80,7 @@ class NgramIndex:
 
     Args:
         begin: how many tokens of the text are left out at its beginning.
-        is_own: as of the guesses.
+        is_own: see :class:`Guess`.
 
     Attributes:
         begin: see above.
@@ -107,9 +107,9 @@ class NgramIndex:
             known.append(token)
 
     def guess(self, tail: list[int]) -> Guess | None:
-        """Return what followed at the latest place that agrees with the end of ``tail``; None if there is none.
+        """Return the token after the latest place that agrees with the end of ``tail``; None if there is no such place.
 
-        If only one token agrees, what followed there must have followed it before.
+        If only one token agrees, the guessed token must have followed it before.
         """
         for order in _ORDERS:
             at, repeated = self._after.get(tuple(tail[-order:]), (0, 0))
@@ -127,10 +127,10 @@ class NgramIndex:
 
 
 class _Adapter:
-    """What is known of an adapter, or the base model.
+    """Answers and rates of an adapter, or of the base model.
 
     Attributes:
-        answers: the latest ones, each with the end of its prompt.
+        answers: the latest answers, each with the end of its prompt.
         balance: how many drafted tokens may be wrong before there are no more drafts.
     """
 
@@ -193,9 +193,9 @@ class _Adapter:
 class Drafter:
     """Drafts for the sequences of an engine, and learns for each adapter how often guesses are right.
 
-    Each token is guessed, whether the guess is drafted or not, which costs no step anything. An adapter's balance falls
-    with each likely guess that was wrong, and rises with each that was right. Below 1 there is no draft. So adapters
-    whose answers repeat nothing have few drafts, and those whose answers begin to repeat have some soon.
+    Every token is guessed, even if the guess is not drafted, which costs no step any time. An adapter's balance falls
+    with each likely guess that was wrong, and rises with each right one. Below 1 there is no draft. So adapters whose
+    answers do not repeat have few drafts, and adapters whose answers begin to repeat soon have some.
 
     Args:
         most: most tokens of a draft; 0 for no drafts.
@@ -240,7 +240,7 @@ class Drafter:
         return drafts
 
     def _read(self, sequence: Sequence, adapter: _Adapter) -> NgramIndex:
-        """Return the index of a sequence's tokens, all of them read; learn from those that came without a draft."""
+        """Return the index of all tokens of a sequence; learn from the tokens that came without a draft."""
         token_ids = sequence.token_ids
         text = self._texts.get(sequence.request_id)
         if text is None:
@@ -257,7 +257,7 @@ class Drafter:
     def _guess(
         self, sequence: Sequence, text: NgramIndex, adapter: _Adapter, most: int, least_chance: float
     ) -> list[Guess]:
-        """Return what is likely to follow the newest token."""
+        """Return the tokens that probably follow the newest one."""
         tail = sequence.token_ids[-_LONGEST_MATCH:]
         stops = sequence.request.sampling.stop_token_ids
         guesses: list[Guess] = []
@@ -274,7 +274,7 @@ class Drafter:
         return guesses
 
     def pays(self, sequences: Iterable[Sequence]) -> bool:
-        """Return whether any of these adapters' drafts are right so often that every step should have some."""
+        """Return whether drafts of one of these adapters are right so often that every step should have drafts."""
         return bool(self._most) and any(self._adapter(sequence).balance >= _PAYS_BALANCE for sequence in sequences)
 
     def note(self, sequence: Sequence, drafted: int, kept: int, known: int) -> None:
@@ -328,5 +328,5 @@ def _best(text: NgramIndex, adapter: _Adapter, tail: list[int]) -> Guess | None:
 
 
 def _owner(sequence: Sequence) -> tuple[AdapterDigest | None, str]:
-    """Return whose answers may be drafts for a sequence: as with KV, those of its adapter under the same salt."""
+    """Return the key of the answers that may be drafts for a sequence: as with KV, its adapter and its salt."""
     return sequence.digest, sequence.request.cache_salt

@@ -1,7 +1,7 @@
-"""What the mechanisms of an engine save for each request, against the same engine without them.
+"""Estimates of the time that the mechanisms of an engine save each request, against the same engine without them.
 
-Each estimate is a difference of two times that the engine has measured: of steps, of transfers, or of waiting. It says
-what would have been computed, loaded or waited for otherwise, and nothing of what that would have led to.
+Each estimate is a difference of two measured times of steps, transfers or waiting. It counts the work or the waiting
+that a mechanism replaced, and not the consequences for later steps.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from lorikeet.scheduling.step_costs import StepCostMeter
 
 
 class SavingsEstimator:
-    """Estimates what each decision about a request saved.
+    """Estimates the time that each decision about a request saved.
 
     Args:
-        memory: knows what is where, and how long transfers take.
+        memory: the engine's memory, which measures its transfers.
         step_times: estimates how long steps take.
-        meter: the same with adapters, for merged steps.
+        meter: estimates how long steps with adapters take.
         assist: planner of assisted prefills, which learns how long cold prefills took; None without assistance.
     """
 
@@ -42,7 +42,7 @@ class SavingsEstimator:
         self._assist = assist
 
     def admitted(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
-        """Yield what the cache and prefetches saved a request that is admitted."""
+        """Yield the time that the cache and prefetches saved an admitted request."""
         tree = self._memory.tree
         name = sequence.request_id
         if lease.adapter != BASE:
@@ -87,7 +87,7 @@ class SavingsEstimator:
             )
 
     def cold_ended(self, sequence: Sequence, now: float) -> Iterator[Decided]:
-        """Record how long a cold request took to its first token, and yield what host cores saved it."""
+        """Record the time of a cold request to its first token, and yield the time that host cores saved it."""
         ref = sequence.request.adapter
         is_assisted = sequence.cold_start is ColdStart.ASSIST
         sequence.cold_start = None
@@ -104,13 +104,13 @@ class SavingsEstimator:
             yield Decided(sequence.request_id, now, Mechanism.ASSIST, waiting_s - took_s, why)
 
     def order(self, sequence: Sequence, saved_s: float, now: float) -> Iterator[Decided]:
-        """Yield what the order of admission saved: it is what older requests would have taken before this one."""
+        """Yield the time that the order of admission saved: older requests would have taken it before this one."""
         if saved_s:
             why = "it was admitted before older requests that take longer"
             yield Decided(sequence.request_id, now, Mechanism.ORDER, saved_s, why)
 
     def note_merged(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, step_s: float) -> None:
-        """Count for each sequence of merged steps what the same unmerged steps would have taken."""
+        """Add to each sequence of merged steps the time that they saved against unmerged steps."""
         costs = self._meter.costs()
         if costs is None or plan.merged is None:
             return
@@ -124,7 +124,7 @@ class SavingsEstimator:
             sequence.merge_saved_s += result.steps_run * (base_s + lora_s - step_s) - result.switch_s
 
     def merged(self, sequence: Sequence, now: float) -> Iterator[Decided]:
-        """Yield what merged steps saved a request that ends."""
+        """Yield the time that merged steps saved a request that ends."""
         if sequence.merge_saved_s:
             why = "steps ran with its adapter merged into the base weights"
             yield Decided(sequence.request_id, now, Mechanism.MERGING, sequence.merge_saved_s, why)

@@ -1,6 +1,6 @@
 """State of the scheduler: limits, sequences, statistics, and estimated step times."""
 
-from collections.abc import Sequence as Seq
+import collections.abc
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -160,7 +160,7 @@ class StepTimeEstimator:
         return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
 
     def row_cost(self, rows: int) -> float:
-        """Return what one more decoded row adds to a step, as a share of the step's time for each of its ``rows``."""
+        """Return the time that one more decoded row adds to a step, as a share of the step's time per row."""
         base_s, _, decode_s = self._fitted()
         of_row_s = base_s / max(1, rows) + decode_s
         return decode_s / of_row_s if of_row_s else 0.0
@@ -175,7 +175,7 @@ class StepTimeEstimator:
         return self.step_s(input_tokens, 0) + (output_tokens - 1) * self.step_s(0, 1)
 
     def _fitted(self) -> tuple[float, float, float]:
-        """Return the seconds of a step, of a prompt token and of a decode; they are asked for many times a step."""
+        """Return the seconds of a step, of a prompt token and of a decode; cached, as they are read often."""
         if self._costs_s is None:
             base_s, prefill_s, decode_s = self._fit.parts().tolist()
             self._costs_s = base_s, prefill_s, decode_s
@@ -214,21 +214,21 @@ class Sequence:
     ``len(token_ids)``.
 
     Attributes:
-        request: as submitted or resumed.
-        queued_s: when it was queued.
+        request: the request as submitted or resumed.
+        queued_s: time at which it was queued.
         max_total_tokens: most tokens of prompt and output together.
-        digest: of the request's adapter, None for the base model.
+        digest: digest of the request's adapter; None for the base model.
         token_ids: prompt and output so far.
         prompt_tokens: number of tokens of the prompt.
         computed_tokens: number of tokens whose KV is in its blocks.
         lease: its blocks, None while it waits.
         sent_blocks: number of blocks of the lease that were sent to the executor.
         started: whether it was sent to the executor.
-        keys: keys of its whole blocks, as of when it was queued.
-        restarts: whether it is executed again from its prompt; tokens that the request has already are not sent again.
-        refused: why it could not be admitted last; None if it was not refused.
-        admitted_s: when it was admitted.
-        cold_start: what it does until its adapter arrives, until its first token; None if the adapter was there.
+        keys: keys of the whole blocks that it had when it was queued.
+        restarts: whether it is executed again from its prompt; tokens that were sent before are not sent again.
+        refused: why its last admission failed; None if it was not refused.
+        admitted_s: time at which it was admitted.
+        cold_start: how it waits for its adapter, until its first token; None if the adapter was on the device.
         cold_tokens: tokens of that prefill.
         merge_saved_s: seconds that merged steps saved it so far.
     """
@@ -301,7 +301,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether one more token is to be computed, after the first output token."""
-        known = len(self.token_ids)  # asked several times a step for every sequence
+        known = len(self.token_ids)  # read several times a step for every sequence
         return known - self.computed_tokens == 1 and known > self.prompt_tokens
 
     def start(self) -> SequenceStart:
@@ -319,11 +319,11 @@ class Sequence:
         )
 
     def step(self, tokens: int, draft: tuple[int, ...] = ()) -> SequenceStep:
-        """Return its part of a plan, which sends all its new blocks to the executor.
+        """Return its part of a plan, with all its new blocks.
 
         Args:
             tokens: number of tokens to compute, without the draft.
-            draft: as of ``SequenceStep``.
+            draft: drafted tokens, see ``SequenceStep``.
         """
         assert self.lease is not None
         blocks = self.lease.blocks
@@ -368,7 +368,7 @@ class SchedulerStats(NamedTuple):
     ahead_of_adapter: int
 
     @classmethod
-    def of(cls, admitted: Seq[Sequence], requests: int) -> "SchedulerStats":
+    def of(cls, admitted: collections.abc.Sequence[Sequence], requests: int) -> "SchedulerStats":
         """Count requests by state.
 
         Args:

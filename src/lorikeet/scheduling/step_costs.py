@@ -1,4 +1,4 @@
-"""What steps cost, measured from the steps themselves while the engine serves."""
+"""Costs of steps, measured while the engine serves."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,16 +19,16 @@ _WINDOW = 64
 _RIDGE = 1e-4
 _UTILIZATION_S = 5.0
 _MOST_UTILIZED = 0.95
-"""Half-life of what is known of the utilization, and the highest that counts."""
+"""Half-life of the measured utilization in seconds, and the highest utilization that counts."""
 _FEWEST = 16
-"""Steps with prompts, and steps without, before which nothing is known."""
+"""Number of steps with prompts, and of steps without, before there are estimates."""
 
 
 class Utilization:
-    """Measures how much of the engine's time the work takes that grows with the requests: all but a step's fixed part.
+    """Measures the share of the engine's time that grows with the requests: all but the fixed part of each step.
 
-    A second that is lost delays those that are there, and those that come while the engine catches up: in a queue with
-    exponential gaps that makes 1 / (1 - share) seconds in all.
+    A lost second delays the present requests, and the requests that come while the engine catches up. In a queue with
+    exponential gaps the total delay is 1 / (1 - share) seconds.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Utilization:
         self._steps = self._steps * fade + steps
 
     def delay_of_a_second(self, step_s: float) -> float:
-        """Return how many seconds one that is lost delays requests; ``step_s`` is the fixed part of a step."""
+        """Return the delay in seconds per lost second; ``step_s`` is the fixed part of a step."""
         work_s = max(0.0, self._busy_s - self._steps * step_s)
         return 1 / (1 - min(work_s / self._elapsed_s, _MOST_UTILIZED)) if self._elapsed_s else 1.0
 
@@ -80,7 +80,7 @@ class StepCostMeter:
             steps: number of them.
             step_s: mean seconds of one.
             prefill_tokens, decodes: tokens of prompts, and sequences that decode, in each.
-            prefill_rows, decode_rows: those of them with an adapter that is not merged, by adapter.
+            prefill_rows, decode_rows: tokens and sequences with an adapter that is not merged, by adapter.
         """
         prefill_work, decode_work = self._work(prefill_rows, decode_rows)
         has_lora = bool(prefill_rows or decode_rows)
@@ -114,7 +114,7 @@ class StepCostMeter:
         prefill_rows: Counter[AdapterDigest],
         decode_rows: Counter[AdapterDigest],
     ) -> float:
-        """Return the expected seconds of a step, with arguments as of :meth:`note`; 0 before enough is known."""
+        """Return the expected seconds of a step; 0 before enough is known. See :meth:`note` for the arguments."""
         costs = self.costs()
         if costs is None:
             return 0.0

@@ -20,21 +20,20 @@ from lorikeet.scheduling.batching.mode import (
 from lorikeet.scheduling.step_costs import StepCostMeter
 
 REGRET_SHARE: Final = 0.01
-"""Trials that did not pay may have cost this share of the engine's time at most, together with the next one."""
+"""Largest share of the engine's time that trials without a gain may cost, with the next trial included."""
 _FIRST_STEPS: Final = 64
-"""Steps of one adapter after which merging is tried first; what it costs and saves is not known before."""
+"""Steps of one adapter before the first trial, which measures the costs and savings of merging."""
 
 
 class MergePaid(BatchingMode):
     """Merges the only adapter that has requests, as soon as its overhead so far would have paid for it.
 
-    That is the rule for renting or buying: whenever the other requests come, the time lost is at most twice that of
-    who had known. What trials have lost altogether, against never merging, stays within ``REGRET_SHARE`` of the time:
-    a trial begins only if it would stay within even if it saved nothing. Where LoRA costs too little for that, no trial
-    begins but the first.
+    This is the rent-or-buy rule: whenever other requests come, the time lost is at most twice the loss of a policy that
+    had known. The total loss of all trials, against never merging, stays within ``REGRET_SHARE`` of the time: a trial
+    begins only if this holds even if it saves nothing. Where LoRA costs too little, only the first trial begins.
 
     Args:
-        setup: of the replica.
+        setup: limits and costs of the replica.
 
     Attributes:
         net_s: seconds that merging has saved so far, switches included; negative if it has cost time.
@@ -77,7 +76,7 @@ class MergePaid(BatchingMode):
         return self._overhead_s >= switches_s and switches_s <= may_lose_s
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
-        """Record the times, and what merging has saved or would have saved."""
+        """Record the times of steps, and the seconds that merging has saved or would have saved."""
         is_merged = self._alone is not None and not work.rows and work.types == {self._alone}
         self.busy_s += steps * step_s + switch_s
         self.net_s -= switch_s
@@ -101,7 +100,7 @@ class MergePaid(BatchingMode):
             self._overhead_s += steps * added_s
 
     def _added_s(self, work: BatchWork) -> float:
-        """Return what the only adapter adds to a step if it is not merged; 0 before that is known."""
+        """Return the seconds that the only adapter adds to an unmerged step; 0 before they are known."""
         costs = self._meter.costs()
         alone = self._alone
         if costs is None or alone is None or not self._has_tried:

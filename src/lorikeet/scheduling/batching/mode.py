@@ -54,7 +54,7 @@ class BatchWork(NamedTuple):
         decodes: number of the other sequences, with one token each.
         rows: number of tokens by adapter, without the merged one.
         types: adapters of all sequences, None for the base model.
-        is_assisted: whether host cores took part, so that the step's time says nothing about other steps.
+        is_assisted: whether host cores took part, so that the time does not apply to other steps.
     """
 
     prefills: int
@@ -129,7 +129,7 @@ class Unmerged(BatchingMode):
     """Runs any mix of adapters in one batch, with none of them merged.
 
     Args:
-        setup: of the replica.
+        setup: limits and costs of the replica.
     """
 
     follows_requests = False

@@ -24,29 +24,29 @@ _Floats = npt.NDArray[np.float64]
 
 _DELAY_SHARE: Final = 0.15
 _DELAY_S: Final = 0.1
-"""A request may be delayed by this share of its wait under FIFO and this many seconds. Both are below what the class
-promises, since delays are estimates."""
+"""A request may be delayed by this share of its wait under FIFO plus this many seconds. Both are below the promise of
+the class, since delays are estimates."""
 _WORST_HALF_LIFE_S: Final = 60.0
 """Half-life of the longest wait under FIFO that is remembered."""
 _COLD_FACTOR: Final = 1.1
-"""A request whose adapter is not on the device comes after one that costs up to this many times as much."""
+"""A request whose adapter is not on the device counts as this many times as expensive."""
 _GROWTH: Final = 1.25
-"""An answer that is longer than predicted is expected to become this many times as long as it is."""
+"""An answer that is longer than predicted is expected to become this many times as long as it is now."""
 _PACE_S = 5.0
 _MOST_PACE = 3.0
-"""Half-life of what is known of the pace, and its limits: seconds in which requests waited over the costs of those that
-were admitted meanwhile."""
+"""Half-life of the measured pace in seconds, and its limit. The pace is the time in which requests waited over the
+costs of the requests that were admitted meanwhile."""
 _CANDIDATES: Final = 256
-"""Only so many of the oldest requests are considered, so that a long queue does not slow down the steps."""
+"""Number of oldest requests that are considered, so that a long queue does not slow down the steps."""
 _REFRESH_S: Final = 0.25
-"""Costs are computed again after this many seconds, or when the queue has changed."""
+"""Seconds after which costs are computed again even if the queue has not changed."""
 
 _DELAYED, _PENDING, _WAITED, _QUEUED = range(4)
 
 
 @dataclass(slots=True)
 class _Charge:
-    """What the older requests that one has passed were charged for it, and its own times for when it resumes."""
+    """The delay that an admitted request caused older ones that it passed, and its own times for when it resumes."""
 
     arrival_s: float
     cost_s: float
@@ -60,21 +60,20 @@ class BoundedShortestFirst(AdmissionQueue):
 
     A request that is admitted before older ones delays them by the time that the engine spends on it: its part of the
     steps, of the places of running sequences and of the memory, whichever is largest. If its answer becomes longer than
-    predicted, they are charged for that, too.
+    predicted, the delay of the older ones grows.
 
-    What a request waits under FIFO is what it has waited so far, without delays, and the time that the engine spends on
-    the older ones that still wait. It can afford a delay as long as
+    The wait of a request under FIFO is its wait so far, without delays, plus the time that the engine spends on older
+    requests that still wait. It can afford a delay as long as
 
     * it will wait at most 1.5 times as long as under FIFO and one second, and
-    * it will not wait longer than the longest wait under FIFO of late, so that the tail stays what it was.
+    * it will not wait longer than the longest recent wait under FIFO, so that the tail does not grow.
 
     A younger request passes only if all older ones can afford it, and if it does not take memory into which the oldest
-    fits now: the oldest would have to wait until running requests end, and no estimate says how long that takes. If
-    none may pass, the oldest is next, as under FIFO. A request for which blocks are lacking ends admission, so that it
-    keeps its turn.
+    fits now: the oldest would have to wait until running requests end, and there is no estimate of this time. If none
+    may pass, the oldest is next, as under FIFO. A request that lacks blocks ends admission, so that it keeps its turn.
 
     Args:
-        view: of the engine.
+        view: state of the engine.
     """
 
     def __init__(self, view: AdmissionView) -> None:
@@ -92,7 +91,7 @@ class BoundedShortestFirst(AdmissionQueue):
         self._served_s = _PACE_S
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request by time of arrival; one that resumes keeps what it has waited."""
+        """Queue a request by time of arrival; a request that resumes keeps its time of waiting."""
         before = self._admitted.pop(request.request_id, None)
         times = (0.0, 0.0, 0.0, now) if before is None else (np.inf, 0.0, before.waited_s, now)
         if not self._waiting:
@@ -141,7 +140,7 @@ class BoundedShortestFirst(AdmissionQueue):
                 self._note_admitted(requests[chosen], float(costs[chosen]), now)
 
     def waiting(self) -> Iterable[Request]:
-        """Return the waiting requests: of the oldest the cheapest first, then the others by arrival."""
+        """Return the waiting requests: the considered ones by cost, then the others by arrival."""
         requests = tuple(self._waiting)
         count = len(self._costs)
         if self._fresh_until_s == -np.inf:
@@ -153,7 +152,7 @@ class BoundedShortestFirst(AdmissionQueue):
         return len(self._waiting)
 
     def _take(self, place: int) -> tuple[float, float]:
-        """Remove the request at a place of the queue; return by how much it was delayed, and what it waited before."""
+        """Remove the request at a place of the queue; return its delay, and its wait before it was queued."""
         del self._waiting[place]
         delayed_s, _, waited_s, queued_s = self._times[place].tolist()
         self._times = np.concatenate((self._times[:place], self._times[place + 1 :]))
@@ -173,13 +172,13 @@ class BoundedShortestFirst(AdmissionQueue):
         self._note_fifo_wait(waited_s - delayed_s, now)
 
     def _takes_room(self, younger: Request, oldest: Request) -> bool:
-        """Return whether the oldest request fits into the memory now, and no longer would beside a younger one."""
+        """Return whether the oldest request fits into the memory now, but would not fit beside a younger one."""
         free_tokens = self.view.free_tokens()
         needed = tokens_needed(oldest, self.view)
         return needed <= free_tokens < needed + tokens_needed(younger, self.view)
 
     def _allowances_s(self, now: float) -> _Floats:
-        """Return by how much each of the oldest requests may still be delayed."""
+        """Return the seconds by which each considered request may still be delayed."""
         delayed_s, pending_s, waited_s, queued_s = self._times[: len(self._costs)].T
         ahead_s = np.concatenate(([0.0], np.cumsum(self._costs)[:-1]))
         waits_s = waited_s + now - queued_s + pending_s + np.where(np.isfinite(ahead_s), ahead_s, 0.0)

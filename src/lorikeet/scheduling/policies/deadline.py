@@ -14,8 +14,8 @@ class EarliestDeadline(OrderedQueue):
     """Admits by the time at which the first token is due: arrival plus the limit on TTFT.
 
     Requests without a limit count as due after a minute. Requests with a limit go before them, but cannot starve them:
-    a request is overtaken only by those that arrive before it is due. A request that has missed its deadline stays in
-    front of those that can still meet theirs; dropping it is up to load shedding. If blocks run out, the request with
+    a request is overtaken only by requests that arrive before it is due. A request that has missed its deadline stays
+    in front of requests that can still meet theirs; load shedding may drop it. If blocks run out, the request with
     the latest deadline is preempted.
 
     Source: C. L. Liu and J. W. Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment",

@@ -19,13 +19,13 @@ OUTPUT_WEIGHT = 2
 SPARE = 0.15
 """Largest share of the memory that an owner above its equal share must leave free."""
 _MAX_PAID = 1024
-"""Remembered preempted requests after which those that no longer wait here are dropped."""
+"""Number of remembered preempted requests above which requests that no longer wait here are dropped."""
 _MAX_IDLE = 1024
-"""Remembered owners after which those whose counter no longer matters are dropped."""
+"""Number of remembered owners above which owners are dropped whose counter has no effect any more."""
 
 
 class Owner(StrEnum):
-    """Whose shares are fair."""
+    """Kind of owner that gets a fair share."""
 
     TENANT = "tenant"
     ADAPTER = "adapter"
@@ -41,12 +41,12 @@ class FairShares(AdmissionQueue):
 
     Every owner (tenant or adapter) has a counter of weighted tokens. Prompt tokens are added at admission, output
     tokens when they are generated. The counter of an owner that returns after a pause is raised to the smallest counter
-    of the owners with waiting requests (or to that of the last such owner), so that idle owners save up no service. A
-    request for which blocks are lacking ends admission, so that owners of large requests keep their turn. The prompt of
+    of the owners with waiting requests (or to the counter of the last such owner), so that idle owners save up no
+    service. A request that lacks blocks ends admission, so that owners of large requests keep their turn. The prompt of
     a preempted request is charged once.
 
-    A token of a tenant with weight 2 counts half, and its share of the memory is twice that of the others (the paper's
-    section 4.3, "weighted VTC"). Adapters have no weights.
+    A token of a tenant with weight 2 counts half, and its share of the memory is twice as large as the others' (the
+    paper's section 4.3, "weighted VTC"). Adapters have no weights.
 
     Turns alone make rare owners wait for running requests of busy ones: the paper's bound on the difference between two
     owners grows with the memory. Therefore (this is our addition) an owner that would hold more than an equal share of
@@ -56,8 +56,8 @@ class FairShares(AdmissionQueue):
     Source: Y. Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4 (virtual token counter).
 
     Args:
-        view: of the engine.
-        by: whose shares are fair.
+        view: state of the engine.
+        by: kind of owner that gets a fair share.
         spare: share of the memory; 0 for the paper's policy.
     """
 
@@ -89,7 +89,7 @@ class FairShares(AdmissionQueue):
         return self._served.get(owner, 0)
 
     def add(self, request: Request, now: float) -> None:
-        """Insert by arrival into the queue of the owner, whose counter is raised if it had no waiting request."""
+        """Insert a request by arrival, and raise the owner's counter if it had no waiting request."""
         owner = self._owner(request)
         if self._by is Owner.TENANT and request.tenant_weight != self._weights.get(owner, 1.0):
             self._weights[owner] = request.tenant_weight
@@ -137,7 +137,7 @@ class FairShares(AdmissionQueue):
                 heappush(heads, self._head(owner, place))
 
     def _exceeds_share(self, needed_tokens: int, beyond_tokens: float) -> bool:
-        """Whether a request must wait because its owner would exceed its share and leave too little free for others."""
+        """Return whether a request must wait so that its owner does not exceed its share at the expense of others."""
         left_tokens = min(beyond_tokens, self._spare * self.view.total_tokens)
         return left_tokens > 0 and self.view.free_tokens() - needed_tokens < left_tokens
 

@@ -63,7 +63,8 @@ class _Recent:
 
     def add(self, tokens: int) -> None:
         if self._newer.n >= _SKETCH_ANSWERS:
-            self._older, self._newer = self._newer, kll_ints_sketch(_RANK_ERROR_K)
+            self._older = self._newer
+            self._newer = kll_ints_sketch(_RANK_ERROR_K)
         self._newer.update(tokens)
         self._median = None
 

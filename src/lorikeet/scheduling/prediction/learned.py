@@ -19,7 +19,7 @@ _MAX_LOG_TOKENS = 20.0
 
 
 class LengthModelError(ValueError):
-    """A file contains no valid length model; the message says why."""
+    """A file contains no valid length model; the message names the reason."""
 
 
 class PredictionErrors(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ class LengthModelInfo(msgspec.Struct, frozen=True):
         adapters: adapters with enough answers in the training data, None for the base model.
         tokenizer_sha256: hash of the base model's ``tokenizer.json``, in whose tokens answers were counted.
         requests: number of requests that it was trained on.
-        learned, history: errors on the last requests of the log, which were held out: of a model trained on the others,
-            and of the history predictor.
+        learned, history: errors on the last requests of the log, which were held out: errors of a model trained on the
+            others, and of the history predictor.
     """
 
     adapters: tuple[str | None, ...]
@@ -57,7 +57,7 @@ class LengthModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def is_better(self) -> bool:
-        """Whether its error on held-out requests was smaller than that of history."""
+        """Whether its error on held-out requests was smaller than the error of the history."""
         return self.learned.mean_tokens < self.history.mean_tokens
 
 
@@ -198,7 +198,7 @@ def features_of(
 ) -> np.ndarray:
     """Return the features of the trees, ``[requests, axes + 3]`` float32.
 
-    The arguments are those of ``LengthModel``; ``typical`` has one row for each request.
+    See ``LengthModel`` for the arguments; ``typical`` has one row for each request.
     """
     logs = np.log(np.maximum(np.asarray(prompt_tokens, np.float32), 1.0))
     return np.concatenate([(vectors - centre) @ axes.T, logs[:, None], typical], axis=1).astype(np.float32)

@@ -51,7 +51,7 @@ class PredictionBatch(msgspec.Struct, frozen=True, tag=True):
     """Predictions, from the predictor process.
 
     Attributes:
-        taken: number of requests that it has taken; those past their deadline have no prediction.
+        taken: number of requests that it has taken; requests past their deadline have no prediction.
         predictions: (id of the prediction request, tokens).
         cpu_s: CPU time of the process since its start.
     """

@@ -107,7 +107,7 @@ def predict_by_history(samples: Samples, begin: int) -> list[int]:
 
 
 def errors_of(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> PredictionErrors:
-    """Return the errors of predictions; the quintiles are those of ``all_lengths``."""
+    """Return the errors of predictions, with quintiles of ``all_lengths``."""
     off = np.abs(np.asarray(predicted, float) - np.asarray(true, float))
     return PredictionErrors(
         len(true),
@@ -118,7 +118,7 @@ def errors_of(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequen
 
 
 def in_true_quintile(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> np.ndarray:
-    """Return for each prediction whether it is in the same quintile of ``all_lengths`` as the true length."""
+    """Return a mask of the predictions in the same quintile of ``all_lengths`` as the true length."""
     cuts = np.quantile(all_lengths, [0.2, 0.4, 0.6, 0.8])
     same: np.ndarray = np.searchsorted(cuts, predicted, "right") == np.searchsorted(cuts, true, "right")
     return same
