@@ -1,1 +1,1 @@
-"""What things cost: profiles of machines and models, and the performance models made of them."""
+"""Costs: profiles of machines and models, and the performance models built from them."""

@@ -1,4 +1,4 @@
-"""What a prefill assisted by host workers costs, and whether it is faster than waiting for the adapter (TOPPINGS).
+"""Costs of prefills assisted by host workers, against prefills that wait for the adapter (TOPPINGS).
 
 Also how the rows of a batch are divided among host workers, since the cost depends on the largest share.
 """
@@ -98,7 +98,7 @@ def _slices_between(tokens: Sequence[int], first: int, stop: int) -> tuple[RowSl
 
 
 UNIT_MODULES = ("q", "k", "v")
-"""The modules over which a rank counts as one: those of TOPPINGS (section 2.1). Adapters on others count by size."""
+"""Modules over which a rank counts as one, as in TOPPINGS (section 2.1). Adapters on other modules count by size."""
 
 SPLIT_BY_INPUT = frozenset({"o", "down"})
 """Products whose input is split among tensor-parallel ranks: rank 0 cannot hand it over for the others."""
@@ -130,7 +130,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         workers: number of host workers.
         worker_tokens: tokens per worker (:func:`tokens_within_budget`), times the preset's ``host_chunk``.
         one_group: the preset's ``layer_groups``: whether an adapter is loaded in one group.
-        is_static: the preset's ``host_layers``: whether all groups but the one that is loaded last are waited for.
+        is_static: the preset's ``host_layers``: whether prefills wait for all groups but the last one.
         waits: whether a layer waits for its weights if they arrive sooner than the host would finish.
         device_token_rank_s: what an adapter adds to a layer on the device, per token and rank; 0 where it was not
             measured.
@@ -153,7 +153,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
     device_token_rank_s: float = 0.0
 
     def can_assist(self, ref: AdapterRef) -> bool:
-        """Return whether host workers compute all that the adapter changes."""
+        """Return whether host workers can compute everything that the adapter changes."""
         return not ref.extras and all(
             module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer)
         )
@@ -169,7 +169,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return sum(not changed.isdisjoint(modules) for modules in PRODUCTS.values())
 
     def device_layer_s(self, tokens: int) -> float:
-        """Return the time of a layer in a prefill of this many tokens on the device, without what an adapter adds."""
+        """Return the seconds of a layer in a prefill of this many tokens on the device, without an adapter."""
         return interpolate(self.device_layer, tokens)
 
     def host_layer_s(self, tokens: int, rank: float, handovers: int = 1) -> float:
@@ -273,10 +273,10 @@ _MOST = 10.0
 
 
 class AssistRecord:
-    """How long cold prefills took beside their predictions, assisted ones and those that waited.
+    """Compares the durations of cold prefills, assisted or waiting, with their predictions.
 
-    Both are off by what else the engine does, so their ratio corrects the decision between them. While it is against
-    assistance there are no assisted prefills; then it slowly returns to 1, so that another is tried now and then.
+    Other work of the engine delays both kinds, so the ratio of their errors corrects the decision between them. While
+    the ratio prevents assisted prefills, it slowly returns to 1, so that assistance is tried again now and then.
     """
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ class AssistRecord:
 
     @property
     def ratio(self) -> float:
-        """How much further assisted prefills are off their prediction."""
+        """Error of assisted prefills' predictions as a multiple of the error of waiting prefills."""
         return self._assisted / self._waited
 
     def note(self, predicted_s: float, took_s: float, *, is_assisted: bool) -> None:

@@ -66,10 +66,10 @@ def compose_profile(
     """Compose the profile of a device, a model and a tensor-parallel degree.
 
     Args:
-        device: of one rank.
+        device: device of one rank.
         model: the base model.
         tensor_parallel: number of ranks.
-        lora_paper: source of the LoRA constants; None for those of the nearest settings.
+        lora_paper: paper of the LoRA constants; None for the paper with the nearest setting.
 
     Raises:
         ProfileError: the weights do not fit.
@@ -235,7 +235,7 @@ def _scaled_from(device: Device, model: Model) -> list[str]:
 
 
 def _composed() -> dict[str, tuple[Device, Model, int]]:
-    """Return every (device, model, degree) whose weights fit, by name."""
+    """Return every (device, model, degree) with room for the weights, by name."""
     return {
         profile_name(device, model, degree): (device, model, degree)
         for device in DEVICES.values()

@@ -21,10 +21,10 @@ _SOON_S = 1e-9
 """A layer that arrives within this time counts as present: floating-point sums depend on their order."""
 
 _PREFILLS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Token counts of the prefills whose times the planner knows."""
+"""Token counts of the prefills with known times."""
 
 _RANK = 64
-"""Of the adapter whose part of a prefill on the device the planner takes as that of any, in proportion to its rank."""
+"""Rank of the measured adapter. The planner scales its time on the device to the ranks of other adapters."""
 
 
 class ColdAdapter(NamedTuple):
@@ -48,7 +48,7 @@ class ColdAdapter(NamedTuple):
 def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None:
     """Return the costs that the planner of assisted prefills uses for a modelled replica; None without host cores.
 
-    What an adapter adds on the device is that of a step of its own.
+    The time of an adapter on the device is taken from a step of its own.
 
     Raises:
         ProfileError: the profile has ``host_lora``, but no link from the host.
@@ -63,7 +63,7 @@ def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None
         layers=profile.geometry.layers,
         row_bytes=row_bytes(profile.geometry, profile.tensor_parallel),
         device_layer=tuple((tokens, _prefill_s(model, tokens) / profile.geometry.layers) for tokens in _PREFILLS),
-        qkv_share=0.0,  # ``host_lora`` counts only what is not hidden
+        qkv_share=0.0,  # ``host_lora`` counts only time that is not hidden
         host_fixed_s=host.fixed.value,
         host_token_s=host.token.value,
         host_token_rank_s=host.token_rank.value,
@@ -83,7 +83,7 @@ def _prefill_s(model: CostModel, tokens: int, rank: float = 0.0) -> float:
 
 
 def _lora_s(model: CostModel) -> float:
-    """Return what an adapter adds to a prefill, per token and rank over ``UNIT_MODULES``; 0 if that is not known."""
+    """Return the seconds of an adapter in a prefill per token and rank over ``UNIT_MODULES``; 0 if not known."""
     profile = model.profile
     tokens = _PREFILLS[-1]
     if model.form not in profile.lora:
@@ -96,7 +96,7 @@ def _lora_s(model: CostModel) -> float:
 
 
 def host_layer_s(adapters: Sequence[ColdAdapter], costs: AssistCosts) -> float:
-    """Return what the host adds to a layer that it computes for these adapters."""
+    """Return the seconds that the host adds to a layer that it computes for these adapters."""
     if not adapters:
         return 0.0
     rows = [count for each in adapters for count in each.rows]
@@ -117,8 +117,8 @@ def prefill_s(
     Args:
         step_s: returns the time of the whole step, if the device computes LoRA for these of the cold adapters.
         cold: the adapters that are being loaded.
-        costs: of the host. With ``is_static`` the host computes the layers that are planned to arrive last, and the
-            step waits for the others. With ``waits`` it waits for layers that arrive before the host would be done.
+        costs: costs of the host. With ``is_static`` the host computes the layers that are planned to arrive last, and
+            the step waits for the others. With ``waits`` it waits for layers that arrive before the host would be done.
     """
     now = 0.0
     known_s: dict[frozenset[AdapterDigest], float] = {}
@@ -141,7 +141,7 @@ def prefill_s(
 def layer_arrivals_s(
     ref: AdapterRef, groups: Groups, ends_s: Sequence[float], transfers: TransferModel
 ) -> tuple[float, ...]:
-    """Return when each layer of an adapter has arrived, whose blocks come in ``groups`` that end at ``ends_s``.
+    """Return the arrival time of each layer of an adapter, from ``groups`` of blocks that end at ``ends_s``.
 
     A layer that the adapter does not target is there from the start.
     """

@@ -41,15 +41,15 @@ class Device:
     Attributes:
         name: as in the names of profiles.
         full_name: for people.
-        memory_bytes: of one device.
-        bandwidth_bytes_per_s: of its memory.
+        memory_bytes: memory of one device.
+        bandwidth_bytes_per_s: bandwidth of its memory.
         flops: dense bf16 operations per second.
-        host_bytes_per_s: of its PCI Express link, by data sheet.
-        host_share: of that rate, reached by copies from pinned memory.
-        drive_bytes_per_s: of an NVMe drive's link, four lanes of the same generation, by data sheet.
-        peer_bytes_per_s: of its links to the other devices.
+        host_bytes_per_s: rate of its PCI Express link, by data sheet.
+        host_share: share of this rate that copies from pinned memory reach.
+        drive_bytes_per_s: rate of an NVMe drive's link, four lanes of the same generation, by data sheet.
+        peer_bytes_per_s: rate of its links to the other devices.
         measured: name of the device whose measured tables it uses; its own name if it has tables.
-        degrees: of tensor parallelism that are composed.
+        degrees: degrees of tensor parallelism with composed profiles.
         prefill_attention: share of ``flops`` that attention over a long prompt reaches.
     """
 
@@ -74,7 +74,7 @@ class Model:
     Attributes:
         name: as in the names of profiles.
         full_name: for people.
-        geometry: of the whole model.
+        geometry: geometry of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
         measured: name of the model whose measured tables it uses; its own name if it has tables.

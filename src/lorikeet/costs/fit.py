@@ -93,7 +93,7 @@ def fit_line(counts: Sequence[float], samples: Sequence[Sequence[float]]) -> Reg
 def nonnegative_least_squares(matrix: Floats, values: Floats) -> Floats:
     """Return the x ≥ 0 that minimises |matrix · x - values| (Lawson and Hanson, Solving Least Squares Problems, 23).
 
-    Constants enter one by one, the steepest first; those that would fall below zero leave again.
+    Constants enter one by one, the steepest first; a constant that would fall below zero leaves again.
     """
     x = np.zeros(matrix.shape[1])
     inside = np.zeros(len(x), dtype=bool)
@@ -221,7 +221,7 @@ def _curve(unit: str, counts: Sequence[int], seconds: Floats, errors: Floats) ->
 
 _OF_ADDED = 0.05
 _OF_BASE = 0.02
-"""Errors that the model may have, as a share of what adapters add and of the base step measured with it."""
+"""Allowed errors of the model, as a share of the time that adapters add and of the base step measured with it."""
 _SURE_OF_ADDED = 0.05
 _SURE_OF_BASE = 0.007
 """Standard errors that are small enough, as shares of the same; the larger of the two counts."""
@@ -258,9 +258,9 @@ class LoraMeasurement(NamedTuple):
 def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraCosts:
     """Return the constants of one kernel form that match the measured additions best.
 
-    What adapters add is small compared with how a machine's speed changes from second to second. So each measurement
-    counts as a ratio to the base model's at the same moment. A difference of two steps has the noise of both, so the
-    weight of a point depends on the size of the steps, too.
+    The time that adapters add is small compared with how a machine's speed changes from second to second. So each
+    measurement counts as a ratio to the base model's at the same moment. A difference of two steps has the noise of
+    both, so the weight of a point depends on the size of the steps, too.
 
     Einsums copy every adapter and add whole rows whatever the ranks, and prefills make them longer than their tokens
     explain. So einsums have constants for these; in the other forms they are too small to be told from noise.
@@ -302,7 +302,7 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
 
 
 def _added_s(pair: Floats) -> float:
-    """Return what adapters added, from times without and with them, ``[2, times]``."""
+    """Return the seconds that adapters added, from times without and with them, ``[2, times]``."""
     base_s, with_s = pair
     return float(np.median(base_s)) * (_middle(with_s / base_s) - 1)
 

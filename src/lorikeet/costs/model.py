@@ -18,14 +18,14 @@ from lorikeet.costs.profile import CostProfile, Curve, LoraCosts
 
 
 class SequenceWork(msgspec.Struct, frozen=True, gc=False):
-    """What one sequence adds to a step.
+    """Work of one sequence in a step.
 
     Attributes:
-        start: tokens whose KV exists already.
+        start: number of tokens with KV before the step.
         tokens: computed in the step.
         samples: whether it yields a token.
-        adapter: its version, None for the base model; any value that tells versions apart.
-        rank: of its adapter in the profile's unit; 0 for the base model.
+        adapter: its adapter version, as any distinct value; None for the base model.
+        rank: rank of its adapter in the profile's unit; 0 for the base model.
     """
 
     start: int
@@ -122,7 +122,7 @@ class CostModel:
     """Predicts seconds of steps by one profile. Pure: the same work always costs the same.
 
     Args:
-        profile: whose constants it uses.
+        profile: profile with the constants.
         form: kernel form of the adapters.
 
     Attributes:
@@ -180,14 +180,14 @@ def adapter_elements(
     Args:
         ranks: the rank of each layer by module.
         geometry: sizes of the model.
-        extras: what it has beside A and B.
+        extras: its weights beside A and B.
     """
     low_rank = sum(sum(by_layer) * geometry.row_elements(module) for module, by_layer in ranks.items())
     return low_rank + sum(extra.columns * sum(extra.rows) for extra in extras)
 
 
 def lora_s(costs: LoraCosts, work: LoraWork) -> float:
-    """Return what adapters add to a step."""
+    """Return the seconds that adapters add to a step."""
     seconds = (
         costs.fixed.value
         + costs.decode_row_rank.value * work.decode_row_ranks

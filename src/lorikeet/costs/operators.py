@@ -123,7 +123,7 @@ def all_reduce(device: Device, workers: int) -> tuple[Callable[[int], float], st
 
 
 class RooflineShares(NamedTuple):
-    """What a measured GEMM reaches of its device's limits.
+    """Shares of its device's limits that a measured GEMM reaches.
 
     Attributes:
         bandwidth: share of memory bandwidth, at one token.
@@ -188,9 +188,9 @@ def operator_ratio(device: Device, model: Model, tensor_parallel: int, operator:
 
     Args:
         device: on which it runs.
-        model: whose operator it is.
+        model: model of the operator.
         tensor_parallel: number of ranks.
-        operator: by its name in the tables. One that is no product moves the features of ``_MOVED``.
+        operator: its name in the tables. An operator without a product moves the features of ``_MOVED``.
         tokens: number of tokens.
     """
     measured = DEVICES[device.measured]

@@ -29,8 +29,8 @@ class LayerTimes(NamedTuple):
 
     Attributes:
         layers: layers of the model.
-        host_s: a layer whose LoRA delta the host computes.
-        device_s: a layer whose LoRA delta the device computes.
+        host_s: seconds of a layer whose LoRA delta the host computes.
+        device_s: seconds of a layer whose LoRA delta the device computes.
         load_s: transfer of one layer of the adapter.
         group_s: overhead per group that is loaded.
     """
@@ -103,7 +103,7 @@ def walk(
     """Schedule layers dynamically: on the device if a layer has arrived when it starts, else on the host.
 
     Args:
-        times: of the prefill.
+        times: layer times of the prefill.
         arrivals_s: when each layer arrives.
         begin_s: when the first of these layers starts.
         waits: whether a layer waits for its weights if they arrive sooner than the host would finish.
@@ -185,15 +185,15 @@ def look_ahead_order(
 
 @lru_cache(maxsize=4096)
 def plan(times: LayerTimes, *, is_static: bool = False, waits: bool = False) -> PrefillCourse:
-    """Return the schedule whose groups give the first token soonest.
+    """Return the schedule with the earliest first token.
 
     Every group size is tried, in the paper's order and with look-ahead. Ties go to the size for which the host's time
     for a group is nearest to the load time of one, as in the paper, and then to fewer groups. Plans are cached, so
     callers should round prompt sizes.
 
     Args:
-        times: of prefill and load.
-        is_static: whether groups are waited for (:func:`static`).
+        times: layer times of prefill and load.
+        is_static: whether the prefill waits for groups (:func:`static`).
         waits: as for :func:`dynamic`.
     """
     best: tuple[tuple[float, float, int], PrefillCourse] | None = None

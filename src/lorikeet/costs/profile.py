@@ -36,7 +36,7 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         value: in ``unit``.
         unit: such as ``s``, ``s/token`` or ``bytes/s``.
         error: half the width of the 95 % interval of ``value``, in ``unit``; None where it was not measured.
-        source: of a value that was not measured here.
+        source: source of a value that was not measured here.
     """
 
     value: float
@@ -49,10 +49,10 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     """Seconds as a function of a count, interpolated by ``core.interpolation``.
 
     Attributes:
-        unit: what is counted, such as ``tokens``.
+        unit: counted unit, such as ``tokens``.
         points: (count, seconds), ascending, at least one.
         error: largest relative error of a point that is left out and interpolated from its neighbours.
-        source: of points that were not measured here.
+        source: source of points that were not measured here.
         errors: half the width of the 95 % interval of each point's seconds; empty where they were not measured.
     """
 
@@ -91,7 +91,7 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         loop_sequence: the same, per sequence of the step.
         average: mean time of steps as a share of the sum of the parts, which were fitted to medians: other programs on
             the machine make some steps longer and none shorter. None, if composed, counts as 1.
-        fit: of whole steps; None if composed.
+        fit: errors of whole steps; None if composed.
     """
 
     tokens: Curve
@@ -107,7 +107,7 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What adapters add to a step under one kernel form, in a step that has any.
+    """Time that adapters add to a step under one kernel form.
 
     The form decides what is counted (:class:`lorikeet.costs.model.LoraWork`): ``unpadded`` each row with its own rank,
     ``padded`` each row with the largest rank of the step, ``einsum`` each row with the largest rank of every adapter. A
@@ -121,7 +121,8 @@ class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         row: per token that has an adapter, whatever its rank; None adds nothing.
         adapter: per distinct adapter, whatever its rank; None adds nothing.
         prefill: once per step that prefills a token with an adapter; None adds nothing.
-        decode_fit, prefill_fit: of what adapters add, the largest error relative to the whole step; None if published.
+        decode_fit, prefill_fit: errors of the time that adapters add, the largest relative to the whole step; None if
+            published.
     """
 
     fixed: Constant
@@ -176,10 +177,10 @@ class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     layer.
 
     Attributes:
-        merge: of an adapter on those modules, whatever its rank.
+        merge: time to merge an adapter on those modules, whatever its rank.
         merge_rank: additional time per rank in the profile's unit.
-        restore: of those modules' original weights.
-        merge_fit: of merges over ranks; None if composed.
+        restore: time to restore those modules' original weights.
+        merge_fit: errors of merges over ranks; None if composed.
     """
 
     merge: Constant
@@ -189,15 +190,15 @@ class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class HostLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What host cores add to a layer of a prefill on which they compute x·A·B for q, k and v instead of the device.
+    """Time that host cores add to a layer of a prefill when they compute x·A·B for q, k and v.
 
     The rows of a layer are cut into slices, one per core, and the layer continues when the last slice is done.
 
     Attributes:
         fixed: per layer, for passing the work to the host and back.
         token: the same, per row.
-        token_rank: of the longest slice, per rank (over q, k and v) of a row.
-        cores: that take slices.
+        token_rank: time of the longest slice, per rank (over q, k and v) of a row.
+        cores: number of cores that take slices.
         core_tokens: best number of rows per core. A prompt that is longer than that for all cores is cut evenly.
     """
 
@@ -212,10 +213,10 @@ class OperatingLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """The highest loads of one replica under an SLO, by the rank of its adapters; found by simulation.
 
     Attributes:
-        kernel_form: of the adapters.
-        slo: that enough of the requests met.
-        prompt_tokens, output_tokens: of every request.
-        max_num_seqs, max_num_batched_tokens: of the engine.
+        kernel_form: kernel form of the adapters.
+        slo: targets that enough of the requests met.
+        prompt_tokens, output_tokens: lengths of every request.
+        max_num_seqs, max_num_batched_tokens: limits of the engine.
         tokens_per_s: by rank; prompts and answers.
         source: how they were found, in words.
     """
@@ -238,9 +239,9 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         device: in words.
         model: its name.
         tensor_parallel: number of ranks.
-        origin: ``measured``, or what it was composed from, in words.
+        origin: ``measured``, or its sources, in words.
         made: date, and for measured profiles revision and machine.
-        geometry: of the whole model.
+        geometry: geometry of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
         pool_bytes: device memory for adapters and KV over all ranks, without weights and workspace.
@@ -248,12 +249,12 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         step: costs of the base model's steps.
         lora: costs of adapters by kernel form.
         transfers: links between tiers.
-        switching, host_lora: of mechanisms that not every profile knows.
-        weight_bytes: of the base model over all ranks; None if unknown.
+        switching, host_lora: costs of mechanisms that not every profile has.
+        weight_bytes: weights of the base model over all ranks; None if unknown.
         overlapped: whether the device runs the next decode step while the host processes the last one's tokens.
         kernel_efficiency: share of the machine's limit that a part of the step reaches, by part.
         operating_points: used by the placements of a cluster, one for each setting.
-        format: of the file.
+        format: version of the file format.
     """
 
     name: str
@@ -313,7 +314,7 @@ def decode_profile(text: str, where: str) -> CostProfile:
     """Decode a profile from TOML; ``where`` names it in errors.
 
     Raises:
-        ProfileError: it is no profile, has another format, or contains impossible values.
+        ProfileError: the file is not a profile, has another format, or contains impossible values.
     """
     try:
         tables = tomllib.loads(text)
@@ -328,7 +329,7 @@ def decode_profile(text: str, where: str) -> CostProfile:
 
 
 def _problems(value: object, field: str) -> Iterator[str]:
-    """Yield what is impossible in a profile, which may be written by hand."""
+    """Yield the impossible values of a profile, which may be written by hand."""
     match value:
         case Constant(value=number) if isnan(number):
             yield f"{field}: {number} is not a number"

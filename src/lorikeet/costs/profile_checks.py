@@ -1,4 +1,4 @@
-"""Whether a profile is of the model and the device that an engine runs."""
+"""Checks that a profile fits the model and the device of an engine."""
 
 import re
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.costs.profile import CostProfile, ProfileError
 
 _OF_A_CPU = " threads"
-"""How ``lorikeet profile`` ends the description of a processor."""
+"""End of a processor's description in profiles of ``lorikeet profile``."""
 _PRODUCT = re.compile(r"\b[A-Z]{1,3}\d{2,4}\b")
 _MEMORY = re.compile(r"(\d+) ?GB\b")
 
 
 def check_model(profile: CostProfile, geometry: ModelGeometry, model: str) -> None:
-    """Check that a profile is of a model of these sizes; the size of an element does not matter.
+    """Check that a profile fits a model of these sizes; the size of an element does not matter.
 
     Args:
-        profile: to check.
-        geometry: of the whole model that is served.
-        model: its name, for the error.
+        profile: the profile to check.
+        geometry: geometry of the whole served model.
+        model: name of the model, for the error.
 
     Raises:
-        ProfileError: it is of another model; the message names both.
+        ProfileError: the profile fits another model; the message names both.
     """
     if msgspec.structs.replace(geometry, dtype_bytes=profile.geometry.dtype_bytes) != profile.geometry:
         raise ProfileError(
@@ -33,16 +33,16 @@ def check_model(profile: CostProfile, geometry: ModelGeometry, model: str) -> No
 
 
 def check_device(profile: CostProfile, device: str, processor: str, gpus: Sequence[str]) -> None:
-    """Check that a profile is of the device that engines run on.
+    """Check that a profile fits the device of the engines.
 
     Args:
-        profile: to check.
+        profile: the profile to check.
         device: ``cpu`` or ``cuda``.
-        processor: name of this machine's.
-        gpus: names of this machine's; empty if they are not known, then any GPU's profile passes.
+        processor: name of this machine's processor.
+        gpus: names of this machine's GPUs; if it is empty, any GPU's profile passes.
 
     Raises:
-        ProfileError: it is of another device; the message names both.
+        ProfileError: the profile fits another device; the message names both.
     """
     running = [processor] if device == "cpu" else list(gpus)
     is_of_cpu = profile.device.endswith(_OF_A_CPU)
@@ -61,7 +61,7 @@ def check_device(profile: CostProfile, device: str, processor: str, gpus: Sequen
 
 
 def _is_same_gpu(one: str, other: str) -> bool:
-    """Return whether two names, of a data sheet or a driver, are of the same product, with the same memory if known."""
+    """Return whether two names of GPUs mean the same product, with the same memory if both names have it."""
     if one == other:
         return True
     products, memories = ([pattern.search(name) for name in (one, other)] for pattern in (_PRODUCT, _MEMORY))

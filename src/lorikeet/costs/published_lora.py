@@ -1,6 +1,6 @@
 """LoRA costs as the papers print them, on the device and on host cores, each for its setting.
 
-See docs/decisions/published-lora-costs.md. Host costs are those of TOPPINGS, scaled to other models by their sizes.
+See docs/decisions/published-lora-costs.md. Host costs come from TOPPINGS, scaled to other models by their sizes.
 """
 
 import math
@@ -20,7 +20,7 @@ MODULES = ("q", "k", "v", "o")
 
 
 class LoraPaper(StrEnum):
-    """Source of a profile's LoRA constants; those of ``einsum`` are always dLoRA's."""
+    """Papers with LoRA constants; constants of ``einsum`` always come from dLoRA."""
 
     CHAMELEON = "chameleon"
     LORASERVE = "loraserve"
@@ -29,13 +29,13 @@ class LoraPaper(StrEnum):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the LoRA constants of one profile depend on.
+    """Setting that the LoRA constants of a profile depend on.
 
     Attributes:
-        device: of the profile.
+        device: device of the profile.
         model: the base model.
         tensor_parallel: number of ranks; each holds its part of an adapter.
-        shares: of the device's limits that products reach.
+        shares: shares of the device's limits that products reach.
         prefill_s: returns the time of one sequence's prefill without adapters, by tokens.
         tokens_s: returns the time of the token-wise operators, by tokens.
     """
@@ -59,14 +59,14 @@ def _rank_elements(model: Model, modules: tuple[str, ...]) -> int:
 
 
 _NEAREST = {"a40": LoraPaper.CHAMELEON, "a10": LoraPaper.CHAMELEON}
-"""The paper whose setting is nearest to a device; LoRAServe for all others."""
+"""Paper with the nearest setting to a device; LoRAServe for all other devices."""
 
 
 def lora_costs(setting: Setting, paper: LoraPaper | None) -> dict[KernelForm, LoraCosts]:
     """Return the costs of each kernel form.
 
     Args:
-        setting: of the profile.
+        setting: setting of the profile.
         paper: source of the constants; None for decode by TOPPINGS and prefill by the paper of the nearest device.
     """
     prefill_paper = paper or _NEAREST.get(setting.device.name, LoraPaper.LORASERVE)
@@ -214,7 +214,7 @@ _MODEL = MODELS["llama-2-7b"]
 
 
 def host_lora(device: Device, model: Model) -> HostLora | None:
-    """Return what host cores add to a layer; None for devices without measurements.
+    """Return the time that host cores add to a layer; None for devices without measurements.
 
     Args:
         device: only A100s were measured: the rows are sent over its link, and the host is that of such machines.

@@ -56,13 +56,13 @@ class TransferModel:
     """Predicts seconds of transfers by one profile.
 
     Copies move whole blocks; reads move the bytes of an adapter's weights. Under tensor parallelism all ranks move
-    their parts at the same time; blocks here are those of the whole model.
+    their parts at the same time; blocks here are blocks of the whole model.
 
     Args:
-        profile: whose links it uses.
-        block_bytes: of a block of the whole model.
-        link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``), which replaces both directions of each rank,
-            without a fixed part; 0 for the profile's.
+        profile: profile with the links.
+        block_bytes: bytes of a block of the whole model.
+        link_bytes_per_s: rate of a declared link (``engine.link_bytes_per_s``), which replaces both directions of each
+            rank, without a fixed part; 0 for the profile's.
 
     Attributes:
         profile, block_bytes: as given.
@@ -156,7 +156,7 @@ Touched = Set[tuple[str, int]]
 """Weights of the base model: module and layer."""
 
 _WRITTEN_WITH = {module: modules for modules in PRODUCTS.values() for module in modules}
-"""Modules whose weights are stored in one tensor, and written together."""
+"""Modules with weights in one tensor, which are written together."""
 
 
 class MergeModel:
@@ -197,7 +197,7 @@ class MergeModel:
 
 
 def _touched(ranks: Mapping[str, tuple[int, ...]]) -> Touched:
-    """Return the weights that merging an adapter of these ranks writes, including those stored with them."""
+    """Return the number of weights that merging an adapter writes, with all weights of the same tensors."""
     changed = ((module, layer) for module, by_layer in ranks.items() for layer, rank in enumerate(by_layer) if rank)
     return {(each, layer) for module, layer in changed for each in _WRITTEN_WITH.get(module, ())}
 
