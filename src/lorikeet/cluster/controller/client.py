@@ -17,14 +17,16 @@ import structlog
 import zmq.asyncio
 
 from lorikeet.client.client import RequestHandle, Streams
-from lorikeet.client.state import ClusterState, ReplicaState, ReplicaView, replica_state
+from lorikeet.client.state import ClusterState, ReplicaView
 from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor, EngineTimeouts
-from lorikeet.cluster.adapters.transport import Transport, TransportError
-from lorikeet.cluster.controller.adapter_files import AdapterCopier, AdapterFiles
+from lorikeet.cluster.adapters.transport import Transport
+from lorikeet.cluster.controller.adapter_files import AdapterFiles
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher
 from lorikeet.cluster.controller.learned_costs import LearnedCosts
 from lorikeet.cluster.controller.replica import LiveReplica
+from lorikeet.cluster.controller.replica_joiner import ReplicaJoiner
 from lorikeet.cluster.controller.request_moves import HandOver, KvBandwidth, RequestMoves
+from lorikeet.cluster.controller.snapshot import cluster_state
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
@@ -33,14 +35,13 @@ from lorikeet.cluster.routing.fleet import Fleet, replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import BackgroundTasks
-from lorikeet.config import EngineSettings, Settings, for_engines
+from lorikeet.config import Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, Decided, FinishReason, Mechanism
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
 from lorikeet.core.request import Request
 
-_RETRY_S = 1.0
 _DRAIN_CHECK_S = 0.05
 
 
@@ -486,93 +487,3 @@ class ClusterClient:
         self._files.fail(failure)
         for replica in self._replicas.values():
             replica.drops.fail(failure)
-
-
-class ReplicaJoiner:
-    """Adds replicas to the dispatcher once the adapters in their folders are known.
-
-    Args:
-        dispatcher: dispatcher of the cluster.
-        files: adapter files of the cluster.
-        engine: settings of every replica.
-        apply: carries out the dispatcher's actions.
-    """
-
-    def __init__(
-        self, dispatcher: Dispatcher, files: AdapterFiles, engine: EngineSettings, apply: Callable[[Actions], None]
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._files = files
-        self._engine = engine
-        self._apply = apply
-
-    async def keep(self, replica: LiveReplica) -> None:
-        """Send requests again to a replica that was about to be removed."""
-        replica.is_leaving = False
-        if replica.is_joined:
-            self._apply(self._dispatcher.reopen(replica.supervisor.replica, time.monotonic()))
-        else:
-            await self.join(replica)
-
-    async def join(self, replica: LiveReplica) -> None:
-        """Send a replica requests from now on. If its engine dies meanwhile, it joins when the engine is back."""
-        while not (replica.is_joined or replica.is_leaving):
-            try:
-                await self._try(replica)
-            except TransportError as error:
-                if not replica.supervisor.is_connected:
-                    return
-                log.warning(
-                    "cannot list the adapters of a replica; trying again",
-                    replica=replica.supervisor.replica,
-                    reason=str(error),
-                )
-                await asyncio.sleep(_RETRY_S)
-            else:
-                return
-
-    async def _try(self, replica: LiveReplica) -> None:
-        supervisor = replica.supervisor
-        copier = self._files.copier
-        replica.epoch += 1
-        epoch = replica.epoch
-        held = await copier.scan(supervisor.replica)
-        if not supervisor.is_connected or replica.epoch != epoch or replica.is_leaving:
-            return
-        supervisor.register_adapters(copier.placed_at(supervisor.replica))
-        if self._files.pinned:
-            supervisor.pin_adapters(self._files.pinned)
-        replica.is_joined = True
-        self._apply(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
-
-
-def cluster_state(
-    replicas: Mapping[ReplicaId, LiveReplica],
-    dispatcher: Dispatcher,
-    copier: AdapterCopier,
-    table: RoutingTable,
-    moves: RequestMoves,
-    wanted: int | None,
-) -> ClusterState:
-    """Return a snapshot of the cluster: replicas, routing table, copies and moved requests."""
-
-    def state(replica_id: ReplicaId, replica: LiveReplica) -> ReplicaState:
-        held = copier.placed_at(replica_id)
-        return replica_state(
-            replica_id,
-            replica.supervisor,
-            is_open=replica_id in dispatcher.fleet.open_index,
-            held=len(held),
-            held_bytes=sum(ref.weight_bytes for ref in held),
-        )
-
-    return ClusterState(
-        replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),
-        unrouted=dispatcher.waiting,
-        epoch=table.epoch,
-        shares=table.shown,
-        copies=copier.counts,
-        moves=moves.count,
-        moves_with_kv=moves.with_kv,
-        wanted=wanted,
-    )
