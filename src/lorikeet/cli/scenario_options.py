@@ -1,4 +1,4 @@
-"""Options of a simulated scenario, as ``simulate`` and ``plan`` have them."""
+"""Defines the options of a simulated scenario, which ``simulate`` and ``plan`` share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -13,15 +13,15 @@ Whole = int | None
 Number = float | None
 
 Trace = Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")]
-DurationS = Annotated[Number, typer.Option(help="Instead: all that arrive before.")]
-Adapters = Annotated[Whole, typer.Option(min=0, help="How many there are.")]
+DurationS = Annotated[Number, typer.Option(help="Seconds of arrivals, in place of a number of requests.")]
+Adapters = Annotated[Whole, typer.Option(min=0, help="Number of adapters.")]
 Ranks = Annotated[Text, typer.Option(help="Ranks of the adapters in turn: 32, 8,16,64 or 8-128.")]
 Modules = Annotated[Text, typer.Option(help="Modules that the adapters change; q,k,v,o by default.")]
-AdapterChoice = Annotated[Text, typer.Option(help="See docs/workloads.md.")]
+AdapterChoice = Annotated[Text, typer.Option(help="Rule for the adapter of each request: see docs/workloads.md.")]
 Tokens = Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")]
 Engine = Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")]
 SloLimits = Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")]
-SloTarget = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")]
+SloTarget = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet the SLO.")]
 
 
 def scenario_flags(options: Mapping[str, Any]) -> dict[str, Any]:
