@@ -24,7 +24,8 @@ from lorikeet.chat.tool_parsers.base import (
 
 _MARKER = "[TOOL_CALLS]"
 _ARGUMENTS, _ID = "[ARGS]", "[CALL_ID]"
-_NAME = re.compile(r"[\w.-]+")
+_NAME = re.compile(r"[\w.:/-]+")
+_CALL_ID = re.compile(r"\w{9}")
 
 
 def _calls(output: Output) -> Reads[None]:
@@ -42,7 +43,9 @@ def _named_call(output: Output, first: str) -> Reads[None]:
     rest, marker = yield from text_until(_ARGUMENTS, _ID, "{")
     name = (first + rest).strip()
     if marker == _ID:
-        _, marker = yield from text_until(_ARGUMENTS, "{")
+        call_id, marker = yield from text_until(_ARGUMENTS, "{")
+        if not _CALL_ID.fullmatch(call_id.strip()):  # other text would be lost
+            return
     if not _NAME.fullmatch(name) or not marker:
         return
     if marker == _ARGUMENTS and (yield from after_space()) != "{":
