@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from lorikeet.adapters import sources as adapter_sources
-from lorikeet.api.routes.adapters import follow_registry
 from lorikeet.config import AdapterDirMode, AdapterSettings
 from lorikeet.core.request import Request
 from lorikeet.http.errors import ApiError, model_not_found
+from lorikeet.serving.adapter_life import follow_registry
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.tenants.keys import KeySettings
 from lorikeet.tenants.tenants import Tenants
@@ -77,7 +77,7 @@ async def test_every_adapter_of_a_folder_is_served_and_none_is_opened_before_its
 async def test_adapter_loaded_by_one_server_is_served_by_another_with_its_registry(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.api.routes.adapters.FOLLOW_S", 0.01)
+    monkeypatch.setattr("lorikeet.serving.adapter_life.FOLLOW_S", 0.01)
     async with start() as first, start() as second, AsyncExitStack() as stack:
         for each in (first, second):
             stack.callback(asyncio.create_task(follow_registry(each.service)).cancel)

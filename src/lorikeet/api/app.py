@@ -12,7 +12,6 @@ from lorikeet.adapters.task import AdapterTask
 from lorikeet.adapters.task_files import read_task
 from lorikeet.api.pooled import MAX_POOLED_BYTES
 from lorikeet.api.route_table import add_routes, all_routes
-from lorikeet.api.routes import adapters
 from lorikeet.api.routes.batches import FORM_BYTES
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.mixtures import Mixtures
@@ -48,6 +47,7 @@ from lorikeet.observe.shedding import TtftForecast
 from lorikeet.observe.slo_targets import read_targets
 from lorikeet.observe.traffic import MOST_TENANTS, AdapterUsage
 from lorikeet.presets import resolve_preset
+from lorikeet.serving import adapter_life
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.batches.batches import Batches
 from lorikeet.serving.batches.dispatch import Dispatcher
@@ -102,11 +102,11 @@ def create_service(
     live = LiveStats(lambda: client.views)
 
     async def load(name: str, source: str) -> None:
-        await adapters.load_adapter(service, name, source, access=OPERATOR, replace=False, persistent=False)
+        await adapter_life.load_adapter(service, name, source, access=OPERATOR, replace=False, persistent=False)
 
     async def unload(name: str) -> None:
         try:
-            await adapters.unload_adapter(service, name, OPERATOR)
+            await adapter_life.unload_adapter(service, name, OPERATOR)
         except ApiError as error:
             log.info("adapter not removed", adapter=name, reason=error.message)
 
@@ -122,7 +122,7 @@ def create_service(
             models,
             catalog,
             AdapterLoader(settings.adapters, load, unload),
-            Mixtures(lambda name, parts: adapters.make_mixture(service, name, parts), unload),
+            Mixtures(lambda name, parts: adapter_life.make_mixture(service, name, parts), unload),
         ),
         models=models,
         targets=read_targets(settings.server, settings.cluster),

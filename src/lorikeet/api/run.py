@@ -21,7 +21,6 @@ from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters, registry_u
 from lorikeet.adapters.checkpoint import AdapterChecks, ServedBase
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.app import create_app, create_service
-from lorikeet.api.routes.adapters import follow_registry
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.sampling import ModelLimits, SamplingDefaults
@@ -54,6 +53,7 @@ from lorikeet.observe.length_prediction import open_length_predictor
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.policies import BATCHING
 from lorikeet.presets import resolve_preset
+from lorikeet.serving.adapter_life import follow_registry
 from lorikeet.serving.preload import log_restored, names_to_show, preload_adapters, served_when_named
 from lorikeet.serving.served_models import ServedModels
 from lorikeet.serving.service import Service

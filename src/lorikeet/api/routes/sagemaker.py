@@ -13,12 +13,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes import tgi
-from lorikeet.api.routes.adapters import load_adapter, refuse_pin, unload_adapter
-from lorikeet.api.routes.completions import chat_completions, completions
+from lorikeet.api.routes.chat import chat_completions
+from lorikeet.api.routes.completions import completions
 from lorikeet.chat.protocol import Body, ChatCompletionRequest, CompletionRequest, validated
 from lorikeet.http.errors import bad_request
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.sessions import Sessions
+from lorikeet.serving.adapter_life import load_adapter, refuse_pin, unload_adapter
 
 ROUTES = Routes(note="SageMaker's")
 

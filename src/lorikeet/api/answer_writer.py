@@ -1,0 +1,310 @@
+"""Writes the answer of a generation as one JSON object or as a stream of chunks, for completions and chats."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from lorikeet.chat.logprobs import (
+    TokenNames,
+    prompt_logprobs,
+)
+from lorikeet.chat.protocol import (
+    GenerationBody,
+    StreamOptions,
+)
+from lorikeet.chat.text_processor import TextProcessor
+from lorikeet.client.client import RequestHandle
+from lorikeet.config import ServerSettings
+from lorikeet.core.plan import Token
+from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream, begun
+from lorikeet.http.threads import off_the_loop
+from lorikeet.serving.generation import Generation, OutputDelta
+from lorikeet.serving.usage import metrics_of, token_counts, usage_of
+
+_DONE = b"data: [DONE]\n\n"
+_TEXT = "text of a chunk"
+"""Stands in the pattern of a chunk for what it adds."""
+_encode = msgspec.json.Encoder().encode
+
+
+class AnswerFormat(Protocol):
+    """How one route writes its answers.
+
+    Attributes:
+        id_prefix: start of the answer's ``id``.
+        object: value of ``object`` in a complete answer.
+        chunk_object: value of ``object`` in a chunk.
+        needs_every_token: send a chunk also for tokens that add no text.
+        is_plain: chunks of a choice, but for the first and the last, differ only in their text.
+    """
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+    needs_every_token: bool
+    is_plain: bool
+
+    def envelope(self, index: int) -> dict[str, Any]:
+        """Return fields of the answer beside its choices, or of the chunk that opens a choice of a stream."""
+        ...
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Return the choice of the chunk that opens a stream; None for no such chunk."""
+        ...
+
+    def chunk(self, delta: OutputDelta) -> dict[str, Any]:
+        """Return the choice of one chunk of a stream."""
+        ...
+
+    def adds(self, choice: dict[str, Any]) -> bool:
+        """Return whether the choice of a chunk adds anything to the answer."""
+        ...
+
+    def complete(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
+        """Return a complete choice."""
+        ...
+
+    def usage(self) -> dict[str, Any]:
+        """Return what the usage has beside the counts of all routes."""
+        ...
+
+
+async def respond(
+    http: Request,
+    body: GenerationBody,
+    generation: Generation,
+    answer: AnswerFormat,
+    model: str,
+    settings: ServerSettings,
+) -> Response:
+    """Return the answer of ``generation``, which is closed in the end.
+
+    Errors before the first token become an HTTP status; later ones an event in the stream.
+
+    Args:
+        http: the request, its body read.
+        body: says whether and how to stream.
+        generation: running.
+        answer: the route's format.
+        model: name to report.
+        settings: of the server.
+    """
+    if settings.force_include_usage and body.stream and body.stream_options is None:
+        body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+
+    def timed() -> dict[str, Any]:
+        return {"metrics": metrics_of(generation)} if settings.request_metrics else {}
+
+    envelope = {
+        "id": f"{answer.id_prefix}-{http.state.request_id}",
+        "object": answer.chunk_object if body.stream else answer.object,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+    async def make() -> Response:
+        if not body.stream:
+            whole = await _collect(generation, answer, body, envelope, timed)
+            generation.close()  # now, so that a slow client does not hold the request's place
+            return Response(whole, media_type="application/json")
+        chunks = _Chunks(generation, answer, body, envelope)
+        events = await begun(_events(generation, chunks, answer, body, envelope, timed))
+        return EventStream(events, generation.read_until_s, chunks.write_to)
+
+    return CancelOnDisconnect(make, generation.close)
+
+
+async def _collect(
+    generation: Generation,
+    answer: AnswerFormat,
+    body: GenerationBody,
+    envelope: dict[str, Any],
+    timed: Callable[[], dict[str, Any]],
+) -> bytes:
+    deltas: dict[int, list[OutputDelta]] = {choice.index: [] for choice in generation.choices}
+    async for delta in generation.deltas():
+        deltas[delta.index].append(delta)
+    tokens = {index: tokens_of(each) for index, each in deltas.items()}
+    times = timed()
+
+    def write() -> bytes:
+        kept = _best(tokens, body.choices_per_prompt, body.n or 1)
+        choices = [answer.complete(index, deltas[index]) | {"index": number} for number, index in enumerate(kept)]
+        whole = envelope | answer.envelope(0) | {"system_fingerprint": None, "kv_transfer_params": None} | times
+        return msgspec.json.encode(whole | {"choices": choices, "usage": usage_of(generation) | answer.usage()})
+
+    listed = tokens.values() if answer.needs_every_token else ()
+    scored = sum(len(choice.handle.prompt_logprobs) for choice in generation.choices)
+    return await off_the_loop(write, scored + sum(1 + len(token.top) for each in listed for token in each))
+
+
+def tokens_of(deltas: Iterable[OutputDelta]) -> list[Token]:
+    """Return the tokens of several deltas."""
+    return [token for delta in deltas for token in delta.tokens]
+
+
+def _best(tokens: Mapping[int, Sequence[Token]], choices: int, wanted: int) -> list[int]:
+    """Return the choices to answer with: of the ``choices`` of each prompt the ``wanted`` likeliest, best first.
+
+    As at OpenAI the likeliest is that with the highest mean log probability of a token.
+    """
+    if choices == wanted:
+        return list(tokens)
+
+    def mean(index: int) -> float:
+        return sum(token.logprob or 0.0 for token in tokens[index]) / max(1, len(tokens[index]))
+
+    prompts = (range(first, first + choices) for first in range(0, len(tokens), choices))
+    return [index for each in prompts for index in sorted(each, key=mean, reverse=True)[:wanted]]
+
+
+class _Chunks:
+    """Writes the deltas of a generation as events.
+
+    Args:
+        generation: running.
+        answer: the route's format.
+        body: says what is told beside the text.
+        envelope: fields of every chunk beside its choices.
+
+    Attributes:
+        has_begun: whether there was an event.
+    """
+
+    def __init__(
+        self, generation: Generation, answer: AnswerFormat, body: GenerationBody, envelope: dict[str, Any]
+    ) -> None:
+        self.has_begun = False
+        self._generation = generation
+        self._answer = answer
+        self._envelope = envelope
+        self._tells_usage = body.wants_continuous_usage
+        self._is_wanted = answer.needs_every_token or self._tells_usage
+        self._is_plain = answer.is_plain and not self._tells_usage
+        self._patterns: dict[int, tuple[bytes, bytes]] = {}
+        """What is before and behind the text in a chunk, by choice; nothing if chunks differ in more."""
+        self._opened: set[int] = set()
+
+    def event(self, delta: OutputDelta) -> bytes:
+        """Return the chunks of a delta, the opening of its choice before them; empty if it adds nothing."""
+        index, pattern = delta.index, self._patterns.get(delta.index)
+        if pattern is not None and delta.finish_reason is None:
+            return b"%b%b%b" % (pattern[0], _encode(delta.text), pattern[1]) if delta.text else b""
+        event = b""
+        if index not in self._opened:
+            self._opened.add(index)
+            self.has_begun = True
+            opening = self._answer.first(index)
+            event = b"" if opening is None else self._chunk(opening, 0, opens=True)
+            if self._is_plain:
+                sample = self._chunk(self._answer.chunk(OutputDelta(index, _TEXT, (), None, None, 0)), 0)
+                before, _, behind = sample.rpartition(_encode(_TEXT))
+                self._patterns[index] = before, behind
+        choice = self._answer.chunk(delta)
+        if self._is_wanted or delta.finish_reason or self._answer.adds(choice):
+            event += self._chunk(choice, delta.completion_tokens)
+        return event
+
+    def write_to(self, answer: DirectBody) -> None:
+        """Write each delta to the connection as it arrives, while its client reads."""
+
+        def write(delta: OutputDelta) -> bool:
+            if not answer.is_open:
+                return False
+            if event := self.event(delta):
+                answer.write(event)
+            return True
+
+        self._generation.pass_on(write)
+
+    def _chunk(self, choice: dict[str, Any], completion_tokens: int, *, opens: bool = False) -> bytes:
+        value = self._envelope | (self._answer.envelope(choice["index"]) if opens else {}) | {"choices": [choice]}
+        if self._tells_usage:
+            prompt_tokens = len(self._generation.choices[choice["index"]].handle.request.prompt_token_ids)
+            value["usage"] = token_counts(prompt_tokens, completion_tokens)
+        return _event(value)
+
+
+async def _events(
+    generation: Generation,
+    chunks: _Chunks,
+    answer: AnswerFormat,
+    body: GenerationBody,
+    envelope: dict[str, Any],
+    timed: Callable[[], dict[str, Any]],
+) -> AsyncIterator[bytes]:
+    try:
+        async for delta in generation.deltas():
+            if event := chunks.event(delta):
+                yield event
+    except ApiError as error:
+        if not chunks.has_begun:
+            raise
+        yield _event(error.body()) + _DONE
+        return
+    if body.wants_usage:
+        yield _event(envelope | {"choices": [], "usage": usage_of(generation) | answer.usage()} | timed())
+    yield _DONE
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+class TokenReport(NamedTuple):
+    """What an answer tells of its tokens.
+
+    Attributes:
+        names: names the tokens.
+        logprobs: whether it has log probabilities.
+        prompt_logprobs: whether it has those of the prompt.
+        token_ids: whether it has token ids, also of the prompt.
+    """
+
+    names: TokenNames
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+
+    @classmethod
+    def of(
+        cls, body: GenerationBody, texts: TextProcessor, settings: ServerSettings, *, logprobs: bool
+    ) -> "TokenReport":
+        """Return what a body asks for."""
+        as_ids = body.return_tokens_as_token_ids
+        names = TokenNames(texts, as_ids=settings.return_tokens_as_token_ids if as_ids is None else as_ids)
+        return cls(names, logprobs, body.prompt_logprobs is not None, bool(body.return_token_ids))
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether a stream has a chunk for every token."""
+        return self.logprobs or self.token_ids
+
+    def of_prompt(self, handle: RequestHandle) -> dict[str, Any]:
+        """Return the fields that tell of a request's prompt; null for what is not asked for."""
+        token_ids = handle.request.prompt_token_ids
+        return {
+            "prompt_logprobs": prompt_logprobs(self.names, token_ids, handle.prompt_logprobs)
+            if self.prompt_logprobs
+            else None,
+            "prompt_token_ids": token_ids if self.token_ids else None,
+        }
+
+    def ids(self, tokens: Sequence[Token]) -> list[int] | None:
+        """Return ``token_ids``."""
+        return [token.token_id for token in tokens] if self.token_ids else None
+
+
+def check_stream(body: GenerationBody) -> None:
+    """Check that a body asks for nothing that a stream cannot have.
+
+    Raises:
+        ApiError: 400, it does.
+    """
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
