@@ -16,7 +16,7 @@ def test_points_are_met_and_the_way_between_them_is_straight(count: int, seconds
     assert interpolate(POINTS, count) == pytest.approx(seconds)
 
 
-def test_two_last_points_close_together_do_not_say_how_it_goes_on() -> None:
+def test_extrapolation_ignores_slope_between_close_last_points() -> None:
     # As in the profiles that are made of Vidur's tables: 32 tokens apart, and the later one faster.
     points = ((1, 0.01), (2048, 0.05), (4064, 0.0905), (4096, 0.0900))
     assert interpolate(points, 8192) == pytest.approx(0.09 + 0.04 / 2048 * 4096)

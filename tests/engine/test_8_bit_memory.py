@@ -62,9 +62,7 @@ def answers_and_evictions(models: Models, tokens: int, **engine: object) -> tupl
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-def test_adapters_answer_as_ones_of_the_numbers_that_their_codes_mean(
-    models: Models, tmp_path: Path, kernels: str
-) -> None:
+def test_quantized_adapters_answer_as_their_dequantized_weights(models: Models, tmp_path: Path, kernels: str) -> None:
     geometry = read_model_config(models.folder).geometry(4)
     numbers = {name: _of_codes(ref, tmp_path / name, geometry) for name, ref in models.adapters.items()}
     same = {"preset": "lorikeet:plain", "memory_bytes": AMPLE, "kernels": kernels}

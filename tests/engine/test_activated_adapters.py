@@ -85,7 +85,7 @@ def test_the_description_of_an_alora_has_its_invocation(model: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_peft_from_every_start_and_beside_others(model: Path, tmp_path: Path) -> None:
+def test_tokens_equal_peft_for_every_adapter_start_and_in_batches(model: Path, tmp_path: Path) -> None:
     one, two = (make_alora(tmp_path / str(seed), model, seed) for seed in (1, 2))
     prompts = {
         f"{before}-{after}": [*prompt(before, before), *INVOCATION, *prompt(after, after + 50)]
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_peft_from_every_start_and_beside_others(model: Path
         engine.close()
 
 
-def test_an_alora_that_changes_what_comes_before_its_invocation_is_refused(model: Path, tmp_path: Path) -> None:
+def test_alora_with_weights_before_its_invocation_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="alora_invocation_tokens"):
         make_alora(tmp_path / "one", model, seed=1, modules_to_save=["norm"])
 
@@ -150,7 +150,7 @@ def test_a_second_turn_under_another_adapter_prefills_from_the_invocation_on(mod
 
 
 @pytest.mark.slow
-def test_what_an_adapter_computed_is_freed_with_it_and_the_bases_kv_stays(model: Path, tmp_path: Path) -> None:
+def test_dropping_an_adapter_frees_its_kv_and_keeps_the_base_kv(model: Path, tmp_path: Path) -> None:
     one = make_alora(tmp_path / "one", model, seed=1)
     document, after = prompt(40, 4), prompt(20, 6)
     engine = build_replica(live_settings(model)).engine

@@ -161,7 +161,7 @@ class Anything(RuleBasedStateMachine):
             engine.wait_for_transfer(1.0)
 
 
-def test_greedy_answers_are_those_of_the_plain_preset_whatever_acts_when(running: Running) -> None:
+def test_greedy_answers_do_not_depend_on_mechanisms(running: Running) -> None:
     Anything.running = running
     few = settings(max_examples=6, stateful_step_count=20, suppress_health_check=list(HealthCheck), deadline=None)
     run_state_machine_as_test(Anything, settings=few)  # type: ignore[no-untyped-call]

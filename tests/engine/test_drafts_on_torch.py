@@ -143,7 +143,7 @@ def test_answers_do_not_depend_on_drafts(
 
 
 @pytest.mark.slow
-def test_an_adapter_that_answers_the_same_again_takes_fewer_steps(
+def test_adapter_with_repeated_answers_takes_fewer_steps(
     model: Path,  # noqa: F811
     owners: list[AdapterRef | None],  # noqa: F811
     tmp_path: Path,

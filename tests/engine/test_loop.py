@@ -60,7 +60,7 @@ def test_every_step_is_counted_by_its_tokens() -> None:
     assert stats.computed_tokens == 28
 
 
-def test_a_request_that_waits_for_its_adapter_does_not_hold_up_another() -> None:
+def test_request_waiting_for_its_adapter_does_not_block_another() -> None:
     bench = Bench()
     bench.engine.submit(request("cold", [1, 2, 3], 0.0, adapter("a")))
     bench.engine.submit(request("base", [1, 2, 3], 1.0))
@@ -74,7 +74,7 @@ def test_a_request_that_waits_for_its_adapter_does_not_hold_up_another() -> None
     assert [type(event) for event in bench.adapter_events] == [AdapterLoaded]
 
 
-def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
+def test_block_cold_start_runs_nothing_during_a_transfer() -> None:
     bench = Bench(preset=Preset(cold_start=ColdStart.BLOCK))
     bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
     bench.step()
@@ -120,7 +120,7 @@ def test_under_block_others_resume_when_the_waiting_request_has_left() -> None:
     bench.run()
 
 
-def test_a_finished_requests_kv_serves_the_next_one_of_the_same_version_only() -> None:
+def test_kv_of_finished_request_serves_only_the_same_adapter_version() -> None:
     bench = Bench()
     prompt = list(range(12))
     for name, ref in (("first", adapter("a")), ("same", adapter("a")), ("other", adapter("b")), ("base", None)):
@@ -173,7 +173,7 @@ def test_when_blocks_run_out_the_newest_request_gives_way_and_loses_nothing() ->
     assert counts.free + counts.cached == bench.blocks
 
 
-def test_a_sequence_alone_with_copies_of_cached_blocks_gives_way_to_itself_once() -> None:
+def test_lone_sequence_with_duplicate_blocks_is_preempted_once() -> None:
     bench = Bench(blocks=10, limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64))
     bench.engine.submit(request("short", list(range(17)), max_tokens=2))
     bench.engine.submit(request("long", list(range(17)), max_tokens=20))

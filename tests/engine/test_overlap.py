@@ -46,7 +46,7 @@ def test_every_step_tells_its_token_and_plans_are_made_less_often_than_without()
     assert anew == {False: 4, True: 2}
 
 
-def test_a_request_that_arrives_waits_for_the_step_that_runs_and_no_other() -> None:
+def test_arriving_request_waits_only_for_the_running_step() -> None:
     made = bench()
     made.engine.submit(request("a", [1, 2], max_tokens=30))
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_a_request_that_arrives_waits_for_the_step_that_runs_and_no_other() -> N
     assert {name: len(tokens) for name, tokens in made.tokens.items()} == {A: 30, B: 2}
 
 
-def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
+def test_request_arriving_behind_others_ends_no_plan() -> None:
     made = bench(max_num_seqs=1)
     for name, output_tokens in (("a", 13), ("b", 2), ("c", 2)):
         made.engine.submit(request(name, [1, 2], max_tokens=output_tokens))
@@ -118,7 +118,7 @@ def test_unneeded_step_is_dropped_and_its_blocks_are_reused() -> None:
     assert len(made.tokens[B]) == 20
 
 
-def test_a_new_request_of_the_same_name_does_not_go_on_where_the_old_one_was() -> None:
+def test_new_request_with_reused_id_starts_from_its_prompt() -> None:
     made = bench()
     made.engine.submit(request("a", [1, 2], max_tokens=20))
     while not (made.plans and made.plans[-1].continues):
@@ -204,7 +204,7 @@ def test_engine_told_to_plan_after_each_step_does_so() -> None:
         ({"sequences": (SequenceStep(A, 2, 1, (), True),), "continues": True, "repeat": 2}, "sequences have left"),
     ],
 )
-def test_the_scripted_executor_goes_on_with_what_runs_and_nothing_else(plan: dict[str, object], complaint: str) -> None:
+def test_scripted_executor_continues_only_the_running_step(plan: dict[str, object], complaint: str) -> None:
     made = bench()
     for name in "ab":
         made.engine.submit(request(name, [1], max_tokens=20))

@@ -82,7 +82,7 @@ def test_the_check_notices_reuse_across_versions_of_one_name(
     assert ask(model, by_name, together=True) != alone
 
 
-def test_the_scripted_executor_refuses_plans_that_reuse_kv_across_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripted_executor_refuses_kv_reuse_across_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     share_kv(monkeypatch)
     engine = Bench().engine  # driven by hand: the bench counts blocks after every step, which fails first
     run(engine, [request("one", list(range(12)), adapter=adapter("a"))])

@@ -201,7 +201,7 @@ def test_a_paused_engine_runs_no_step_until_it_goes_on(peer: Peer, bench: Bench)
 
 
 @pytest.mark.parametrize(("host_blocks", "freed_blocks"), [(0, 3 + 1), (16, 3 + 1 + 3)])
-def test_wake_delivers_a_transfer_and_a_drop_reports_bytes_of_all_tiers(
+def test_wake_delivers_transfer_and_drop_reports_bytes_of_all_tiers(
     peer: Peer, channel: Channel, bench: Bench, freed_blocks: int
 ) -> None:
     ref = adapter("a", 3)
@@ -225,7 +225,7 @@ def test_wake_delivers_a_transfer_and_a_drop_reports_bytes_of_all_tiers(
 
 
 @pytest.mark.parametrize("host_blocks", [16])
-def test_adapters_that_are_made_known_are_read_into_the_host_tier(peer: Peer, channel: Channel, bench: Bench) -> None:
+def test_registered_adapters_are_read_into_the_host_tier(peer: Peer, channel: Channel, bench: Bench) -> None:
     peer.send(RegisterAdapters((adapter("a", 3), adapter("b", 2))))
     while True:  # the engine waits for the reads, on a clock that stands still
         stats = peer.outputs().stats
@@ -240,7 +240,7 @@ def test_adapters_that_are_made_known_are_read_into_the_host_tier(peer: Peer, ch
     assert stats.resident_adapters == {}, "nobody asked for them"
 
 
-def test_the_tokenizer_of_grammars_is_read_once_no_request_has_been_there_for_a_while(
+def test_grammar_tokenizer_is_read_while_the_engine_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s, reads = [100.0], []

@@ -75,7 +75,7 @@ def test_messages_plans_results_transfers_and_events_are_all_there(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_recording_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
+def test_truncated_recording_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
     record_two(tmp_path / "run")
     whole, content = records(tmp_path / "run"), (tmp_path / "run").read_bytes()
     cut, lengths = tmp_path / "cut", set()
@@ -93,7 +93,7 @@ def test_a_recording_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(t
     assert lengths == set(range(len(whole)))
 
 
-def test_a_recording_that_ends_in_the_middle_replays_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_truncated_recording_replays_up_to_its_end(tmp_path: Path) -> None:
     record_two(tmp_path / "run")
     content, whole = (tmp_path / "run").read_bytes(), replay(Recording(tmp_path / "run"))
     (tmp_path / "cut").write_bytes(content[: len(content) * 4 // 5])

@@ -293,7 +293,7 @@ def test_the_command_names_what_is_no_recording(tmp_path: Path) -> None:
     assert "No such file" in result.output
 
 
-def test_the_command_sets_recorded_times_beside_those_of_a_profile(recording: Path, tmp_path: Path) -> None:
+def test_replay_command_compares_recorded_times_with_a_profile(recording: Path, tmp_path: Path) -> None:
     profile = tmp_path / "round.toml"
     profile.write_text(encode_profile(round_profile()))
     result = runner.invoke(app, ["replay", str(recording), "--profile", str(profile)])

@@ -77,7 +77,7 @@ def test_every_row_is_packed_once_and_none_straddles_a_block(case: tuple[Ranks, 
 @pytest.mark.slow
 @settings(deadline=None)
 @given(adapters(), st.randoms(use_true_random=False))
-def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, random) -> None:  # type: ignore[no-untyped-def]
+def test_views_return_written_weights_and_write_no_other_block(case, random) -> None:  # type: ignore[no-untyped-def]
     ranks, geometry, block_elements = case
     packing = pack(ranks, geometry, block_elements)
     arena = np.zeros((packing.blocks + 3, block_elements), np.float32)
@@ -145,7 +145,7 @@ def test_an_adapter_passes_through_few_blocks_if_each_is_taken_in_time(
     assert np.array_equal(taken, expected)
 
 
-def test_adapters_of_the_same_ranks_share_a_layout_and_not_their_places() -> None:
+def test_adapters_of_equal_ranks_share_layout_but_not_blocks() -> None:
     geometry = ModelGeometry(1, 1, 1, {module: ModuleShape(3, 2) for module in LORA_MODULES}, 4)
     layouts = AdapterLayouts(geometry, 10)
     first, second, other = (

@@ -98,7 +98,7 @@ def test_without_a_host_tier_it_is_computed_again() -> None:
     assert not routes(bench)
 
 
-def test_a_host_copy_is_kept_so_that_the_next_time_nothing_is_copied_out() -> None:
+def test_host_copy_is_kept_so_second_eviction_copies_nothing() -> None:
     bench = Bench(blocks=12, host_blocks=40)
     for name in ("a", "b", "c", "a2", "b2", "c2"):
         ask(bench, name, words(100 * ord(name[0]), 4))
@@ -108,7 +108,7 @@ def test_a_host_copy_is_kept_so_that_the_next_time_nothing_is_copied_out() -> No
     assert routes(bench)["device-host"] == stored
 
 
-def test_an_adapter_is_read_once_and_comes_from_the_host_afterwards() -> None:
+def test_adapter_is_read_once_and_then_loaded_from_the_host() -> None:
     bench = Bench(blocks=10, host_blocks=20)
     for name in ("a", "b", "c", "a2"):
         ask(bench, name, [1, 2], name[0], blocks=4)
@@ -127,7 +127,7 @@ def test_known_adapters_are_read_into_the_host_tier_before_any_request() -> None
 
 
 @pytest.mark.parametrize(("kv", "on_host"), [(0, 2), (1, 2), (2, 1), (12, 0)])
-def test_prefetched_adapters_take_at_most_the_free_part_of_half_the_host_tier(kv: int, on_host: int) -> None:
+def test_prefetched_adapters_use_at_most_half_of_the_host_tier(kv: int, on_host: int) -> None:
     """All are brought to the device; what the others would take is promised to KV, and KV that is there stays."""
     bench = Bench(blocks=60, host_blocks=14, preset=PRESETS["elora"])
     ask(bench, "x", words(0, 12))
@@ -143,7 +143,7 @@ def test_prefetched_adapters_take_at_most_the_free_part_of_half_the_host_tier(kv
     assert memory.host_counts() == (14 - kv - 3 * on_host, kv, 3 * on_host, 0)
 
 
-def test_an_adapter_that_the_host_cannot_hold_keeps_no_other_from_being_read() -> None:
+def test_adapter_too_large_for_the_host_does_not_block_other_reads() -> None:
     bench = Bench(blocks=30, host_blocks=20, preset=NO_KV)
     bench.engine.register_adapters((adapter("big", 21), adapter("a", 3), adapter("b", 3)))
     fill_host(bench)
@@ -204,7 +204,7 @@ def test_adapters_leave_the_host_by_the_scores_of_that_moment() -> None:
     assert there == {"often": True, "once": False, "later": True}
 
 
-def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same() -> None:
+def test_host_evicts_nothing_for_an_adapter_that_cannot_fit() -> None:
     bench = Bench(blocks=20, host_blocks=10, preset=Preset(host_kv=HostKv.EVICTED))
     ask(bench, "kv", words(0, 6))
     for index in range(3):
@@ -215,7 +215,7 @@ def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same(
     assert bench.memory.host_counts().kv == kept
 
 
-def test_of_a_text_that_leaves_block_by_block_the_host_keeps_the_beginning() -> None:
+def test_host_keeps_beginning_of_text_evicted_block_by_block() -> None:
     bench = Bench(blocks=12, host_blocks=5)
     ask(bench, "long", words(0, 10))
     ask(bench, "other", [1000], max_tokens=12 * BLOCK_TOKENS - 2)
@@ -266,7 +266,7 @@ def test_visits_and_last_uses_are_noted_on_arrival_along_the_matched_path() -> N
     bench.run()
 
 
-def test_request_of_another_engine_is_a_visit_and_a_preempted_one_is_not() -> None:
+def test_imported_request_counts_as_visit_and_preempted_one_does_not() -> None:
     source, bench = Bench(), Bench(blocks=14, limits=SchedulerLimits(8, 64, 64))
     source.engine.submit(request("moves", words(0, 2), 0.0, adapter("a", 2), max_tokens=24))
     while len(source.tokens.get(RequestId("moves"), [])) < 3:
@@ -335,7 +335,7 @@ def test_an_adapter_too_large_for_its_share_is_refused_and_makes_no_slot_larger(
     assert bench.memory.resident() == {"digest-small": 2}
 
 
-def test_a_request_without_a_free_slot_lets_those_of_other_adapters_pass() -> None:
+def test_request_without_slot_lets_other_adapters_pass() -> None:
     bench = Bench(blocks=40, preset=PRESETS["vllm-static"], limits=SchedulerLimits(8, 32, 64))
     for index in range(3):
         bench.engine.submit(request(f"r{index}", [1, 2], 0.0, adapter(f"a{index}", 4), max_tokens=20))
@@ -369,7 +369,7 @@ def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> N
     assert (stats.prefetched_used, stats.prefetched) == (1, 6)
 
 
-def test_as_a_chain_an_adapter_is_evicted_from_its_end_and_only_what_is_missing_is_copied() -> None:
+def test_adapter_chain_is_evicted_from_its_end_and_reloads_only_missing_blocks() -> None:
     bench = Bench(blocks=12, host_blocks=40, preset=ELORA)
     ask(bench, "x", [1, 2], "a", blocks=6)
     ask(bench, "y", words(0, 7))  # eight blocks with its answer: two of the adapter's have to go
@@ -455,7 +455,7 @@ def test_a_suspended_request_goes_on_with_the_blocks_it_left(name: str) -> None:
         assert len(bench.memory.tree) == 1, "afterwards it is dropped as always"
 
 
-def test_preemption_under_pressure_goes_over_the_host_and_loses_no_token() -> None:
+def test_preemption_under_pressure_swaps_over_the_host_and_loses_no_token() -> None:
     bench = Bench(blocks=14, host_blocks=40, limits=SchedulerLimits(8, 64, 64))
     for index in range(4):
         bench.engine.submit(request(f"r{index}", [index] * 6, float(index), max_tokens=24, seed=index))
@@ -512,7 +512,7 @@ def test_arrived_kv_is_freed_with_its_sequence_if_earlier_kv_is_missing() -> Non
     assert memory.counts().free == 20
 
 
-def test_kv_whose_copy_to_the_host_fails_is_lost_and_nothing_else() -> None:
+def test_failed_copy_to_the_host_loses_only_its_kv() -> None:
     bench = Bench(blocks=12, host_blocks=20, fails=lambda transfer: transfer.target is Tier.HOST)
     for index in range(4):
         ask(bench, f"r{index}", words(100 * index, 4))
@@ -562,7 +562,7 @@ def test_a_prefetch_that_fails_is_not_tried_again_at_once() -> None:
     assert len(failed) == 1
 
 
-def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read() -> None:
+def test_unreachable_files_are_retried_rarely_and_read_later() -> None:
     is_out = [True]
     bench = Bench(
         blocks=10,
@@ -599,7 +599,7 @@ def test_broken_adapter_file_is_retried_and_blocks_no_other_read() -> None:
     assert bench.engine.due_s == math.inf
 
 
-def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind() -> None:
+def test_retired_versions_leave_no_blocks_on_a_full_host() -> None:
     bench = Bench(blocks=10, host_blocks=8, preset=NO_KV)
     bench.engine.register_adapters((adapter("a", 4), adapter("b", 3), adapter("waits", 4)))
     fill_host(bench)
@@ -736,7 +736,7 @@ def test_shortage_of_free_blocks_clears_the_device_at_the_next_tick() -> None:
     assert bench.memory.evictor.unused() == 5
 
 
-def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() -> None:
+def test_expected_adapter_is_prefetched_in_time_without_events() -> None:
     bench = Bench(blocks=12, host_blocks=60, preset=PRESETS["chameleon:prefetch"])
     for index in range(13):
         ask(bench, f"r{index}", [1, 2], "a", blocks=4)
@@ -782,7 +782,7 @@ def test_request_without_room_offers_only_evictable_blocks(
     memory.release(taken, now)
 
 
-def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:
+def test_adapter_larger_than_its_share_is_reported_with_the_sizes() -> None:
     memory = Memory(10, 0, 4, 1024, lambda ref: AdapterSize(ref.max_rank, 0), options=MemoryOptions(adapter_share=0.2))
     reason = memory.why_impossible(adapter("a", 3), 8)
     assert reason is not None
@@ -790,7 +790,7 @@ def test_a_pool_that_cannot_hold_an_adapter_says_so() -> None:
     assert "2 for adapters" in reason
 
 
-def test_kv_on_the_device_is_no_hit_while_its_adapter_is_not() -> None:
+def test_kv_on_the_device_without_its_adapter_counts_as_miss() -> None:
     bench = Bench(blocks=30, host_blocks=30, preset=PRESETS["vllm-static"])
     ask(bench, "x", words(0, 3), "a", blocks=5)
     ask(bench, "y", [1, 2], "b", blocks=5)
@@ -805,7 +805,7 @@ def test_kv_on_the_device_is_no_hit_while_its_adapter_is_not() -> None:
 # --- What is known of a route between the tiers -------------------------------------------------
 
 
-def test_transfers_that_failed_say_nothing_of_the_time_that_blocks_take() -> None:
+def test_failed_transfers_do_not_change_block_times() -> None:
     totals = RouteTotals()
     totals.note(4, TransferDone(0, None, 0.2))
     totals.note(1000, TransferDone(1, "no such folder", 0.001))

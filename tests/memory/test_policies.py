@@ -87,7 +87,7 @@ def test_the_least_recently_used_scores_lowest() -> None:
     assert Lru(view_of(tree)).scores(np.array(nodes), 0.0).tolist() == tree.last_use_s[nodes].tolist()
 
 
-def test_kv_that_is_hardly_asked_for_again_goes_before_older_adapters_and_other_kv() -> None:
+def test_rarely_reused_kv_is_evicted_before_older_adapters_and_other_kv() -> None:
     tree = DependencyTree()
     chats, single_shots, idle = add_adapter(tree, last_use_s=8), add_adapter(tree, last_use_s=9), add_adapter(tree)
     chat = add_kv(tree, chats, last_use_s=8)
@@ -124,7 +124,7 @@ def test_a_node_scores_the_sum_of_eval_over_its_branch(seed: int, data: st.DataO
         assert score == pytest.approx(math.log(total) if total else LOWEST)
 
 
-def test_sums_of_nodes_so_old_that_their_eval_underflows_still_differ() -> None:
+def test_sums_of_very_old_nodes_still_differ() -> None:
     tree = DependencyTree()
     one, two = add_adapter(tree), add_adapter(tree)
     add_kv(tree, two)
@@ -228,7 +228,7 @@ def test_kv_generated_after_its_adapter_was_matched_scores_higher() -> None:
     assert scores[2] - scores[0] == pytest.approx(3.0, abs=1e-3)
 
 
-def test_an_entry_that_is_loaded_again_keeps_its_time_until_it_is_forgotten() -> None:
+def test_reloaded_entry_keeps_its_time_until_forgotten() -> None:
     tree = DependencyTree()
     adapter = add_adapter(tree)
     kv = add_kv(tree, adapter)

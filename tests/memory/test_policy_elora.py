@@ -27,7 +27,7 @@ def zipf(n: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("prob", "expected"), [(np.full(20, 1 / 20), 16.13), (np.full(50, 1 / 50), 23.81), (zipf(50), 17.03)]
 )
-def test_required_adapters_of_a_batch_of_32_are_as_worked_out_by_hand(prob: np.ndarray, expected: float) -> None:
+def test_required_adapters_of_batch_of_32_match_hand_computation(prob: np.ndarray, expected: float) -> None:
     assert required_adapters(prob, 32) == pytest.approx(expected, abs=0.005)
 
 
@@ -39,7 +39,7 @@ def test_required_adapters_are_at_most_all_and_at_most_the_batch(weights: list[f
     assert batch < 1 or required <= batch + 1e-9
 
 
-def test_the_coefficient_rises_to_1_and_is_1_if_nothing_is_required() -> None:
+def test_coefficient_rises_to_1_and_is_1_without_requirements() -> None:
     assert [quantity_coefficient(n, 4.0) for n in (0, 1, 4, 9)] == [0.0, 0.25, 1.0, 1.0]
     assert quantity_coefficient(0, 0.0) == 1.0
 
@@ -89,7 +89,7 @@ def test_unrequested_adapter_has_the_lowest_finite_score() -> None:
     assert scores[0] + np.inf == np.inf
 
 
-def test_each_block_of_an_adapter_costs_the_same_whatever_the_rank() -> None:
+def test_blocks_of_adapters_cost_the_same_for_every_rank() -> None:
     tree = DependencyTree()
     nodes = np.array([add_adapter(tree, size=5), add_adapter(tree, size=10)])
     assert np.diff(Elora(view_of(tree)).scores(nodes, 1.0)) == 0

@@ -52,7 +52,7 @@ def test_the_same_requests_have_the_same_victims() -> None:
     assert replay(5, Halp.proposals) == replay(5, Halp.proposals)
 
 
-def test_a_decision_is_judged_by_whichever_of_the_two_is_used_first() -> None:
+def test_decision_is_judged_by_first_used_node() -> None:
     tree = DependencyTree()
     nodes = [add_adapter(tree, last_use_s=last, size=size) for last, size in ((1.0, 9), (2.0, 1))]
     right, wrong, unknown = (Halp(view_of(tree)) for _ in range(3))

@@ -131,7 +131,7 @@ def test_evicting_a_friendly_node_takes_the_lru_and_detrains_its_adapter() -> No
     assert policy.scores(np.array(adapters), 2.0)[1] < first
 
 
-def test_a_node_that_takes_the_place_of_a_forgotten_one_was_never_accessed() -> None:
+def test_node_with_reused_index_was_never_accessed() -> None:
     tree = DependencyTree()
     adapter = add_adapter(tree)
     gone = add_kv(tree, adapter)

@@ -92,7 +92,7 @@ def test_everything_is_prefetched_in_the_end_even_unrequested_adapters() -> None
         assert tree.on_device[nodes_of(tree)].all()
 
 
-def test_without_any_adapter_the_first_to_come_is_one_however_good_kv_is() -> None:
+def test_first_prefetch_is_an_adapter_if_none_is_resident() -> None:
     tree = DependencyTree()
     add_kv(tree, BASE, there=False, visits=1000, last_use_s=NOW)
     adapter = add_adapter(tree, there=False, visits=1)
@@ -186,7 +186,7 @@ def test_branches_bring_everything_roots_first() -> None:
 # --- Prefetch by the queue, by histograms of the times between arrivals, and of everything ------
 
 
-def test_the_queue_is_served_in_its_order_and_without_what_is_there_or_moves() -> None:
+def test_queue_prefetch_follows_queue_order_and_skips_resident_nodes() -> None:
     tree = DependencyTree()
     third, here, first, coming = (add_adapter(tree, there=there) for there in (False, True, False, False))
     tree.moving[coming] = NodeTransfer.READ
@@ -220,7 +220,7 @@ def test_eviction_policy_without_tiers_evicts_nothing_for_the_queue() -> None:
 # --- all ---------------------------------------------------------------------------------------------
 
 
-def test_every_known_adapter_is_named_but_those_that_are_there_or_move() -> None:
+def test_all_prefetch_names_every_adapter_off_the_device() -> None:
     tree = DependencyTree()
     first, _, second, coming = (add_adapter(tree, there=there) for there in (False, True, False, False))
     tree.moving[coming] = NodeTransfer.READ
@@ -291,7 +291,7 @@ def test_eviction_makes_room_for_the_queue_but_not_for_predictions() -> None:
     assert regular.prefetch.evicts_below(regular.adapter) == WANTED
 
 
-def test_the_queue_comes_before_predictions_and_nothing_comes_twice() -> None:
+def test_queued_adapters_precede_predicted_ones_without_duplicates() -> None:
     regular = Regular()
     queued = add_adapter(regular.tree, there=False)
     regular.view.waiting = {queued: 1}
@@ -309,7 +309,7 @@ def test_predictions_come_in_the_order_of_their_times() -> None:
     assert regular.named(108.0) == [sooner, regular.adapter]
 
 
-def test_what_was_brought_is_protected_until_it_is_no_longer_expected() -> None:
+def test_prefetched_adapter_is_protected_until_its_expected_use_passes() -> None:
     regular = Regular()
     regular.bring(110.0)
     assert PROTECTED < regular.score(LATEST_S - 0.01) < WANTED

@@ -173,7 +173,7 @@ def fair(by: Owner = Owner.TENANT) -> tuple[FairShares, View]:
     return FairShares(view, by=by), view
 
 
-def test_prompts_count_once_when_admitted_and_answers_twice_as_they_come() -> None:
+def test_prompt_tokens_count_once_and_output_tokens_twice() -> None:
     queue, view = fair()
     x, y = made("x", tenant="t", prompt_tokens=10), made("y", 1.0, tenant="t", prompt_tokens=3)
     filled(queue, [x, y])
@@ -191,7 +191,7 @@ def test_prompts_count_once_when_admitted_and_answers_twice_as_they_come() -> No
     assert queue.served("t") == 10 + 2 * 6
 
 
-def test_the_owner_that_was_served_least_goes_first_and_inside_it_the_oldest() -> None:
+def test_least_served_owner_is_first_and_its_oldest_request() -> None:
     queue, _ = fair()
     greedy = [made(f"g{index}", float(index), tenant="greedy", prompt_tokens=10) for index in range(4)]
     modest = [made(f"m{index}", 10.0 + index, tenant="modest", prompt_tokens=4) for index in range(3)]
@@ -235,7 +235,7 @@ def test_tenant_served_more_than_the_waiting_ones_is_not_lowered() -> None:
     assert queue.served("a") == 30
 
 
-def test_tenant_coming_to_an_empty_queue_is_lifted_to_the_last_that_left() -> None:
+def test_returning_tenant_starts_at_the_counter_of_the_last_owner() -> None:
     queue, view = fair()
     x = made("x", tenant="a", prompt_tokens=30)
     filled(queue, [x, made("y", 1.0, tenant="b", prompt_tokens=9)])
@@ -246,7 +246,7 @@ def test_tenant_coming_to_an_empty_queue_is_lifted_to_the_last_that_left() -> No
     assert queue.served("c") == 9
 
 
-def test_an_interrupted_request_is_charged_for_what_comes_new_only() -> None:
+def test_preempted_request_is_charged_only_for_new_tokens() -> None:
     queue, view = fair()
     x = made("x", tenant="t", prompt_tokens=10)
     queue.add(x, 0.0)
@@ -276,7 +276,7 @@ def test_prompt_is_charged_once_where_its_request_runs_first() -> None:
     assert queue.served("t") == 10, "it has run elsewhere"
 
 
-def test_no_room_ends_admission_and_what_else_is_lacking_does_not() -> None:
+def test_missing_blocks_end_admission_and_other_reasons_do_not() -> None:
     requests = [
         made("t0", 0.0, tenant="t"),
         made("t1", 1.0, tenant="t"),
@@ -393,7 +393,7 @@ def test_gone_tenants_are_forgotten_once_it_makes_no_difference() -> None:
 @pytest.mark.slow
 @given(arrivals_s=st.lists(st.floats(0.0, 100.0), max_size=20))
 @pytest.mark.parametrize("name", RIVALS)
-def test_all_are_first_come_first_served_where_all_requests_are_alike(name: str, arrivals_s: list[float]) -> None:
+def test_equal_requests_are_served_first_come_first_served(name: str, arrivals_s: list[float]) -> None:
     requests = [made(str(index), arrival_s) for index, arrival_s in enumerate(arrivals_s)]
     assert order(name, requests) == order("fifo", requests)
 

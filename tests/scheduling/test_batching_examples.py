@@ -235,7 +235,7 @@ def test_between_two_merged_adapters_is_an_unmerged_iteration() -> None:
     assert [run(mode, live_of(types)).merged for types in ("AA", "BB", "BB")] == [A, None, B]
 
 
-def test_the_starving_run_merged_if_all_are_of_the_merged_adapter() -> None:
+def test_starving_requests_run_merged_if_all_use_the_merged_adapter() -> None:
     mode, live = example(), live_of("BAAAA")
     run(mode, live)
     mode.credits.apply({A: 5, B: -5}, 1)

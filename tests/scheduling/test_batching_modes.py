@@ -151,7 +151,7 @@ def test_where_merging_pays_alpha_falls_and_it_merges() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hot", [0.7, 0.95])
-def test_where_merging_pays_nothing_alpha_rises_and_it_stays_unmerged(hot: float) -> None:
+def test_alpha_rises_and_mode_stays_unmerged_without_gain(hot: float) -> None:
     mode = MergeTurns(setup_of(max_batch=256))
     share, tokens_per_s = FREE.run(mode, hot, steps=4000)
     assert mode.thresholds.alpha > 0.8
@@ -196,7 +196,7 @@ def serve_one_by_one(mode: MergeTurns, steps: int, held_up_s: Mapping[int, float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_up_s", [{}, {0: 1.0}, {3: 1.0}, {8: 3.0}], ids=["none", "first", "fourth", "ninth"])
-def test_a_step_that_was_held_up_does_not_make_merging_pay_for_good(held_up_s: Mapping[int, float]) -> None:
+def test_delayed_step_does_not_make_merging_pay_forever(held_up_s: Mapping[int, float]) -> None:
     assert serve_one_by_one(MergeTurns(setup_of(max_batch=256)), 4000, held_up_s) < 0.2
 
 
@@ -212,7 +212,7 @@ def test_due_trial_does_not_shorten_plans_of_a_merged_adapter() -> None:
     assert mode.steps_until_review() <= mode.times.lora_steps_due
 
 
-def test_a_turn_that_none_of_the_starving_could_take_costs_them_nothing() -> None:
+def test_starving_adapters_pay_nothing_for_turns_they_could_not_take() -> None:
     mode = MergeTurns(setup_of(), credit_params=CreditParams(16, starves_above=20, normal_below=18))
     live = live_of("BAAA", illegal="B")
     run(mode, live)
@@ -226,7 +226,7 @@ def test_a_turn_that_none_of_the_starving_could_take_costs_them_nothing() -> Non
 
 
 @pytest.mark.parametrize(("together_s", "merged"), [(0.03, None), (0.2, A)])
-def test_what_many_cost_together_is_measured_before_it_is_held_against_turns(
+def test_cost_of_mixed_steps_is_measured_before_turns_are_charged(
     together_s: float, merged: AdapterDigest | None
 ) -> None:
     """One adapter alone adds 20 ms a preset, so that eight seem to cost 170 ms; in turns they take 80."""
@@ -252,7 +252,7 @@ def test_base_model_need_not_be_measured_together_with_adapters() -> None:
     assert mode.choose(live).merged == A
 
 
-def test_a_step_that_the_host_assists_tells_nothing_of_how_long_others_take() -> None:
+def test_assisted_step_does_not_change_estimated_step_times() -> None:
     mode, live = MergeTurns(setup_of()), live_of("AAAA")
     mode.choose(live)
     mode.ran(1, BatchWork(4, 40, 0, {A: 40}, {A}, is_assisted=True), 5.0, 0.0)
@@ -262,7 +262,7 @@ def test_a_step_that_the_host_assists_tells_nothing_of_how_long_others_take() ->
 # --- one adapter at a time ---------------------------------------------------------------------------
 
 
-def test_the_oldest_requests_adapter_runs_until_none_of_its_requests_is_left() -> None:
+def test_adapter_of_the_oldest_request_runs_until_its_requests_end() -> None:
     mode = OneAdapter(setup_of(), merged=True)
     live = live_of("BAAB")
     choice = run(mode, live)
@@ -290,7 +290,7 @@ def test_the_base_model_takes_its_turn_with_nothing_merged() -> None:
     assert (choice.merged, ids(batch_of(choice, live))) == (None, ["-1", "-2"])
 
 
-def test_an_adapter_that_is_not_there_yet_is_chosen_but_not_merged() -> None:
+def test_adapter_off_the_device_is_chosen_but_not_merged() -> None:
     mode, live = OneAdapter(setup_of(), merged=True), live_of("AB", illegal="A")
     choice = mode.choose(live)
     assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1"])

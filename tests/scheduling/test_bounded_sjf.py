@@ -66,7 +66,7 @@ def test_is_first_come_first_served_before_step_times_are_known() -> None:
     assert admitted_at(queue, 5.0) == ["long", "short"]
 
 
-def test_a_short_request_passes_an_older_one_that_others_let_wait_as_long() -> None:
+def test_short_request_passes_older_one_within_its_allowance() -> None:
     # The oldest has waited 10 s, so 6 s are nothing unusual, and the middle one can be delayed by 0.1 s.
     queue = queue_of(("oldest", 0.0, 50), ("long", 4.0, 400), ("short", 5.0, 100))
     assert admitted_at(queue, 10.0) == ["oldest", "short", "long"]
@@ -99,7 +99,7 @@ def test_nobody_passes_a_request_that_was_preempted() -> None:
     assert len(queue) == 0
 
 
-def test_older_requests_are_charged_for_answers_that_are_longer_than_predicted() -> None:
+def test_longer_answers_than_predicted_delay_older_requests() -> None:
     queue = queue_of(("oldest", -20.0, 10), ("long", 0.0, 400), ("short", 1.0, 100))
     assert admitted_at(queue, 2.0, {"long": WaitReason.TRANSFER}) == ["oldest", "short"]
     short = made("short", 1.0, prompt_tokens=100)

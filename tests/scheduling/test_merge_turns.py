@@ -85,7 +85,7 @@ def starving_mode(types: str, lora_s: float, switch_s: float = 0.0) -> MergeTurn
     return mode
 
 
-def test_a_turn_of_a_starving_adapter_is_merged_and_lasts_until_it_owes() -> None:
+def test_starving_adapter_runs_merged_until_it_owes_time() -> None:
     mode, live = starving_mode("AAAB", lora_s=0.04), live_of("AAAB")
     seen = []
     for _ in range(4):

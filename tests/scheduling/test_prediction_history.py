@@ -49,7 +49,7 @@ def test_what_was_long_ago_is_forgotten_little_by_little() -> None:
     assert history.predict("a") == 99
 
 
-def test_so_many_adapters_are_remembered_and_the_most_silent_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_adapter_is_forgotten_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_ADAPTERS", 2)
     history = told(told(LengthHistory(), "a", *[10] * 20), "b", *[20] * 20)
     told(history, "a", 10)
@@ -83,7 +83,7 @@ def test_a_miss_lies_in_another_quintile_and_all_others_are_equally_likely() -> 
     assert all(count == pytest.approx(1000, rel=0.15) for count in told.values())
 
 
-def test_a_prediction_depends_on_the_request_and_not_on_what_was_asked_before() -> None:
+def test_prediction_does_not_depend_on_earlier_requests() -> None:
     first, second = NoisyOracle(0.5, LENGTHS), NoisyOracle(0.5, LENGTHS)
     names = [str(number) for number in range(50)]
     forwards = {name: first.predict(name, 30) for name in names}
@@ -92,7 +92,7 @@ def test_a_prediction_depends_on_the_request_and_not_on_what_was_asked_before() 
     assert forwards != {name: NoisyOracle(0.5, LENGTHS, seed=1).predict(name, 30) for name in names}
 
 
-def test_what_a_less_accurate_one_gets_right_a_more_accurate_one_does_too() -> None:
+def test_more_accurate_predictor_is_right_where_a_less_accurate_one_is() -> None:
     worse, better = NoisyOracle(0.6, LENGTHS), NoisyOracle(0.8, LENGTHS)
     right = [name for name in map(str, range(300)) if worse.predict(name, 30) == 30]
     assert right

@@ -50,7 +50,7 @@ def test_it_learns_what_history_cannot_know(head: LengthModel) -> None:
     assert close.mean() > 0.9
 
 
-def test_lengths_that_depend_on_nothing_are_predicted_no_better_than_by_history() -> None:
+def test_random_lengths_are_predicted_no_better_than_by_history() -> None:
     generator = np.random.default_rng(0)
     noise = samples()._replace(output_tokens=generator.integers(1, 200, 400).tolist())
     about = train(noise, "digest").about

@@ -94,7 +94,7 @@ def test_prefills_beside_decodes_or_apart_or_after_some_decodes(options: dict[st
     assert {name: len(made) for name, made in bench.tokens.items()} == {"first": 6, "second": 4}
 
 
-def test_a_prefill_apart_has_the_whole_budget_and_requests_run_at_once_where_none_do() -> None:
+def test_separate_prefill_has_whole_budget_and_idle_engine_runs_requests_at_once() -> None:
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64)
     bench = Bench(preset=Preset(prefill_apart=PrefillApart.ALWAYS, decodes_between_prefills=10), limits=limits)
     bench.engine.submit(request("a", [1] * 16, max_tokens=2))
@@ -131,7 +131,7 @@ def test_a_squashed_request_is_executed_again_and_its_client_gets_each_token_onc
     assert tokens[True] == tokens[False]
 
 
-def test_a_request_that_restarts_may_move_before_it_has_caught_up() -> None:
+def test_restarting_request_can_be_exported_before_it_has_caught_up() -> None:
     bench = Bench(preset=Preset())
     bench.engine.submit(request("x", [1, 2, 3], max_tokens=9))
     for _ in range(5):

@@ -20,7 +20,7 @@ def decided(bench: Bench, name: str) -> list[Decided]:
     return [event for event in bench.events if isinstance(event, Decided) and event.request_id == name]
 
 
-def test_a_second_request_of_an_adapter_saves_its_load_and_its_prefix() -> None:
+def test_second_request_of_an_adapter_saves_load_and_prefix() -> None:
     bench = Bench(preset=Preset())
     ref, prompt = adapter("a", 2), list(range(1, 14))
     for name in ("first", "again"):
@@ -46,7 +46,7 @@ def test_a_refused_request_says_what_it_waited_for() -> None:
     assert waits["second"] == "memory for its KV"
 
 
-def test_a_request_that_passes_longer_ones_saves_what_they_would_have_taken() -> None:
+def test_request_passing_longer_ones_saves_their_time() -> None:
     bench = Bench(preset=Preset(admission="bounded-sjf"))
     bench.engine.submit(request("known", [1, 2, 3]))  # so that the times of steps are known
     bench.run()
@@ -105,7 +105,7 @@ def test_work_is_counted_as_the_kernel_form_computes_it(form: KernelForm, work: 
     assert meter._work(Counter(), rows) == (0.0, float(work))
 
 
-def test_assistance_that_disappoints_is_tried_less_and_then_again() -> None:
+def test_slow_assistance_is_tried_less_and_later_again() -> None:
     record = AssistRecord()
     for _ in range(10):
         record.note(1.0, 1.2, is_assisted=False)

@@ -88,7 +88,7 @@ def test_only_its_adapter_lacks_room(telling: Preset) -> None:
     assert policy(bench).ends == ["first", "second"]
 
 
-def test_a_request_that_the_policy_sends_back_goes_on_where_it_was(telling: Preset) -> None:
+def test_request_preempted_by_policy_resumes_where_it_was(telling: Preset) -> None:
     bench = Bench(preset=telling)
     bench.engine.submit(request("x", [1, 2, 3], max_tokens=6))
     undisturbed = Bench()
@@ -156,7 +156,7 @@ def test_pace_finds_what_a_step_a_prompt_token_and_a_decode_take() -> None:
 # --- Whose request ends when the transfer of an adapter fails -----------------------------------
 
 
-def test_a_failed_load_ends_those_that_were_there_when_it_began_and_no_others() -> None:
+def test_failed_load_ends_only_requests_queued_before_it_began() -> None:
     bench = Bench(failing=frozenset({AdapterDigest("digest-a")}))
     for name in ("first", "second"):
         bench.engine.submit(request(name, [1, 2, 3], adapter=adapter("a")))

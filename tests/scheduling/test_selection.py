@@ -55,7 +55,7 @@ def test_one_adapter_at_a_time_without_merging() -> None:
     assert all(plan.merged is None and len(plan.adapters) <= 1 for plan in bench.plans)
 
 
-def test_dlora_merges_what_most_wait_for_and_serves_the_others_too() -> None:
+def test_dlora_merges_most_wanted_adapter_and_serves_the_others() -> None:
     bench = Bench(preset=merging("dlora"), limits=WIDE)
     answers(bench, [(f"a{i}", "a") for i in range(12)] + [("x", "base")])
     modes = Counter(plan.merged for plan in bench.plans if plan.sequences)
@@ -63,7 +63,7 @@ def test_dlora_merges_what_most_wait_for_and_serves_the_others_too() -> None:
     assert bench.finished().keys() == {*(f"a{i}" for i in range(12)), "x"}
 
 
-def test_a_sequence_that_may_not_run_now_makes_room_for_one_that_may() -> None:
+def test_sequence_not_chosen_is_preempted_for_a_chosen_one() -> None:
     bench = Bench(blocks=12, preset=merging("dlora"), limits=WIDE)
     bench.engine.submit(request("b", list(range(20)), 0.0, adapter=adapter("b"), max_tokens=20))
     for _ in range(4):
@@ -141,7 +141,7 @@ def test_requests_are_admitted_while_unneeded_adapters_are_read() -> None:
 
 
 @pytest.mark.slow
-def test_requests_that_were_displaced_while_others_are_admitted_upset_no_queue() -> None:
+def test_preemption_during_admission_keeps_every_queue_consistent() -> None:
     preset = Preset(batching="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
     bench = Bench(
         blocks=24, preset=preset, limits=SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
@@ -184,7 +184,7 @@ def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
     return bench
 
 
-def test_batching_mode_is_told_what_ran_and_whether_the_host_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batching_mode_receives_work_and_assistance_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     preset = Preset(cold_start=ColdStart.ASSIST, batching="dlora", kv_after_finish=KvAfterFinish.DROPPED)
     bench, works = cold_bench(preset=preset), list[BatchWork]()
     ran = bench.scheduler.selector._mode.ran
@@ -310,7 +310,7 @@ def test_adapter_loaded_after_its_request_ended_is_freed_without_a_cache() -> No
     assert bench.memory.resident() == {}
 
 
-def test_kv_of_a_cold_prefill_is_found_by_others_once_the_adapter_is_there() -> None:
+def test_kv_of_assisted_prefill_is_reusable_once_the_adapter_has_arrived() -> None:
     bench = cold_bench()
     prompt = list(range(9))
     bench.engine.submit(request("cold", prompt, adapter=adapter("a", 30)))

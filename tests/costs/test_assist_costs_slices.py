@@ -26,7 +26,7 @@ def test_one_worker_takes_everything() -> None:
     assert slice_rows([40, 0, 24], 16, 1) == ((RowSlice(0, 0, 40), RowSlice(2, 0, 24)),)
 
 
-def test_requests_have_workers_of_their_own_while_there_are_enough() -> None:
+def test_each_request_has_its_own_workers_while_there_are_enough() -> None:
     assert slice_rows([20, 5, 33], 16, 16) == (
         (RowSlice(0, 0, 10),),
         (RowSlice(0, 10, 10),),

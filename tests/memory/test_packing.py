@@ -35,7 +35,7 @@ def test_blocks_of_a_layer() -> None:
     assert [list(blocks) for blocks in layer_blocks(packing, 4)] == [[0], [], [0, 1], [1, 2]]
 
 
-def test_a_shared_block_travels_with_the_group_that_is_loaded_first() -> None:
+def test_shared_block_is_loaded_with_the_first_group() -> None:
     packing = _packing([3, 0, 2, 4], 4)
     assert block_runs(packing, ((2, 4), (0, 2))) == ((0, 3),)
     assert block_runs(packing, ((3, 4), (0, 1), (1, 3))) == ((1, 3), (0, 1))

@@ -210,7 +210,7 @@ def test_with_the_wait_flag_earlier_arrivals_are_never_worse(times: LayerTimes, 
 
 @pytest.mark.slow
 @given(_times())
-def test_with_look_ahead_no_load_that_helps_comes_after_one_that_does_not(times: LayerTimes) -> None:
+def test_look_ahead_places_helpful_loads_first(times: LayerTimes) -> None:
     for size in range(1, times.layers + 1):
         course = dynamic(times, look_ahead_order(times, cut(times.layers, size)))
         helps = [course.places[stop - 1] is ComputePlace.DEVICE for _, stop in course.groups[:-1]]

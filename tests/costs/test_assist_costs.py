@@ -104,7 +104,7 @@ def test_plans_are_shared_by_prompts_of_about_the_same_length() -> None:
     assert of_256 == slow_link.layer_groups(_adapter(64), 129)
 
 
-def test_pipelining_brings_the_first_token_of_a_large_adapter_sooner() -> None:
+def test_pipelining_gives_large_adapter_an_earlier_first_token() -> None:
     at_once = msgspec.structs.replace(COSTS, one_group=True)
     for rank in (64, 128):
         planned_s = COSTS.assisted(_adapter(rank), 256).first_token_s

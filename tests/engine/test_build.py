@@ -10,14 +10,14 @@ from lorikeet.engine.build import assemble
 from lorikeet.presets import resolve_preset
 from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.engine_load import EngineLoad
-from tests.scheduling.test_assist_costs import COSTS, LLAMA_2_7B, _adapter
+from tests.costs.test_assist_costs import COSTS, LLAMA_2_7B, _adapter
 from tests.support.scripted_executor import ScriptedExecutor
 
 LONG, RANK = 8192, 64
 SIZES = EngineSizes(LLAMA_2_7B, LLAMA_2_7B, 1000, 1000, 16, LONG, 500, "none", COSTS)
 
 
-def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> None:
+def test_assistance_is_planned_for_the_first_chunk_of_a_prompt() -> None:
     _, preset = resolve_preset("lorikeet:assist")
     assert COSTS.pays(_adapter(RANK), 512)
     assert not COSTS.pays(_adapter(RANK), LONG)
@@ -36,7 +36,7 @@ def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> N
         ("dlora,memory_split=static", "a static memory split"),
     ],
 )
-def test_axes_that_do_not_go_together_are_refused(preset: str, complaint: str) -> None:
+def test_incompatible_preset_options_are_refused(preset: str, complaint: str) -> None:
     clock = VirtualClock()
     with pytest.raises(ConfigError, match=complaint):
         assemble(
@@ -45,7 +45,7 @@ def test_axes_that_do_not_go_together_are_refused(preset: str, complaint: str) -
 
 
 @pytest.mark.parametrize("axes", ["dependency_tree=false", "kv_after_finish=dropped"])
-def test_a_static_split_goes_with_what_lets_adapters_leave(axes: str) -> None:
+def test_static_split_is_accepted_if_adapters_can_be_evicted(axes: str) -> None:
     clock = VirtualClock()
     preset = f"lorikeet:plain,memory_split=static,{axes}"
     assemble(Settings(engine=EngineSettings(preset=preset)), ScriptedExecutor(clock, SIZES.block_size), SIZES, clock)

@@ -31,7 +31,7 @@ def test_a_pinned_adapter_stays_while_others_come_and_go(preset: str, host_block
     assert adapter("kept").digest not in bench.memory.resident()
 
 
-def test_a_pinned_adapter_goes_where_a_request_could_not_run_otherwise() -> None:
+def test_pinned_adapter_is_evicted_if_a_request_could_not_run_otherwise() -> None:
     bench = Bench(blocks=10)
     bench.engine.pin_adapters((adapter("kept").digest,))
     ask(bench, "first", "kept", blocks=4)

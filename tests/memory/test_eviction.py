@@ -40,7 +40,7 @@ def test_evicting_many_at_once_equals_evicting_one_by_one(seed: int) -> None:
         at_once.memory.check_integrity()
 
 
-def test_of_two_texts_last_used_at_the_same_time_one_leaves_before_the_other() -> None:
+def test_texts_of_equal_last_use_are_evicted_one_after_the_other() -> None:
     bench = Bench(blocks=20)
     for first in (0, 1000):
         bench.engine.submit(request(f"r{first}", words(first, 6), bench.clock.now(), max_tokens=2))
@@ -61,7 +61,7 @@ def test_what_another_text_has_used_since_stays() -> None:
     assert [len(match(keys_of(None, text))) for text in texts.values()] == [3, 2, 3]
 
 
-def test_of_a_text_that_leaves_at_once_the_host_keeps_the_beginning() -> None:
+def test_host_keeps_beginning_of_text_evicted_at_once() -> None:
     bench = Bench(blocks=12, host_blocks=5)
     ask(bench, "long", words(0, 10))
     bench.memory.evictor.ensure_free(12, 0, bench.clock.now())
@@ -72,7 +72,7 @@ def test_of_a_text_that_leaves_at_once_the_host_keeps_the_beginning() -> None:
     assert cached_tokens(bench)["again"] == 5 * BLOCK_TOKENS
 
 
-def test_lagging_sequence_reuses_what_others_compute_in_the_same_step() -> None:
+def test_lagging_sequence_reuses_kv_computed_in_the_same_step() -> None:
     bench = Bench(blocks=40)
     memory, tokens = bench.memory, words(0, 4)
     keys = memory.keys_of(None, tokens)

@@ -132,7 +132,7 @@ def test_what_is_on_the_host_already_departs_at_once() -> None:
     assert again.exports == exported.exports + 1
 
 
-def test_others_go_on_meanwhile_even_where_cold_starts_stop_everything() -> None:
+def test_requests_run_during_kv_import_even_if_cold_start_blocks() -> None:
     source = bench(preset=PRESETS["dlora"])
     begun(source)
     source.engine.submit(request("other", [7] * 6, 0.0, max_tokens=12))
@@ -181,7 +181,7 @@ def test_kv_that_is_known_is_not_written_again() -> None:
     assert target.memory.host_counts() == before
 
 
-def test_what_lies_behind_a_block_that_was_lost_is_not_written_again() -> None:
+def test_kv_behind_a_lost_block_is_not_written_again() -> None:
     source = bench()
     begun(source)
     exported, exported_kv = export_with_kv(source)
@@ -196,7 +196,7 @@ def test_what_lies_behind_a_block_that_was_lost_is_not_written_again() -> None:
     assert target.memory.host_counts().kv == len(exported_kv.keys)
 
 
-def test_a_block_that_was_lost_comes_back_in_the_room_of_what_lies_behind_it() -> None:
+def test_lost_block_is_written_in_place_of_later_ones() -> None:
     source = bench()
     begun(source)
     exported, exported_kv = export_with_kv(source)
