@@ -23,6 +23,7 @@ from lorikeet.core.machine import usable_cores
 from lorikeet.core.text import format_size
 from lorikeet.costs.catalog import load_profile
 from lorikeet.models.model_folder import prepare_model
+from lorikeet.plugins import split_options
 from lorikeet.presets import resolve_preset
 from lorikeet.terminal import ProgressDisplay
 from lorikeet.workloads.synthetic import parse_modules, parse_ranks
@@ -192,7 +193,7 @@ def split_presets(text: str) -> list[str]:
         ValueError: there is none, one is named twice, or an option comes before any preset.
     """
     names: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, split_options(text)):
         if "=" not in part:
             names.append(part)
         elif names:

@@ -281,6 +281,10 @@ def test_a_memory_too_small_is_named(profile: str) -> None:
 
 
 def test_axes_belong_to_the_row_before_them() -> None:
+    assert split_presets("dlora,batching=dlora(patience=64,tuned=false),elora") == [
+        "dlora,batching=dlora(patience=64,tuned=false)",
+        "elora",
+    ]
     assert split_presets("elora, vllm-static,adapter_share=0.35,host_kv=none ,x") == [
         "elora",
         "vllm-static,adapter_share=0.35,host_kv=none",
