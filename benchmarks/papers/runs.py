@@ -21,6 +21,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.papers.toppings.performance import PerformanceModel
+from lorikeet.presets import resolve_preset
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from lorikeet.workloads.predictors import make_predictor
 from lorikeet.workloads.prompts import Prompts
@@ -185,7 +186,8 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
         block_size=setting.block_size,
     )
     refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
-    parameters = {} if setting.step_models is None else {"step_models": setting.step_models}
+    measured = setting.step_models is not None and resolve_preset(preset)[1].routing.startswith("toppings")
+    parameters = {"step_models": setting.step_models} if measured else {}
     choice = ClusterChoice(setting.replicas, seed, setting.slo, routing_parameters=parameters, history=setting.history)
     made = simulate_cluster(Settings(engine=engine), setting.profile, requests, refs, Prompts(seed), choice)
     assert made.cluster is not None

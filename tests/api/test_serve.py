@@ -152,7 +152,7 @@ async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path,
     assert [json.loads(line)["event"] for line in rest.splitlines()][:2] == ["draining, 0 requests running", "drained"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 async def test_server_starts_again_at_once_on_its_port(model: Path, tmp_path: Path, number: int) -> None:
     async with serving(model, tmp_path) as server:
         port = server.http.base_url.port

@@ -151,7 +151,7 @@ async def test_router_prints_its_address_and_drains() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 async def test_router_starts_again_at_once_on_its_port(number: int) -> None:
     backend = ScriptedBackend()
     await backend.start()
