@@ -105,10 +105,23 @@ def test_tensor_parallel_ranks_take_vectors_but_no_whole_linear_layers(tmp_path:
 def test_a_saved_base_embedding_with_lora_on_it_is_ignored(tmp_path: Path) -> None:
     lora = {f"{EMBEDDING}.lora_embedding_A": (4, VOCABULARY), f"{EMBEDDING}.lora_embedding_B": (HIDDEN, 4)}
     same = with_ones(**lora, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY, HIDDEN)})
-    other = with_ones(**lora, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY + 1, HIDDEN)})
+    resized = {f"{EMBEDDING}.lora_embedding_A": (4, VOCABULARY + 1), f"{EMBEDDING}.lora_embedding_B": (HIDDEN, 4)}
+    other = with_ones(**resized, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY + 1, HIDDEN)})
     targets = {"target_modules": ["q_proj", "v_proj", "embed_tokens"]}
     found = describe_folder(write_adapter(tmp_path / "same", same, **targets), DescribeOptions(BASE))
     assert {(each.kind, each.rows) for each in found.extras} == {("a", VOCABULARY), ("b", 4)}
     found = describe_folder(write_adapter(tmp_path / "other", other, **targets), DescribeOptions(BASE))
     assert ("weight", VOCABULARY) in {(each.kind, each.rows) for each in found.extras}
     assert "those from 24 on are not used" in found.warnings[0]
+
+
+def test_an_untrained_copy_is_left_out_and_alone_refused(tmp_path: Path) -> None:
+    copy = f"{EMBEDDING}.original_module.weight"
+    saved = {f"{EMBEDDING}.{ending}": (VOCABULARY + 1, HIDDEN) for ending in ("weight", "modules_to_save.weight")}
+    both = with_ones(**saved, **{copy: (VOCABULARY + 1, HIDDEN)})
+    options = {"modules_to_save": ["embed_tokens"]}
+    found = describe_folder(write_adapter(tmp_path / "both", both, **options), DescribeOptions(BASE))
+    assert [(each.kind, each.entry.name) for each in found.extras if each.entry] == [("weight", f"{EMBEDDING}.weight")]
+    alone = write_adapter(tmp_path / "alone", with_ones(**{copy: (VOCABULARY, HIDDEN)}), **options)
+    with pytest.raises(AdapterError, match="is an untrained copy of a module; the file lacks the trained one"):
+        describe_folder(alone, DescribeOptions(BASE))

@@ -27,8 +27,9 @@ _FORMS = [
         (r"\.lora_embedding_B(?:\.default)?", "b"),
         (r"\.(?:token_adapter\.)?trainable_tokens_delta(?:\.default)?", "rows"),
         (r"\.ia3_l(?:\.default)?", "ia3"),
-        (r"\.base_layer\.weight", "base"),
+        (r"(?:\.token_adapter)?\.base_layer\.weight", "base"),
         (r"\.base_layer\.bias", "bias"),
+        (r"\.original_module\.(?:weight|bias)", "untrained"),
         (r"(?:\.(?:modules_to_save|ln_tuning_layers)(?:\.default)?)?\.weight", "weight"),
         (r"(?:\.(?:modules_to_save|ln_tuning_layers)(?:\.default)?)?\.bias", "bias"),
     )
@@ -103,7 +104,9 @@ def find_extras(
     Raises:
         AdapterError: an extra belongs to nothing that can be served, or does not fit the config or the base.
     """
+    tensors = _without_copies(tensors)
     finder = _Finder(config, matcher, resolver, geometry)
+    finder.note_vocabulary(tensors)
     found: list[ExtraTensor] = []
     for pair in low_rank:
         if is_of_vocabulary(pair.name, resolver, geometry):
@@ -128,7 +131,15 @@ class _Finder:
         self._matcher = matcher
         self._resolver = resolver
         self._geometry = geometry
+        self._rows: dict[str, int] = {}
         self.warnings: list[str] = []
+
+    def note_vocabulary(self, tensors: Iterable[Named]) -> None:
+        """Note how many tokens the whole embedding and output layer in the file have."""
+        for each in tensors:
+            module = _vocabulary(each.name, self._resolver, self._geometry)
+            if module is not None and each.kind in ("weight", "base") and len(each.entry.shape) == 2:
+                self._rows[module] = each.entry.shape[0]
 
     def head(self, pair: LowRankTensors) -> list[ExtraTensor]:
         """Return A and B of the output layer."""
@@ -136,6 +147,7 @@ class _Finder:
         if module != HEAD:
             raise _refusal(pair.a, "is a linear module's, but belongs to the embedding")
         rank, scaling = self._matcher.rank_and_scaling(pair.name)
+        self._check_tokens(pair.b, HEAD, pair.b.shape[0])
         b = self._kept(pair.b)
         _, hidden = self._sizes(0, pair.a.shape[1])
         a = self._extra("a", HEAD, 0, pair.a, rank, hidden)
@@ -229,7 +241,9 @@ class _Finder:
             if kind == "base" and (base is None or shape[0] == base.vocab_size):
                 return []  # the base's own weight, which PEFT saves together with LoRA on it
             _, hidden = self._sizes(0, shape[1])
-            kept = self._kept(entry)
+            # DoRA divides by norms over all rows of an embedding, even those of tokens that the base lacks.
+            needs_all = module == EMBEDDING and self._config.use_dora
+            kept = entry if needs_all else self._kept(entry)
             return [self._extra("weight", module, 0, kept, kept.shape[0], hidden)]
         if kind == "rows" and len(shape) == 2:
             tokens = tuple(self._config.tokens_of(each.name))
@@ -240,17 +254,35 @@ class _Finder:
                 raise _refusal(entry, f"{CONFIG_FILE} names tokens beyond the {vocabulary} of the base model")
             return [self._extra("rows", module, 0, entry, len(tokens), hidden, tokens=tokens)]
         if kind == "a" and len(shape) == 2 and module == EMBEDDING:
-            return [self._extra("a", module, 0, entry, self._sizes(shape[1], 0)[0], rank, is_transposed=True)]
+            self._check_tokens(entry, module, shape[1])
+            return [self._extra("a", module, 0, entry, shape[1], rank, is_transposed=True)]
         if kind == "b" and len(shape) == 2 and module == EMBEDDING:
             return [self._extra("b", module, 0, entry, rank, self._sizes(0, shape[0])[1], scaling, is_transposed=True)]
         if kind == "magnitude":
-            vocabulary, hidden = self._sizes(prod(shape), prod(shape))
-            rows, columns = (1, hidden) if module == EMBEDDING else (vocabulary, 1)
-            return [self._extra(kind, module, 0, entry, rows, columns)]
+            if module == EMBEDDING:
+                return [self._extra(kind, module, 0, entry, 1, self._sizes(0, prod(shape))[1])]
+            return [self._head_vector(each)]
         if kind in ("bias", "lora_bias") and module == HEAD:
-            vocabulary, _ = self._sizes(prod(shape), 0)
-            return [self._extra(kind, module, 0, entry, vocabulary, 1, scaling if kind == "lora_bias" else 1.0)]
+            return [self._head_vector(each, scaling if kind == "lora_bias" else 1.0)]
         raise _refusal(entry, f"is {kind} of the {module}, which is not supported")
+
+    def _head_vector(self, each: Named, scaling: float = 1.0) -> ExtraTensor:
+        """Return a vector with an element for each token."""
+        tokens = prod(each.entry.shape)
+        self._check_tokens(each.entry, HEAD, tokens)
+        kept = self._kept(each.entry.shaped(tokens))
+        return self._extra(each.kind, HEAD, 0, kept, kept.shape[0], 1, scaling)
+
+    def _check_tokens(self, entry: TensorEntry, module: str, tokens: int) -> None:
+        """Check that a tensor has the tokens of its module: the base's, or those of a whole weight in the file."""
+        needed = self._rows.get(module, self._sizes(tokens, 0)[0])
+        if tokens != needed:
+            owner = "the file" if module in self._rows else "the base model"
+            raise _refusal(
+                entry,
+                f"is for {tokens} tokens, but the {module} of {owner} has {needed}: a resized vocabulary needs its "
+                "whole embedding and output layers, which PEFT saves with save_embedding_layers=True",
+            )
 
     def _kept(self, entry: TensorEntry) -> TensorEntry:
         """Return the rows of a tensor whose tokens are in the base's vocabulary."""
@@ -302,6 +334,31 @@ def _computed(found: Iterable[ExtraTensor]) -> Iterator[ExtraTensor]:
             wanted["shift", each.module, each.layer] = size
     for (kind, module, layer), (rows, columns) in wanted.items():
         yield ExtraTensor(kind, module, layer, rows, columns)
+
+
+def _without_copies(tensors: Sequence[Named]) -> list[Named]:
+    """Return tensors without the copies that PEFT saves beside the layers of a resized vocabulary.
+
+    PEFT loads ``X.weight``, and saves ``X.modules_to_save.weight`` with the same values and the untrained
+    ``X.original_module.weight`` beside it.
+
+    Raises:
+        AdapterError: a file has only the untrained copy of a module.
+    """
+    trained = {each.name for each in tensors if each.kind in ("weight", "bias")}
+    plain = {(each.name, each.kind) for each in tensors if not _is_copy(each)}
+    kept = []
+    for each in tensors:
+        if each.kind == "untrained":
+            if each.name not in trained:
+                raise _refusal(each.entry, "is an untrained copy of a module; the file lacks the trained one")
+        elif not (_is_copy(each) and (each.name, each.kind) in plain):
+            kept.append(each)
+    return kept
+
+
+def _is_copy(each: Named) -> bool:
+    return ".modules_to_save." in each.entry.name
 
 
 def _check_complete(
@@ -357,7 +414,7 @@ def _check_complete(
         raise AdapterError(f"{CONFIG_FILE}: {of_tokens} is set, but {WEIGHTS_FILE} has no trained tokens")
     if config.peft_type not in ("LORA", "IA3") and low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: tensor {low_rank[0].a.name} does not belong to {config.peft_type}")
-    if {("weight", EMBEDDING, 0), ("rows", EMBEDDING, 0)} <= by_place.keys():
+    if {("weight", EMBEDDING, 0), ("rows", EMBEDDING, 0)} <= by_place.keys() and names["weight"] & names["rows"]:
         raise AdapterError(f"{WEIGHTS_FILE}: the embedding is replaced, and rows of it trained: only one can be served")
 
 

@@ -120,6 +120,8 @@ def adjust_logits(logits: Tensor, hidden: Tensor, lora: LoraBatch, *, is_tied: b
             part[:, : len(scale)] *= scale
         if (bias := extras.vector("bias", 0, HEAD)) is not None:
             part[:, : len(bias)] += bias
+        if (embedding := extras.get("weight", 0, EMBEDDING)) is not None:
+            part[:, embedding.rows :] = -torch.inf
     return logits
 
 
