@@ -22,10 +22,10 @@ class BodyField(NamedTuple):
     """One or several fields that belong together.
 
     Attributes:
-        names: of the fields.
-        meaning: limits and differences, for the docs page.
-        routes: that support them; empty if none does. Another one of ``BOTH`` refuses them with 501, unless they are
-            part of its own body.
+        names: the fields' names.
+        meaning: their limits and differences, for the docs page.
+        routes: the routes that support them; empty if none does. Another one of ``BOTH`` refuses them with 501, unless
+            they are part of its own body.
     """
 
     names: tuple[str, ...]
@@ -37,7 +37,7 @@ FIELDS = (
     BodyField(("model", "lora_path"), "[which model](#which-model)"),
     BodyField(
         ("lora", "merged_adapters", "adapter_parameters"),
-        "a [mixture of adapters](#mixtures) in the words of llama.cpp and LoRAX, if not empty",
+        "a [mixture of adapters](#mixtures) in the form of llama.cpp and LoRAX, if not empty",
     ),
     BodyField(
         ("messages",),
@@ -48,8 +48,8 @@ FIELDS = (
     BodyField(("prompt",), "text, token ids, or a list of either", (COMPLETIONS,)),
     BodyField(
         ("prompt_embeds",),
-        "instead of a prompt: in base64, what `torch.save` writes for a tensor `[tokens, hidden]` of float32, float16 "
-        "or bfloat16, or up to 128 of them. No code in it is run; KV is reused for the same numbers only. Not with "
+        "instead of a prompt: a tensor `[tokens, hidden]` of float32, float16 or bfloat16, as `torch.save` writes it, in "
+        "base64; or up to 128 of them. No code in it is run; KV is reused for the same numbers only. Not with "
         "`echo`, `prompt_logprobs`, `return_token_ids` or `truncate_prompt_tokens`",
         (COMPLETIONS,),
     ),
@@ -62,8 +62,8 @@ FIELDS = (
     BodyField(("n",), "≤ 128; choice *i* samples with a seed derived from `seed` and *i*"),
     BodyField(
         ("best_of",),
-        "≤ 128: so many answers are generated, and the `n` with the highest mean log probability returned; not in a "
-        "stream",
+        "≤ 128: the number of answers that are generated; the `n` with the highest mean log probability are returned. "
+        "Not in a stream",
         (COMPLETIONS,),
     ),
     BodyField(
@@ -75,7 +75,7 @@ FIELDS = (
         ("stop", "include_stop_str_in_output"),
         "≤ 64 strings of ≤ 1,024 characters; found in the text, regardless of token boundaries",
     ),
-    BodyField(("stop_token_ids",), "≤ 1,024; `stop_reason` says which"),
+    BodyField(("stop_token_ids",), "≤ 1,024; `stop_reason` is the one that ended the answer"),
     BodyField(("seed",), "64 bits; drawn at random if not given"),
     BodyField(
         ("temperature", "top_p", "top_k", "min_p"),
@@ -87,10 +87,10 @@ FIELDS = (
     ),
     BodyField(
         ("logit_bias", "allowed_token_ids"),
-        "token id → -100 to 100; the only tokens that may come. At most 65,536 entries each for all sequences of a "
+        "token id → -100 to 100; the only tokens that answers may have. At most 65,536 entries each for all sequences of a "
         "request together",
     ),
-    BodyField(("bad_words",), "≤ 256 texts that the answer may not have, as vLLM tokenizes them"),
+    BodyField(("bad_words",), "≤ 256 texts that the answer may not contain, as vLLM tokenizes them"),
     BodyField(
         ("response_format", "structured_outputs", "json_schema", "regex", "ebnf"),
         "[structured output](#structured-output)",
@@ -114,8 +114,8 @@ FIELDS = (
     BodyField(("return_tokens_as_token_ids",), "log probabilities name tokens `token_id:ID`"),
     BodyField(
         ("truncate_prompt_tokens", "truncation_side"),
-        "so many tokens are kept of a longer prompt, its last (`left`, the default) or first; -1: as many as leave "
-        "space for `max_tokens`",
+        "number of tokens kept from a longer prompt, its last (`left`, the default) or first; -1: as many as leave space "
+        "for `max_tokens`",
     ),
     BodyField(("skip_special_tokens",), "default true"),
     BodyField(("add_special_tokens",), "in chat the template writes them", (COMPLETIONS,)),
@@ -139,13 +139,13 @@ FIELDS = (
     ),
     BodyField(("priority",), "lower runs earlier, with presets that use it: [below](#tenants-priorities-and-targets)"),
     BodyField(
-        ("cache_salt",), "KV is only reused by requests with the same one; [below](#tenants-priorities-and-targets)"
+        ("cache_salt",), "only requests with the same salt reuse its KV; [below](#tenants-priorities-and-targets)"
     ),
     BodyField(("tools", "tool_choice", "parallel_tool_calls"), "[tools](#tools)", (CHAT,)),
     BodyField(("include_reasoning",), "[reasoning](#reasoning); default true", (CHAT,)),
-    BodyField(("thinking_token_budget",), "most tokens of thoughts; [reasoning](#reasoning)", (CHAT,)),
+    BodyField(("thinking_token_budget",), "largest number of tokens of thoughts; [reasoning](#reasoning)", (CHAT,)),
     BodyField(("service_tier",), "`flex`: runs only when no other request waits; other values have no effect"),
-    BodyField(("user",), "accepted, no effect; so are `metadata` and `store`"),
+    BodyField(("user",), "accepted, no effect; `metadata` and `store` likewise"),
     BodyField(("functions", "function_call"), "use `tools` and `tool_choice`", ()),
     BodyField(("use_beam_search", "suffix"), "", ()),
     BodyField(("input_embeds",), "use `prompt_embeds` of `/v1/completions`", ()),
@@ -157,7 +157,7 @@ FIELDS = (
     BodyField(("modalities", "audio"), "only text", ()),
     BodyField(
         ("adapter_id", "adapter_source"),
-        "of LoRAX, unless empty; put the adapter's name into `model`",
+        "LoRAX's, unless empty; put the adapter's name into `model`",
         (),
     ),
 )

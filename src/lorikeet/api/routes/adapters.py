@@ -155,7 +155,7 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
     Route(
         "GET /v1/adapters/{name:path}/stats",
         Callers.KEYS,
-        note="its figures of [Statistics](#statistics), means, latest requests",
+        note="the adapter's [statistics](#statistics), means, latest requests",
     )
 )
 async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:

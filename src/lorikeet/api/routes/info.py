@@ -118,7 +118,7 @@ async def metrics(http: Request, service: ServiceDep) -> Response:
     Route(
         "GET /v1/requests/{request_id}",
         Callers.KEYS,
-        note="what a recent request waited for, what was decided for it, and what that saved",
+        note="waits of a recent request, decisions about it, and the seconds that they saved",
     )
 )
 async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:

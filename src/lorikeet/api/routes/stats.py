@@ -336,7 +336,7 @@ def _rows(service: Service, query: StatsQuery) -> tuple[list[dict[str, Any]], in
     return [{**each.as_json(), "pinned": each.name in pinned} for each in shown], total, len(matching)
 
 
-ROUTES = Routes(note="what the server does now, adapter by adapter: see [Statistics](#statistics)")
+ROUTES = Routes(note="load, times and memory now, adapter by adapter: see [Statistics](#statistics)")
 QueryDep = Annotated[StatsQuery, Depends()]
 
 

@@ -100,7 +100,7 @@ async def revoke_key(key_id: str, service: ServiceDep, sender: SenderDep) -> dic
     return _card(await _asked(partial(_tenants(service).revoke, key_id, sender.access.actor)))
 
 
-@ROUTES.add(Route("GET /v1/usage", Callers.KEYS, note="what was used by day, key and model; of a tenant its own"))
+@ROUTES.add(Route("GET /v1/usage", Callers.KEYS, note="usage by day, key and model; a tenant sees its own"))
 async def usage(
     service: ServiceDep,
     sender: SenderDep,
@@ -148,7 +148,7 @@ def _usage_row(tenants: Tenants, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@ROUTES.add(Route("GET /v1/audit", Callers.ADMINS, note="who changed which adapter and key, with an admin key"))
+@ROUTES.add(Route("GET /v1/audit", Callers.ADMINS, note="changes of adapters and keys, with their authors; needs an admin key"))
 async def audit(
     service: ServiceDep,
     subject: str = "",
