@@ -48,8 +48,8 @@ FIELDS = (
     BodyField(("prompt",), "text, token ids, or a list of either", (COMPLETIONS,)),
     BodyField(
         ("prompt_embeds",),
-        "instead of a prompt: a tensor `[tokens, hidden]` of float32, float16 or bfloat16, as `torch.save` writes it, in "
-        "base64; or up to 128 of them. No code in it is run; KV is reused for the same numbers only. Not with "
+        "instead of a prompt: a tensor `[tokens, hidden]` of float32, float16 or bfloat16, as `torch.save` writes it, "
+        "in base64; or up to 128 of them. No code in it is run; KV is reused for the same numbers only. Not with "
         "`echo`, `prompt_logprobs`, `return_token_ids` or `truncate_prompt_tokens`",
         (COMPLETIONS,),
     ),
@@ -87,8 +87,8 @@ FIELDS = (
     ),
     BodyField(
         ("logit_bias", "allowed_token_ids"),
-        "token id → -100 to 100; the only tokens that answers may have. At most 65,536 entries each for all sequences of a "
-        "request together",
+        "token id → -100 to 100; the only tokens that answers may have. At most 65,536 entries each for all sequences "
+        "of a request together",
     ),
     BodyField(("bad_words",), "≤ 256 texts that the answer may not contain, as vLLM tokenizes them"),
     BodyField(
@@ -114,8 +114,8 @@ FIELDS = (
     BodyField(("return_tokens_as_token_ids",), "log probabilities name tokens `token_id:ID`"),
     BodyField(
         ("truncate_prompt_tokens", "truncation_side"),
-        "number of tokens kept from a longer prompt, its last (`left`, the default) or first; -1: as many as leave space "
-        "for `max_tokens`",
+        "number of tokens kept from a longer prompt, its last (`left`, the default) or first; -1: as many as leave "
+        "space for `max_tokens`",
     ),
     BodyField(("skip_special_tokens",), "default true"),
     BodyField(("add_special_tokens",), "in chat the template writes them", (COMPLETIONS,)),

@@ -25,10 +25,6 @@ _HEAD = """\
 Made by `docs/make_configuration.py` from [config.py](../src/lorikeet/config.py) and
 [serve_flags.py](../src/lorikeet/cli/serve_flags.py); do not edit.
 
-A setting comes from, in this order: a flag of `lorikeet serve`; the environment, as `LORIKEET_<SECTION>__<KEY>`
-(lists separated by commas); the TOML file given with `--config`; the default. Unknown keys and wrong values are errors
-that name their source.
-
 ```toml
 [model]
 model = "/models/Llama-3.1-8B-Instruct"
@@ -45,9 +41,17 @@ port = 8000
 admin_keys = ["change-me"]
 ```
 
-The same port by environment: `LORIKEET_SERVER__PORT=8000`. Flags take sizes with units (`--memory 4GiB`), keys of the
-file and the environment take bytes. Flags of vLLM and SGLang with the same meaning are accepted under their names.
-`--no-enable-prefix-caching` stands for the preset `lorikeet:plain-no-reuse`; other presets decide that themselves.
+    $ lorikeet serve --config lorikeet.toml
+    $ LORIKEET_SERVER__PORT=8123 lorikeet serve --config lorikeet.toml      # the environment overrides the file
+    $ lorikeet serve --config lorikeet.toml --port 8123                     # a flag overrides both
+
+A setting comes from the first of these that has it: a flag of `lorikeet serve`; the environment, as
+`LORIKEET_<SECTION>__<KEY>` (lists separated by commas); the TOML file of `--config`; the default. Unknown keys and
+wrong values are errors that name their source.
+
+Flags take sizes with units (`--memory 4GiB`); keys of the file and the environment take bytes. Flags of vLLM and SGLang
+with the same meaning are accepted under their names. `--no-enable-prefix-caching` selects the preset
+`lorikeet:plain-no-reuse`. With other presets `kv_after_finish` turns prefix caching on or off.
 
 ## Other variables
 
@@ -55,12 +59,12 @@ file and the environment take bytes. Flags of vLLM and SGLang with the same mean
 |---|---|
 | `LORIKEET_URL`, `LORIKEET_API_KEY` | server and its key, for the commands that talk to a server |
 | `LORIKEET_BACKEND_KEY` | key of `lorikeet router` for its backends |
-| `VLLM_API_KEY` | of a server that is given no other API key |
+| `VLLM_API_KEY` | key of a server without another API key |
 | `XDG_CACHE_HOME` | `lorikeet/models` in it (else in `~/.cache`) holds converted weights |
 | `XDG_DATA_HOME` | `lorikeet/adapters` in it (else in `~/.local/share`) is the adapter store |
-| `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` | of models and adapters from the Hugging Face hub, as its own tools read them |
-| `OMP_NUM_THREADS` | threads of one rank where `--threads` does not say |
-| `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` | how idle threads of a rank wait; set for it unless the first is there |
+| `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` | cache and token for the Hugging Face hub, as in its own tools |
+| `OMP_NUM_THREADS` | threads of one rank without `--threads` |
+| `OMP_WAIT_POLICY`, `GOMP_SPINCOUNT` | how idle threads of a rank wait; set unless `OMP_WAIT_POLICY` is given |
 """
 
 
@@ -81,13 +85,13 @@ def _section(name: str, struct: type[msgspec.Struct]) -> str:
 
 
 def _presets() -> str:
-    """Return the table of policy options, and that of presets with what differs from the defaults."""
+    """Return the table of policy options, and the tables of presets with their differences from the defaults."""
     meanings, default = _read_docstring(Preset)[1], Preset()
     lines = [
         "\n## Presets\n\n`engine.preset` names a preset, which sets every policy option.\n"
         f"`auto` is `{AUTO_PRESET}`. Options can be changed behind the name: `auto,admission=fair`. A policy's\n"
         "parameters follow its name in brackets: `dlora,batching=dlora(patience=64)`.\n"
-        "The presets are described in [memory.md](memory.md#presets), [admission.md](admission.md),\n"
+        "These pages describe the presets: [memory.md](memory.md#presets), [admission.md](admission.md),\n"
         "[modes.md](modes.md) and, for several replicas, [cluster.md](cluster.md#presets).\n\n"
         "| option | default | meaning | values |\n|---|---|---|---|\n"
     ]
@@ -96,7 +100,7 @@ def _presets() -> str:
         values = ", ".join(f"`{value}`" for value in CHOICES.get(option, named))
         lines.append(f"| `{option}` | `{_toml(getattr(default, option))}` | {meanings[option]} | {values} |\n")
     for group in PRESETS.groups():
-        lines.append(f"\n### {group.title}\n\n| preset | what differs from the defaults |\n|---|---|\n")
+        lines.append(f"\n### {group.title}\n\n| preset | differences from the defaults |\n|---|---|\n")
         for name, preset in group.presets.items():
             changed = [option for option in _OPTIONS if getattr(preset, option) != getattr(default, option)]
             choices = ", ".join(f"{option} `{_toml(getattr(preset, option))}`" for option in changed)
@@ -111,7 +115,7 @@ def _with_parameters(option: str, name: str) -> str:
 
 
 def _read_docstring(struct: type[msgspec.Struct]) -> tuple[str, dict[str, str]]:
-    """Return the first line and, for each attribute, what is said of it (two may share a line)."""
+    """Return the first line, and each attribute's meaning (two may share a line)."""
     text = inspect.getdoc(struct) or ""
     summary, _, attributes = text.partition("\n\nAttributes:\n")
     meanings: dict[str, str] = {}

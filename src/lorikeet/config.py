@@ -101,14 +101,14 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             loaded), ``none`` (dequantise them), or the method of a checkpoint that is quantised: ``gguf``, ``awq``,
             ``gptq``, ``compressed-tensors``, ``bitsandbytes`` or ``fp8``.
         tokenizer: local folder or hub id of the tokenizer for a GGUF file; empty for the one in the file.
-        model_impl: what computes the model: ``lorikeet`` (the own decoder), ``transformers`` (the modules of that
+        model_impl: implementation of the model: ``lorikeet`` (the own decoder), ``transformers`` (the modules of that
             library, over Lorikeet's cache and adapters), or ``auto``: the own decoder where it supports the model.
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
         tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
-            ``pythonic`` or ``granite``); empty: as its chat template asks for them.
-        reasoning_parser: how it marks what it thinks (``deepseek_r1``, ``qwen3``, ``mistral`` or ``granite``); empty:
-            that stays in the text of an answer.
+            ``pythonic`` or ``granite``); empty: the format of its chat template.
+        reasoning_parser: how the model marks its thoughts (``deepseek_r1``, ``qwen3``, ``mistral`` or ``granite``);
+            empty: they stay in the text of an answer.
         cache_dir: folder for converted weights; empty for the user's cache folder.
     """
 
@@ -286,7 +286,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host: address to listen on.
         port: port to listen on; 0 picks a free one.
         uds: path of a Unix socket to listen on instead of a port; only the user of the server may connect.
-        ssl_certfile: PEM file of a certificate, and of those of the authorities between it and the root, for HTTPS. It
+        ssl_certfile: PEM file of a certificate and of the authorities between it and the root, for HTTPS. It
             is read again when it changes.
         ssl_keyfile: PEM file of its key, without a password; empty if the key is in ``ssl_certfile``.
         root_path: prefix, such as ``/llm``, that a proxy in front puts before the routes; they answer with and without.
@@ -296,10 +296,10 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             none.
         max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
             sequence for each prompt and choice.
-        max_logprobs: most alternatives that a request may ask for with each token; -1 for the whole vocabulary.
-        return_tokens_as_token_ids: name tokens ``token_id:ID`` in log probabilities, unless a request says otherwise.
-        force_include_usage: streams tell the tokens so far in every chunk, unless ``stream_options`` says otherwise.
-        request_metrics: answers to completions and chats tell the times of the request, in ``metrics``.
+        max_logprobs: most alternatives that a request may have with each token; -1 for the whole vocabulary.
+        return_tokens_as_token_ids: name tokens ``token_id:ID`` in log probabilities, unless a request sets it.
+        force_include_usage: every chunk of a stream has the tokens so far, unless ``stream_options`` sets it.
+        request_metrics: answers to completions and chats have the times of the request, in ``metrics``.
         max_body_bytes: larger request bodies are answered with 413.
         max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
             does not allow as many.
@@ -318,15 +318,15 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             then needs a key; needs ``admin_keys``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
-        shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
-            ``cached_tokens`` or the time whether another has sent the same prompt. Otherwise only those of the same
-            tenant do. Without API keys it is always shared.
+        shared_prefix_cache: requests of all API keys reuse each other's KV, so that ``cached_tokens`` and the time
+            reveal whether another has sent the same prompt. Otherwise only requests of the same tenant do. Without API
+            keys it is always shared.
         stored_responses: most answers of the responses API that are stored; 0 stores none.
         stored_responses_bytes: most memory that they take; the oldest of the tenant with the most are dropped first.
         stored_responses_s: time for which one is stored.
         slo_ttft_s: target for the time to first token; 0 for none.
         slo_tpot_s: target for the mean time per output token after the first; 0 for none.
-        adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
+        adapter_slos: targets of single adapters, which override the server's: ``name=ttft=0.5,tpot=0.1``, or one
             entry for each; 0 for none.
         shed: answer 429 immediately to requests whose first token is predicted to miss its target.
         request_log: file for the request log; empty for none.

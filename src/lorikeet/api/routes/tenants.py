@@ -148,7 +148,7 @@ def _usage_row(tenants: Tenants, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@ROUTES.add(Route("GET /v1/audit", Callers.ADMINS, note="changes of adapters and keys, with their authors; needs an admin key"))
+@ROUTES.add(Route("GET /v1/audit", Callers.ADMINS, note="changes of adapters and keys, by author; with an admin key"))
 async def audit(
     service: ServiceDep,
     subject: str = "",
