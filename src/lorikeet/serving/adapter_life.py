@@ -269,8 +269,8 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
         Bytes freed on device and host, its KV included; None if requests still ran after ``DRAIN_S``.
 
     Raises:
-        ApiError: 404 for an unknown name, 403 for another's, 409 if another call changes it or if only a folder
-            serves it, 500 if the registry cannot be written.
+        ApiError: 404 for an unknown name or one that only a folder serves, 403 for another's, 409 if another call
+            changes it, 500 if the registry cannot be written.
     """
     check_enabled(service)
     check_owner(service, access, name)
@@ -280,7 +280,7 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
     except UnknownAdapter:
         if name in await service.resolver.unloaded_names(access):
             raise ApiError(
-                409,
+                404,  # a client that unloads a name to be sure, as the router does, takes it for done
                 f"The adapter {name!r} is not registered: the folder of --adapter-dir serves it. Move its folder away "
                 "to serve it no longer.",
             ) from None
