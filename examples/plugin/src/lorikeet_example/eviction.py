@@ -5,7 +5,7 @@ from lorikeet.memory.tree import Nodes, Scores
 
 
 class LargestFirst(EvictionPolicy):
-    """Evicts what frees the most blocks.
+    """Evicts the nodes that free the most blocks.
 
     Args:
         view: the state of the memory.
