@@ -201,6 +201,58 @@ async def test_output_format_is_a_grammar(server: Running) -> None:
         assert server.engine.submitted[-1].sampling.grammar
 
 
+CLAUDE_TOOLS = [*TOOLS, {"type": "web_search_20250305", "name": "web_search"}]
+THOUGHTS = {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, {"type": "text", "text": "y"}]}
+ONE_CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "now", "input": {}}]}
+ITS_RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "z"}]}
+LONG_CHAT = [*ASKED, THOUGHTS, *ASKED, THOUGHTS, *ASKED, ONE_CALL, ITS_RESULT]
+
+
+def turns(kept: int) -> dict[str, Any]:
+    return {"type": "thinking_turns", "value": kept}
+
+
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+@pytest.mark.parametrize(
+    ("edit", "status"),
+    [
+        ({"type": "clear_thinking_20251015", "keep": "all"}, 200),
+        ({"type": "clear_thinking_20251015", "keep": turns(2)}, 200),
+        ({"type": "clear_thinking_20251015", "keep": turns(1)}, 501),
+        ({"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns"}}, 501),
+        ({"type": "clear_thinking_20251015"}, 501),
+        ({"type": "clear_tool_uses_20250919"}, 200),
+        ({"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 0}}, 501),
+        ({"type": "compact_20260112"}, 501),
+    ],
+)
+async def test_context_management_is_refused_where_it_would_change_the_prompt(
+    server: Running, path: str, edit: dict[str, Any], status: int
+) -> None:
+    asked = body(messages=LONG_CHAT, max_tokens=8, context_management={"edits": [edit]})
+    reply = await server.http.post(path, json=asked)
+    assert reply.status_code == status, reply.text
+    if status == 200:
+        assert reply.headers.get("X-Lorikeet-Ignored") == "context_management"
+    else:
+        assert reply.json()["error"]["message"].startswith(f"context_management.edits.0: '{edit['type']}' would change")
+
+
+async def test_tools_of_anthropics_types_are_left_out_and_named_in_a_header(start: Start) -> None:
+    async with start(max_model_len=LONG) as server:
+        await server.http.post(MESSAGES, json=body(tools=TOOLS))
+        prompt = prompt_of(server)
+        for stream in (False, True):
+            reply = await server.http.post(MESSAGES, json=body(tools=CLAUDE_TOOLS, stream=stream))
+            assert reply.status_code == 200, reply.text
+            assert reply.headers["X-Lorikeet-Ignored"] == "tools.2 (web_search_20250305)"
+            assert prompt_of(server) == prompt
+        choice = {"type": "tool", "name": "web_search"}
+        reply = await server.http.post(MESSAGES, json=body(tools=CLAUDE_TOOLS, tool_choice=choice))
+        assert reply.status_code == 400
+        assert "tool_choice" in reply.json()["error"]["message"]
+
+
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]
 
 

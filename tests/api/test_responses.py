@@ -215,6 +215,38 @@ async def test_what_cannot_be_served_is_refused(
     assert not server.engine.submitted
 
 
+CODEX_TOOLS = [
+    {"type": "web_search", "external_web_access": False},
+    *TOOLS,
+    {"type": "namespace", "name": "agents", "description": "x", "tools": [WEATHER]},
+    {"type": "custom", "name": "apply_patch", "description": "x"},
+    {"type": "image_generation\r\n"},
+]
+
+
+async def test_tools_that_are_no_functions_are_left_out_and_named_in_a_header(start: Start) -> None:
+    async with start(max_model_len=LONG) as server:
+        named = "tools.0 (web_search), tools.3 (namespace), tools.4 (custom), tools.5 (image_generation\\r\\n)"
+        plainly = await server.http.post(RESPONSES, json=body(tools=TOOLS))
+        assert "X-Lorikeet-Ignored" not in plainly.headers
+        prompt = prompt_of(server)
+        for fields in ({}, {"stream": True}, {"user": "x" * SMALL_BODY_BYTES}):
+            reply = await server.http.post(RESPONSES, json=body(**{"tools": CODEX_TOOLS, **fields}))
+            assert reply.status_code == 200, reply.text
+            assert reply.headers["X-Lorikeet-Ignored"] == named
+            assert prompt_of(server) == prompt
+        many = [*TOOLS, *({"type": "mcp"} for _ in range(100))]
+        reply = await server.http.post(RESPONSES, json=body(tools=many))
+        assert reply.headers["X-Lorikeet-Ignored"].endswith("tools.21 (mcp), and 80 more")
+
+
+async def test_a_tool_choice_of_a_tool_that_is_left_out_is_refused(server: Running) -> None:
+    for choice, status in (({"type": "web_search"}, 501), ({"type": "function", "name": "apply_patch"}, 400)):
+        reply = await server.http.post(RESPONSES, json=body(tools=CODEX_TOOLS, tool_choice=choice))
+        assert (reply.status_code, reply.json()["error"]["param"]) == (status, "tool_choice"), reply.text
+    assert not server.engine.submitted
+
+
 async def test_failure_before_the_first_token_has_its_status_and_a_later_one_an_event(server: Running) -> None:
     server.engine.dies_after = 0
     assert (await server.http.post(RESPONSES, json=body(stream=True))).status_code == 503

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lorikeet.chat.ignored_parts import ignored_tools
 from lorikeet.chat.protocol import (
     Body,
     ChatCompletionRequest,
@@ -21,7 +22,6 @@ from lorikeet.http.errors import bad_request, not_supported
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "Containers are not supported."),
     "mcp_servers": (([],), "MCP servers are not supported; call them from the client."),
-    "context_management": (({}, {"edits": []}), "Editing the context is not supported; send shorter messages."),
     "logprobs": ((False,), "logprobs has no place in this answer; use /v1/chat/completions."),
     "echo": ((False,), "echo has no place in this answer; use /v1/chat/completions."),
 }
@@ -81,6 +81,19 @@ class OutputConfig(Body):
     format: dict[str, Any] | None = None
 
 
+class ContextEdit(Body):
+    """A rule that takes parts out of long conversations."""
+
+    type: str
+    keep: str | dict[str, Any] | None = None
+
+
+class ContextManagement(Body):
+    """The rules that take parts out of long conversations."""
+
+    edits: Annotated[list[ContextEdit], Field(fail_fast=True)] | None = None
+
+
 class MessagesPrompt(Body):
     """Fields that make the prompt."""
 
@@ -95,6 +108,14 @@ class MessagesPrompt(Body):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The parts of the body that are left out: tools that the server cannot run, and edits that change nothing."""
+        edits = [] if self.context_management is None else self.context_management.edits or []
+        tools = ignored_tools((tool.type or "", _is_function(tool)) for tool in self.tools or ())
+        return [*tools, *(["context_management"] if edits else [])]
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of a chat that make the same prompt.
@@ -102,16 +123,39 @@ class MessagesPrompt(Body):
         Raises:
             ApiError: 400 or 501, some content or tool is not valid or not supported.
         """
+        self._check_edits()
         fields: dict[str, Any] = {"messages": self._chat_messages()}
         last = self.messages[-1]
         if last.role == "assistant" and not _calls(last.content):
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.tools and not (self.tool_choice is not None and self.tool_choice.type == "none"):
-            fields["tools"] = [_chat_tool(tool, at) for at, tool in enumerate(self.tools)]
+            fields["tools"] = self._functions(self.tools)
         kwargs = {**(self.chat_template_kwargs or {})}
         if self.thinking is not None and self.thinking.type != "adaptive":
             kwargs.setdefault("enable_thinking", self.thinking.type == "enabled")
         return fields | {"chat_template_kwargs": kwargs}
+
+    def _functions(self, tools: list[ToolParam]) -> list[dict[str, Any]]:
+        functions = [_chat_tool(tool, at) for at, tool in enumerate(tools) if _is_function(tool)]
+        if not functions:
+            kind = (tools[0].type or "")[:100]
+            raise not_supported(f"tools.0: tools of type {kind!r} are not supported; define a function.", "tools")
+        return functions
+
+    def _check_edits(self) -> None:
+        """Check that no rule of ``context_management`` would change the prompt.
+
+        Raises:
+            ApiError: 501, a rule would.
+        """
+        edits = [] if self.context_management is None else self.context_management.edits or []
+        for at, edit in enumerate(edits):
+            if not _changes_nothing(edit, self.messages):
+                raise not_supported(
+                    f"context_management.edits.{at}: {edit.type[:100]!r} would change the prompt, and editing "
+                    "the context is not supported; send shorter messages.",
+                    "context_management",
+                )
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -181,9 +225,33 @@ class MessagesRequest(GenerationBody, MessagesPrompt):
         return fields | {"tool_choice": {"auto": "auto", "any": "required", "none": "none"}[choice.type]}
 
 
+def _is_function(tool: ToolParam) -> bool:
+    """Return whether a tool is a function of the client; Anthropic's own tools have other types."""
+    return tool.type in (None, "custom")
+
+
+_CLEARED = (("clear_thinking_", "thinking", "thinking_turns", 1), ("clear_tool_uses_", "tool_use", "tool_uses", 3))
+"""How the types of edits begin: the blocks that they clear, the unit of ``keep``, and how many they keep by default."""
+
+
+def _changes_nothing(edit: ContextEdit, messages: list[MessageParam]) -> bool:
+    """Return whether a rule keeps everything that the messages have."""
+    for begin, kind, unit, kept in _CLEARED:
+        if not edit.type.startswith(begin):
+            continue
+        keep = edit.keep
+        if keep == "all":
+            return True
+        if isinstance(keep, dict):
+            if keep.get("type") != unit or not isinstance(keep.get("value"), int):
+                return False
+            kept = keep["value"]
+        blocks = [block for each in messages if not isinstance(each.content, str) for block in each.content]
+        return sum(block.type == kind for block in blocks) <= kept
+    return False
+
+
 def _chat_tool(tool: ToolParam, at: int) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise not_supported(f"tools.{at}: tools of type {tool.type!r} are not supported; define a function.", "tools")
     if tool.input_schema is None:
         raise bad_request(f"tools.{at}: a tool needs an input_schema.", "tools")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}

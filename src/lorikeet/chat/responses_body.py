@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field, TypeAdapter
 
+from lorikeet.chat.ignored_parts import ignored_tools
 from lorikeet.chat.protocol import Body, ChatCompletionRequest, Count, GenerationBody, validated
 from lorikeet.http.errors import ApiError, bad_request, not_supported
 
@@ -72,7 +73,7 @@ _ITEMS = TypeAdapter(list[InputItem])
 
 
 class FunctionTool(Body):
-    """A tool; only functions are supported."""
+    """A tool; those that are not functions are left out."""
 
     type: str
     name: str | None = None
@@ -121,6 +122,11 @@ class ResponsesRequest(GenerationBody):
     def wants_logprobs(self) -> bool:
         """Whether the answer has log probabilities."""
         return LOGPROBS in (self.include or ())
+
+    @property
+    def ignored(self) -> list[str]:
+        """The parts of the body that are left out: tools that the server cannot run, beside functions."""
+        return ignored_tools((tool.type, tool.type == "function") for tool in self.tools or ())
 
     @property
     def items(self) -> list[InputItem]:
@@ -172,9 +178,9 @@ class ResponsesRequest(GenerationBody):
 
     def _tool_fields(self) -> dict[str, Any]:
         tools, choice = self.tools or [], self.tool_choice
-        for at, tool in enumerate(tools):
-            if tool.type != "function":
-                raise not_supported(f"tools.{at}: tools of type {tool.type[:100]!r} are not supported.", "tools")
+        if tools and not (functions := [tool for tool in tools if tool.type == "function"]):
+            raise not_supported(f"tools.0: tools of type {tools[0].type[:100]!r} are not supported.", "tools")
+        tools = functions if tools else []
         if isinstance(choice, dict):
             kind = choice.get("type")
             if kind == "allowed_tools":

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEvent, BlockKind, BlockOpened
 from lorikeet.api.dependencies import SenderDep, ServiceDep
+from lorikeet.chat.ignored_parts import ignored_header
 from lorikeet.chat.json_text import read_arguments
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.chat.protocol import TokenizeRequest, refuse_unsupported
@@ -38,24 +39,30 @@ async def messages(http: Request, body: MessagesRequest, service: ServiceDep, se
     check_one_answer(body)
     answer = await start_chat(service, body.chat(), sender, prepared_body(http))
     writer = MessageWriter(answer, f"msg_{sender.request_id}")
+    headers = ignored_header(body.ignored)
 
     async def make() -> Response:
         if body.stream:
-            return EventStream(await begun(_events(writer)), answer.generation.read_until_s)
+            stream = EventStream(await begun(_events(writer)), answer.generation.read_until_s)
+            stream.headers.update(headers)
+            return stream
         async for step in answer.steps():
             writer.blocks.push(step)
         answer.generation.close()
-        return Response(msgspec.json.encode(writer.message()), media_type="application/json")
+        return Response(msgspec.json.encode(writer.message()), headers=headers, media_type="application/json")
 
     return CancelOnDisconnect(make, answer.generation.close)
 
 
 @ROUTES.add(COUNT_TOKENS)
-async def count_tokens(http: Request, body: CountTokensRequest, service: ServiceDep, sender: SenderDep) -> Any:
+async def count_tokens(
+    http: Request, response: Response, body: CountTokensRequest, service: ServiceDep, sender: SenderDep
+) -> Any:
     """Return the number of tokens of a prompt."""
     refuse_unsupported(body)
     if prepared := prepared_body(http):
-        return Response(prepared.answer, media_type="application/json")
+        return Response(prepared.answer, headers=ignored_header(body.ignored), media_type="application/json")
+    response.headers.update(ignored_header(body.ignored))
     target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access, generates=False)
     chat = await service.chats.settings_of(target.chat)
     asked = body.tokenize_body()

@@ -22,6 +22,7 @@ from lorikeet.api.answer_blocks import (
     BlockOpened,
 )
 from lorikeet.api.dependencies import SenderDep, ServiceDep
+from lorikeet.chat.ignored_parts import ignored_header
 from lorikeet.chat.logprobs import TokenNames, chat_logprobs
 from lorikeet.chat.protocol import refuse_unsupported
 from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
@@ -70,6 +71,7 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
             raise in_these_words(error) from error
     names = TokenNames(answer.chat.text_processor, as_ids=bool(body.return_tokens_as_token_ids))
     writer = ResponseWriter(body, answer, names if body.wants_logprobs else None, is_stored=stores)
+    headers = ignored_header(body.ignored)
     stored = StoredResponse(writer.response_id, conversation)
     if body.background:
         return _in_background(body, service, sender.tenant, writer, stored)
@@ -81,14 +83,18 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
 
     async def make() -> Response:
         if body.stream:
-            return EventStream(await begun(_stream(writer, keep)), answer.generation.read_until_s)
+            stream = EventStream(await begun(_stream(writer, keep)), answer.generation.read_until_s)
+            stream.headers.update(headers)
+            return stream
         async for step in answer.steps():
             writer.blocks.push(step)
         writer.finish()
         answer.generation.close()
         content = await off_the_loop(writer.encoded, writer.scores)
         keep(content)
-        return _json(content)
+        whole = _json(content)
+        whole.headers.update(headers)
+        return whole
 
     return CancelOnDisconnect(make, answer.generation.close)
 
