@@ -1,0 +1,188 @@
+"""Codex and Claude Code, pinned and unchanged, on a small task: ``python -m benchmarks.clients.coding_agents``.
+
+Each agent is asked to repair a function of one line. What the model writes is scripted (``benchmarks.scripted_serve``);
+all else is the real server: prompts of the agents' sizes, their tools, templates, parsers, streams and an adapter. An
+agent has done its task when it has run the calls of the model, sent their results back, and printed the last text.
+
+The packages are installed below ``.venvs/agents`` from npm, about 700 MB. Each agent has an empty home, no variables of
+this process, and no key.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness import ROOT, default_model, print_setup, print_table, running_server, sample_flags
+
+FOLDER = ROOT / ".venvs" / "agents"
+PACKAGES = ("@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.197")
+MODEL = "pirate"
+BROKEN = "def add(a, b):\n    return a - b\n"
+FIXED = BROKEN.replace("-", "+")
+LAST = "The function adds now."
+_AGENT_S = 180
+_CONTEXT_TOKENS = 2**17
+"""More than a prompt of an agent and the answer that it allows; the scripted engine keeps no KV."""
+_CODEX = """
+model = "{model}"
+model_provider = "lorikeet"
+[model_providers.lorikeet]
+name = "Lorikeet"
+base_url = "{url}/v1"
+wire_api = "responses"
+"""
+
+
+class Agent(NamedTuple):
+    """A coding agent.
+
+    Attributes:
+        calls: what the model calls, one call an answer, given the file to repair.
+        command: starts the agent, given the server's address and the agent's home.
+        variables: the environment of the agent, given the server's address.
+    """
+
+    calls: Callable[[Path], Sequence[tuple[str, dict[str, Any]]]]
+    command: Callable[[str, Path], list[str]]
+    variables: Callable[[str], dict[str, str]]
+
+
+def _calls_of_codex(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        ("exec_command", {"cmd": f"cat {file.name}"}),
+        ("exec_command", {"cmd": f"sed -i s/-/+/ {file.name} && cat {file.name}", "workdir": str(file.parent)}),
+    ]
+
+
+def _codex(url: str, home: Path) -> list[str]:
+    settings = home / ".codex" / "config.toml"
+    settings.parent.mkdir()
+    settings.write_text(_CODEX.format(model=MODEL, url=url))
+    options = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    return ["node", str(FOLDER / "node_modules/@openai/codex/bin/codex.js"), "exec", *options]
+
+
+def _calls_of_claude(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    old, new = "return a - b", "return a + b"
+    return [
+        ("Read", {"file_path": str(file)}),
+        ("Edit", {"file_path": str(file), "old_string": old, "new_string": new}),
+        ("Bash", {"command": f"cat {file.name}", "description": "Show the file"}),
+    ]
+
+
+def _claude(url: str, home: Path) -> list[str]:
+    wrapper = FOLDER / "node_modules/@anthropic-ai/claude-code/cli-wrapper.cjs"
+    return ["node", str(wrapper), "--model", MODEL, "--allowedTools", "Read,Edit,Bash", "-p"]
+
+
+AGENTS = {
+    "codex": Agent(_calls_of_codex, _codex, lambda url: {}),
+    "claude-code": Agent(
+        _calls_of_claude,
+        _claude,
+        lambda url: {
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": "none",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    ),
+}
+
+
+def main() -> None:
+    """Install the agents, run each, and print how they went."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("agents", nargs="*", help="some of: " + ", ".join(AGENTS))
+    chosen = parser.parse_args().agents or list(AGENTS)
+    if unknown := set(chosen) - AGENTS.keys():
+        raise SystemExit(f"unknown agents: {', '.join(sorted(unknown))}; there are {', '.join(AGENTS)}")
+    print_setup()
+    install()
+    failures = {name: failure for name in chosen if (failure := run(AGENTS[name]))}
+    rows = [[name, "failed" if name in failures else "passed"] for name in chosen]
+    print_table(f"coding agents, unchanged, with the adapter {MODEL}", ["agent", "task"], rows)
+    for name, failure in failures.items():
+        print(f"{name}: {failure}")
+    sys.exit(bool(failures))
+
+
+def install() -> None:
+    """Install the packages, unless they are there; without their install scripts, which nothing here needs."""
+    stamp = FOLDER / ".packages"
+    if stamp.is_file() and stamp.read_text() == repr(PACKAGES):
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    command = ["npm", "install", "--prefix", str(FOLDER), "--ignore-scripts", "--no-audit", "--no-fund", *PACKAGES]
+    subprocess.run(command, check=True)
+    stamp.write_text(repr(PACKAGES))
+
+
+def run(agent: Agent) -> str:
+    """Let an agent do the task; return why it failed, empty if it has not."""
+    with tempfile.TemporaryDirectory(prefix="lorikeet-agents-") as scratch:
+        home, project, said = (Path(scratch) / name for name in ("home", "project", "said.json"))
+        home.mkdir()
+        project.mkdir()
+        file = project / "calc.py"
+        file.write_text(BROKEN)
+        said.write_text(json.dumps([*map(_call, agent.calls(file)), LAST]))
+        log = Path(scratch) / "server.log"
+        model = _model(Path(scratch) / "model")
+        flags = [str(model), *sample_flags(), "--tool-call-parser", "hermes", "--store-dir", scratch]
+        command = (sys.executable, "-m", "benchmarks.scripted_serve", "serve")
+        with running_server(flags, log, command=command, environment={"LORIKEET_SAID": str(said)}) as server:
+            outcome = _ask(agent, server.url, home, project)
+        refused = [line for line in log.read_text().splitlines() if " status=4" in line or " status=5" in line]
+        if file.read_text() != FIXED:
+            return f"the file is not repaired: {outcome[-800:]}\n" + "\n".join(refused[:5])
+        return "" if LAST in outcome else f"its last text is missing: {outcome[-800:]}"
+
+
+def _model(folder: Path) -> Path:
+    """Return the default model's folder with a longer context."""
+    folder.mkdir()
+    for file in default_model().iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": _CONTEXT_TOKENS}))
+    return folder
+
+
+def _call(call: tuple[str, dict[str, Any]]) -> str:
+    name, arguments = call
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _ask(agent: Agent, url: str, home: Path, project: Path) -> str:
+    """Return all that an agent prints."""
+    node = Path(shutil.which("node") or "node").parent
+    variables = {"PATH": os.pathsep.join([str(node), "/usr/bin", "/bin"]), "HOME": str(home), **agent.variables(url)}
+    command = [*agent.command(url, home), "Make calc.py add its two numbers."]
+    try:
+        ran = subprocess.run(
+            command,
+            cwd=project,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_AGENT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        return f"it has not ended after {_AGENT_S} s: {late.stdout!r}"
+    return ran.stdout
+
+
+if __name__ == "__main__":
+    main()
