@@ -130,7 +130,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine: preset, memory, step limits, device and threads.
 
     Attributes:
-        preset: name of the preset (see ``presets.PRESETS``), or ``auto``.
+        preset: name of the preset (see ``lorikeet presets``), or ``auto``.
         executor: ``torch``, or ``paced``: an engine that computes nothing, to test everything else.
         profile: name or file of the hardware profile, which sets the step times of a paced executor and which some
             cluster policies need.

@@ -135,7 +135,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kernel_form: how LoRA is computed for a batch of mixed ranks.
         kv_after_finish: what happens to the KV of a finished request.
-        host_kv: which KV is copied to the host tier.
+        host_kv: which KV is copied to the host tier: ``none``, ``evicted`` KV at its eviction, or KV that will be
+            evicted soon, ``ahead`` of it.
         memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part (papers).
         adapter_share: share of the device for adapters if ``memory_split`` is ``static`` (papers).
         padded_slots: whether every adapter takes as many blocks as the largest registered one (papers).
