@@ -30,7 +30,7 @@ PAGES = {
     "overview": "Overview",
     "adapters": "Adapters",
     f"adapters/{NAMES[0]}": NAMES[0],
-    "requests": "Request",
+    "requests": "Requests",
     "replicas": "Replicas",
     "playground": "Playground",
 }
@@ -111,7 +111,8 @@ async def test_the_console_finds_a_slow_adapter_says_why_removes_it_and_chats(tm
         await expect(page.locator("#why")).to_contain_text("the latest load took")
         await page.locator("tbody a").first.click()
         await expect(page.get_by_role("img", name=re.compile("Timeline"))).to_be_visible()
-        await page.go_back()
+        await _lists_requests(page)
+        await page.evaluate(f"location.hash = '#/adapters/{SLOW}'")
         await page.get_by_role("button", name="Pin", exact=True).click()
         await expect(page.get_by_role("button", name="Unpin")).to_be_visible()
         await page.get_by_role("button", name="Remove").click()
@@ -123,6 +124,21 @@ async def test_the_console_finds_a_slow_adapter_says_why_removes_it_and_chats(tm
         await _chats(page)
         await _fits_narrow_screens(page)
         assert complaints == []
+
+
+async def _lists_requests(page: Page) -> None:
+    """The latest are shown, the newest first; one of them leads to its timeline."""
+    await page.get_by_role("navigation").get_by_role("link", name="Requests").click()
+    await expect(page.get_by_role("heading", level=1)).to_have_text("Requests")
+    rows = page.locator("tbody tr")
+    await expect(rows).to_have_count(5)
+    for row, name in enumerate((SLOW, *reversed(NAMES[:4]))):
+        await expect(rows.nth(row).get_by_role("link", name=name)).to_be_visible()
+    await expect(rows.first).to_contain_text("transfer of its adapter")
+    await expect(rows.first).to_contain_text("length")
+    await expect(rows.first).to_contain_text(re.compile(r"\d m?s"))
+    await rows.first.get_by_role("link").first.click()
+    await expect(page.get_by_role("img", name=re.compile("Timeline"))).to_be_visible()
 
 
 async def _sorts_by_keyboard(page: Page) -> None:

@@ -50,6 +50,29 @@ async def test_decisions_of_a_request_are_shown_to_its_key_and_to_admins(start: 
         assert (await server.http.get("/v1/requests/mine")).status_code == 401
 
 
+@pytest.mark.slow
+async def test_latest_requests_are_listed_newest_first_for_their_key(start: Start) -> None:
+    async with start(api_keys=("one", "two"), admin_keys=("admin",)) as server:
+        for name, key in (("a", "one"), ("b", "two"), ("c", "one")):
+            await ask(server, name, key)
+
+        async def listed(key: str, **params: int) -> list[str]:
+            reply = await server.http.get("/v1/requests", headers=bearer(key), params=params)
+            return [each["id"].split("-")[0] for each in reply.json()["data"]]
+
+        assert await listed("one") == ["c", "c", "a", "a"]
+        assert await listed("two") == ["b", "b"]
+        assert await listed("admin", limit=3) == ["c", "c", "b"]
+        (each,) = (await server.http.get("/v1/requests?limit=1", headers=bearer("one"))).json()["data"]
+        assert (each["status"], each["finish_reason"], each["adapter"]) == ("finished", "stop", None)
+        assert each["ttft_s"] > 0
+        assert "decisions" not in each
+        for limit in (0, 10**6):
+            reply = await server.http.get("/v1/requests", headers=bearer("one"), params={"limit": limit})
+            assert reply.status_code == 400
+        assert (await server.http.get("/v1/requests")).status_code == 401
+
+
 async def test_saved_and_lost_seconds_are_counted_by_mechanism(start: Start) -> None:
     async with start() as server:
         await ask(server, "mine")

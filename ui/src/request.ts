@@ -1,13 +1,16 @@
-// One request as a timeline: what it waited for, what was decided for it.
+// The latest requests, and one of them as a timeline: what it waited for, what was decided for it.
 
 import { get } from "./api.js";
 import { facts } from "./adapter.js";
-import { partsTable } from "./chart.js";
+import { partsBar, partsTable } from "./chart.js";
 import { adapterLink, failure, h, set } from "./dom.js";
 import { count, time } from "./format.js";
 import { card } from "./overview.js";
-import type { Page } from "./page.js";
-import type { Sequence } from "./types.js";
+import { repeat, type Page } from "./page.js";
+import { PARTS, type Part, type Sequence, type SequenceSummary } from "./types.js";
+import { waitsFor } from "./waits.js";
+
+const EVERY_MS = 2000, MOST = 50;
 
 export function request(id: string): Page {
   const body = h("div", { class: "stack" });
@@ -15,11 +18,16 @@ export function request(id: string): Page {
   const form = h("form", { class: "tools", submit: (event) => { event.preventDefault(); location.hash = `#/requests/${encodeURIComponent(field.value.trim())}`; } },
     h("label", { for: "request-id" }, "X-Request-Id or id of an answer "), field, h("button", {}, "Show"));
 
-  async function show(): Promise<void> {
-    if (!id) {
-      set(body, h("p", { class: "dim" }, "The latest 4096 requests are remembered. Each page of an adapter links to its own."));
-      return;
+  async function list(): Promise<void> {
+    try {
+      const found = await get<{ data: SequenceSummary[] }>(`v1/requests?limit=${MOST}`);
+      set(body, latest(found.data));
+    } catch (error) {
+      set(body, failure(error));
     }
+  }
+
+  async function show(): Promise<void> {
     try {
       const found = await get<{ sequences: Sequence[] }>(`v1/requests/${encodeURIComponent(id)}`);
       set(body, ...found.sequences.map(sequence));
@@ -28,13 +36,45 @@ export function request(id: string): Page {
     }
   }
 
-  void show();
-  return { title: "Request", element: h("section", {}, h("h1", {}, "Request"), form, body) };
+  const stop = id ? undefined : repeat(EVERY_MS, list), title = id ? "Request" : "Requests";
+  if (id) void show();
+  return { title, element: h("section", {}, h("h1", {}, title), form, body), close: () => stop?.() };
+}
+
+/** Tell what the time to the first token went to, the part between the last wait and the token being prefill. */
+function partsOf(each: SequenceSummary): Record<Part, number> {
+  const queue = each.queue_s ?? 0, ttft = each.ttft_s ?? queue + each.adapter_wait_s + each.kv_wait_s;
+  return { queue, adapter: each.adapter_wait_s, kv: each.kv_wait_s, prefill: Math.max(0, ttft - queue - each.adapter_wait_s - each.kv_wait_s) };
+}
+
+function latest(found: SequenceSummary[]): HTMLElement {
+  if (!found.length) return h("p", { class: "dim" }, "No request has come since the server started.");
+  const scale = Math.max(...found.map((each) => each.ttft_s ?? 0));
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Latest requests" },
+    h("table", {}, h("caption", { class: "hidden" }, "The latest requests, the newest first"),
+      h("thead", {}, h("tr", {}, ...["Request", "Adapter", "Arrived", "TTFT and its parts", "Reason", "Tokens", "End"].map((name, at) =>
+        h("th", { scope: "col", class: at === 2 || at === 5 ? null : "start" }, name)))),
+      h("tbody", {}, ...found.map((each) => h("tr", {},
+        h("td", { class: "start" }, h("a", { href: `#/requests/${encodeURIComponent(each.id)}` }, h("code", {}, each.id.slice(0, 12)))),
+        h("td", { class: "start" }, each.adapter ? adapterLink(each.adapter) : h("small", {}, "base model")),
+        h("td", {}, new Date(each.arrival_unix_s * 1000).toLocaleTimeString()),
+        h("td", { class: "start" }, h("span", { class: "with-bar" }, partsBar(partsOf(each), scale), h("span", {}, time(each.ttft_s)))),
+        h("td", { class: "start" }, reason(each)),
+        h("td", {}, `${count(each.input_tokens)} + ${count(each.output_tokens ?? 0)}`),
+        h("td", { class: "start" }, each.error ? h("span", { class: "bad", title: each.error }, "failed") : each.finish_reason ?? each.status))))));
+}
+
+const REASONS: Record<Part, string> = { queue: "queue", adapter: "transfer of its adapter", kv: "transfer of its KV", prefill: "prefill" };
+
+/** Name what took most of the time to the first token. */
+function reason(each: SequenceSummary): string {
+  const parts = partsOf(each), largest = PARTS.reduce((most, part) => parts[part] > parts[most] ? part : most);
+  if (!parts[largest]) return each.queue_s === null && each.status === "running" ? REASONS.queue : "–";
+  return largest === "queue" && each.waited_for ? `queue, for ${waitsFor(each.waited_for)}` : REASONS[largest];
 }
 
 function sequence(each: Sequence): HTMLElement {
-  const queue = each.queue_s ?? 0, ttft = each.ttft_s ?? queue + each.adapter_wait_s + each.kv_wait_s;
-  const parts = { queue, adapter: each.adapter_wait_s, kv: each.kv_wait_s, prefill: Math.max(0, ttft - queue - each.adapter_wait_s - each.kv_wait_s) };
+  const parts = partsOf(each);
   return card(h("h2", {}, h("code", {}, each.id)), timeline(each, parts),
     h("div", { class: "columns" },
       h("div", {}, h("h3", {}, "Time to the first token"), partsTable(parts)),

@@ -68,10 +68,13 @@ export interface Cluster {
   moves: number; wanted: number | null;
 }
 
-export interface Sequence {
+export interface SequenceSummary {
   id: string; status: string; adapter: string | null; arrival_unix_s: number; input_tokens: number;
   cached_tokens: number; queue_s: number | null; waited_for: string; adapter_wait_s: number; kv_wait_s: number;
   ttft_s: number | null; preemptions: number; saved_s: Record<string, number>; finish_reason?: string;
   output_tokens?: number; e2e_s?: number; error?: string;
+}
+
+export interface Sequence extends SequenceSummary {
   decisions: { after_s: number; mechanism: string; saved_s: number; why: string }[];
 }

@@ -1,8 +1,9 @@
-"""Keeps the latest requests with the decisions made for them, for ``GET /v1/requests/{id}``."""
+"""Keeps the latest requests with the decisions made for them, for ``GET /v1/requests``."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from lorikeet.core.events import RequestTimings
@@ -47,6 +48,11 @@ class RequestRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Return its state, times and decisions as JSON."""
+        arrival_s = self._timings.arrival_s
+        return self.summary() | {"decisions": [decision_json(each, arrival_s) for each in self._timings.decisions]}
+
+    def summary(self) -> dict[str, Any]:
+        """Return its state and times as JSON."""
         timings = self._timings
         return {
             "id": self._request_id,
@@ -56,7 +62,6 @@ class RequestRecord:
             "input_tokens": self._prompt_tokens,
             **waits_json(timings),
             **self._end,
-            "decisions": [decision_json(each, timings.arrival_s) for each in timings.decisions],
         }
 
 
@@ -93,6 +98,16 @@ class RequestRecords:
         one = RequestId(request_id)
         ids = [one] if one in self._records else self._of_request.get(request_id, [])
         return [record for record in map(self._records.__getitem__, ids) if may_see(record.tenant)]
+
+    def latest(self, most: int, may_see: Callable[[str], bool]) -> list[RequestRecord]:
+        """Return at most ``most`` sequences that the sender may see, the newest first.
+
+        Args:
+            most: how many to return.
+            may_see: whether the sender may see requests of a tenant.
+        """
+        newest_first = reversed(self._records.values())
+        return list(islice((record for record in newest_first if may_see(record.tenant)), most))
 
     def _forget(self, request_id: RequestId) -> None:
         key = _client_id(request_id)

@@ -1,9 +1,9 @@
 """Routes for health, version, metrics, models and the tokenizer, and 501 for APIs that are not supported."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
@@ -15,6 +15,9 @@ from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.observe.request_records import MOST_RECORDS
 from lorikeet.serving.large_bodies import prepared_body
+
+MOST_LISTED = 1000
+"""Sequences that one call lists."""
 
 ROUTES = Routes()
 _HEALTH = (
@@ -112,6 +115,21 @@ async def load(service: ServiceDep) -> dict[str, int]:
 async def metrics(http: Request, service: ServiceDep) -> Response:
     """Return all metrics in the format of Prometheus or, if it is accepted, of OpenMetrics."""
     return service.observer.metrics.page(http.headers.get("accept", ""))
+
+
+@ROUTES.add(
+    Route(
+        "GET /v1/requests",
+        Callers.KEYS,
+        note="the latest requests, the newest first, with what each waited for",
+    )
+)
+async def requests(
+    service: ServiceDep, sender: SenderDep, limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 50
+) -> dict[str, Any]:
+    """Return the latest sequences of the sender's key, the newest first; an admin key finds all."""
+    found = service.observer.records.latest(limit, sender.may_see)
+    return {"object": "list", "data": [record.summary() for record in found]}
 
 
 @ROUTES.add(
