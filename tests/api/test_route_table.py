@@ -91,7 +91,7 @@ def test_route_without_a_row_is_an_error_that_names_its_handler() -> None:
     @app.get("/v1/forgotten")
     async def forgotten() -> None: ...
 
-    with pytest.raises(RouteError, match=r"test_route_table\..*forgotten has no row"):
+    with pytest.raises(RouteError, match=r"test_route_table\..*forgotten lacks a row"):
         add_routes(app, all_routes())
 
 
@@ -102,13 +102,13 @@ def test_row_that_claims_to_be_batchable_beside_the_shared_ones_is_an_error(monk
     async def claims() -> None: ...
 
     monkeypatch.setattr("lorikeet.api.routes.cluster.ROUTES", routes)
-    with pytest.raises(RouteError, match=r"claims: batchable or forwarded rows stand in http/model_routes\.py"):
+    with pytest.raises(RouteError, match=r"claims: a batchable or forwarded row belongs into http/model_routes\.py"):
         all_routes()
 
 
 def test_module_of_routes_without_routes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.api.routes.cluster.ROUTES", None)
-    with pytest.raises(RouteError, match=r"lorikeet\.api\.routes\.cluster has no ROUTES"):
+    with pytest.raises(RouteError, match=r"lorikeet\.api\.routes\.cluster lacks ROUTES"):
         all_routes()
 
 

@@ -50,7 +50,7 @@ def test_body_with_more_than_could_be_served_is_refused(limit: int) -> None:
     most = BodyStructure(3, 3, 3, 6)
     check_structure(content, most)
     less = BodyStructure(*(count - (index == limit) for index, count in enumerate(most)))
-    with pytest.raises(ApiError, match=r"at most \d are taken"):
+    with pytest.raises(ApiError, match=r"at most \d are allowed"):
         check_structure(content, less)
 
 

@@ -12,7 +12,7 @@ from lorikeet.serving.chat_answer import AnswerStep
 
 
 class BlockKind(StrEnum):
-    """What a block holds."""
+    """Kind of a block's content."""
 
     THOUGHTS = "thoughts"
     TEXT = "text"
@@ -25,11 +25,11 @@ class Block:
 
     Attributes:
         index: its place in the answer.
-        kind: what it holds.
-        text: of a call the JSON text of its arguments.
-        call_id, name: of a call.
-        tokens: of a text; those of a step count for the block that the step ends in.
-        is_complete: it has been closed.
+        kind: the kind of its content.
+        text: its text; the JSON text of the arguments for a call.
+        call_id, name: id and function of a call; empty for other kinds.
+        tokens: tokens of a text; a step's tokens count for the block that the step ends in.
+        is_complete: whether it has been closed.
     """
 
     index: int
@@ -42,13 +42,13 @@ class Block:
 
 
 class BlockOpened(NamedTuple):
-    """A block has begun."""
+    """Reports that a block has begun."""
 
     block: Block
 
 
 class BlockAdded(NamedTuple):
-    """A block has got more text. The tokens are those of a text's log probabilities."""
+    """Reports more text of a block; ``tokens`` carry the log probabilities of a text."""
 
     block: Block
     text: str
@@ -56,7 +56,7 @@ class BlockAdded(NamedTuple):
 
 
 class BlockClosed(NamedTuple):
-    """A block is complete."""
+    """Reports that a block is complete."""
 
     block: Block
 
@@ -65,12 +65,12 @@ BlockEvent = BlockOpened | BlockAdded | BlockClosed
 
 
 class AnswerBlocks:
-    """The blocks of one answer.
+    """Collects the blocks of one answer.
 
     Attributes:
-        blocks: so far.
+        blocks: the blocks so far.
         reasoning_tokens: tokens of steps that ended in thoughts.
-        finish_reason, stop_reason: of the last step.
+        finish_reason, stop_reason: the last step's reasons.
     """
 
     def __init__(self) -> None:
@@ -82,13 +82,14 @@ class AnswerBlocks:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a function is called."""
+        """Whether the answer calls a function."""
         return any(block.kind is BlockKind.CALL for block in self.blocks)
 
     def push(self, step: AnswerStep) -> list[BlockEvent]:
-        """Add a step; return what it did. The last step closes the last block, and an answer has one at least."""
+        """Add a step; return its events. The last step closes the last block; an answer has at least one block."""
         events: list[BlockEvent] = []
-        part, tokens = step.part, step.tokens
+        part = step.part
+        tokens = step.tokens
         if part.reasoning:
             block = self._block(BlockKind.THOUGHTS, events)
             events.append(_add(block, part.reasoning))
@@ -105,14 +106,15 @@ class AnswerBlocks:
         if self.blocks and self.blocks[-1].kind is BlockKind.THOUGHTS:
             self.reasoning_tokens += len(tokens)
         if step.finish_reason is not None:
-            self.finish_reason, self.stop_reason = step.finish_reason, step.stop_reason
+            self.finish_reason = step.finish_reason
+            self.stop_reason = step.stop_reason
             if not self.blocks:
                 self._open(BlockKind.TEXT, events)
             self._close(events)
         return events
 
     def _block(self, kind: BlockKind, events: list[BlockEvent]) -> Block:
-        """Return the open block of that kind; a new one if another is open."""
+        """Return the open block if it is of this kind, else a new one."""
         if self.blocks and self.blocks[-1].kind is kind:
             return self.blocks[-1]
         self._close(events)

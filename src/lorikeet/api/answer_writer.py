@@ -28,19 +28,19 @@ from lorikeet.serving.usage import metrics_of, token_counts, usage_of
 
 _DONE = b"data: [DONE]\n\n"
 _TEXT = "text of a chunk"
-"""Stands in the pattern of a chunk for what it adds."""
+"""Placeholder, in the pattern of a chunk, for the text that the chunk adds."""
 _encode = msgspec.json.Encoder().encode
 
 
 class AnswerFormat(Protocol):
-    """How one route writes its answers.
+    """Writes the answers of one route.
 
     Attributes:
         id_prefix: start of the answer's ``id``.
         object: value of ``object`` in a complete answer.
         chunk_object: value of ``object`` in a chunk.
-        needs_every_token: send a chunk also for tokens that add no text.
-        is_plain: chunks of a choice, but for the first and the last, differ only in their text.
+        needs_every_token: whether tokens that add no text get a chunk, too.
+        is_plain: whether the chunks of a choice, but for the first and the last, differ only in their text.
     """
 
     id_prefix: str
@@ -50,11 +50,11 @@ class AnswerFormat(Protocol):
     is_plain: bool
 
     def envelope(self, index: int) -> dict[str, Any]:
-        """Return fields of the answer beside its choices, or of the chunk that opens a choice of a stream."""
+        """Return the fields beside the choices, of the answer or of the chunk that opens a choice of a stream."""
         ...
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice of the chunk that opens a stream; None for no such chunk."""
+        """Return the choice of the chunk that opens a stream; None if the stream has no such chunk."""
         ...
 
     def chunk(self, delta: OutputDelta) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class AnswerFormat(Protocol):
         ...
 
     def usage(self) -> dict[str, Any]:
-        """Return what the usage has beside the counts of all routes."""
+        """Return the fields of the usage beside the counts that all routes have."""
         ...
 
 
@@ -82,17 +82,17 @@ async def respond(
     model: str,
     settings: ServerSettings,
 ) -> Response:
-    """Return the answer of ``generation``, which is closed in the end.
+    """Return the answer of ``generation``, and close the generation at the end.
 
-    Errors before the first token become an HTTP status; later ones an event in the stream.
+    Errors before the first token become an HTTP status; later ones become an event in the stream.
 
     Args:
-        http: the request, its body read.
-        body: says whether and how to stream.
-        generation: running.
+        http: the request, whose body has been read.
+        body: the body, with its fields for streams.
+        generation: the running generation.
         answer: the route's format.
         model: name to report.
-        settings: of the server.
+        settings: the server's settings.
     """
     if settings.force_include_usage and body.stream and body.stream_options is None:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
@@ -110,7 +110,7 @@ async def respond(
     async def make() -> Response:
         if not body.stream:
             whole = await _collect(generation, answer, body, envelope, timed)
-            generation.close()  # now, so that a slow client does not hold the request's place
+            generation.close()  # Closing it now frees the request's place before a slow client has read all.
             return Response(whole, media_type="application/json")
         chunks = _Chunks(generation, answer, body, envelope)
         events = await begun(_events(generation, chunks, answer, body, envelope, timed))
@@ -149,9 +149,9 @@ def tokens_of(deltas: Iterable[OutputDelta]) -> list[Token]:
 
 
 def _best(tokens: Mapping[int, Sequence[Token]], choices: int, wanted: int) -> list[int]:
-    """Return the choices to answer with: of the ``choices`` of each prompt the ``wanted`` likeliest, best first.
+    """Return the ``wanted`` likeliest of each prompt's ``choices`` choices, best first.
 
-    As at OpenAI the likeliest is that with the highest mean log probability of a token.
+    The likeliest choice has the highest mean log probability of a token, as at OpenAI.
     """
     if choices == wanted:
         return list(tokens)
@@ -167,13 +167,13 @@ class _Chunks:
     """Writes the deltas of a generation as events.
 
     Args:
-        generation: running.
+        generation: the running generation.
         answer: the route's format.
-        body: says what is told beside the text.
+        body: the body, with its fields for streams.
         envelope: fields of every chunk beside its choices.
 
     Attributes:
-        has_begun: whether there was an event.
+        has_begun: whether an event has been written.
     """
 
     def __init__(
@@ -187,12 +187,13 @@ class _Chunks:
         self._is_wanted = answer.needs_every_token or self._tells_usage
         self._is_plain = answer.is_plain and not self._tells_usage
         self._patterns: dict[int, tuple[bytes, bytes]] = {}
-        """What is before and behind the text in a chunk, by choice; nothing if chunks differ in more."""
+        """A choice's bytes before and behind the text of a chunk; empty if chunks differ in more than the text."""
         self._opened: set[int] = set()
 
     def event(self, delta: OutputDelta) -> bytes:
-        """Return the chunks of a delta, the opening of its choice before them; empty if it adds nothing."""
-        index, pattern = delta.index, self._patterns.get(delta.index)
+        """Return the chunks of a delta, after the opening of its choice; empty if the delta adds nothing."""
+        index = delta.index
+        pattern = self._patterns.get(delta.index)
         if pattern is not None and delta.finish_reason is None:
             return b"%b%b%b" % (pattern[0], _encode(delta.text), pattern[1]) if delta.text else b""
         event = b""
@@ -211,7 +212,7 @@ class _Chunks:
         return event
 
     def write_to(self, answer: DirectBody) -> None:
-        """Write each delta to the connection as it arrives, while its client reads."""
+        """Write each delta to the connection as it arrives, as long as the client reads."""
 
         def write(delta: OutputDelta) -> bool:
             if not answer.is_open:
@@ -257,13 +258,13 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 class TokenReport(NamedTuple):
-    """What an answer tells of its tokens.
+    """Fields of an answer that describe its tokens.
 
     Attributes:
         names: names the tokens.
-        logprobs: whether it has log probabilities.
-        prompt_logprobs: whether it has those of the prompt.
-        token_ids: whether it has token ids, also of the prompt.
+        logprobs: whether the answer has log probabilities.
+        prompt_logprobs: whether the answer has log probabilities of the prompt.
+        token_ids: whether the answer has token ids, the prompt's included.
     """
 
     names: TokenNames
@@ -275,7 +276,7 @@ class TokenReport(NamedTuple):
     def of(
         cls, body: GenerationBody, texts: TextProcessor, settings: ServerSettings, *, logprobs: bool
     ) -> "TokenReport":
-        """Return what a body asks for."""
+        """Return the report that a body requests."""
         as_ids = body.return_tokens_as_token_ids
         names = TokenNames(texts, as_ids=settings.return_tokens_as_token_ids if as_ids is None else as_ids)
         return cls(names, logprobs, body.prompt_logprobs is not None, bool(body.return_token_ids))
@@ -286,7 +287,7 @@ class TokenReport(NamedTuple):
         return self.logprobs or self.token_ids
 
     def of_prompt(self, handle: RequestHandle) -> dict[str, Any]:
-        """Return the fields that tell of a request's prompt; null for what is not asked for."""
+        """Return the fields that describe a request's prompt; null where the body does not request them."""
         token_ids = handle.request.prompt_token_ids
         return {
             "prompt_logprobs": prompt_logprobs(self.names, token_ids, handle.prompt_logprobs)
@@ -296,15 +297,15 @@ class TokenReport(NamedTuple):
         }
 
     def ids(self, tokens: Sequence[Token]) -> list[int] | None:
-        """Return ``token_ids``."""
+        """Return the token ids for the field ``token_ids``; None if the body does not request them."""
         return [token.token_id for token in tokens] if self.token_ids else None
 
 
 def check_stream(body: GenerationBody) -> None:
-    """Check that a body asks for nothing that a stream cannot have.
+    """Check that a body combines ``stream`` only with fields that streams support.
 
     Raises:
-        ApiError: 400, it does.
+        ApiError: 400, a field needs the whole answer.
     """
     if body.stream and body.prompt_logprobs is not None:
         raise bad_request("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")

@@ -76,19 +76,19 @@ def create_service(
     tenants: Tenants | None = None,
     exporters: tuple[EndObserver, ...] = (),
 ) -> Service:
-    """Put the parts of a server together.
+    """Build the service from the parts of a server.
 
     Args:
-        settings: of the whole server.
-        client: started.
+        settings: the whole server's settings.
+        client: the started client of the engines.
         catalog: the adapters.
         chats: chat settings of the base model and of the adapters.
         models: names of the base model and the adapters.
-        request_log: None for none.
+        request_log: log of requests; None for no log.
         lengths: predicts the lengths of answers; None for no predictions.
-        traces: makes spans of requests; None for none.
+        traces: makes spans of requests; None for no spans.
         exporters: plug-ins that get every request that has ended.
-        tenants: keys of the registry's database; None for none.
+        tenants: keys of the registry's database; None for a server without tenants.
 
     Raises:
         ConfigError: the SLO targets in the settings cannot be read.
@@ -181,12 +181,12 @@ def create_service(
 
 
 def _base_task(chats: AdapterChats) -> AdapterTask:
-    """Return what the base model's folder says about vectors."""
+    """Return how the base model makes vectors, by the files of its folder."""
     origin = chats.base.text_processor.origin
     try:
         return AdapterTask() if origin is None else read_task(origin[0])
     except AdapterError as error:
-        log.warning("how the base model pools is ignored", reason=str(error))
+        log.warning("the pooling settings of the base model are ignored", reason=str(error))
         return AdapterTask()
 
 
@@ -217,7 +217,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def create_batch_app(service: Service) -> FastAPI:
-    """Return the application that answers lines of batches: the batchable routes, without middleware."""
+    """Return the application that answers the lines of batches: the batchable routes without middleware."""
     app = FastAPI(openapi_url=None)
     app.state.service = service
     add_routes(app, (route for route in all_routes() if route.row.is_batchable))
@@ -226,7 +226,7 @@ def create_batch_app(service: Service) -> FastAPI:
 
 
 def _max_body_bytes(service: Service) -> dict[BodySize, int]:
-    """Return the bytes that each size of a body stands for."""
+    """Return the limit of each body size, in bytes."""
     most = service.settings.max_body_bytes
     return {
         BodySize.SMALL: min(SMALL_BODY_BYTES, most),

@@ -1,4 +1,4 @@
-"""What the dialects share: errors that name their own fields, and answers that are read whole."""
+"""Serves the routes of other servers: names their fields in errors, and collects whole answers."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,15 +12,15 @@ from lorikeet.serving.generation import ActiveChoice, Generation, OutputDelta
 
 @contextmanager
 def in_words(words: Mapping[str, str]) -> Iterator[None]:
-    """Let errors within the context name fields as a dialect does.
+    """Rename fields in errors within the context to a dialect's names.
 
     Args:
-        words: names of fields of a completion, and the dialect's names of them.
+        words: the dialect's name of each field of a completion.
     """
     try:
         yield
     except ApiError as error:
-        # "prompt" is also a word of English, so only names with an underscore are replaced in the text.
+        # "prompt" is also an English word, so the text gets new names only for names with an underscore.
         said = re.sub(r"\b\w+_\w+\b", lambda found: words.get(found[0], found[0]), error.message)
         param = None if error.param is None else words.get(error.param, error.param)
         raise ApiError(error.status, said, param=param, type=error.type, headers=error.headers) from error
@@ -28,13 +28,13 @@ def in_words(words: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass
 class Answer:
-    """One choice so far.
+    """Collects the deltas of one choice.
 
     Attributes:
-        choice: running or finished.
-        text: generated.
-        tokens: generated.
-        finish_reason, stop_reason: as of ``OutputDelta``.
+        choice: the running or finished choice.
+        text: the generated text.
+        tokens: the generated tokens.
+        finish_reason, stop_reason: the last delta's reasons.
     """
 
     choice: ActiveChoice
@@ -44,25 +44,26 @@ class Answer:
     stop_reason: str | int | None = None
 
     def add(self, delta: OutputDelta) -> None:
-        """Add what was generated."""
+        """Add a delta's text and tokens."""
         self.text += delta.text
         self.tokens += delta.tokens
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
+        """Token ids of the prompt."""
         return self.choice.handle.request.prompt_token_ids
 
 
 async def whole_answers(generation: Generation) -> list[Answer]:
-    """Return all choices once they have finished; the generation is closed then.
+    """Wait for all choices, close the generation and return them.
 
     Raises:
-        ApiError: as ``Generation.deltas``.
+        ApiError: the generation failed; see ``Generation.deltas``.
     """
     answers = [Answer(choice) for choice in generation.choices]
     async for delta in generation.deltas():
         answers[delta.index].add(delta)
-    generation.close()  # now, so that a slow client does not hold the request's place
+    generation.close()  # Closing it now frees the request's place before a slow client has read all.
     return answers

@@ -12,7 +12,7 @@ from lorikeet.tenants.keys import Access
 
 
 async def _service(request: HttpRequest) -> Service:
-    # If it were not async, FastAPI would run it in a thread for every request.
+    # FastAPI would run a plain function in a thread for every request.
     service: Service = request.app.state.service
     return service
 

@@ -8,13 +8,13 @@ from lorikeet.core.process_tuning import collect_no_garbage, freeze_imports, unf
 
 
 def launch(settings: Settings, name_settings: Callable[[str], str] = str) -> None:
-    """Serve until a signal (``run.serve``, which has the arguments).
+    """Serve until a signal; see ``run.serve`` for the arguments.
 
     Raises:
         SystemExit: with code 1 if the server cannot start, the reason printed or, with ``log_json``, logged.
     """
     collect_no_garbage()
-    host = first_host()  # torch takes longer to import than all that this process needs
+    host = first_host()  # Importing torch takes longer than importing all that this process needs.
     try:
         from lorikeet.api.run import serve
 

@@ -1,4 +1,4 @@
-"""What the routes share that answer with vectors or labels: their bodies, and how they run texts without sampling."""
+"""Bodies and runs of the routes that answer with vectors or labels: texts are computed without sampling."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -19,12 +19,12 @@ from lorikeet.serving.served_models import ResolvedModel
 from lorikeet.serving.service import Service
 
 MAX_TEXTS = 2048
-"""Texts of a request, as at OpenAI."""
+"""Most texts of a request, as at OpenAI."""
 _SLICE_TEXTS = 128
-"""Texts of a request that are in the queue at once, so that a long list does not take the places of all others."""
+"""Most texts of a request in the queue at once, so that a long list does not take the places of other requests."""
 
 MAX_POOLED_BYTES = 2 * 2**20
-"""Of a body. It is read in this process, which takes some ten milliseconds."""
+"""Most bytes of a body. This process reads it, which takes some ten milliseconds."""
 
 Text = str | list[int] | tuple[str, str]
 """A text, its token ids, or a pair of texts that the tokenizer joins."""
@@ -38,7 +38,7 @@ Texts = (
 
 
 class PooledBody(Body):
-    """Fields that all these routes have in common. None means "not given"."""
+    """Fields of every body of these routes. None means that the request lacks the field."""
 
     model: str | None = None
     lora_path: str | None = None
@@ -51,7 +51,7 @@ class PooledBody(Body):
 
 
 def texts_of(given: "str | Sequence[int] | Sequence[str] | Sequence[list[int]]") -> list[Text]:
-    """Return the four forms of ``input`` as one."""
+    """Return the texts of ``input``, which has four forms, as one list."""
     if isinstance(given, str):
         return [given]
     if given and isinstance(given[0], int):
@@ -62,16 +62,16 @@ def texts_of(given: "str | Sequence[int] | Sequence[str] | Sequence[list[int]]")
 class PooledRun:
     """Runs the texts of one HTTP request.
 
-    The caller must call :meth:`close` in the end, which aborts what has not finished.
+    The caller must call :meth:`close` at the end, which aborts unfinished texts.
 
     Args:
-        service: running.
-        body: of the request.
-        target: its model.
-        sender: of the request.
+        service: the server's service.
+        body: the request's body.
+        target: the request's model.
+        sender: the request's sender.
 
     Attributes:
-        prompt_tokens: of the texts that have been computed.
+        prompt_tokens: number of tokens of the computed texts.
     """
 
     def __init__(self, service: Service, body: PooledBody, target: ResolvedModel, sender: Sender) -> None:
@@ -90,8 +90,8 @@ class PooledRun:
         Args:
             texts: at least one.
             pooling: how vectors are made.
-            param: field that holds the texts, for errors.
-            places: where each text is, for errors; in that field, one after the other, if not given.
+            param: the field of the texts, for errors.
+            places: the place of each text, for errors; by default its position in ``param``.
 
         Raises:
             ApiError: a text is not valid, or cannot be served.
@@ -101,20 +101,20 @@ class PooledRun:
         if not places:
             places = [f"{param}.{at}" for at in range(len(texts))] if len(texts) > 1 else [""]
         found: list[Vector] = []
-        with self._service.resolver.leases.take(self._target.adapter):  # one version for all slices
+        with self._service.resolver.leases.take(self._target.adapter):  # All slices use the same version.
             for first in range(0, len(texts), _SLICE_TEXTS):
                 part = slice(first, first + _SLICE_TEXTS)
                 found += await self._slice(texts[part], pooling, param, places[part])
         return found
 
     def close(self) -> None:
-        """Abort what has not finished."""
+        """Abort unfinished texts."""
         if self._generation is not None:
             self._generation.close()
 
     @property
     def usage(self) -> dict[str, Any]:
-        """The usage so far, with vLLM's fields."""
+        """Usage so far, in vLLM's fields."""
         tokens = self.prompt_tokens
         return {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None}
 
@@ -129,7 +129,8 @@ class PooledRun:
             truncate_prompt_tokens=self._body.truncate_prompt_tokens,
             truncation_side=self._body.truncation_side,
         )
-        special, limits = self._body.add_special_tokens is not False, None if body.truncates else chat.limits
+        special = self._body.add_special_tokens is not False
+        limits = None if body.truncates else chat.limits
 
         def read(text: Text, place: str) -> list[int]:
             with of_prompt(place):
@@ -177,8 +178,8 @@ def _length(text: Text) -> int:
 
 def _vector(data: bytes | None) -> Vector:
     if data is None:
-        raise ApiError(500, "The engine has answered without a vector.")
+        raise ApiError(500, "The engine answered this request without a vector.")
     vector = np.frombuffer(data, "<f4")
     if not np.isfinite(vector).all():
-        raise ApiError(500, "The engine could not serve this request: its vector has numbers that are not finite.")
+        raise ApiError(500, "The engine could not serve this request: its vector contains numbers that are not finite.")
     return vector

@@ -15,29 +15,29 @@ from lorikeet.http.routes import BodySize, Forwarding, HandledRoute, Routes, Rou
 from lorikeet.serving.large_bodies import PromptRoute
 
 _FIRST = (BodySize.PROMPT, BodySize.POOLED)
-"""Routes with these bodies come first, since a request is matched with each route before its own."""
+"""Bodies of the routes that come first: FastAPI tries the routes in their order for each request."""
 
 
 class RouteError(Exception):
-    """A route has no row, or a row claims what it cannot have."""
+    """A route lacks a row, or its row is wrong."""
 
 
 def all_routes() -> list[HandledRoute]:
     """Return the routes of every module in ``lorikeet.api.routes``.
 
     Raises:
-        RouteError: a module has no ``ROUTES``, or a row is batchable or forwarded and not in ``model_routes``.
+        RouteError: a module lacks ``ROUTES``, or a batchable or forwarded row is missing in ``model_routes``.
     """
     found: list[HandledRoute] = []
     for each in pkgutil.iter_modules(modules.__path__, f"{modules.__name__}."):
         routes = getattr(importlib.import_module(each.name), "ROUTES", None)
         if not isinstance(routes, Routes):
-            raise RouteError(f"{each.name} has no ROUTES; a module without routes belongs elsewhere.")
+            raise RouteError(f"{each.name} lacks ROUTES; move a module without routes to another package.")
         found += routes
     for row, handler, _ in found:
         is_shared = row.is_batchable or row.forwarding is not Forwarding.NEVER
         if is_shared and row not in MODEL_ROUTES:
-            raise RouteError(f"{_name(handler)}: batchable or forwarded rows stand in http/model_routes.py.")
+            raise RouteError(f"{_name(handler)}: a batchable or forwarded row belongs into http/model_routes.py.")
     found.sort(key=lambda each: _FIRST.index(each.row.body) if each.row.body in _FIRST else len(_FIRST))
     return found
 
@@ -48,8 +48,8 @@ def add_routes(app: FastAPI, routes: Iterable[HandledRoute]) -> RouteTable:
     A handler with a parameter ``body`` gets JSON only.
 
     Raises:
-        RouteError: the application has a route without a row.
-        ValueError: a row would never be reached.
+        RouteError: a route of the application lacks a row.
+        ValueError: an earlier row hides a later one.
     """
     routes = list(routes)
     known = set()
@@ -68,15 +68,15 @@ def add_routes(app: FastAPI, routes: Iterable[HandledRoute]) -> RouteTable:
     for route in app.routes:
         endpoint = getattr(route, "endpoint", route)
         if (getattr(route, "path", ""), endpoint) not in known:
-            raise RouteError(f"{_name(endpoint)} has no row: register it by ROUTES.add of its module.")
+            raise RouteError(f"{_name(endpoint)} lacks a row: register it by ROUTES.add of its module.")
     return RouteTable(row for row, _, _ in routes)
 
 
 async def check_json(request: Request) -> None:
-    """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode.
+    """Check the content type of a body, and refuse lone surrogates, which UTF-8 cannot encode.
 
     Raises:
-        ApiError: 415 for another type, 400 for such a text.
+        ApiError: 415 for another content type, 400 for a lone surrogate.
     """
     check_content_type(request)
     body = await request.body()

@@ -1,4 +1,4 @@
-"""``lorikeet serve``: starts the engines and the HTTP server, and drains them at the end."""
+"""Starts the engines and the HTTP server for ``lorikeet serve``, and drains them at the end."""
 
 import asyncio
 import os
@@ -67,12 +67,12 @@ _KEEP_ALIVE_S = 75
 
 
 def serve(settings: Settings, name_settings: Callable[[str], str], host: LocalHost) -> None:
-    """Serve until SIGTERM or SIGINT; the first one drains, or ends a start; a second one stops immediately.
+    """Serve until SIGTERM or SIGINT; the first signal drains, or ends a start, and the second stops immediately.
 
     Args:
-        settings: of the whole server.
-        name_settings: rewrites an error text so that it calls settings what the user called them.
-        host: starts the engine; with several, the first one.
+        settings: the whole server's settings.
+        name_settings: replaces the names of settings in an error text by the user's names.
+        host: starts the engine; the first one of several.
 
     Raises:
         SystemExit: with code 1 if the server cannot start, the reason printed or, with ``log_json``, logged.
@@ -117,7 +117,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         _check_base(settings, model)
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
         if text_processor.template is not None and text_processor.template.leaves_text_out:
-            log.warning("the chat template leaves out what a user says, so chats with the base model are refused")
+            log.warning("the chat template drops user messages, so chats with the base model are refused")
         lengths, lengths_note = open_length_predictor(settings.server, model.path / "tokenizer.json")
         stack.push_async_callback(lengths.close)
 
@@ -191,17 +191,17 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         server = _Server(service, listener, certificate, limits, settings.server.drain_timeout_s, on_ready)
         if certificate is not None:
             await stack.enter_async_context(certificate.renewing())
-        # From here on uvicorn's own handlers receive the signals.
+        # Uvicorn's own handlers receive the signals from here on.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with frozen_gc():
             await server.serve()
 
 
 def _open_traces(endpoint: str, model_name: str, stack: AsyncExitStack) -> "RequestTraces | None":
-    """Return what makes spans, and have it closed with ``stack``; None without an address.
+    """Return the maker of spans, which ``stack`` closes; None without an address.
 
     Raises:
-        ConfigError: its library is not installed.
+        ConfigError: the library for spans is not installed.
     """
     if not endpoint:
         return None
@@ -210,15 +210,16 @@ def _open_traces(endpoint: str, model_name: str, stack: AsyncExitStack) -> "Requ
     except ImportError as error:
         raise ConfigError(f"server.otlp_traces_endpoint: run `{install_command('tracing')}` ({error})") from error
     traces = RequestTraces(model_name, open_exporter(endpoint))
-    stack.push_async_callback(in_daemon_thread, traces.close)  # it sends what is left, for seconds if nobody listens
+    # Closing sends the last spans, which takes seconds if nobody listens.
+    stack.push_async_callback(in_daemon_thread, traces.close)
     return traces
 
 
 def _open_exporters(exporters: tuple[str, ...], model_name: str, stack: AsyncExitStack) -> tuple[EndObserver, ...]:
-    """Create the exporters, and have them closed with ``stack``.
+    """Create the exporters, which ``stack`` closes.
 
     Raises:
-        ConfigError: one does not exist or cannot be used.
+        ConfigError: an exporter does not exist or cannot be used.
     """
     opened = open_exporters(exporters, model_name)
     for each in opened:
@@ -227,7 +228,7 @@ def _open_exporters(exporters: tuple[str, ...], model_name: str, stack: AsyncExi
 
 
 class _StartProgress:
-    """Shows the stages of a start as bars, and logs those that take long: when they begin, or when weights are loaded.
+    """Shows the stages of a start as bars, and logs the begin of long stages and the loading of weights.
 
     Args:
         display: shows the bars.
@@ -239,12 +240,12 @@ class _StartProgress:
         self._is_loaded = False
 
     def stage(self, name: str) -> None:
-        """A stage of unknown length begins."""
+        """Begin a stage of unknown length."""
         log.info(name)
         self.display.stage(name)
 
     def on_engine_progress(self, progress: Progress) -> None:
-        """The engine is so far; of several replicas only the first is logged."""
+        """Show the engine's progress; log only the first of several replicas."""
         now_s = time.monotonic()
         began_s = self._began_s.setdefault(progress.stage, now_s)
         self.display.show(progress.stage, progress.done, progress.total)
@@ -254,22 +255,23 @@ class _StartProgress:
 
 
 def _check_base(settings: Settings, model: ModelFolder) -> None:
-    """Check the base model as far as that is possible without its library, and the profile that policies decide by.
+    """Check the base model, as far as possible without its library, and the profile that policies use.
 
     A paced executor runs on the profile's device by definition.
 
     Raises:
-        ConfigError: there can be no profile of this base, or memory for it is too small.
-        ModelConfigError: its config is broken, or the own decoder is asked for and does not support it.
-        ProfileError: the profile is of another model or device.
+        ConfigError: no profile fits this base model, or its memory is too small.
+        ModelConfigError: its config is broken, or Lorikeet's own decoder is requested and does not support it.
+        ProfileError: the profile belongs to another model or device.
     """
-    engine, wanted = settings.engine, settings.model.model_impl
+    engine = settings.engine
+    wanted = settings.model.model_impl
     if not wants_own_decoder(model.path, wanted):
         if engine.profile or engine.executor is not ExecutorKind.TORCH:
-            raise ConfigError(f"profile: only {', '.join(ARCHITECTURES)} have profiles")
+            raise ConfigError(f"profile: {model.names[0]!r} cannot have one; only {', '.join(ARCHITECTURES)} can")
         cluster = settings.cluster
         if cluster.replicas > 1 or cluster.max_replicas or cluster.ray_address:
-            # The pool that carries adapters between machines knows only the own decoder's modules.
+            # The pool that carries adapters between machines knows only the modules of Lorikeet's own decoder.
             raise ConfigError(f"replicas: {model.names[0]!r} runs by transformers' modules, in one replica only")
         if engine.ranks > 1:
             setting = "tensor_parallel" if engine.tensor_parallel > 1 else "pipeline_parallel"
@@ -280,7 +282,7 @@ def _check_base(settings: Settings, model: ModelFolder) -> None:
     config = read_model_config(model.path)
     if engine.profile:
         from lorikeet.costs.catalog import load_profile
-        from lorikeet.costs.profile_checks import (  # take time to import, and few servers need them
+        from lorikeet.costs.profile_checks import (  # These take time to import, and few servers need them.
             check_device,
             check_model,
         )
@@ -293,10 +295,10 @@ def _check_base(settings: Settings, model: ModelFolder) -> None:
 
 
 def _check_memory(settings: Settings, config: ModelConfig) -> None:
-    """Check that the pool, if its size is set, holds the longest sequence and an adapter, before weights are loaded.
+    """Check, before weights are loaded, that a pool of a set size holds the longest sequence and an adapter.
 
     Raises:
-        ConfigError: it does not, or the longest sequence is longer than the model's.
+        ConfigError: the pool is too small, or the longest sequence exceeds the model's.
     """
     engine = settings.engine
     if engine.executor is not ExecutorKind.TORCH:
@@ -313,9 +315,11 @@ def _open_engines(settings: Settings, host: LocalHost, stack: AsyncExitStack) ->
     if settings.cluster.is_one_engine:
         return EngineClient(settings, host)
     try:
-        from lorikeet.cluster.open import open_cluster  # an extra, which a server with one engine does without
+        from lorikeet.cluster.open import open_cluster  # This extra is needed only for several engines.
     except ImportError as error:
-        raise ConfigError(f"several replicas need more: {install_command('cluster')} ({error})") from error
+        raise ConfigError(
+            f"replicas: several replicas need an extra: {install_command('cluster')} ({error})"
+        ) from error
     return open_cluster(settings, stack, host)
 
 
@@ -324,7 +328,7 @@ def _open_tenants(settings: Settings, base: str) -> Tenants | None:
 
 
 class _Server(ListeningServer):
-    """Uvicorn that drains: after the first signal it goes on answering until accepted requests have ended."""
+    """Runs uvicorn, which drains after the first signal: it goes on until all accepted requests have ended."""
 
     def __init__(
         self,
@@ -351,7 +355,7 @@ class _Server(ListeningServer):
         self._drain_timeout_s = drain_timeout_s
         self._drain_until_s: float | None = None
         self._drain_began_s: float | None = None
-        """When the drain was logged."""
+        """Time at which the drain was last logged."""
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -360,7 +364,7 @@ class _Server(ListeningServer):
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: the first drains, the next stops. Not passing it on lets the process exit with code 0.
+        """Handle a signal: the first drains, the next stops. The process exits with code 0, since none is passed on.
 
         Nothing is logged here: the signal may have interrupted a write to the log.
         """
@@ -371,9 +375,10 @@ class _Server(ListeningServer):
             self._drain_until_s = 0.0
 
     async def on_tick(self, counter: int) -> bool:
-        """Decide ten times a second whether to stop; return what uvicorn decides with that."""
+        """Decide whether to stop, together with uvicorn; uvicorn calls this ten times a second."""
         if self._drain_until_s is not None and not self.should_exit:
-            active, now_s = self._service.gate.active, time.monotonic()
+            active = self._service.gate.active
+            now_s = time.monotonic()
             if self._drain_began_s is None:
                 self._drain_began_s = now_s
                 log.info(f"draining, {active} requests running", drain_timeout_s=self._drain_timeout_s)
@@ -398,12 +403,12 @@ def _connection_limits(server: ServerSettings) -> ConnectionLimits:
 
 
 def _with_folder(settings: Settings, folder: Path) -> Settings:
-    """Return settings that name the model's local folder, for the engine."""
+    """Return the engine's settings, which name the model's local folder."""
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
 
 
 def _limits(folder: Path, engine_info: EngineReady, max_logprobs: int, eos_token_id: int | None) -> ModelLimits:
-    """Return the limits and defaults of the base model; the end token of its tokenizer ends answers, too."""
+    """Return the limits and defaults of the base model; the tokenizer's end token ends answers, too."""
     base = engine_info.base
     assert base is not None, "an engine that serves has a model"
     try:
@@ -419,7 +424,8 @@ def _open_catalog(
     settings: Settings, engine_info: EngineReady, model: ModelFolder, chats: AdapterChats, stored: StoredAdapters
 ) -> AdapterCatalog:
     dtype_bytes = engine_info.geometry.dtype_bytes
-    share, base = engine_info.local_geometry or engine_info.geometry, engine_info.base
+    share = engine_info.local_geometry or engine_info.geometry
+    base = engine_info.base
     assert base is not None, "an engine that serves has a model"
 
     def accept(adapter: AdapterRef) -> None:
@@ -454,7 +460,7 @@ def _open_catalog(
 
 
 def _why_only_low_rank(settings: Settings) -> str:
-    """Return why adapters with more than low-rank matrices on linear modules cannot be served; "" if they can."""
+    """Return why only low-rank matrices on linear modules can be served; "" if other adapters can be, too."""
     if settings.engine.pipeline_parallel > 1:
         return "pipeline stages serve low-rank matrices on linear modules only"
     name, preset = resolve_preset(settings.engine.preset)
@@ -464,7 +470,7 @@ def _why_only_low_rank(settings: Settings) -> str:
 
 
 def _why_only_vectors(settings: Settings) -> str:
-    """Return why adapters with whole linear layers or factors of their inputs cannot be served; "" if they can."""
+    """Return why whole linear layers and factors of inputs cannot be served; "" if they can be."""
     ranks = settings.engine.tensor_parallel
     return f"--tensor-parallel-size {ranks} does not split these over its ranks" if ranks > 1 else ""
 

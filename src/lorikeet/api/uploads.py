@@ -1,4 +1,4 @@
-"""Adapters whose weights come in the body of a request."""
+"""Stores adapters whose weights arrive in the body of a request."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.threads import in_daemon_thread
 
 METADATA_KEY = "adapter_config"
-"""Entry of a safetensors file's metadata that may hold the adapter's config as JSON."""
+"""Key of the adapter's config, as JSON, in the metadata of a safetensors file."""
 
 _CHUNK_BYTES = 4 * 2**20
 _MAX_HEADER_BYTES = 4 * 2**20
@@ -25,7 +25,7 @@ async def receive_weights(stream: AsyncIterator[bytes], folder: Path) -> None:
     """Write a body to the weights file in a folder; the middleware limits its size.
 
     Raises:
-        ApiError: 500, it cannot be written.
+        ApiError: 500, the file cannot be written.
     """
     try:
         with (folder / WEIGHTS_FILE).open("wb") as file:
@@ -36,7 +36,8 @@ async def receive_weights(stream: AsyncIterator[bytes], folder: Path) -> None:
                 size += len(chunk)
                 if size >= _CHUNK_BYTES:
                     await in_daemon_thread(lambda parts=tuple(held): file.writelines(parts))  # type: ignore[misc]
-                    held, size = [], 0
+                    held = []
+                    size = 0
             file.writelines(held)
     except OSError as error:
         raise ApiError(500, f"The weights cannot be stored: {error.strerror}.") from error
@@ -46,12 +47,12 @@ def write_config(folder: Path, config: str | None, known: AdapterRecord | None) 
     """Write the config of an adapter whose weights are in a folder.
 
     Args:
-        folder: with the weights.
-        config: JSON of the config; None for the one in the weights' metadata, or else that of the present version.
-        known: the present version, None if there is none.
+        folder: the folder of the weights.
+        config: the config as JSON; None for the config in the weights' metadata, or else the present version's.
+        known: the present version; None for a new adapter.
 
     Raises:
-        ApiError: 400, there is no config.
+        ApiError: 400, the config is missing.
     """
     if config is None:
         config = _metadata(folder / WEIGHTS_FILE).get(METADATA_KEY)
@@ -71,7 +72,7 @@ class _Header(msgspec.Struct):
 
 
 def _metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file; none of one that is not valid, which is refused later."""
+    """Return the metadata of a safetensors file; empty if the file is not valid, which a later check refuses."""
     with file.open("rb") as stream:
         head = stream.read(_LENGTH.size)
         length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else 0
@@ -87,7 +88,7 @@ def check_config(config: str | None) -> None:
     """Check that a config in a query is a JSON object.
 
     Raises:
-        ApiError: 400, it is not.
+        ApiError: 400, the config is not a JSON object.
     """
     if config is None:
         return

@@ -1,4 +1,4 @@
-"""The admission gate of requests that generate."""
+"""Admits requests that generate, through a gate that counts them."""
 
 from lorikeet.http.errors import ApiError
 
@@ -9,7 +9,7 @@ class AdmissionGate:
     """Counts accepted sequences and closes for a drain.
 
     Args:
-        max_queued: sequences accepted and not finished, beyond which new ones are refused.
+        max_queued: most sequences that are accepted and unfinished at once.
     """
 
     def __init__(self, max_queued: int) -> None:
@@ -18,15 +18,15 @@ class AdmissionGate:
         self.draining = False
 
     def enter(self, sequences: int) -> "Ticket":
-        """Accept a request of that many sequences.
+        """Accept a request of ``sequences`` sequences.
 
         Raises:
-            ApiError: 503 while draining, 429 if too many are running, 400 if it could never be accepted.
+            ApiError: 503, the server drains; 429, too many sequences are unfinished; 400, no gate could take so many.
         """
         if self.draining:
             raise ApiError(503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"})
         if sequences > self.max_queued:
-            raise ApiError(400, f"The request asks for {sequences} answers; at most {self.max_queued} are allowed.")
+            raise ApiError(400, f"The request needs {sequences} answers; at most {self.max_queued} are allowed.")
         if self.active + sequences > self.max_queued:
             raise ApiError(
                 429,
@@ -37,7 +37,7 @@ class AdmissionGate:
 
 
 class Ticket:
-    """The place of a request among the accepted ones, released once."""
+    """Place of a request among the accepted requests; it is released once."""
 
     def __init__(self, gate: AdmissionGate, sequences: int) -> None:
         self._gate = gate

@@ -1,4 +1,4 @@
-"""Reads a streamed answer: bytes to events, events to the times of tokens and the token counts of the server."""
+"""Reads a streamed answer: splits bytes into events, and takes token times and counts from the events."""
 
 from typing import Any
 
@@ -54,14 +54,14 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class AnswerStream:
-    """What has arrived of one answer, of the chat or the completions route.
+    """Collects the events of one answer, of the chat or the completions route.
 
     An event has tokens if it has text or, if the server sends counts in every event, if the count has risen. An answer
     without any visible text has one token time, at its end.
 
     Attributes:
-        token_times_s: when each event with tokens arrived.
-        prompt_tokens, completion_tokens, cached_tokens: as the server counts them; None before it does.
+        token_times_s: arrival times of the events with tokens.
+        prompt_tokens, completion_tokens, cached_tokens: the server's counts; None before they arrive.
         finished: whether the end of the answer was received.
         error: message of an error in the middle of the answer.
     """
@@ -76,14 +76,14 @@ class AnswerStream:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer: the server's count, or the number of events with text."""
+        """Number of tokens of the answer: the server's count, or the number of events with text."""
         return len(self.token_times_s) if self.completion_tokens is None else self.completion_tokens
 
     def take(self, data: bytes, now_s: float) -> None:
         """Add one event.
 
         Raises:
-            msgspec.DecodeError: it is neither JSON of the expected form nor the end mark.
+            msgspec.DecodeError: the event is neither JSON of the expected form nor the end mark.
         """
         if data == b"[DONE]":
             self.finished = True
@@ -105,10 +105,11 @@ class AnswerStream:
         """Set the server's counts; return True if the answer has grown."""
         if usage is None:
             return False
-        # A first count after tokens is the total at the end, not growth.
+        # A first count that arrives after tokens is the total at the end, not growth.
         counts_along = self.completion_tokens is not None or not self.token_times_s
         grown = counts_along and usage.completion_tokens > (self.completion_tokens or 0)
-        self.prompt_tokens, self.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        self.prompt_tokens = usage.prompt_tokens
+        self.completion_tokens = usage.completion_tokens
         if usage.prompt_tokens_details is not None:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens
         return grown
@@ -119,7 +120,7 @@ def _message(error: Any) -> str:
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error body in OpenAI's form; otherwise the start of the body."""
+    """Return the message of an error body in OpenAI's form; for another body, its start."""
     try:
         error = msgspec.json.decode(body)
         return _message(error.get("error", error) if isinstance(error, dict) else error)

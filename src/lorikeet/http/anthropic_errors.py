@@ -1,4 +1,4 @@
-"""Errors of ``/v1/messages`` in Anthropic's form."""
+"""Writes errors of ``/v1/messages`` in Anthropic's form."""
 
 import json
 
@@ -17,19 +17,19 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By HTTP status; of others ``invalid_request_error``."""
+"""Anthropic's type of an error, by HTTP status; other statuses have ``invalid_request_error``."""
 
 
 def anthropic_error(status: int, message: str) -> dict[str, str]:
-    """Return the ``error`` of an answer with that HTTP status."""
+    """Return the ``error`` object of an answer with an HTTP status."""
     return {"type": _ERROR_TYPES.get(status, "invalid_request_error"), "message": message}
 
 
 class AnthropicErrors:
-    """Middleware that writes the errors of these routes in Anthropic's form, wherever they arose.
+    """Middleware that writes all errors of these routes in Anthropic's form.
 
     Args:
-        app: what answers with errors in OpenAI's form.
+        app: the wrapped application, whose errors are in OpenAI's form.
     """
 
     def __init__(self, app: ASGIApp) -> None:

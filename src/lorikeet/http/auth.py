@@ -29,7 +29,7 @@ class KeyRing:
         keys: the keys; only their digests are kept.
 
     Raises:
-        ConfigError: one of them is empty.
+        ConfigError: a key is empty.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -41,23 +41,23 @@ class KeyRing:
         return bool(self._digests)
 
     def holds(self, key: str) -> bool:
-        """Return whether ``key`` is one of them. All are compared, so that the time reveals nothing."""
+        """Return whether the ring holds ``key``. All keys are compared, so that the time reveals nothing."""
         digest = _digest(key)
         return sum(secrets.compare_digest(digest, known) for known in self._digests) > 0
 
 
 class Auth:
-    """Middleware that checks API keys and sets the tenant of a request, and its access (``state.tenant``, ``.access``).
+    """Middleware that checks API keys and sets ``state.tenant`` and ``state.access`` of a request.
 
-    ``state.is_admin`` says whether it has an admin key.
+    ``state.is_admin`` is True for an admin key.
 
     Args:
         app: the wrapped application.
-        table: says who may call which route.
+        table: the rows of the routes, with the callers of each.
         api_keys: keys for all routes that need a key; empty for open access.
-        admin_keys: keys for the routes of admins and for all others; if empty, API keys are for these, too.
+        admin_keys: keys for all routes; if empty, API keys open the routes of admins, too.
         tenant_header: header that names the tenant. Without it the tenant is a name derived from the key.
-        tenants: keys of the registry's database; None for none. With them every request needs a key.
+        tenants: keys of the registry's database, with which every request needs a key; None for no tenants.
     """
 
     def __init__(
@@ -95,13 +95,14 @@ class Auth:
                 send = _with_headers(send, report)
             await (refusal or self._app)(scope, receive, send)
             return
-        is_api, is_admin = self._api.holds(secret), self._admin.holds(secret)
+        is_api = self._api.holds(secret)
+        is_admin = self._admin.holds(secret)
         refusal = None
         if scope["method"] != "OPTIONS":
             refusal = self._refusal(callers, is_api=is_api, is_admin=is_admin)
         if refusal is None:
             named = headers.get(self._tenant_header, "") if self._tenant_header else ""
-            # Without keys in the settings any key is accepted, so it identifies no tenant.
+            # Any key is accepted without keys in the settings, so a key identifies no tenant.
             tenant = named or (key_name(secret) if is_api or is_admin else "")
             state |= {"tenant": tenant, "access": Access(actor=tenant), "is_admin": is_admin}
             if len(tenant) > _MAX_TENANT_CHARACTERS:
@@ -111,7 +112,7 @@ class Auth:
         await (refusal or self._app)(scope, receive, send)
 
     async def _tenant_key(self, secret: str) -> ApiKey | None:
-        """Return the tenant's key of a secret, also if another server has just made it."""
+        """Return the tenant's key for a secret, even if another server has just made it."""
         tenants = self._tenants
         if tenants is None or not secret or self._api.holds(secret) or self._admin.holds(secret):
             return None
@@ -125,7 +126,7 @@ class Auth:
         return key
 
     def _refusal(self, callers: Callers, *, is_api: bool, is_admin: bool) -> JSONResponse | None:
-        """Return the answer to a request without a tenant's key that may not call the route; None if it may."""
+        """Return the refusal of a request without a tenant's key; None if it may call the route."""
         is_open_without_tenants = callers is Callers.ANYONE_WITHOUT_TENANTS and self._tenants is None
         if callers is Callers.ANYONE or is_open_without_tenants:
             return None
@@ -139,19 +140,19 @@ class Auth:
         return None if not needs_key or is_api or is_admin else _unauthorized()
 
     def _tenant_refusal(self, callers: Callers) -> JSONResponse | None:
-        """Return the answer to a tenant who may not call the route; None if the tenant may."""
+        """Return the refusal of a tenant's request; None if the tenant may call the route."""
         if callers in _FOR_TENANTS:
             return None
         return ApiError(403, "This route needs a key of the operator.").response()
 
 
 def key_name(key: str) -> str:
-    """Return a name for a key that does not reveal it: the same in every run, and different for different keys."""
+    """Return a name that identifies a key in every run and does not reveal it."""
     return f"key-{_digest(key).hex()[:12]}"
 
 
 def _with_headers(send: Send, report: RateReport) -> Send:
-    """Return ``send`` with the headers of limits on an answer."""
+    """Return a ``send`` that adds the headers about limits to an answer."""
 
     async def send_reported(message: Message) -> None:
         if message["type"] == "http.response.start" and report.headers:
@@ -162,7 +163,7 @@ def _with_headers(send: Send, report: RateReport) -> Send:
 
 
 def _key(headers: Headers) -> str:
-    """Return the key of a request: a bearer token, or as Anthropic's clients send it."""
+    """Return the key of a request, from a bearer token or the header of Anthropic's clients."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return (key.strip() if scheme.lower() == "bearer" else "") or headers.get("x-api-key", "")
 

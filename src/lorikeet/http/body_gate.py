@@ -1,4 +1,4 @@
-"""Bounds how many bytes of large request bodies a process holds at once, and checks the content type of bodies."""
+"""Bounds the bytes of large request bodies that a process holds at once, and checks content types of bodies."""
 
 import asyncio
 from collections import deque
@@ -10,18 +10,18 @@ from starlette.requests import Request
 from lorikeet.http.errors import ApiError
 
 SMALL_BODY_BYTES = 64 * 1024
-"""Reading a larger body would hold up the event loop, and so every stream, for some hundredths of a second."""
+"""Most bytes of a small body. A larger one would block the event loop, and all streams, for 10 ms or more."""
 
 _LARGEST_HELD = 4
-"""As many bodies of the largest size may be held at once; smaller ones add up."""
+"""Number of bodies of the largest size that are held at once; smaller bodies add up."""
 _WAIT_S = 30.0
 
 
 class BodyGate:
-    """Bounds the bytes of all large bodies that are held. Those that must wait are let in in the order they came.
+    """Bounds the bytes of all large bodies that are held at once. Bodies that must wait enter in order of arrival.
 
     Args:
-        max_body_bytes: of one body.
+        max_body_bytes: most bytes of one body.
     """
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -32,10 +32,10 @@ class BodyGate:
 
     @asynccontextmanager
     async def hold(self, size: int) -> AsyncIterator[None]:
-        """Hold so many bytes within the context.
+        """Hold ``size`` bytes within the context.
 
         Raises:
-            ApiError: 429; there was no room for too long.
+            ApiError: 429, the wait for room took too long.
         """
         await self.enter(size)
         try:
@@ -44,7 +44,7 @@ class BodyGate:
             self.leave(size)
 
     async def enter(self, size: int) -> None:
-        """Hold so many bytes until :meth:`leave`; raises as :meth:`hold`."""
+        """Hold ``size`` bytes until :meth:`leave`; see :meth:`hold` for errors."""
         if self._waiting or self.held_bytes + size > self._max_bytes:
             await self._wait(size)
         else:
@@ -61,7 +61,7 @@ class BodyGate:
                 self.leave(size)
             else:
                 self._waiting.remove((size, turn))
-                self.leave(0)  # those behind it may have room
+                self.leave(0)  # Smaller bodies behind it may have room.
             if isinstance(error, TimeoutError):
                 raise ApiError(
                     429, "Too many large bodies are being read; try again later.", headers={"Retry-After": "1"}
@@ -69,7 +69,7 @@ class BodyGate:
             raise
 
     def leave(self, size: int) -> None:
-        """Hold so many bytes less."""
+        """Release ``size`` bytes."""
         self.held_bytes -= size
         while self._waiting and self.held_bytes + self._waiting[0][0] <= self._max_bytes:
             waiting, turn = self._waiting.popleft()
@@ -79,10 +79,10 @@ class BodyGate:
 
 
 def check_content_type(request: Request) -> None:
-    """Check that a body says to be JSON.
+    """Check that the content type of a body is JSON.
 
     Raises:
-        ApiError: 415, it does not.
+        ApiError: 415, the content type is another.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

@@ -1,7 +1,7 @@
-"""HTTP connections with limits on heads, bodies, time and number.
+"""Limits HTTP connections: their heads, bodies, time and number.
 
-uvicorn with httptools has none of them (docs/decisions/front-door.md), so this protocol adds them: a client that sends
-a large head, sends slowly, does not read its answer, or opens too many connections costs the others nothing.
+Uvicorn with httptools lacks such limits (docs/decisions/front-door.md), so this protocol adds them. A client that sends
+a large head, sends slowly, does not read its answer, or opens too many connections costs other clients nothing.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ from lorikeet.http.logs import REFUSED, log
 from lorikeet.http.streaming import DIRECT_BODY
 
 _MAX_HEADERS = 256
-"""64 KiB of the smallest headers would be 13,000 calls of the parser, which take longer than reading a body."""
+"""Most headers. 64 KiB of the smallest would be 13,000 calls of the parser, which take longer than a body."""
 _BODY_BYTES_PER_S = 16 * 1024
-"""A body may take ``body_timeout_s`` and, beyond that, the time that it takes at this rate."""
+"""Slowest rate of a body: it may take ``body_timeout_s`` plus its time at this rate."""
 _SPARE_DESCRIPTORS = 256
-"""Kept for files, engines and sources when the number of connections is derived from the limit of the process."""
+"""Open files that stay free for files, engines and sources when the process's limit bounds connections."""
 _LOG_EVERY_S = 10.0
 _CLOSE_GRACE_S = 2.0
 
 
 class ConnectionLimits(NamedTuple):
-    """What one client may take.
+    """Limits on the connections of a server.
 
     Attributes:
-        max_connections: open at once; more are answered with 503 and closed.
-        max_head_bytes: request line and headers; longer ones get 431.
-        head_timeout_s: from the first byte (of a new connection: from its start) to the end of the head; then 408.
-        body_timeout_s: from the end of the head to the end of the body, beside the time at 16 KiB a second; then 408.
-        write_timeout_s: how long a client may leave its answer unread; then the connection is closed.
+        max_connections: most open connections; further ones get 503 and are closed.
+        max_head_bytes: most bytes of request line and headers; longer heads get 431.
+        head_timeout_s: most seconds from the first byte, or a connection's start, to the end of the head; then 408.
+        body_timeout_s: most seconds from the head to the body's end, plus its time at 16 KiB a second; then 408.
+        write_timeout_s: most seconds that a client may leave its answer unread; then the connection is closed.
     """
 
     max_connections: int = 4096
@@ -47,10 +47,10 @@ class ConnectionLimits(NamedTuple):
 
 
 class ConnectionStats:
-    """Counts connections that were closed for a limit, and logs them, at most one line per reason in ten seconds.
+    """Counts connections that a limit closed, and logs at most one line per reason in ten seconds.
 
     Attributes:
-        closed: how many, by reason.
+        closed: number of closed connections, by reason.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,7 +59,7 @@ class ConnectionStats:
         self._logged: dict[str, tuple[float, int]] = {}
 
     def note(self, reason: str, client: str) -> None:
-        """Count one connection."""
+        """Count one closed connection."""
         self.closed[reason] += 1
         last_s, count = self._logged.get(reason, (float("-inf"), 0))
         if self._clock() - last_s >= _LOG_EVERY_S:
@@ -98,23 +98,26 @@ class LimitedHttp(HttpToolsProtocol):
 
     Args:
         limits: the limits.
-        stats: of all connections of the server.
+        stats: counts of all connections of the server.
     """
 
     def __init__(self, limits: ConnectionLimits, stats: ConnectionStats, **uvicorn_args: Any) -> None:
         super().__init__(**uvicorn_args)
-        self._limits, self._stats = limits, stats
+        self._limits = limits
+        self._stats = stats
         self._head_bytes = 0
         self._body_bytes = 0
         self._refusal: tuple[int, str] | None = None
-        self._deadline: tuple[float, int, str] | None = None  # of what is read: when, status to answer, reason
-        self._unread_until_s: float | None = None  # of an answer that the client does not read
+        self._deadline: tuple[float, int, str] | None = (
+            None  # The time limit on reading: time, status of the answer, reason.
+        )
+        self._unread_until_s: float | None = None  # The time limit on an answer that the client does not read.
         self._timer: asyncio.TimerHandle | None = None
 
-    # What comes in.
+    # Reading.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection if there may be one more."""
+        """Accept the connection, unless too many are open."""
         super().connection_made(transport)
         if len(self.connections) > self._limits.max_connections:
             self._refuse(503, "too many connections")
@@ -122,10 +125,10 @@ class LimitedHttp(HttpToolsProtocol):
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come."""
+        """Parse received bytes."""
         if self._refusal is not None or self.transport.is_closing():
             return
-        # The first byte of the next request, and not the rest of a body whose request is answered already.
+        # This is the first byte of the next request, not the rest of a body whose request has been answered.
         if self.timeout_keep_alive_task is not None and self._head_bytes >= 0:
             self._await_head()
         in_head = self._head_bytes >= 0
@@ -153,13 +156,14 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application; from here on the body's time counts."""
-        self._head_bytes, self._body_bytes = -1, 0
+        """Start the application and the time limit of the body."""
+        self._head_bytes = -1
+        self._body_bytes = 0
         self._deadline = time.monotonic() + self._limits.body_timeout_s, 408, "the body came too slowly"
         self._arm()
         super().on_headers_complete()
         cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and cycle.scope is self.scope:  # not of an upgrade
+        if cycle is not None and cycle.scope is self.scope:  # An upgrade starts no cycle.
             self.scope["extensions"] = {DIRECT_BODY: _AnswerBody(cycle)}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
@@ -168,32 +172,32 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the request; nothing more is expected of the client."""
+        """End the request; the client has sent all of it."""
         self._deadline = None
         super().on_message_complete()
-        self._head_bytes = 0  # of a pipelined request
+        self._head_bytes = 0  # The next bytes belong to a pipelined request.
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, or whatever the head was refused for."""
+        """Answer a message that is not HTTP, or a refused head with its own status."""
         if self._refusal is None:
             self._stats.note("not HTTP", self._who())
             self._refuse_with(400, msg)
 
-    # What goes out.
+    # Writing.
 
     def pause_writing(self) -> None:
-        """The client does not read: it has until the limit."""
+        """Start the time limit of a client that does not read."""
         super().pause_writing()
         self._unread_until_s = time.monotonic() + self._limits.write_timeout_s
         self._arm()
 
     def resume_writing(self) -> None:
-        """The client reads again."""
+        """End the time limit of a client that reads again."""
         super().resume_writing()
         self._unread_until_s = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection from the open ones."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -213,10 +217,10 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _refuse_head(self, reason: str) -> None:
         self._refuse(431, reason)
-        raise ValueError(reason)  # ends the parser, which ends in send_400_response
+        raise ValueError(reason)  # The parser stops at it and calls send_400_response.
 
     def _arm(self) -> None:
-        """Have one timer that fires no later than the deadline and then looks again: deadlines seldom pass."""
+        """Keep one timer, which fires by the deadline and checks it again, since deadlines seldom pass."""
         due_s = [each for each in (self._unread_until_s, self._read_until_s()) if each is not None]
         if not due_s:
             return
@@ -231,7 +235,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._timer = None
         if self.transport.is_closing():
             return
-        now_s, read_until_s = time.monotonic(), self._read_until_s()
+        now_s = time.monotonic()
+        read_until_s = self._read_until_s()
         if self._unread_until_s is not None and now_s >= self._unread_until_s:
             self._refuse(0, "the answer was not read")
         elif read_until_s is not None and now_s >= read_until_s:
@@ -241,11 +246,11 @@ class LimitedHttp(HttpToolsProtocol):
             self._arm()
 
     def _read_until_s(self) -> float | None:
-        """Return when what is being read must be there; None if nothing is."""
+        """Return the time by which the message being read must be complete; None if no message is being read."""
         if self._deadline is None:
             return None
         until_s = self._deadline[0]
-        if self._head_bytes < 0:  # a body: what has come gives more time
+        if self._head_bytes < 0:  # The received part of a body extends its time.
             until_s += self._body_bytes / _BODY_BYTES_PER_S
             if self.flow.read_paused:
                 until_s = time.monotonic() + 1.0
@@ -253,7 +258,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _refuse(self, status: int, reason: str) -> None:
         self._stats.note(reason, self._who())
-        cycle: RequestResponseCycle | None = self.cycle  # None before the first request, whatever its type says
+        cycle: RequestResponseCycle | None = self.cycle  # It is None before the first request, against its type.
         if status and (cycle is None or not cycle.response_started or cycle.response_complete):
             self._refuse_with(status, reason)
         else:
@@ -270,7 +275,7 @@ class LimitedHttp(HttpToolsProtocol):
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
         self.transport.close()
-        self.loop.call_later(_CLOSE_GRACE_S, self._abort)  # a client that does not read keeps nothing
+        self.loop.call_later(_CLOSE_GRACE_S, self._abort)  # A client that does not read must not keep the connection.
 
     def _abort(self) -> None:
         with suppress(RuntimeError):
@@ -281,14 +286,14 @@ class LimitedHttp(HttpToolsProtocol):
 
 
 def limited_http(limits: ConnectionLimits, stats: ConnectionStats) -> Callable[..., LimitedHttp]:
-    """Return what ``uvicorn.Config(http=...)`` takes."""
+    """Return a factory of limited connections, for ``uvicorn.Config(http=...)``."""
     return partial(LimitedHttp, limits, stats)
 
 
 def raise_file_limit() -> int:
-    """Have as many open files as the system lets this process have, and return how many connections that allows."""
+    """Raise the limit on open files as far as the system allows; return the number of connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # more than the system really allows: the limit stays
+    with suppress(OSError, ValueError):  # The limit stays if the system allows less than it states.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     return max(16, soft - _SPARE_DESCRIPTORS) if soft != resource.RLIM_INFINITY else 2**20

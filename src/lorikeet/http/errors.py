@@ -1,4 +1,4 @@
-"""Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in the form that clients receive: ``{"error": {"message", "type", "param", "code"}}``."""
 
 import json
 import re
@@ -30,23 +30,23 @@ _TYPES = {
 }
 
 _MAY_BE_RETRIED = {408, 409, 429, 500, 503, 504}
-"""Statuses after which the same request may succeed. OpenAI's clients retry after others, too, unless told not to."""
+"""Statuses after which a retry may succeed. OpenAI's clients retry after others, too, unless a header forbids it."""
 
 _MAX_SHOWN = 100
-"""Characters of a body's key in an error message."""
+"""Most characters of a body's key in an error message."""
 
 
 _PATH = re.compile(r"""'/[^']+'|"/[^"]+"|\b(?:ipc|file|sqlite):/[^\s'"]+|(?<![\w.:/~-])/(?!v1/)[^\s:'"(),;]+""")
-"""An absolute path, in quotes or not, or the URL of one; not a route of this API."""
+"""Matches an absolute path, in quotes or not, or its URL, but no route of this API."""
 
 
 class ApiError(HTTPException):
-    """An error answer. It is an HTTPException so that FastAPI passes it on when it is raised while a body is read.
+    """Reports an error to the client. As an HTTPException it passes FastAPI unchanged while a body is read.
 
     Args:
         status: HTTP status.
-        message: for the client; names what is wrong and where.
-        param: the field of the body that is wrong.
+        message: text for the client, which names the fault and its place.
+        param: the faulty field of the body.
         type: OpenAI's ``type``; derived from the status if not given.
         headers: extra response headers.
     """
@@ -67,55 +67,55 @@ class ApiError(HTTPException):
         self.type = type or _TYPES.get(status, "Error")
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body."""
+        """Return the JSON body of the answer."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status}}
 
     def response(self) -> JSONResponse:
-        """Return the response."""
+        """Return the response with this error."""
         headers = {} if self.status in _MAY_BE_RETRIED else {"x-should-retry": "false"}
         return JSONResponse(self.body(), self.status, headers | dict(self.headers or {}))
 
 
 def hide_paths(text: str) -> str:
-    """Return an internal error's text for clients: of each file path, also of sockets, only the last part is left.
+    """Return an internal error's text for clients, with only the last part of each path of a file or socket.
 
-    Where files lie on the server is nothing for its clients. The log has the whole text.
+    Clients need not know the folders of the server. The log has the whole text.
     """
     return _PATH.sub(lambda found: found[0].strip("'\"").rstrip("/").rpartition("/")[2], text)
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """Return a 400."""
+    """Return the 400 for a faulty request."""
     return ApiError(400, message, param=param)
 
 
 def invalid_json(error: json.JSONDecodeError) -> ApiError:
-    """Return the 400 of a body that is no JSON, with the place."""
+    """Return the 400 for a body that is not JSON, with the place of the fault."""
     return bad_request(f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}.")
 
 
 def not_supported(message: str, param: str | None = None) -> ApiError:
-    """Return a 501."""
+    """Return the 501 for a field or route that is not supported."""
     return ApiError(501, message, param=param)
 
 
 def model_not_found(name: str, hint: str = "") -> ApiError:
-    """Return a 404 in vLLM's words, followed by ``hint``."""
+    """Return the 404 for an unknown model, in vLLM's words and followed by ``hint``."""
     return ApiError(404, f"The model `{name}` does not exist.{hint}", param="model")
 
 
 def engine_unavailable(error: Exception) -> ApiError:
-    """Return the 503 of a request that no engine can serve, with the cause."""
+    """Return the 503 for a request that no engine can serve, with the cause."""
     return ApiError(503, f"The engine is not available: {hide_paths(str(error))}")
 
 
 def unexpected_failure() -> ApiError:
-    """Return a 500 that says nothing about the error, which is in the log."""
-    return ApiError(500, "The server failed to answer this request; its log says why.")
+    """Return the 500 for an unexpected error, whose text stays in the log."""
+    return ApiError(500, "The server failed to answer this request; its log has the cause.")
 
 
 def install_handlers(app: Starlette) -> None:
-    """Answer errors that routes raise in OpenAI's form; unexpected exceptions are answered by ``RequestIds``."""
+    """Answer errors of routes in OpenAI's form; ``RequestIds`` answers unexpected exceptions."""
 
     async def api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
@@ -140,15 +140,15 @@ def install_handlers(app: Starlette) -> None:
 
 
 def invalid_body(faults: Sequence[Any]) -> ApiError:
-    """Return a 400 that names the first wrong field. A union reports each of its members, which are one fault.
+    """Return the 400 that names the first faulty field. The faults of a union's members count as one.
 
     Args:
-        faults: as pydantic reports them; each place begins with the part of the request.
+        faults: pydantic's reports; each place begins with the part of the request.
     """
     first = faults[0]
     of_field = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
-    where = _common_prefix([fault["loc"] for fault in of_field])[1:]  # without "body" or "query"
-    if not where and "field" in first.get("ctx", {}):  # found by a check of several fields
+    where = _common_prefix([fault["loc"] for fault in of_field])[1:]  # The first part is "body" or "query".
+    if not where and "field" in first.get("ctx", {}):  # A check of several fields found the fault.
         where = (first["ctx"]["field"],)
     if not where:
         return bad_request(f"The body must be a JSON object: {first['msg']}.")
@@ -158,6 +158,6 @@ def invalid_body(faults: Sequence[Any]) -> ApiError:
 
 
 def _common_prefix(paths: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return the common prefix; behind it come pydantic's names for the members of a union."""
+    """Return the common prefix of places; pydantic's names for the members of a union follow it."""
     same = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return tuple(parts[0] for parts in same)

@@ -1,4 +1,4 @@
-"""The main loop of a helper process; the API process's side is ``http/helper_processes.py``."""
+"""Runs the main loop of a helper process; ``http/helper_processes.py`` is the side of the API process."""
 
 import os
 import resource
@@ -17,12 +17,13 @@ def run_helper(prepare: Callable[[bytes], Callable[[bytes], bytes]], memory_byte
     """Answer messages from standard input until it ends.
 
     Args:
-        prepare: called with the setup, which is the first message; returns what answers the others.
-        memory_bytes: address space that an answer may take beside what is taken when the process is ready. An answer
-            that needs more raises MemoryError or ends the process.
+        prepare: takes the setup, which is the first message, and returns the function that answers the others.
+        memory_bytes: address space for an answer, beyond the address space of the ready process. An answer that needs
+            more raises MemoryError or ends the process.
     """
-    answers, messages = os.fdopen(os.dup(1), "wb"), sys.stdin.buffer
-    os.dup2(2, 1)  # whatever a library prints is no message
+    answers = os.fdopen(os.dup(1), "wb")
+    messages = sys.stdin.buffer
+    os.dup2(2, 1)  # Output that a library prints must not become a message.
     answer = prepare(_exactly(messages, LENGTH.unpack(_exactly(messages, LENGTH.size))[0]))
     lower_priority()
     _limit_memory(memory_bytes)
@@ -43,7 +44,7 @@ def _limit_memory(memory_bytes: int) -> None:
 def _exactly(stream: BinaryIO, length: int) -> bytes:
     content = stream.read(length)
     if len(content) < length:
-        raise SystemExit  # the API process is gone
+        raise SystemExit  # The API process has ended.
     return content
 
 

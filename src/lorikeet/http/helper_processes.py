@@ -1,6 +1,6 @@
-"""Small Python processes of the API process: each reads messages from its input and answers them, one after the other.
+"""Runs small Python processes beside the API process, which answer messages from their input one by one.
 
-What they do would hold up the event loop, or could end the process: their memory and time are limited.
+Their work would block the event loop or could end the process. Their memory and time are limited.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ _START_S = 60.0
 
 
 class HelperProcesses:
-    """Processes that run one module, started when they are needed and replaced when they end.
+    """Runs one module in several processes, which start on demand and are replaced when they end.
 
-    Each first reads its setup, answers it with an empty message when it is ready, and then answers every message.
+    Each process reads its setup, answers it with an empty message when it is ready, and then answers every message.
 
     Args:
-        module: to run.
-        setup: returns the first message; called once.
+        module: the module to run.
+        setup: returns the first message; it is called once.
         most: most processes.
     """
 
@@ -38,23 +38,23 @@ class HelperProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids."""
+        """Ids of the running processes."""
         return [process.pid for process in self._all]
 
     async def ask(
         self, *message: bytes, timeout_s: float, go_on: Callable[[bytes], Awaitable[bytes | None]] | None = None
     ) -> bytes:
-        """Send a message, given in parts, and return the answer. A process that does not answer in time is killed.
+        """Send a message and return the answer. A process that does not answer in time is killed.
 
         Args:
-            message: its parts.
-            timeout_s: time for an answer.
-            go_on: called with the answer; what it returns is sent to the same process, whose answer is then returned.
-                None, or if it returns None: the first answer is returned.
+            message: the parts of the message.
+            timeout_s: time limit on an answer.
+            go_on: takes the first answer and returns a second message for the same process, whose answer is then
+                returned. The first answer is returned if ``go_on`` is None or returns None.
 
         Raises:
             EOFError, OSError: the process has ended.
-            TimeoutError: there was no answer in time.
+            TimeoutError: the process did not answer in time.
             ApiError: no process could be started.
         """
         async with self._free:
@@ -93,10 +93,10 @@ class HelperProcesses:
             *(sys.executable, "-m", self._module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Threads and their arenas would count as memory.
+            # Threads and their arenas would count as memory of the process.
             env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # a Ctrl-C at the terminal is for the API process
+            start_new_session=True,  # A Ctrl-C at the terminal should reach only the API process.
         )
         self._all.add(process)
         try:
@@ -107,7 +107,7 @@ class HelperProcesses:
                 await _message(process)
         except (EOFError, OSError, TimeoutError) as error:
             self._end(process)
-            log.error("a helper process cannot be started", module=self._module, error=repr(error))
+            log.error("a helper process could not be started", module=self._module, error=repr(error))
             raise unexpected_failure() from error
         except BaseException:
             self._end(process)

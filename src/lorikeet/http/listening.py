@@ -1,4 +1,4 @@
-"""Opens the socket that a server listens on, at its start, so that a port in use is an error before anything heavy.
+"""Opens the socket of a server at its start, so that a port in use is an error before the model is loaded.
 
 Clients that connect while the model is loaded wait until the server is ready.
 """
@@ -20,13 +20,13 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens on a port; 0 picks a free one. On ``::`` it listens to IPv4 as well.
+    """Open a socket that listens on a port; 0 picks a free one, and ``::`` includes IPv4.
 
-    With SO_REUSEADDR a server can be started again while connections of the last one linger. No second server gets the
-    port: Linux refuses it while a socket listens there, and lets only one of two that bind at the same moment listen.
+    SO_REUSEADDR allows a new start while connections of the last server linger. No second server gets the port: Linux
+    refuses it while a socket listens there, and lets only one of two that bind at the same moment listen.
 
     Raises:
-        ConfigError: the address is not this machine's, or the port is in use.
+        ConfigError: the address belongs to another machine, or the port is in use.
     """
     is_ipv6 = ":" in host
     listener = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET)
@@ -43,10 +43,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """Open a Unix socket that listens, in the place of one on which nobody listens any more.
+    """Open a Unix socket that listens, and replace a socket on which nobody listens any more.
 
     Raises:
-        ConfigError: another server listens there, the path is another file, or it cannot be created.
+        ConfigError: another server listens there, the path is another file, or the socket cannot be created.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -69,7 +69,7 @@ def _is_left_behind(path: str) -> bool:
     except FileNotFoundError:
         return False
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a server whose backlog is full is alive
+        probe.setblocking(False)  # A server whose backlog is full is alive.
         return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
@@ -82,11 +82,11 @@ def is_loopback(host: str) -> bool:
 
 
 class ListeningServer(uvicorn.Server):
-    """Uvicorn on a socket of :func:`listen` or :func:`listen_unix`.
+    """Runs uvicorn on a socket of :func:`listen` or :func:`listen_unix`.
 
     Args:
-        config: everything but the address.
-        listener: the socket; the file of a Unix socket is removed in the end.
+        config: uvicorn's settings without the address.
+        listener: the socket; the file of a Unix socket is removed at the end.
         certificate: the certificate for TLS; None for plain HTTP.
     """
 

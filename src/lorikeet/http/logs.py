@@ -1,4 +1,4 @@
-"""The log of the API process, and the middleware that gives every request an id and a log line."""
+"""Sets up the log of the API process, and gives every request an id and a log line."""
 
 import logging
 import re
@@ -17,16 +17,16 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.api")
 
 _CLIENT_CLOSED_REQUEST = 499
 REFUSED = "refused_with"
-"""Key of a request's state: the status that its connection was closed with."""
+"""Key, in a request's state, of the status with which its connection was closed."""
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/ping", "/load"})
 
 
 class RequestIds:
-    """Echo or make ``X-Request-Id``, bind it to the logs, and log each request when it ends.
+    """Middleware that echoes or makes ``X-Request-Id``, binds it to the logs, and logs each ended request.
 
-    An unexpected exception becomes a 500 here, so that its answer and its log lines have the id, too. A client that
-    hangs up while it sends its request is logged as 499.
+    An unexpected exception becomes a 500 here, so that its answer and its log lines have the id, too. The log has 499
+    for a client that hangs up while it sends its request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,7 +42,8 @@ class RequestIds:
         given = headers.get("x-request-id", "")
         request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        status, started_s = 0, time.monotonic()
+        status = 0
+        started_s = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -59,10 +60,10 @@ class RequestIds:
             except Exception as error:
                 log.error("unexpected error", path=scope["path"], exc_info=error)
                 if status:
-                    raise  # the answer has begun, so all that is left is to end the connection
+                    raise  # The answer has begun, so only the connection can be ended.
                 await unexpected_failure().response()(scope, receive, send_with_id)
             finally:
-                # What the connection was refused with counts: the route only saw it end.
+                # The status of the refused connection counts, since the route only saw the connection end.
                 status = scope["state"].get(REFUSED, status)
                 level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
                 log.log(

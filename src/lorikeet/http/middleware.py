@@ -1,7 +1,7 @@
-"""The middleware of the server and the router.
+"""Adds the middleware of the server and the router.
 
-Requests pass, in this order: request ids, the name that the server is called by, keys and tenants, the check of a web
-page's origin, the limit on bodies.
+A request passes, in this order: request ids, the check of ``Host``, keys and tenants, the check of a web page's origin,
+the limit on bodies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from lorikeet.tenants.tenants import Tenants
 
 
 class RootPath:
-    """Middleware, the outermost, that takes a prefix off the path, so that all others see the route.
+    """Outermost middleware, which removes a prefix from the path, so that all others see the route.
 
     Args:
         app: the wrapped application.
-        prefix: without a slash at its end.
+        prefix: the prefix, without a slash at its end.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
@@ -39,20 +39,20 @@ class RootPath:
             path = scope["path"]
             if path.startswith(f"{self._prefix}/"):
                 path = path.removeprefix(self._prefix)
-            # The root path is for links in the page of the routes.
+            # Links in the page of the routes need the root path.
             scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix}
         await self._app(scope, receive, send)
 
 
 class BodyLimit:
-    """Middleware that refuses bodies above the size of their route with 413.
+    """Middleware that answers 413 to bodies above the limit of their route.
 
-    It decides by their Content-Length, or else while they arrive.
+    It reads their Content-Length, or else counts their bytes while they arrive.
 
     Args:
         app: the wrapped application.
-        table: gives the size of a route.
-        max_bytes: bytes that each size stands for.
+        table: the rows of the routes, with the size of each body.
+        max_bytes: the limit of each size, in bytes.
     """
 
     def __init__(self, app: ASGIApp, table: RouteTable, max_bytes: Mapping[BodySize, int]) -> None:
@@ -104,16 +104,16 @@ def add_middleware(
 
     Args:
         app: the application.
-        table: rows of its routes.
-        max_body_bytes: bytes that each size of a body stands for.
+        table: the rows of its routes.
+        max_body_bytes: the limit of each body size, in bytes.
         api_keys, admin_keys, tenant_header, tenants: see ``Auth``.
-        allowed_origins: of web pages that may use the server; ``*`` for any, empty for the server's own only.
+        allowed_origins: origins of web pages that may use the server; ``*`` for any, empty for the server's own.
         host: address that the server listens on.
 
     Raises:
         ConfigError: a key is empty.
     """
-    # The middleware added last gets a request first.
+    # A request reaches the middleware added last first.
     app.add_middleware(BodyLimit, table=table, max_bytes=max_body_bytes)
     app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
     app.add_middleware(
@@ -123,7 +123,7 @@ def add_middleware(
         app.add_middleware(HostGuard, names=(host, *filter(None, map(host_of_origin, allowed_origins))))
     app.add_middleware(RequestIds)
     if allowed_origins:
-        # No cookies: keys are sent in a header, so a page must have its own key.
+        # Cookies are not allowed: keys are sent in a header, so a page must have its own key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=allowed_origins,

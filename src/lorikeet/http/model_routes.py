@@ -1,7 +1,7 @@
 """Rows of the routes that name a model or a stored response: the server answers them, the router forwards them.
 
-They stand here and not beside their handlers, since the router may not import ``lorikeet.api``. Batches may name only
-routes of this module.
+The rows stand here and not beside their handlers, since the router may not import ``lorikeet.api``. Batches may name
+only routes of this module.
 """
 
 from lorikeet.http.routes import BodySize, Callers, Forwarding, Route
@@ -102,4 +102,4 @@ MODEL_ROUTES = (
     *(EMBEDDINGS, CLASSIFY, SCORE, RERANK, MODERATIONS, POOLING),
 )
 BATCHABLE_PATHS = tuple(path for row in MODEL_ROUTES if row.is_batchable for path in row.paths)
-"""Paths that lines of batches may name."""
+"""Paths that the lines of a batch may name."""

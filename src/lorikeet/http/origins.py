@@ -1,4 +1,4 @@
-"""Middleware against web pages: requests from pages of other origins, and names that are not the server's."""
+"""Protects the server from web pages: of other origins, or with a foreign name that points to the server."""
 
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
@@ -13,19 +13,19 @@ _LONGEST_SHOWN = 100
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
-"""Values of ``Sec-Fetch-Site`` for a page of the server itself, also behind a proxy, and for a user's own request."""
+"""Values of ``Sec-Fetch-Site`` for a page of the server, even behind a proxy, and for a user's own request."""
 
 
 class CrossOriginGuard:
-    """Middleware that refuses requests that may change state and come from a web page of an origin not allowed.
+    """Middleware that refuses requests from web pages of other origins if they may change state.
 
     Browsers send some requests without a preflight (no-cors) and only hide the answer from the page. A request without
-    an Origin or Sec-Fetch-Site header does not come from a browser. The rules are those of
-    ``CrossOriginProtection`` of Go (https://pkg.go.dev/net/http).
+    an Origin or Sec-Fetch-Site header does not come from a browser. The rules follow ``CrossOriginProtection`` of Go
+    (https://pkg.go.dev/net/http).
 
     Args:
         app: the wrapped application.
-        allowed_origins: of pages that may use the server; ``*`` for any.
+        allowed_origins: origins of pages that may use the server; ``*`` for any.
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Sequence[str]) -> None:
@@ -38,7 +38,8 @@ class CrossOriginGuard:
         await (_cross_origin_refusal(Headers(scope=scope)) if is_refused else self._app)(scope, receive, send)
 
     def _is_refused(self, method: str, headers: Headers) -> bool:
-        origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "")
+        origin = headers.get("origin", "")
+        site = headers.get("sec-fetch-site", "")
         if method in _SAFE_METHODS or "*" in self._allowed or origin in self._allowed:
             return False
         if site:
@@ -48,19 +49,19 @@ class CrossOriginGuard:
 
 def _cross_origin_refusal(headers: Headers) -> ASGIApp:
     origin = headers.get("origin", "")
-    said = f"Pages of {origin or 'another origin'} may not use this server; start it with --allowed-origins ORIGIN."
-    return ApiError(403, said).response()
+    message = f"Pages of {origin or 'another origin'} may not use this server; start it with --allowed-origins ORIGIN."
+    return ApiError(403, message).response()
 
 
 class HostGuard:
     """Middleware for a server without keys that only its own machine reaches: refuses foreign names in ``Host``.
 
-    A web page that has its own name point at 127.0.0.1 (DNS rebinding) would be of the server's origin to the browser.
-    What has no ``Host`` is no browser.
+    A web page whose own name points to 127.0.0.1 (DNS rebinding) has the server's origin for the browser. A client
+    that sends no ``Host`` is not a browser.
 
     Args:
-        app: what it guards.
-        names: that are answered beside ``localhost``, the names below it, and loopback addresses.
+        app: the wrapped application.
+        names: accepted names beside ``localhost``, the names below it, and loopback addresses.
     """
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
@@ -78,16 +79,16 @@ class HostGuard:
 
 
 def host_of_origin(origin: str) -> str:
-    """Return the host of an origin; empty if it has none."""
+    """Return the host of an origin; empty for an origin without a host."""
     try:
         return urlsplit(origin).hostname or ""
-    except ValueError:  # brackets that hold no address
+    except ValueError:  # The brackets contain no address.
         return ""
 
 
 def _foreign_host(host: str) -> ASGIApp:
-    said = (
+    message = (
         f"Without --api-key, this server answers only as localhost, not as {host[:_LONGEST_SHOWN]!r}; start it with a "
         "key, or with the origin of that name as --allowed-origins."
     )
-    return ApiError(403, said).response()
+    return ApiError(403, message).response()

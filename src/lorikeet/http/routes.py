@@ -1,8 +1,8 @@
-"""The rows of the table of routes: who may call a route, how large its body may be, and where it is answered.
+"""Defines the rows of the table of routes: the callers, body size and forwarding of a route.
 
 A row stands beside its handler (``lorikeet/api/routes``, ``lorikeet/router/app.py``). Rows that the server and the
 router both read stand in ``http/model_routes.py``. The application, the middleware, batches and the docs page are made
-from rows: docs/decisions/route-table.md.
+from rows; see docs/decisions/route-table.md.
 """
 
 import enum
@@ -16,49 +16,49 @@ from starlette.routing import compile_path
 
 
 class Callers(enum.Enum):
-    """Who may call a route. Without keys in the settings and without tenants, anybody may call every route."""
+    """Callers of a route. Anybody may call every route if the settings have no keys and no tenants."""
 
     ANYONE = enum.auto()
     """No key is needed."""
     ANYONE_WITHOUT_TENANTS = enum.auto()
-    """No key is needed. With tenants an operator's key is, since the answer shows what others do."""
+    """No key is needed without tenants. Tenants make it the operator's route, since it shows others' requests."""
     KEYS = enum.auto()
-    """Any key. The handler shows a tenant only what is its own."""
+    """Any key is accepted. The handler shows a tenant only its own data."""
     OPERATOR = enum.auto()
-    """Any key of the settings; no tenant's."""
+    """Any key of the settings is accepted, but no tenant's key."""
     ADMINS_AND_TENANTS = enum.auto()
-    """An admin key of the settings, or a tenant's key. The handler lets a tenant change only what is its own."""
+    """An admin key or a tenant's key is accepted. The handler lets a tenant change only its own data."""
     ADMINS = enum.auto()
-    """An admin key of the settings."""
+    """Only an admin key of the settings is accepted."""
 
 
 _WITHOUT_KEY = (Callers.ANYONE, Callers.ANYONE_WITHOUT_TENANTS)
 
 
 class BodySize(enum.Enum):
-    """How large the body of a request may be; the application says how many bytes each value stands for."""
+    """Size of a request's body; the application sets the limit of each size in bytes."""
 
     SMALL = enum.auto()
-    """Read and parsed on the event loop."""
+    """A small body, which is read and parsed on the event loop."""
     PROMPT = enum.auto()
-    """Small, or read in another process (``serving/large_bodies.py``)."""
+    """A body that another process reads if it is large (``serving/large_bodies.py``)."""
     POOLED = enum.auto()
-    """Many texts, parsed on the event loop."""
+    """A body of many texts, which is parsed on the event loop."""
     WEIGHTS = enum.auto()
-    """An adapter, written to a file while it arrives."""
+    """The weights of an adapter, which are written to a file while they arrive."""
     FILE = enum.auto()
-    """The requests of a batch, written to a file while they arrive."""
+    """The requests of a batch, which are written to a file while they arrive."""
 
 
 class Forwarding(enum.Enum):
-    """How the router treats a request of a route that it shares with the server."""
+    """Treatment of a request by the router, on a route that it shares with the server."""
 
     NEVER = enum.auto()
-    """It does not forward the request."""
+    """The router does not forward the request."""
     GENERATED = enum.auto()
-    """To a backend that has the model; the answer is generated, as a stream if the body wants one."""
+    """To a backend that has the model and generates the answer, as a stream if the body requests one."""
     GENERATED_WHOLE = enum.auto()
-    """The same, never as a stream."""
+    """To a backend that has the model and generates the answer, never as a stream."""
     POOLED = enum.auto()
     """To a backend that has the model, which runs the prompt and generates nothing."""
     COUNTED = enum.auto()
@@ -72,12 +72,12 @@ class Route:
     """One row of the table.
 
     Attributes:
-        call: methods and paths, ``GET/POST /path /other-path``; paths as FastAPI writes them.
-        callers: who may call it.
-        body: how large its body may be.
+        call: methods and paths in FastAPI's form, ``GET/POST /path /other-path``.
+        callers: the callers that are accepted.
+        body: the size of its body.
         is_batchable: whether lines of batches may name it.
-        forwarding: how the router treats it.
-        note: for the table in docs/api.md. Routes with the same note share a line.
+        forwarding: its treatment by the router.
+        note: note in the table of docs/api.md. Routes with the same note share a line.
         is_supported: False for a route that only refuses, with 501.
     """
 
@@ -104,13 +104,13 @@ class Route:
         """The only path of the route.
 
         Raises:
-            ValueError: it has several.
+            ValueError: the route has several paths.
         """
         (path,) = self.paths
         return path
 
     def answers(self, method: str) -> bool:
-        """Return whether the route has this method; GET answers HEAD too."""
+        """Return whether the route answers this method; GET includes HEAD."""
         return ("GET" if method == "HEAD" else method) in self.methods
 
 
@@ -119,7 +119,7 @@ _H = TypeVar("_H", bound=Handler)
 
 
 class HandledRoute(NamedTuple):
-    """A row, its handler, and further arguments of ``FastAPI.add_api_route``."""
+    """Row with its handler and further arguments of ``FastAPI.add_api_route``."""
 
     row: Route
     handler: Handler
@@ -127,10 +127,10 @@ class HandledRoute(NamedTuple):
 
 
 class Routes(list[HandledRoute]):
-    """The routes of a module, in the order of their handlers.
+    """Collects the routes of a module, in the order of their handlers.
 
     Args:
-        note: of all rows that have no note of their own.
+        note: the note of all rows without their own note.
     """
 
     def __init__(self, note: str = "") -> None:
@@ -141,7 +141,7 @@ class Routes(list[HandledRoute]):
         """Return a decorator that makes a function the handler of a row.
 
         Args:
-            row: the row.
+            row: the row of the handler.
             options: further arguments of ``FastAPI.add_api_route``.
         """
         row = row if row.note else replace(row, note=self._note)
@@ -154,13 +154,13 @@ class Routes(list[HandledRoute]):
 
 
 class RouteTable:
-    """Finds the row of a request, as the application finds its handler.
+    """Finds the row of a request in the same way as the application finds its handler.
 
     Args:
-        rows: in the order in which the application looks for a handler.
+        rows: the rows, in the order in which the application searches for a handler.
 
     Raises:
-        ValueError: a row would never be reached, since an earlier one answers its path and method.
+        ValueError: an earlier row answers the path and method of a later one.
     """
 
     def __init__(self, rows: Iterable[Route]) -> None:
@@ -177,8 +177,8 @@ class RouteTable:
     def find(self, method: str, path: str) -> Route | None:
         """Return the row of a request.
 
-        For a method that no row of the path has, which gets 405, this is the row with the fewest callers; None if they
-        need no key. A path with slashes at its end, which is redirected, has the row of the path without them.
+        A method that no row of the path has gets 405. Its row is the one with the fewest callers, or None if that one
+        needs no key. A path with slashes at its end is redirected and has the row of the path without them.
         """
         return self._find(method, path) or self._find(method, path.rstrip("/"))
 

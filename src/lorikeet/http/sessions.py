@@ -1,6 +1,6 @@
-"""Sessions of SageMaker: ids by which its front sends the requests of one client to the same instance.
+"""Keeps sessions of SageMaker, whose front sends the requests of one session to the same instance.
 
-Nothing but the id is kept here. What a session saves is the KV of earlier requests, which is found by their tokens.
+A session is only an id. It saves time by the KV of its earlier requests, which is found by their tokens.
 """
 
 import secrets
@@ -11,18 +11,18 @@ from datetime import UTC, datetime, timedelta
 from lorikeet.http.errors import ApiError, bad_request
 
 LASTS_S = 1200.0
-"""After the latest request."""
+"""Life of a session after its latest request."""
 _MOST = 10_000
 
 
 class Sessions:
-    """The sessions that have begun and not ended, by tenant and id. The one unused for longest goes first."""
+    """Keeps the open sessions by tenant and id. The session unused for longest is dropped first."""
 
     def __init__(self) -> None:
         self._until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def begin(self, tenant: str) -> tuple[str, datetime]:
-        """Return the id of a new session, and when it ends if it is not used."""
+        """Begin a session; return its id and the time at which it ends unless it is used."""
         session = secrets.token_hex(16)
         self._until_s[tenant, session] = time.monotonic() + LASTS_S
         while len(self._until_s) > _MOST:
@@ -30,10 +30,10 @@ class Sessions:
         return session, datetime.now(UTC) + timedelta(seconds=LASTS_S)
 
     def use(self, tenant: str, session: str | None) -> None:
-        """Let a session last longer.
+        """Extend a session.
 
         Raises:
-            ApiError: 424, none is named; 400, there is no such session.
+            ApiError: 424, the request names no session; 400, the session does not exist.
         """
         if not session:
             raise ApiError(424, "invalid session_id: X-Amzn-SageMaker-Session-Id names no session.")
@@ -43,6 +43,6 @@ class Sessions:
         self._until_s.move_to_end((tenant, session))
 
     def end(self, tenant: str, session: str | None) -> None:
-        """End a session; raises as :meth:`use`."""
+        """End a session; see :meth:`use` for errors."""
         self.use(tenant, session)
         del self._until_s[tenant, session or ""]

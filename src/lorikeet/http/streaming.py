@@ -1,4 +1,4 @@
-"""Responses that cancel their work when the client disconnects, and server-sent events."""
+"""Sends responses whose work ends when the client disconnects, and server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,11 +13,11 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class CancelOnDisconnect(Response):
-    """A response that is computed and sent while its client stays connected. One task watches the connection.
+    """Computes and sends a response while its client stays connected. One task watches the connection.
 
     Args:
-        make: returns the response; the request's body must have been read. It is cancelled when the client disconnects.
-        close: called at the end in every case; ``make`` may have called it before.
+        make: returns the response of a request whose body has been read. A disconnect of the client cancels it.
+        close: function that is always called at the end; ``make`` may have called it before.
     """
 
     def __init__(self, make: Callable[[], Awaitable[Response]], close: Callable[[], None]) -> None:
@@ -26,7 +26,7 @@ class CancelOnDisconnect(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compute the response and send it. Exceptions of ``make`` are raised."""
+        """Compute the response and send it; raise exceptions of ``make``."""
         has_begun = False
 
         async def begin(message: Message) -> None:
@@ -46,7 +46,8 @@ class CancelOnDisconnect(Response):
             if not connected.expired():
                 raise
             if not has_begun:
-                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)  # the status is for the log
+                # Only the log sees this status.
+                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)
         finally:
             self._close()
 
@@ -60,12 +61,12 @@ async def _expire_on_disconnect(receive: Receive, connected: asyncio.Timeout) ->
 class DirectBody(Protocol):
     """Writes parts of an answer's body to its connection, past the event loop and all middleware.
 
-    A server offers one in the scope's extensions (``DIRECT_BODY``); it is of the answer that has begun.
+    A server offers it in the scope's extensions (``DIRECT_BODY``), for the answer that has begun.
     """
 
     @property
     def is_open(self) -> bool:
-        """Whether a part can be written now: the answer has begun, and its client is there and reads."""
+        """Whether a part can be written now: the answer has begun, and its client reads."""
         ...
 
     def write(self, part: bytes) -> None:
@@ -77,13 +78,13 @@ DIRECT_BODY = "lorikeet.direct_body"
 
 
 class EventStream(Response):
-    """Server-sent events.
+    """Sends server-sent events.
 
     Args:
         events: complete events, blank line included.
-        until_s: on the event loop's clock; a client that has not read all by then is disconnected. None for never.
-        write_to: called once, when the headers are sent, if the server has a direct way to write: what is written there
-            ``events`` need not yield. None for none.
+        until_s: time, on the event loop's clock, by which a client must have read all events; None for no limit.
+        write_to: takes a direct body once, after the headers, if the server offers one; ``events`` need not yield the
+            events written there. None for no direct writes.
     """
 
     media_type = "text/event-stream"
@@ -119,7 +120,7 @@ class EventStream(Response):
 
 
 async def begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Return the events once the first is there, so that an error before it can still have a status of HTTP."""
+    """Wait for the first event and return all, so that an error before it can still have an HTTP status."""
     first = await anext(events)
 
     async def all_of_them() -> AsyncIterator[bytes]:

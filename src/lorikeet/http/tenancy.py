@@ -1,4 +1,4 @@
-"""What the server asks of its tenants: admission of a request, its place at the end, headers about limits."""
+"""Applies the limits of tenants' keys: admits requests, returns places, and writes headers about limits."""
 
 import asyncio
 import math
@@ -17,17 +17,17 @@ RATE_HEADERS = tuple(
 
 
 class RateReport:
-    """The headers of one answer about the limits of its key.
+    """Headers of one answer about the limits of its key.
 
     Attributes:
-        headers: by name; empty if nothing was counted.
+        headers: the headers by name; empty if no limit was checked.
     """
 
     def __init__(self) -> None:
         self.headers: Mapping[str, str] = {}
 
     def set(self, admission: Admission) -> None:
-        """Take what an admission says, in OpenAI's spelling."""
+        """Set the headers of an admission, in OpenAI's spelling."""
         headers: dict[str, str] = {}
         for of, state in (("requests", admission.requests), ("tokens", admission.tokens)):
             if state is not None:
@@ -44,7 +44,7 @@ def _headers(of: str, state: LimitState) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as OpenAI's headers have it, such as ``6m0s``; rounded up to whole seconds."""
+    """Return a time in the form of OpenAI's headers, such as ``6m0s``, rounded up to whole seconds."""
     minutes, rest = divmod(max(0, math.ceil(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
@@ -53,17 +53,17 @@ def duration(seconds: float) -> str:
 async def admit(
     ledger: Ledger, key: ApiKey, requests: Sequence[Request], report: RateReport, *, is_batch: bool
 ) -> Grant | None:
-    """Take the places of a request; None if its key has no limits.
+    """Take the places of a request; return None if its key has no limits.
 
     Args:
-        ledger: counts.
-        key: of the sender.
-        requests: its sequences.
-        report: gets what is left.
-        is_batch: whether it is a line of a batch, which is not among the concurrent ones.
+        ledger: counts the places of all keys.
+        key: the sender's key.
+        requests: the number of sequences.
+        report: receives the remaining places.
+        is_batch: whether the request is a line of a batch, which does not count as concurrent.
 
     Raises:
-        ApiError: 429, with the time after which there may be places; 400, there never will be; 503, nobody knows.
+        ApiError: 429, a limit is reached, with the time of a retry; 400, no retry can succeed; 503, the ledger fails.
     """
     if not key.settings.is_limited:
         return None

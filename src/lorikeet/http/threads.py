@@ -1,4 +1,4 @@
-"""Runs work in threads: work that would block the event loop, and work that may hang."""
+"""Runs work in threads that would block the event loop or may hang."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from anyio import to_thread
 
 THREAD_LENGTH = 4096
-"""Characters or tokens above which a request is processed off the event loop, so that it delays no stream."""
+"""Characters or tokens above which a request leaves the event loop, so that it delays no stream."""
 
 _T = TypeVar("_T")
 
@@ -23,14 +23,14 @@ async def off_the_loop(work: Callable[[], _T], length: int) -> _T:
 async def in_daemon_thread(work: Callable[[], _T]) -> _T:
     """Run ``work`` in a daemon thread and return its result, or raise its exception.
 
-    If the caller is cancelled, the thread goes on alone. The process does not wait for these threads when it ends, as
-    it would for workers of anyio and asyncio, however long their reads take.
+    The thread continues if the caller is cancelled. The process does not wait for these threads when it ends, unlike
+    for workers of anyio and asyncio, however long their reads take.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_T] = loop.create_future()
 
     def report(settle: Callable[[Any], None], outcome: object) -> None:
-        if not done.done():  # else the caller was cancelled
+        if not done.done():  # A cancelled caller needs no result.
             settle(outcome)
 
     def run() -> None:
@@ -39,8 +39,9 @@ async def in_daemon_thread(work: Callable[[], _T]) -> _T:
         try:
             outcome = work()
         except BaseException as error:
-            settle, outcome = done.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
+            settle = done.set_exception
+            outcome = error
+        with contextlib.suppress(RuntimeError):  # Nothing waits for the result once the loop is closed.
             loop.call_soon_threadsafe(report, settle, outcome)
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), name="may hang", daemon=True).start()

@@ -1,11 +1,11 @@
-"""The trace that the present HTTP request belongs to, as its headers say."""
+"""Keeps the trace of the present HTTP request, by its headers."""
 
 from contextvars import ContextVar
 from typing import NamedTuple
 
 
 class TraceHeaders(NamedTuple):
-    """W3C's ``traceparent`` and ``tracestate``; empty where there are none."""
+    """Headers ``traceparent`` and ``tracestate`` of W3C; empty for a request without them."""
 
     parent: str = ""
     state: str = ""
@@ -13,4 +13,4 @@ class TraceHeaders(NamedTuple):
 
 NO_TRACE = TraceHeaders()
 trace_headers: ContextVar[TraceHeaders] = ContextVar("trace_headers", default=NO_TRACE)
-"""Set for each HTTP request; tasks that it starts inherit it."""
+"""Trace headers of the present HTTP request; tasks that it starts inherit them."""

@@ -1,4 +1,4 @@
-"""Addresses of servers."""
+"""Reads addresses of servers."""
 
 
 def server_root(url: str) -> str:

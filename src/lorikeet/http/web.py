@@ -1,4 +1,4 @@
-"""Files of the pages at ``/ui`` and ``/docs``, built from ``ui/``, and headers for browsers.
+"""Serves the files of ``/ui`` and ``/docs``, built from ``ui/``, and adds headers for browsers.
 
 The pages load nothing from another server.
 """
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorikeet.http.errors import ApiError
 
 FILES = Path(__file__).with_name("web")
-"""What ``make ui`` built."""
+"""Folder of the files that ``make ui`` builds."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -30,7 +30,7 @@ _NOTHING = "default-src 'none'; frame-ancestors 'none'"
 
 
 class SecurityHeaders:
-    """Middleware that tells browsers to guess no types, to send no referrer, and to run nothing but what a page says.
+    """Middleware that adds the headers against guessed types, sent referrers and foreign scripts.
 
     Args:
         app: the wrapped application.
@@ -54,14 +54,14 @@ class SecurityHeaders:
 
 
 def page_file(http: Request, name: str) -> Response:
-    """Return a file that ``make ui`` built.
+    """Return a file of the built pages.
 
     Raises:
-        ApiError: 404, there is none of that name.
+        ApiError: 404, no file has this name.
     """
     found = _files().get(name)
     if found is None:
-        raise ApiError(404, f"There is no file {name[:100]!r} here.")
+        raise ApiError(404, f"The file {name[:100]!r} does not exist here.")
     content, tag = found
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
     if name.endswith(".html"):
@@ -73,6 +73,6 @@ def page_file(http: Request, name: str) -> Response:
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """Return content and ETag of each file."""
+    """Return the content and ETag of each file, by name."""
     contents = {path.name: path.read_bytes() for path in FILES.iterdir() if path.suffix in _TYPES}
     return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()}

@@ -1,1 +1,1 @@
-"""The routes, one module a family. Every module has its ``ROUTES``, which the application serves."""
+"""Routes of the API, one module a family. The application serves the ``ROUTES`` of every module."""

@@ -45,8 +45,8 @@ async def list_adapters(
 ) -> dict[str, Any]:
     """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page.
 
-    Those in the folder that is served are among them, also before a request has named them. The first page tells the
-    operator which folders are left out, and why.
+    The list includes the adapters of ``--adapter-dir`` before a request has named them. The first page shows the
+    operator the skipped folders and the reasons.
     """
     records: dict[str, AdapterRecord] = {record.name: record for record in _visible(service, sender.access)}
     names = await service.resolver.adapter_names(sender.access)
@@ -69,7 +69,7 @@ async def list_adapters(
 
 @ROUTES.add(Route("POST /v1/adapters", Callers.ADMINS_AND_TENANTS), status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Register an adapter, or replace it."""
+    """Register or replace an adapter."""
     if (body.source is None) == (body.alias_of is None):
         raise ApiError(400, "Give either source or alias_of.", param="source")
     if body.source is None:
@@ -101,8 +101,8 @@ async def upload_adapter(
 ) -> dict[str, Any]:
     """Register an adapter whose weights, a safetensors file, are the body.
 
-    Its config is the query's, else in the file's metadata under ``adapter_config``, else that of the version that it
-    replaces.
+    The config comes from the query, else from ``adapter_config`` in the file's metadata, else from the version that
+    the upload replaces.
     """
     check_enabled(service)
     check_may_load(service, sender.access, name)
@@ -124,7 +124,7 @@ async def upload_adapter(
                         shown_source=source,
                         author=author_of(sender.access),
                     )
-                except AdapterError as error:  # its folder means nothing to the client
+                except AdapterError as error:  # The client does not know its folder.
                     raise type(error)(str(error).replace(f"{folder}: ", "")) from error
 
             loaded = await register_adapter(service, name, source, register, "replace")
@@ -132,10 +132,10 @@ async def upload_adapter(
 
 
 def _overrides(body: NewAdapter) -> ChatOverrides:
-    """Return what a body says about conversations.
+    """Return a body's settings for conversations.
 
     Raises:
-        ApiError: 400, the defaults of sampling fields are not valid.
+        ApiError: 400, a default of a sampling field is not valid.
     """
     try:
         generation = msgspec.convert(body.generation_config or {}, GenerationDefaults)
@@ -147,7 +147,7 @@ def _overrides(body: NewAdapter) -> ChatOverrides:
 
 
 def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Return the field of an answer that lists warnings, if there are any."""
+    """Return the answer's field of warnings; no field without warnings."""
     return {"warnings": warnings} if warnings else {}
 
 
@@ -159,7 +159,7 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
     )
 )
 async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return the traffic of one adapter, and its latest requests and errors; to a tenant only of its own ones."""
+    """Return the traffic of one adapter, its latest requests and errors; a tenant sees only its own."""
     record = _record(service, name, sender.access)
     check_owner(service, sender.access, name)
     total = service.observer.usage.peek(name).total
@@ -175,7 +175,7 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
 
 @ROUTES.add(Route("GET /v1/adapters/{name:path}", Callers.KEYS))
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return one adapter; to its owner and the operator also its figures, latest requests and errors."""
+    """Return one adapter; its owner and the operator also get its figures, latest requests and errors."""
     if service.models.missing(name) and name in await service.resolver.unloaded_names(sender.access):
         return _unloaded_card(service, name)
     record = _record(service, name, sender.access)
@@ -193,7 +193,7 @@ async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict
 
 @ROUTES.add(Route("PATCH /v1/adapters/{name:path}", Callers.ADMINS_AND_TENANTS))
 async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Pin an adapter, or bring it onto the device; it is loaded if it is only named so far."""
+    """Pin an adapter or bring it onto the device, after loading it if necessary."""
     if body.pinned is not None:
         refuse_pin(sender.access)
     target = await service.resolver.resolve(name, access=sender.access, generates=bool(body.warm))
@@ -214,7 +214,9 @@ async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> d
     freed_bytes = await unload_adapter(service, name, sender.access)
     answer = {"name": name, "object": "adapter", "deleted": True, "freed_bytes": freed_bytes}
     if name in await service.resolver.unloaded_names(sender.access):
-        answer |= _warnings(("the folder of --adapter-dir serves it: a request that names it loads it again",))
+        answer |= _warnings(
+            ("the adapter is still in the folder of --adapter-dir: a request that names it loads it again",)
+        )
     return answer
 
 
@@ -230,7 +232,7 @@ def _record(service: Service, name: str, access: Access) -> AdapterRecord:
 
 
 def _unloaded_card(service: Service, name: str) -> dict[str, Any]:
-    """Return the card of an adapter that is loaded when a request first names it; its files were not read."""
+    """Return the card of an adapter that the first request will load; its files have not been read."""
     unknown = dict.fromkeys(("digest", "created", "rank", "weight_bytes", "level"))
     known = {"source": name, "base": service.models.base, "loaded": False, "device_bytes": 0, "pinned": False}
     reason = service.resolver.loader.why_refused(name)
@@ -265,7 +267,7 @@ def _residency(service: Service, record: AdapterRecord) -> dict[str, Any]:
 
 
 def _level(service: Service, record: AdapterRecord) -> str | None:
-    """Return where the weights are: ``gpu``, ``cpu`` for the host tier, or None."""
+    """Return the tier of the weights: ``gpu``, ``cpu`` for the host tier, or None for neither."""
     stats = [view.stats for view in service.client.views.values() if view.stats is not None]
     if any(_holds(each, record) for each in stats):
         return "gpu"

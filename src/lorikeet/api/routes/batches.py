@@ -1,4 +1,4 @@
-"""``/v1/files`` and ``/v1/batches``: OpenAI's files and batches."""
+"""Routes of OpenAI's files and batches: ``/v1/files`` and ``/v1/batches``."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,10 +21,12 @@ from lorikeet.serving.batches.lines import LineError
 from lorikeet.serving.batches.storage import Batch, StoredFile, window_s
 
 FORM_BYTES = 64 * 1024
-"""A form may be so much larger than its file."""
+"""Most bytes of a form beside its file."""
 _LONGEST_FILENAME = 256
-_MAX_FILES, _MAX_BATCHES = 10_000, 100
-_LEAST_KEPT_S, _MOST_KEPT_S = 3600, 30 * 86400
+_MAX_FILES = 10_000
+_MAX_BATCHES = 100
+_LEAST_KEPT_S = 3600
+_MOST_KEPT_S = 30 * 86400
 
 ROUTES = Routes(note="OpenAI's: see [Batches](#batches)")
 Order = Literal["asc", "desc"]
@@ -35,14 +37,15 @@ Order = Literal["asc", "desc"]
 
 @ROUTES.add(Route("POST /v1/files", Callers.KEYS, BodySize.FILE))
 async def upload(http: Request, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Store a file of requests, if each of its lines is one."""
+    """Store a file of requests after checking each line."""
     storage = await service.batches.open()
     announced = http.headers.get("content-length", "")
     storage.check_space(max(0, int(announced) - FORM_BYTES) if announced.isdigit() else 0)
     if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(415, "Only 'multipart/form-data' is allowed as Content-Type.")
     async with service.batches.uploads, http.form(max_files=1, max_fields=8, max_part_size=FORM_BYTES) as form:
-        file, purpose = form.get("file"), form.get("purpose")
+        file = form.get("file")
+        purpose = form.get("purpose")
         if not isinstance(file, UploadFile):
             raise bad_request("file: must be a file.", "file")
         if purpose != "batch":
@@ -67,7 +70,7 @@ async def list_files(
     after: str = "",
     order: Order = "desc",
 ) -> dict[str, Any]:
-    """Return a page of files, by their time."""
+    """Return a page of files, sorted by time."""
     storage = await service.batches.open()
     storage.drop_old()
     files = [file for file in storage.files(sender.tenant) if purpose in ("", file.purpose)]
@@ -76,7 +79,7 @@ async def list_files(
 
 @ROUTES.add(Route("GET /v1/files/{file_id}", Callers.KEYS))
 async def retrieve_file(file_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return what is known of a file."""
+    """Return the metadata of a file."""
     return (await service.batches.open()).file(sender.tenant, file_id).as_json()
 
 
@@ -101,7 +104,7 @@ async def delete_file(file_id: str, service: ServiceDep, sender: SenderDep) -> d
 
 
 class ExpiresAfter(Body):
-    """When output expires."""
+    """Time at which output expires, in a body."""
 
     anchor: Literal["created_at"] = "created_at"
     seconds: Annotated[int, Field(ge=_LEAST_KEPT_S, le=_MOST_KEPT_S)]
@@ -119,7 +122,7 @@ class NewBatch(Body):
 
 @ROUTES.add(Route("POST /v1/batches", Callers.KEYS))
 async def create_batch(body: NewBatch, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Begin to answer the requests of a file."""
+    """Start a batch, which answers the requests of a file."""
     batches = service.batches
     storage = await batches.open()
     _check_endpoint(body.endpoint)
@@ -128,7 +131,7 @@ async def create_batch(body: NewBatch, service: ServiceDep, sender: SenderDep) -
     async with batches.changes:
         source = storage.file(sender.tenant, body.input_file_id, "input_file_id")
         if source.requests is None:
-            raise bad_request("input_file_id: the file has no requests, but answers.", "input_file_id")
+            raise bad_request("input_file_id: the file contains answers, not requests.", "input_file_id")
         for url, line in source.requests.urls.items():
             if url != body.endpoint:
                 raise bad_request(
@@ -167,13 +170,13 @@ async def list_batches(
 
 @ROUTES.add(Route("GET /v1/batches/{batch_id}", Callers.KEYS))
 async def retrieve_batch(batch_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return how far a batch is."""
+    """Return the state of a batch."""
     return (await service.batches.open()).batch(sender.tenant, batch_id).as_json()
 
 
 @ROUTES.add(Route("POST /v1/batches/{batch_id}/cancel", Callers.KEYS))
 async def cancel_batch(batch_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Stop a batch. What it has answered stays; its other requests get errors."""
+    """Stop a batch. Its answers stay; requests without an answer get errors."""
     batches = service.batches
     batch = (await batches.open()).batch(sender.tenant, batch_id)
     if not batch.is_running:
@@ -187,29 +190,29 @@ async def cancel_batch(batch_id: str, service: ServiceDep, sender: SenderDep) ->
 
 
 def _check_endpoint(endpoint: str) -> None:
-    """Check that requests of a route can be answered, and say what the route itself says if they cannot.
+    """Check that a batch can answer requests of a route.
 
     Raises:
-        ApiError: 501 or 400.
+        ApiError: 501, the error of an unsupported route, or 400, the route is not batchable.
     """
     if endpoint in UNSUPPORTED:
         raise ApiError(501, UNSUPPORTED[endpoint], param="endpoint")
     if endpoint not in BATCHABLE_PATHS:
-        raise bad_request(f"endpoint: {endpoint[:100]!r} is none of {', '.join(BATCHABLE_PATHS)}.", "endpoint")
+        raise bad_request(f"endpoint: {endpoint[:100]!r} must be one of {', '.join(BATCHABLE_PATHS)}.", "endpoint")
 
 
 def _form_keep_s(anchor: object, seconds: object) -> int | None:
-    """Return the time of a form's ``expires_after``.
+    """Return the seconds of a form's ``expires_after``.
 
     Raises:
-        ApiError: 400, it is not valid.
+        ApiError: 400, the field is not valid.
     """
     if seconds is None:
         return None
     keep_s = int(seconds) if isinstance(seconds, str) and seconds.isdecimal() and len(seconds) < 10 else 0
     if anchor not in (None, "created_at") or not _LEAST_KEPT_S <= keep_s <= _MOST_KEPT_S:
-        said = f"seconds after created_at, from {_LEAST_KEPT_S} to {_MOST_KEPT_S}"
-        raise bad_request(f"expires_after: must be {said}.", "expires_after")
+        allowed = f"seconds after created_at, from {_LEAST_KEPT_S} to {_MOST_KEPT_S}"
+        raise bad_request(f"expires_after: must be {allowed}.", "expires_after")
     return keep_s
 
 
@@ -233,5 +236,5 @@ def _page(records: Sequence[StoredFile | Batch], limit: int, after: str) -> dict
 
 
 def _not_stored(error: OSError) -> ApiError:
-    log.error("a file or batch cannot be stored", error=str(error))
-    return ApiError(507, f"It cannot be stored: {hide_paths(error.strerror or str(error))}.")
+    log.error("a file or a batch could not be stored", error=str(error))
+    return ApiError(507, f"The file or batch could not be stored: {hide_paths(error.strerror or str(error))}.")

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``, and vLLM's batches of conversations."""
+"""Answers conversations: ``POST /v1/chat/completions``, and vLLM's batches of conversations."""
 
 import asyncio
 import time
@@ -37,10 +37,10 @@ class ChatFormat:
     """Writes the choices of ``/v1/chat/completions``.
 
     Args:
-        report: what it tells of tokens.
-        handles: of all choices.
+        report: the fields that describe tokens.
+        handles: the requests of all choices.
         echo: text that opens every choice.
-        readers: what reads each choice, by its index; none if their texts are the content as they are.
+        readers: the reader of each choice, by its index; none if the texts are the content unchanged.
         is_named: whether the request names the function to call.
     """
 
@@ -67,12 +67,12 @@ class ChatFormat:
         self._is_complete = False
 
     def envelope(self, index: int) -> dict[str, Any]:
-        """Return what the answer tells of the prompt; a stream has its token ids, if they are asked for."""
+        """Return the fields that describe the prompt; a stream has only token ids, if the body requests them."""
         fields = self._report.of_prompt(self._handles[index])
         return fields if self._is_complete else {key: value for key, value in fields.items() if value is not None}
 
     def first(self, index: int) -> dict[str, Any]:
-        """Return the choice with the role and the echo, which is sent in a chunk of its own."""
+        """Return the choice of the first chunk, which has only the role and the echo."""
         delta = {"role": "assistant", "content": self._echo}
         return self._choice(index, "delta", delta, None, None) | {"logprobs": None}
 
@@ -90,13 +90,14 @@ class ChatFormat:
         return bool(choice["delta"])
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens of thoughts, if they are told apart."""
+        """Return the number of tokens of thoughts, if thoughts are separated."""
         counts = [each.reasoning_tokens for each in self._readers if each.reasoning_tokens is not None]
         return {"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}
 
     def complete(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
         """Return a complete choice."""
-        last, parts = deltas[-1], [part for delta in deltas for part in self._parts(delta)]
+        last = deltas[-1]
+        parts = [part for delta in deltas for part in self._parts(delta)]
         content = self._echo + "".join(part.content for part in parts)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thoughts := "".join(part.reasoning for part in parts):
@@ -124,7 +125,7 @@ class ChatFormat:
         stop_reason: str | int | None,
     ) -> dict[str, Any]:
         if finish_reason == "stop" and self._readers and self._readers[index].has_calls and not self._is_named:
-            finish_reason = "tool_calls"  # as at OpenAI not for a function that the request names
+            finish_reason = "tool_calls"  # OpenAI reports it only if the request does not name the function.
         choice: dict[str, Any] = {"index": index, key: content, "finish_reason": finish_reason}
         return choice if finish_reason is None else choice | {"stop_reason": stop_reason}
 
@@ -176,7 +177,7 @@ MAX_CONVERSATIONS = 128
 
 
 class ChatBatchRequest(Body):
-    """Body of ``POST /v1/chat/completions/batch``: several conversations, and the other fields of a chat for all."""
+    """Body of ``POST /v1/chat/completions/batch``: several conversations that share the other fields of a chat."""
 
     messages: Annotated[list[list[dict[str, Any]]], Field(min_length=1, max_length=MAX_CONVERSATIONS)]
 
@@ -184,14 +185,14 @@ class ChatBatchRequest(Body):
         """Return a chat for each conversation.
 
         Raises:
-            ApiError: 400, one is not valid, or a field does not go with several.
+            ApiError: 400, a conversation is not valid, or a field does not work with several.
         """
         fields = self.model_extra or {}
         for name in ("stream", "stream_options"):
             if fields.get(name):
                 raise bad_request(f"{name}: several conversations cannot be streamed.", name)
         if fields.get("n") not in (None, 1):
-            raise bad_request("n: there is one choice for each conversation.", "n")
+            raise bad_request("n: must be 1; each conversation gets one choice.", "n")
         found = []
         for at, messages in enumerate(self.messages):
             try:
@@ -203,7 +204,7 @@ class ChatBatchRequest(Body):
 
 @ROUTES.add(CHAT_BATCH)
 async def chat_batch(http: Request, body: ChatBatchRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Answer several conversations at once, each by a choice of one answer, as vLLM does."""
+    """Answer several conversations at once, each in one choice of the answer, as vLLM does."""
     chats = body.chats()
     for chat in chats:
         _check_chat(chat)
@@ -246,7 +247,7 @@ async def _all_deltas(generation: Generation) -> list[OutputDelta]:
 
 
 def _echo(body: ChatCompletionRequest) -> str:
-    """Return the text that opens the answer: as in vLLM, the last message's if the answer has the same role."""
+    """Return the text that opens the answer: the last message's if its role is the answer's, as in vLLM."""
     last = body.messages[-1]
     if not body.echo or (last.role != "assistant" and body.add_generation_prompt is not False):
         return ""

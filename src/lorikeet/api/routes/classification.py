@@ -1,4 +1,4 @@
-"""Routes that answer with labels or scores: ``/classify``, ``/score``, ``/rerank`` and ``/v1/moderations``.
+"""Answers with labels or scores: ``/classify``, ``/score``, ``/rerank`` and ``/v1/moderations``.
 
 A classification adapter has a score head: one logit for each of its labels. ``/score`` and ``/rerank`` read a pair of
 texts at once with an adapter of one label, as a cross-encoder does; other models compare the embeddings of the two.
@@ -32,7 +32,7 @@ _FLAG_FROM = 0.5
 _HARMLESS = frozenset(
     {"safe", "ok", "okay", "none", "neutral", "benign", "clean", "normal", "harmless", "acceptable", "negative", "no"}
 )
-"""Names of labels that flag nothing, besides those that begin with ``not``, ``non`` or ``un``."""
+"""Labels that flag nothing, besides labels that begin with ``not``, ``non`` or ``un``."""
 
 Strings = str | Annotated[list[str], Field(max_length=MAX_TEXTS, fail_fast=True)]
 
@@ -54,7 +54,7 @@ class ActivationBody(PooledBody):
 
     @property
     def activates(self) -> bool:
-        """Whether logits become probabilities."""
+        """Whether the answer has probabilities instead of logits."""
         return self.use_activation is not False
 
 
@@ -65,14 +65,14 @@ class ClassificationRequest(ActivationBody):
 
 
 class ScoreRequest(ActivationBody):
-    """Body of ``POST /score``, in vLLM's newer and older names."""
+    """Body of ``POST /score``, with vLLM's newer and older names of fields."""
 
     text_1: Strings = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     text_2: Strings = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
 
 
 class RerankRequest(ActivationBody):
-    """Body of ``POST /rerank``: Jina's and Cohere's."""
+    """Body of ``POST /rerank``, as in Jina's and Cohere's APIs."""
 
     query: str
     documents: Documents
@@ -91,7 +91,7 @@ def labels_of(target: ResolvedModel) -> tuple[str, ...]:
     """Return the labels of a classification adapter.
 
     Raises:
-        ApiError: 400, the model is none.
+        ApiError: 400, the model is not a classification adapter.
     """
     labels = 0 if target.adapter is None else target.adapter.labels
     if not labels:
@@ -106,7 +106,7 @@ def labels_of(target: ResolvedModel) -> tuple[str, ...]:
 def probabilities(target: ResolvedModel, logits: Vector) -> Vector:
     """Return the probability of each label.
 
-    It is by softmax; but each for itself if there is only one, or if a text can have several.
+    Softmax gives the probabilities. A single label, and labels that a text can have together, get a sigmoid each.
     """
     if target.chat.task.is_multi_label or len(logits) == 1:
         each: Vector = 1 / (1 + np.exp(-logits.clip(-80, 80)))
@@ -124,7 +124,7 @@ def _answer(run: PooledRun, make: Callable[[], Awaitable[dict[str, Any]]]) -> Re
 
 
 def _head(http: Request, prefix: str, target: ResolvedModel) -> dict[str, Any]:
-    """Return the fields that all answers begin with."""
+    """Return the fields that open every answer."""
     return {
         "id": f"{prefix}-{http.state.request_id}",
         "object": "list",
@@ -135,7 +135,7 @@ def _head(http: Request, prefix: str, target: ResolvedModel) -> dict[str, Any]:
 
 @ROUTES.add(CLASSIFY)
 async def classify(http: Request, body: ClassificationRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Return the probability of each label, and the likeliest."""
+    """Return the probability of each label and the likeliest label."""
     target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     labels = labels_of(target)
     run = PooledRun(service, body, target, sender)
@@ -165,13 +165,13 @@ async def _scores(
     *,
     activates: bool,
 ) -> list[float]:
-    """Return how well the texts of each pair go together; ``fields`` hold the first ones and the second ones.
+    """Return the score of each pair of texts; ``fields`` name the fields of the first and of the second texts.
 
     Raises:
         ApiError: a text is not valid, or cannot be served.
     """
     if target.adapter is None or not target.adapter.labels:
-        places: dict[str, str] = {}  # a query is read once
+        places: dict[str, str] = {}  # The query is the same text in all pairs and is read once.
         several = [len({pair[at] for pair in pairs}) > 1 for at in range(2)]
         for at, pair in enumerate(pairs):
             for text, field, has_several in zip(pair, fields, several, strict=True):
@@ -189,7 +189,7 @@ def _check_one_label(target: ResolvedModel) -> None:
     """Check that a model gives one score.
 
     Raises:
-        ApiError: 400, it has several labels.
+        ApiError: 400, the model has several labels.
     """
     if target.adapter is not None and target.adapter.labels > 1:
         raise bad_request(
@@ -201,14 +201,17 @@ def _check_one_label(target: ResolvedModel) -> None:
 
 @ROUTES.add(SCORE)
 async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Return how well two texts go together: one with each of others, or the first with the first and so on."""
+    """Return scores of pairs of texts: one text with each of the others, or two lists text by text."""
     target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     _check_one_label(target)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second) or not first:
-        raise bad_request(f"{len(first)} texts cannot be paired with {len(second)}.", "text_2")
+        raise bad_request(
+            f"{len(first)} texts cannot be paired with {len(second)}: text_1 needs one text, or as many as text_2.",
+            "text_2",
+        )
     run = PooledRun(service, body, target, sender)
 
     async def make() -> dict[str, Any]:
@@ -222,14 +225,14 @@ async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: 
 
 @ROUTES.add(RERANK)
 async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Return the documents that go best with a query, best first."""
+    """Return the documents that match a query best, best first."""
     target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     _check_one_label(target)
     documents = _texts(body.documents, "documents")
     if not documents:
         raise bad_request("documents is empty; at least one is needed.", "documents")
     shows = body.return_documents
-    if shows is None:  # Cohere's second version never returns them, Jina and vLLM do
+    if shows is None:  # Cohere's second version never returns the documents; Jina and vLLM do.
         shows = http.url.path != "/v2/rerank"
     run = PooledRun(service, body, target, sender)
 
@@ -250,7 +253,7 @@ async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender
 
 @ROUTES.add(MODERATIONS)
 async def moderations(http: Request, body: ModerationRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Return which labels of a classification adapter apply, and whether one of them flags the text."""
+    """Return the labels of a classification adapter that apply, and whether one of them flags the text."""
     target = await service.resolver.resolve(body.model, body.lora_path, access=sender.access)
     labels = labels_of(target)
     texts = [body.input] if isinstance(body.input, str) else _texts(body.input, "input")
@@ -267,14 +270,14 @@ async def moderations(http: Request, body: ModerationRequest, service: ServiceDe
 def _moderated(target: ResolvedModel, labels: Sequence[str], logits: Vector) -> dict[str, Any]:
     """Return OpenAI's result for one text.
 
-    A label applies if its probability is at least one half; of labels that exclude each other, the likeliest does.
+    A label applies if its probability is at least one half. Only the likeliest of exclusive labels applies.
     """
     chances = probabilities(target, logits)
     several = target.chat.task.is_multi_label or len(labels) == 1
     applies = [bool(each >= _FLAG_FROM) for each in chances] if several else _only(int(logits.argmax()), len(labels))
     harmless = [_is_harmless(label) for label in labels]
     if not several and not any(harmless):
-        harmless[0] = True  # as binary classifiers are trained: 1 is what is looked for
+        harmless[0] = True  # Binary classifiers are trained with 1 for the class to detect.
     return {
         "flagged": any(each and not fine for each, fine in zip(applies, harmless, strict=True)),
         "categories": dict(zip(labels, applies, strict=True)),
@@ -296,7 +299,7 @@ def _texts(given: Sequence[str | Part], param: str) -> list[str]:
     """Return documents or parts as texts.
 
     Raises:
-        ApiError: 501, one is no text.
+        ApiError: 501, an entry is not text.
     """
     texts = []
     for number, each in enumerate(given):

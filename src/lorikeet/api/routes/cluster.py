@@ -1,4 +1,4 @@
-"""Routes that show the replicas behind a server, add one and remove one."""
+"""Shows, adds and removes the replicas behind a server."""
 
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ ROUTES = Routes(note="see [cluster.md](cluster.md#running-one)")
 
 @ROUTES.add(Route("GET /v1/cluster", Callers.ADMINS))
 async def show_cluster(service: ServiceDep) -> dict[str, Any]:
-    """Return replicas, the placement of adapters, and copies made. Adapters are named, or have their digest."""
+    """Return the replicas, the placement of adapters by name or digest, and the copies made."""
     state = service.client.describe()
     digests = {*state.shares, *(digest for replica in state.replicas for digest in replica.resident)}
     known = service.adapters_by_digest(digests)
@@ -24,7 +24,7 @@ async def show_cluster(service: ServiceDep) -> dict[str, Any]:
 
 @ROUTES.add(Route("POST /v1/cluster/replicas", Callers.ADMINS), status_code=201)
 async def add_replica(service: ServiceDep) -> dict[str, Any]:
-    """Start one more replica; the answer is sent when it takes requests."""
+    """Start one more replica; answer when it takes requests."""
     try:
         replica = await service.client.add_replica()
     except EngineError as error:
@@ -36,11 +36,11 @@ async def add_replica(service: ServiceDep) -> dict[str, Any]:
 async def remove_replica(
     replica: str, service: ServiceDep, drain_s: Annotated[float, Query(ge=0)] = 0.0
 ) -> dict[str, Any]:
-    """Remove a replica; its requests go on at others, after up to ``drain_s`` seconds where their KV cannot move."""
+    """Remove a replica and move its requests; requests whose KV cannot move get up to ``drain_s`` seconds."""
     try:
         await service.client.remove_replica(ReplicaId(replica), drain_s)
     except KeyError:
-        raise ApiError(404, f"There is no replica {replica!r}.") from None
+        raise ApiError(404, f"The replica {replica!r} does not exist.") from None
     except EngineError as error:
         raise ApiError(409, f"The replica cannot be removed: {hide_paths(str(error))}.") from error
     return {"object": "replica", "id": replica, "deleted": True}

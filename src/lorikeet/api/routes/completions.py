@@ -1,4 +1,4 @@
-"""``POST /v1/completions``."""
+"""Continues prompts: ``POST /v1/completions``."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,11 +35,11 @@ class CompletionFormat:
     """Writes the choices of ``/v1/completions``.
 
     Args:
-        report: what it tells of tokens.
-        handles: of all choices.
-        echoes: text of each prompt, to open its choices; empty for no echo.
+        report: the fields that describe tokens.
+        handles: the requests of all choices.
+        echoes: the text of each prompt, which opens its choices; empty without an echo.
         choices: number of choices of each prompt.
-        skip_special_tokens: the texts lack them.
+        skip_special_tokens: whether texts leave special tokens out.
     """
 
     id_prefix = "cmpl"
@@ -65,11 +65,11 @@ class CompletionFormat:
         self.is_plain = not report.needs_every_token
 
     def envelope(self, index: int) -> dict[str, Any]:
-        """Return nothing: all is told by choice."""
+        """Return no field: each choice describes its prompt itself."""
         return {}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice with the prompt's text, if it is echoed, and its token ids, if they are asked for."""
+        """Return the choice with the echo of the prompt and the prompt's token ids, where the body requests them."""
         if not (self._echoes or self._report.token_ids):
             return None
         logprobs = self._logprobs(index, ()) if self._echoes else None
@@ -88,12 +88,13 @@ class CompletionFormat:
         return bool(choice["text"])
 
     def usage(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return no field."""
         return {}
 
     def complete(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
         """Return a complete choice."""
-        tokens, last = tokens_of(deltas), deltas[-1]
+        tokens = tokens_of(deltas)
+        last = deltas[-1]
         text = self._echo(index) + "".join(delta.text for delta in deltas)
         choice = _choice(index, text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
         return choice | self._report.of_prompt(self._handles[index]) | {"token_ids": self._report.ids(tokens)}
@@ -102,12 +103,14 @@ class CompletionFormat:
         return self._echoes[index // self._choices] if self._echoes else ""
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """Return the log probabilities of the next tokens; the first time with those of the prompt, if it is echoed."""
+        """Return the log probabilities of the next tokens; the first call adds the prompt's if the prompt is echoed."""
         if not self._report.logprobs:
             return None
-        offsets, echoed = self._offsets.get(index), list[Token]()
+        offsets = self._offsets.get(index)
+        echoed = list[Token]()
         if offsets is None:
-            names, handle = self._report.names, self._handles[index]
+            names = self._report.names
+            handle = self._handles[index]
             offsets = TextOffsets(names.text_processor, skip_special_tokens=self._skip_special_tokens)
             self._offsets[index] = offsets
             if self._echoes:
@@ -135,8 +138,8 @@ class StartedCompletion(NamedTuple):
     """A running completion.
 
     Attributes:
-        generation: to be closed in the end.
-        texts: tokenizer of its model.
+        generation: the running generation, which the holder must close.
+        texts: text processor of its model.
         model: name to report.
     """
 
@@ -156,17 +159,18 @@ async def start_completion(
     """Submit the prompts of a body.
 
     Args:
-        service: running.
-        body: checked, but for its prompts and the fields of sampling.
-        sender: of the request.
-        prepared: what was read of a large body.
+        service: the server's service.
+        body: the body; its prompts and sampling fields are checked here.
+        sender: the request's sender.
+        prepared: the parts that another process has read of a large body.
         default_max_tokens: limit on an answer if the body sets none.
 
     Raises:
-        ApiError: it cannot be served.
+        ApiError: the body is not valid, or cannot be served.
     """
     if prepared:
-        target, lease = prepared.target, prepared.lease
+        target = prepared.target
+        lease = prepared.lease
     else:
         target, lease = await service.resolver.lease(body.model, body.lora_path, access=sender.access)
     with lease:
@@ -179,7 +183,7 @@ async def start_completion(
 def _completion_spec(
     body: CompletionRequest, chat: ChatSettings, prepared: PreparedBody | None, default_max_tokens: int
 ) -> GenerationSpec:
-    """Return how prompts are completed; raises as :func:`start_completion`."""
+    """Return the specification of a completion; see :func:`start_completion` for errors."""
     embeds: Sequence[PromptEmbeds] = prepared.embeds if prepared else ()
     if body.prompt_embeds is not None and not prepared:
         check_prompt_embeds(body)
@@ -192,7 +196,8 @@ def _completion_spec(
     async def encode() -> list[list[int]]:
         if prepared:
             return prepared.prompts
-        special, limits = body.add_special_tokens is not False, None if body.truncates else chat.limits
+        special = body.add_special_tokens is not False
+        limits = None if body.truncates else chat.limits
         encoded = await chat.text_processor.encode(prompts, add_special_tokens=special, limits=limits)
         return [truncated(token_ids, body, chat.limits) for token_ids in encoded]
 
@@ -212,7 +217,7 @@ def _completion_spec(
 
 @ROUTES.add(COMPLETIONS)
 async def completions(http: Request, body: CompletionRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Continue one or several prompts."""
+    """Continue one prompt or several."""
     refuse_unsupported(body)
     _check_choices(body)
     prepared = prepared_body(http)
@@ -237,10 +242,10 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
 
 
 def _check_choices(body: CompletionRequest) -> None:
-    """Check ``best_of``, and that a stream need not tell what it cannot.
+    """Check ``best_of``, and that a body combines ``stream`` only with fields that streams support.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, a check failed.
     """
     check_stream(body)
     if body.best_of is None:

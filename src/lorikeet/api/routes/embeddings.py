@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``."""
+"""Answers with vectors of texts: ``POST /v1/embeddings``."""
 
 import base64
 import time
@@ -37,8 +37,9 @@ class EmbeddingRequest(PooledBody):
 
 
 def task_of(service: Service, target: ResolvedModel) -> AdapterTask:
-    """Return how a model makes vectors: what its adapter says, else what the base model says."""
-    own, base = target.chat.task, service.base_task
+    """Return how a model makes vectors: by the adapter's settings, else by the base model's."""
+    own = target.chat.task
+    base = service.base_task
     return (
         own
         if own.pooling is not None
@@ -49,7 +50,7 @@ def task_of(service: Service, target: ResolvedModel) -> AdapterTask:
 
 
 def normalized(vectors: Sequence[Vector]) -> list[Vector]:
-    """Return vectors of length 1 with the same directions; vectors of zeros as they are."""
+    """Return vectors scaled to length 1; vectors of zeros stay unchanged."""
     return [(vector / max(float(np.linalg.norm(vector)), 1e-12)).astype("<f4") for vector in vectors]
 
 
@@ -64,7 +65,7 @@ async def embeddings(http: Request, body: EmbeddingRequest, service: ServiceDep,
     hidden_size = service.client.engine_info.geometry.hidden_size
     if body.dimensions is not None and body.dimensions > hidden_size:
         raise bad_request(
-            f"dimensions is {body.dimensions}, but this model's vectors have {hidden_size}.", "dimensions"
+            f"dimensions is {body.dimensions}, but the vectors of this model have {hidden_size}.", "dimensions"
         )
     has_length_1 = task.normalizes if body.normalize is None else body.normalize
     run = PooledRun(service, body, target, sender)

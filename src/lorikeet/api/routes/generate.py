@@ -1,4 +1,4 @@
-"""``POST /generate``, which TGI, LoRAX and SGLang all have: the fields of the body say whose it is."""
+"""Serves ``POST /generate`` of TGI, LoRAX and SGLang, which differ in the fields of their bodies."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Routes for health, version, metrics, models and the tokenizer, and 501 for APIs that are not supported."""
+"""Serves health, version, metrics, models and the tokenizer, and answers 501 for unsupported APIs."""
 
 from typing import Annotated, Any
 
@@ -140,14 +140,14 @@ async def requests(
     )
 )
 async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return what one of the latest requests waited for, what was decided for it, and what that saved.
+    """Return the waits of a recent request, the decisions for it, and the time that they saved.
 
     Raises:
-        ApiError: 404 if it is not known, or is of another key.
+        ApiError: 404, the request is unknown or belongs to another key.
     """
     found = service.observer.records.find(request_id, sender.may_see)
     if not found:
-        raise ApiError(404, f"There is no request {request_id!r} among the latest {MOST_RECORDS}.")
+        raise ApiError(404, f"The request {request_id!r} is not among the latest {MOST_RECORDS}.")
     return {"object": "request", "id": request_id, "sequences": [record.as_json() for record in found]}
 
 
@@ -159,7 +159,7 @@ async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> di
     )
 )
 async def models(service: ServiceDep, sender: SenderDep) -> Response:
-    """Return the models that the sender may see, the base first.
+    """Return the models that the sender may see, the base model first.
 
     FastAPI's own encoder would block the event loop for thousands of cards.
     """
@@ -188,7 +188,7 @@ async def model(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, 
 
 @ROUTES.add(TOKENIZE)
 async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, sender: SenderDep) -> Any:
-    """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
+    """Return the token ids of a prompt, or of messages in the chat template, as in chat completions."""
     refuse_unsupported(body)
     prepared = prepared_body(http)
     target = (

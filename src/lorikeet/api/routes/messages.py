@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``: Anthropic's messages API, on top of the chat."""
+"""Serves Anthropic's messages API by chats: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 import json
 from collections.abc import AsyncIterator
@@ -77,12 +77,12 @@ class MessageWriter:
     """Writes one answer as Anthropic's message.
 
     Args:
-        answer: running.
+        answer: the running answer.
         message_id: id to report.
 
     Attributes:
-        answer: running.
-        blocks: of the answer, so far.
+        answer: the running answer.
+        blocks: the answer's blocks so far.
     """
 
     def __init__(self, answer: ChatAnswer, message_id: str) -> None:
@@ -96,7 +96,7 @@ class MessageWriter:
         return self.opening() | {"content": content, **self.end(), "usage": self.usage()}
 
     def opening(self) -> dict[str, Any]:
-        """Return the message without an answer, which opens a stream."""
+        """Return the empty message that opens a stream."""
         return {
             "id": self._id,
             "type": "message",
@@ -109,8 +109,9 @@ class MessageWriter:
         }
 
     def end(self) -> dict[str, Any]:
-        """Return why the answer ended."""
-        reason, stop = self.blocks.finish_reason, self.blocks.stop_reason
+        """Return the fields for the end of the answer: ``stop_reason`` and ``stop_sequence``."""
+        reason = self.blocks.finish_reason
+        stop = self.blocks.stop_reason
         if reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(stop, str):
@@ -118,7 +119,7 @@ class MessageWriter:
         return {"stop_reason": "tool_use" if self.blocks.has_calls else "end_turn", "stop_sequence": None}
 
     def usage(self) -> dict[str, Any]:
-        """Return the token counts; those of the prompt that were found in KV are counted apart."""
+        """Return the token counts; prompt tokens found in KV are counted separately."""
         usage = usage_of(self.answer.generation)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

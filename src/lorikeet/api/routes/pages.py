@@ -1,6 +1,6 @@
-"""The console at ``/ui``, the page of the routes at ``/docs``, and their description for client generators.
+"""Serves the console at ``/ui``, the page of the routes at ``/docs``, and the routes' description.
 
-The pages load without a key, since browsers cannot send one with a link. What they show is fetched with the key that
+The pages load without a key, since browsers cannot send one with a link. They fetch their data with the key that
 the user types into the console.
 """
 
@@ -35,7 +35,7 @@ async def file(http: Request, name: str) -> Response:
 
 @ROUTES.add(Route("GET /openapi.json", Callers.KEYS), include_in_schema=False)
 async def openapi(http: Request) -> Response:
-    """Return the description of the routes."""
+    """Return the description of the routes in OpenAPI's format."""
     described: dict[str, Any] = http.app.openapi()
     root_path = http.scope.get("root_path", "")
     if root_path:

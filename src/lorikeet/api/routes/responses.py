@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's responses API, on top of the chat."""
+"""Serves OpenAI's responses API, ``/v1/responses``, by chats."""
 
 import asyncio
 import dataclasses
@@ -44,19 +44,18 @@ from lorikeet.serving.usage import usage_of
 ROUTES = Routes()
 
 _ID_BYTES = 24
-_DEFAULT_ITEMS, _MAX_ITEMS = 20, 100
+_DEFAULT_ITEMS = 20
+_MAX_ITEMS = 100
 
 
 @ROUTES.add(RESPONSES)
 async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Answer an input, after a stored response or anew."""
+    """Answer an input, alone or after a stored response."""
     refuse_unsupported(body)
     check_one_answer(body)
     stores = body.store is not False and service.responses.max_number > 0 and not sender.is_batch
     if body.background and not stores:
-        raise bad_request(
-            "background can only be used when `store` is true, and where the server stores responses.", "background"
-        )
+        raise bad_request("background needs `store` to be true, and a server that stores responses.", "background")
     prepared = prepared_body(http)
     previous = b"" if prepared else service.responses.conversation(sender.tenant, body.previous_response_id)
     with ExitStack() as holding:
@@ -102,7 +101,7 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
 async def _prepare(
     service: Service, body: ResponsesRequest, previous_bytes: int, sender: Sender, holding: ExitStack
 ) -> PreparedBody:
-    """Read a body that goes on from a long conversation in another process, as large bodies are."""
+    """Read a body that continues a long conversation in another process, like large bodies."""
     content = body.model_dump_json(exclude_unset=True).encode()
     async with service.body_gate.hold(min(previous_bytes, service.body_gate.max_body_bytes)):
         prepared, _ = await prepare(service, ResponsesRequest, content, sender.tenant, sender.access, holding)
@@ -117,7 +116,7 @@ async def retrieve(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Response:
-    """Return a stored response; of one made in the background also its stream, from an event on."""
+    """Return a stored response; or, for a background response, its stream from an event on."""
     stored = service.responses.get(sender.tenant, response_id)
     if not stream:
         return _json(stored.as_json())
@@ -129,7 +128,7 @@ async def retrieve(
 
 @ROUTES.add(DELETE_RESPONSE)
 async def delete(response_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Drop a stored response; one that is being made is cancelled."""
+    """Delete a stored response, and cancel it if it is still running."""
     stored = service.responses.get(sender.tenant, response_id)
     if stored.run is not None:
         await stored.run.cancel()
@@ -139,7 +138,7 @@ async def delete(response_id: str, service: ServiceDep, sender: SenderDep) -> di
 
 @ROUTES.add(CANCEL_RESPONSE)
 async def cancel(response_id: str, service: ServiceDep, sender: SenderDep) -> Response:
-    """Stop a response that is made in the background; of one that has ended nothing changes."""
+    """Stop a background response; an ended response does not change."""
     stored = service.responses.get(sender.tenant, response_id)
     if stored.run is None:
         raise bad_request(
@@ -158,7 +157,7 @@ async def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str = "",
 ) -> Response:
-    """Return what a response answers, earlier turns included."""
+    """Return the input of a response, earlier turns included."""
     conversation = service.responses.get(sender.tenant, response_id).conversation
 
     def write() -> bytes:
@@ -167,7 +166,7 @@ async def input_items(
             items.reverse()
         begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), None) if after else 0
         if begin is None:
-            raise bad_request(f"after: there is no item {after[:100]!r}.", "after")
+            raise bad_request(f"after: the item {after[:100]!r} does not exist.", "after")
         page = items[begin : begin + limit]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
         has_more = len(items) > begin + limit
@@ -180,16 +179,16 @@ class ResponseWriter:
     """Writes one answer as OpenAI's response, and the events of its stream.
 
     Args:
-        body: what it answers.
-        answer: running.
-        names: names the tokens of log probabilities; None for none.
-        is_stored: whether it is stored.
+        body: the request's body.
+        answer: the running answer.
+        names: names the tokens of log probabilities; None without log probabilities.
+        is_stored: whether the response is stored.
 
     Attributes:
-        response_id: its id.
-        answer: running.
-        blocks: of the answer, so far.
-        status: of the answer.
+        response_id: the response's id.
+        answer: the running answer.
+        blocks: the answer's blocks so far.
+        status: the answer's status.
     """
 
     def __init__(
@@ -200,13 +199,15 @@ class ResponseWriter:
         *,
         is_stored: bool,
     ) -> None:
-        # Not made of the client's request id, since who knows it may ask for the response.
+        # The id is random, not the client's request id, since everybody who knows it may read the response.
         self._key = secrets.token_hex(_ID_BYTES)
         self.response_id = f"resp_{self._key}"
         self.answer = answer
         self.blocks = AnswerBlocks()
         self.status = "queued" if body.background else "in_progress"
-        self._body, self._names, self._is_stored = body, names, is_stored
+        self._body = body
+        self._names = names
+        self._is_stored = is_stored
         self._created_s = int(time.time())
         self._completed_s: int | None = None
         self._error: ApiError | None = None
@@ -214,7 +215,7 @@ class ResponseWriter:
 
     @property
     def scores(self) -> int:
-        """How many log probabilities it has."""
+        """Number of log probabilities of the response."""
         if self._names is None:
             return 0
         return sum(1 + len(token.top) for block in self.blocks.blocks for token in block.tokens)
@@ -225,7 +226,8 @@ class ResponseWriter:
 
     def response(self) -> dict[str, Any]:
         """Return the response as it is now."""
-        body, sampling = self._body, self.answer.generation.choices[0].handle.request.sampling
+        body = self._body
+        sampling = self.answer.generation.choices[0].handle.request.sampling
         form = None if body.text is None else body.text.model_dump(exclude_unset=True)
         return {
             "id": self.response_id,
@@ -249,7 +251,7 @@ class ResponseWriter:
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | (form or {}),
             "tool_choice": body.tool_choice or "auto",
-            "tools": [_told(tool.model_dump(exclude_unset=True)) for tool in body.tools or ()],
+            "tools": [_repeated(tool.model_dump(exclude_unset=True)) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": body.truncation or "disabled",
@@ -265,33 +267,36 @@ class ResponseWriter:
         return [*events, self._event("response.in_progress", response=self.response())]
 
     def events(self, changes: list[BlockEvent]) -> list[dict[str, Any]]:
-        """Return the events of what a step did."""
+        """Return the events of the changes that a step made."""
         return [event for change in changes for event in self._block_events(change)]
 
     def finish(self) -> None:
-        """Note that the answer has ended by itself."""
+        """Mark the response as ended, by the reason that ended its answer."""
         self.status = "incomplete" if self.blocks.finish_reason == "length" else "completed"
         self._completed_s = int(time.time())
 
     def fail(self, error: ApiError) -> None:
-        """Note that the answer could not be made."""
-        self.status, self._error = "failed", error
+        """Mark the response as failed."""
+        self.status = "failed"
+        self._error = error
 
     def end(self) -> dict[str, Any]:
         """Return the event that ends the stream."""
         return self._event(f"response.{self.status}", response=self.response())
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        number, self._events = self._events, self._events + 1
+        number = self._events
+        self._events += 1
         return {"type": kind, "sequence_number": number, **fields}
 
     def _block_events(self, change: BlockEvent) -> list[dict[str, Any]]:
         block = change.block
-        if isinstance(change, BlockOpened):  # the step that opened it may have filled and closed it, too
+        if isinstance(change, BlockOpened):  # The same step may already have filled and closed it.
             block = dataclasses.replace(block, text="", tokens=[], is_complete=False)
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
-            name, part = "response.function_call_arguments", None
+            name = "response.function_call_arguments"
+            part = None
         else:
             place["content_index"] = 0
             name = "response.output_text" if block.kind is BlockKind.TEXT else "response.reasoning_text"
@@ -360,8 +365,8 @@ class ResponseWriter:
         }
 
 
-def _told(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as a response repeats it."""
+def _repeated(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in the form that a response repeats."""
     return {"description": None, "parameters": None, "strict": None, **tool}
 
 
@@ -369,11 +374,11 @@ async def _stream(writer: ResponseWriter, keep: Callable[[bytes], None]) -> Asyn
     """Yield the events of an answer.
 
     Args:
-        writer: of the answer.
-        keep: gets the whole response, before the last event.
+        writer: the answer's writer.
+        keep: receives the whole response before the last event.
 
     Raises:
-        ApiError: before the first event.
+        ApiError: the answer failed before its first event.
     """
     has_begun = False
     try:
@@ -404,7 +409,7 @@ def _sse(event: dict[str, Any]) -> bytes:
 def _in_background(
     body: ResponsesRequest, service: Service, tenant: str, writer: ResponseWriter, stored: StoredResponse
 ) -> Response:
-    """Store a response that is being made, and return it, or its stream."""
+    """Store a running response; return it, or its stream."""
     run = stored.run = BackgroundRun(keeps_events=bool(body.stream))
     stored.snapshot = writer.encoded
     service.responses.put(tenant, stored)
@@ -429,7 +434,8 @@ def _in_background(
             writer.fail(unexpected_failure())
         finally:
             writer.answer.generation.close()
-            stored.response, stored.snapshot = writer.encoded(), None
+            stored.response = writer.encoded()
+            stored.snapshot = None
             run.add(_sse(writer.end()))
             run.end()
             service.responses.put(tenant, stored)
@@ -439,7 +445,7 @@ def _in_background(
 
 
 def _followed(run: BackgroundRun, begin: int) -> Response:
-    """Return the stream of a response in the background, which goes on when the client leaves."""
+    """Return the stream of a background response, which continues when the client leaves."""
 
     async def make() -> Response:
         return EventStream(run.follow(begin))
@@ -448,7 +454,7 @@ def _followed(run: BackgroundRun, begin: int) -> Response:
 
 
 def _listed(item: dict[str, Any], at: int, response_id: str) -> dict[str, Any]:
-    """Return an item of a conversation as it is listed: with an id, and its content in parts."""
+    """Return an item of a conversation in its listed form: with an id, and its content in parts."""
     key = response_id.removeprefix("resp_")
     listed = {"id": f"item_{key}{at:04x}", "status": "completed", **item}
     if item.get("type") == "message" and isinstance(item.get("content"), str):

@@ -1,4 +1,4 @@
-"""SageMaker's routes: its containers take every request at ``/invocations``. ``/ping`` is in ``info.py``.
+"""Serves SageMaker's routes: a container takes every request at ``/invocations``. ``/ping`` is in ``info.py``.
 
 Routes and headers: https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html and
 https://docs.aws.amazon.com/sagemaker/latest/dg/realtime-endpoints-adapt.html. Sessions:
@@ -35,7 +35,7 @@ async def invocations(
 ) -> Response:
     """Answer a chat, a completion or a body of TGI, by its fields; a header may name the adapter.
 
-    A session, by which SageMaker sends requests to the same instance, is begun and ended here, too.
+    It also begins and ends the sessions by which SageMaker sends requests to the same instance.
     """
     if "requestType" in body:
         return _session(validated(SessionRequest, body), service.sessions, sender.tenant, session)
@@ -82,7 +82,7 @@ class SagemakerAdapter(Body):
 
 @ROUTES.add(Route("POST /adapters", Callers.ADMINS_AND_TENANTS))
 async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: SenderDep) -> Response:
-    """Load an adapter; with ``preload`` onto the device."""
+    """Load an adapter; ``preload`` brings it onto the device."""
     access = sender.access
     if body.pin:
         refuse_pin(access)

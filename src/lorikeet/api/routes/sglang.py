@@ -1,4 +1,4 @@
-"""SGLang's own routes; ``/generate`` itself is in ``generate.py``.
+"""Serves SGLang's own routes; ``generate.py`` serves ``/generate``.
 
 The API: https://docs.sglang.io/basic_usage/native_api.html. Sampling parameters:
 https://docs.sglang.io/basic_usage/sampling_params.html.
@@ -105,19 +105,19 @@ class SglangRequest(Body):
 
     @property
     def is_batch(self) -> bool:
-        """Whether there are several prompts, whose answers are a list."""
+        """Whether the body has several prompts, whose answers are a list."""
         return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log probabilities of the prompt are asked for."""
+        """Whether the body requests log probabilities of the prompt."""
         return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
     def completions(self) -> list[CompletionRequest]:
-        """Return what it asks for: one completion, or one for each prompt if they have parameters of their own.
+        """Return the requested completions: one, or one for each prompt if the prompts have their own parameters.
 
         Raises:
-            ApiError: 400 or 501, it asks for what is not valid or not supported.
+            ApiError: 400 or 501, a field is not valid or not supported.
         """
         refuse_unsupported(self)
         if (self.text is None) == (self.input_ids is None):
@@ -151,10 +151,10 @@ _T = TypeVar("_T")
 
 
 def _of_each(value: _T | list[_T], prompts: int, name: str) -> list[_T]:
-    """Return the entries of a field for so many prompts.
+    """Return a field's entry for each prompt.
 
     Raises:
-        ApiError: 400, it has another number of them.
+        ApiError: 400, the field has more or fewer entries than prompts.
     """
     if not isinstance(value, list):
         return [value] * prompts
@@ -167,13 +167,13 @@ async def answer(service: Service, body: SglangRequest, sender: Sender) -> Respo
     """Return the answer to a body of ``/generate``.
 
     Raises:
-        ApiError: it cannot be served.
+        ApiError: the body is not valid, or cannot be served.
     """
     sender = sender._replace(request_id=body.rid or sender.request_id)
     with in_words(_WORDS):
         asked = body.completions()
         if body.stream and len(asked) > 1:
-            raise not_supported("A stream of prompts with parameters of their own is not supported.", "stream")
+            raise not_supported("stream: prompts with their own parameters cannot be streamed.", "stream")
         started: list[StartedCompletion] = []
         try:
             for one in asked:
@@ -249,7 +249,7 @@ def _answer(whole: Answer, body: SglangRequest, texts: TextProcessor, request_id
 def _logprobs(
     kind: str, tokens: "list[Token] | list[Token | PromptToken]", texts: TextProcessor, *, with_text: bool
 ) -> dict[str, Any]:
-    """Return the two lists of ``meta_info`` for the tokens of the prompt (``input``) or of the answer (``output``)."""
+    """Return the two lists in ``meta_info`` of the prompt's tokens (``input``) or the answer's (``output``)."""
 
     def entry(token_id: int, logprob: float | None) -> tuple[float | None, int, str | None]:
         return logprob, token_id, texts.token(token_id).text if with_text else None
@@ -284,7 +284,7 @@ class AbortRequest(Body):
 
 @ROUTES.add(Route("POST /abort_request", Callers.KEYS))
 async def abort_request(body: AbortRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """End a request of the same tenant by its id, or all of them. An id that is not known is no error."""
+    """Abort one request of the sender's tenant by its id, or all of them; ignore an unknown id."""
     if not body.rid and not body.abort_all:
         raise bad_request("Give rid or abort_all.", "rid")
     wanted = _ID_OF_ANSWER.sub("", body.rid)
@@ -298,14 +298,14 @@ async def abort_request(body: AbortRequest, service: ServiceDep, sender: SenderD
 
 @ROUTES.add(Route("POST /flush_cache", Callers.ADMINS))
 async def flush_cache(service: ServiceDep) -> Response:
-    """Let no later request reuse KV that is there now."""
+    """Exclude the present KV from reuse by later requests."""
     service.reset_prefix_cache()
     return PlainTextResponse("Cache flushed.\n")
 
 
 @ROUTES.add(Route("GET /health_generate", Callers.OPERATOR))
 async def health_generate(service: ServiceDep, sender: SenderDep) -> Response:
-    """Answer 200 if a token can be generated, or if the server is only busy."""
+    """Answer 200 if the engine generates a token, or if the server is only busy."""
     if not service.client.alive:
         raise ApiError(503, "The engine is not available.")
     try:
@@ -321,7 +321,7 @@ async def health_generate(service: ServiceDep, sender: SenderDep) -> Response:
 
 @ROUTES.add(Route("GET /model_info /get_model_info", Callers.KEYS))
 async def model_info(service: ServiceDep) -> dict[str, Any]:
-    """Return what SGLang tells of the model."""
+    """Return the description of the model in SGLang's fields."""
     root = service.models.card(service.models.base)["root"]
     return {
         "model_path": root,

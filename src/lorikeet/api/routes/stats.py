@@ -1,4 +1,4 @@
-"""``/v1/stats``: what the server does now, adapter by adapter, as JSON and as server-sent events.
+"""Serves ``/v1/stats``: the present load of the server and its adapters, as JSON and as server-sent events.
 
 The console (``/ui``) and ``lorikeet top`` show the same object.
 """
@@ -39,16 +39,16 @@ from lorikeet.tenants.keys import Access
 
 @dataclass
 class AdapterFigures:
-    """What is known of one adapter, or of the base model.
+    """Figures of one adapter, or of the base model.
 
     Attributes:
-        name: of the adapter.
-        traffic, history: its requests.
-        load: how it was loaded last.
-        record: None of the base model, and of an adapter that is only named so far.
-        device_bytes, on_host: where it is.
-        now_s: on the clock of requests.
-        is_base: whether it is the base model.
+        name: the adapter's name.
+        traffic, history: counts of its requests.
+        load: its latest load.
+        record: its record; None for the base model and for an adapter that has not been loaded.
+        device_bytes, on_host: its place in memory.
+        now_s: present time, on the clock of requests.
+        is_base: whether the figures are the base model's.
     """
 
     name: str
@@ -73,17 +73,17 @@ class AdapterFigures:
 
     @property
     def tier(self) -> str:
-        """Where its weights are: ``device``, ``host`` or ``files``."""
+        """Tier of the weights: ``device``, ``host`` or ``files``."""
         return "device" if self.device_bytes or self.is_base else "host" if self.on_host else "files"
 
     @property
     def oldest_s(self) -> float:
-        """How long the oldest request without a first token has waited."""
+        """Age of the oldest request without a first token."""
         return self.now_s - self.unanswered[0].timings.arrival_s if self.unanswered else 0.0
 
     @property
     def slowness_s(self) -> float:
-        """P90 of TTFT, or the age of the oldest request that has no token if that is more."""
+        """P90 of TTFT, or the age of the oldest request without a token if that is longer."""
         return max(float(self.ttft["p90"]) if self.ttft else 0.0, self.oldest_s)
 
     @property
@@ -99,11 +99,11 @@ class AdapterFigures:
 
     @property
     def saved_s(self) -> float:
-        """Seconds that all mechanisms saved."""
+        """Seconds that all mechanisms have saved."""
         return sum(self.history.saved_s.values())
 
     def why(self) -> str:
-        """Say what its requests wait for most; empty if it has had none lately."""
+        """Return a sentence on the longest wait of its requests; empty without recent requests."""
         if self.load.error is not None:
             return f"Its latest load failed: {self.load.error}"
         if self.parts_s is None or not (total_s := sum(self.parts_s)):
@@ -122,8 +122,9 @@ class AdapterFigures:
         return f"{share} prefill."
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures of one line."""
-        total, history = self.traffic.total, self.history
+        """Return the figures for one line of a list."""
+        total = self.traffic.total
+        history = self.history
         gaps = percentiles(each.itl_s for each in self.recent if each.itl_s is not None)
         return {
             "name": self.name,
@@ -160,7 +161,7 @@ class AdapterFigures:
         }
 
     def details(self, sender: Sender) -> dict[str, Any]:
-        """Return the figures, the latest errors and requests: those that ``sender`` may see, the newest first."""
+        """Return the figures, and the latest errors and requests that ``sender`` may see, the newest first."""
         live_errors = [each for each in self.history.errors if each.request_id is None or sender.may_see(each.tenant)]
         recent = [each for each in self.recent if sender.may_see(each.tenant)]
         return {
@@ -203,7 +204,7 @@ _ORDERS: Mapping[SortBy, Callable[[AdapterFigures], Any]] = {
 
 
 class _Residency:
-    """Where adapters are, summed over all replicas."""
+    """Tiers of adapters, summed over all replicas."""
 
     def __init__(self, service: Service) -> None:
         block_bytes = service.client.engine_info.block_bytes
@@ -216,8 +217,9 @@ class _Residency:
 
 
 def figures_of(service: Service, record: AdapterRecord, where: _Residency | None = None) -> AdapterFigures:
-    """Return what is known of an adapter; ``where`` is read if it is not given."""
-    live, where = service.observer.live, where or _Residency(service)
+    """Return the figures of an adapter; ``where`` is read if it is None."""
+    live = service.observer.live
+    where = where or _Residency(service)
     return AdapterFigures(
         record.name,
         service.observer.usage.peek(record.name),
@@ -231,13 +233,17 @@ def figures_of(service: Service, record: AdapterRecord, where: _Residency | None
 
 
 def _all_figures(service: Service, part: str) -> tuple[list[AdapterFigures], int]:
-    """Return the figures of the models that have ``part`` in their names, and the number of all adapters.
+    """Return the figures of the models whose names contain ``part``, and the number of all adapters.
 
-    They are the base model, the registered adapters, and those that a request would load.
+    The models are the base model, the registered adapters, and the adapters that a request would load.
     """
-    live, usage, base = service.observer.live, service.observer.usage, service.models.base
-    where, now_s = _Residency(service), live.now_s()
-    records, found = service.catalog.list(), []
+    live = service.observer.live
+    usage = service.observer.usage
+    base = service.models.base
+    where = _Residency(service)
+    now_s = live.now_s()
+    records = service.catalog.list()
+    found = []
     if part in base.lower():
         history = live.peek(BASE)
         found.append(AdapterFigures(base, usage.base, history, LoadHistory(), None, 0, False, now_s, is_base=True))
@@ -256,7 +262,7 @@ _LIST_EVERY_S = 10.0
 
 
 async def _list_unloaded(service: Service) -> None:
-    """List the adapters that a request would load, unless that was done lately: it reads a folder."""
+    """List the adapters that a request would load; a recent list is reused, since this reads a folder."""
     live = service.observer.live
     if live.now_s() - live.unloaded_at_s > _LIST_EVERY_S:
         live.unloaded_at_s = live.now_s()
@@ -267,8 +273,10 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
     """Return the body of ``/v1/stats``."""
     live = service.observer.live
     live.sample()
-    stats, now_s = live.engine_stats(), live.now_s()
-    usage, recent = service.observer.usage, live.recent()
+    stats = live.engine_stats()
+    now_s = live.now_s()
+    usage = service.observer.usage
+    recent = live.recent()
     everything = usage.all_adapters.plus(usage.base.total)
     answered = [each for each in recent if each.ttft_s is not None]
     sums = [sum(part) / len(answered) for part in zip(*(each.parts for each in answered), strict=True)]
@@ -316,7 +324,7 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
 
 
 def _waiting(stats: Iterable[EngineStats]) -> dict[str, int]:
-    """Return waiting requests by cause: those of the queue, and transfers to requests that have their blocks."""
+    """Return waiting requests by cause: in the queue, or for a transfer after they have their blocks."""
     waiting = dict.fromkeys(WAITS, 0)
     for each in stats:
         waiting["adapter"] += each.waiting_for_adapter
@@ -327,7 +335,7 @@ def _waiting(stats: Iterable[EngineStats]) -> dict[str, int]:
 
 
 def _rows(service: Service, query: StatsQuery) -> tuple[list[dict[str, Any]], int, int]:
-    """Return the adapters to show, the number of all, and of the models that match."""
+    """Return the adapters to show, the number of all adapters, and the number of matching models."""
     matching, total = _all_figures(service, query.match.lower())
     key = _ORDERS[query.sort]
     pick = heapq.nsmallest if query.ascending else heapq.nlargest
@@ -342,13 +350,13 @@ QueryDep = Annotated[StatsQuery, Depends()]
 
 @ROUTES.add(Route("GET /v1/stats", Callers.ADMINS))
 async def stats(service: ServiceDep, query: QueryDep) -> Response:
-    """Return load, latencies, memory and adapters as they are now."""
+    """Return the present load, latencies, memory and adapters."""
     return await stats_response(partial(_look, service), query)
 
 
 @ROUTES.add(Route("GET /v1/stats/stream", Callers.ADMINS))
 async def stream(service: ServiceDep, query: Annotated[StatsStreamQuery, Depends()]) -> Response:
-    """Send the same as server-sent events, one each ``interval_s``; only the first has the history."""
+    """Send the statistics as server-sent events every ``interval_s``; only the first has the history."""
     return service.stats_streams.response(partial(_look, service), query)
 
 

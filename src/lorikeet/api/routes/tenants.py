@@ -1,4 +1,4 @@
-"""Routes of keys, usage and the audit log."""
+"""Serves keys, usage and the audit log of tenants."""
 
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
@@ -54,9 +54,10 @@ class KeyRotation(Body):
     status_code=201,
 )
 async def create_key(body: NewKey, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Make a key. Its secret is in this answer, and nowhere else."""
-    tenants, settings = _tenants(service), _settings(body.settings or {}, KeySettings())
-    key, secret = await _asked(partial(tenants.create, body.name, settings, sender.access.actor))
+    """Make a key. Only this answer contains its secret."""
+    tenants = _tenants(service)
+    settings = _settings(body.settings or {}, KeySettings())
+    key, secret = await _queried(partial(tenants.create, body.name, settings, sender.access.actor))
     return {**_card(key), "secret": secret}
 
 
@@ -77,27 +78,27 @@ async def get_key(key_id: str, service: ServiceDep) -> dict[str, Any]:
 
 @ROUTES.add(Route("PATCH /v1/keys/{key_id}", Callers.ADMINS))
 async def change_key(key_id: str, body: KeyChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Change what a key may do; what the body does not name stays as it is."""
+    """Change the rights of a key; settings that the body does not name stay unchanged."""
     tenants = _tenants(service)
     key = tenants.by_id(key_id)
     if key is None:
         raise _unknown(key_id)
     settings = _settings(body.settings, key.settings)
-    return _card(await _asked(partial(tenants.change, key_id, settings, sender.access.actor)))
+    return _card(await _queried(partial(tenants.change, key_id, settings, sender.access.actor)))
 
 
 @ROUTES.add(Route("POST /v1/keys/{key_id}/rotate", Callers.ADMINS))
 async def rotate_key(key_id: str, body: KeyRotation, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Give a key another secret; the present one stays valid for a while."""
+    """Give a key a new secret; the present one stays valid for a while."""
     rotate = partial(_tenants(service).rotate, key_id, body.overlap_s, sender.access.actor)
-    key, secret = await _asked(rotate)
+    key, secret = await _queried(rotate)
     return {**_card(key), "secret": secret}
 
 
 @ROUTES.add(Route("DELETE /v1/keys/{key_id}", Callers.ADMINS))
 async def revoke_key(key_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Refuse a key from now on. What it has used stays known."""
-    return _card(await _asked(partial(_tenants(service).revoke, key_id, sender.access.actor)))
+    """Revoke a key. Its usage stays recorded."""
+    return _card(await _queried(partial(_tenants(service).revoke, key_id, sender.access.actor)))
 
 
 @ROUTES.add(Route("GET /v1/usage", Callers.KEYS, note="usage by day, key and model; a tenant sees its own"))
@@ -109,20 +110,20 @@ async def usage(
     key: str = "",
     model: str = "",
 ) -> Response:
-    """Return what was used by day of UTC, key and model; to a tenant its own, to the operator everybody's.
+    """Return usage by day in UTC, key and model; a tenant sees its own, the operator sees all.
 
     Args:
-        service: the server.
-        sender: who asks.
-        start, end: the first and the last day; the last 31 days.
-        key: only of this key.
-        model: only of this adapter, or of the base model.
+        service: the server's service.
+        sender: the request's sender.
+        start, end: the first and the last day; by default the last 31 days.
+        key: limits the answer to this key.
+        model: limits the answer to this adapter, or to the base model.
     """
     tenants = _tenants(service)
     last = end or datetime.now(UTC).date()
     first = start or last - timedelta(days=_USAGE_DAYS - 1)
     if first > last:
-        raise bad_request(f"start is {first}, after {last}, the end.", "start")
+        raise bad_request(f"start is {first}, which is after the end, {last}.", "start")
     if sender.access.key is not None:
         key = sender.access.key.key_id
     adapter = None if not model else "" if service.models.is_base(model) else model
@@ -132,11 +133,12 @@ async def usage(
         rows = tenants.store.usage(str(first), str(last), key, adapter)
         return msgspec.json.encode({"object": "list", "data": [_usage_row(tenants, row._asdict()) for row in rows]})
 
-    return Response(await _asked(read), media_type="application/json")
+    return Response(await _queried(read), media_type="application/json")
 
 
 def _usage_row(tenants: Tenants, row: dict[str, Any]) -> dict[str, Any]:
-    key_id, adapter = row.pop("key_id"), row.pop("adapter")
+    key_id = row.pop("key_id")
+    adapter = row.pop("adapter")
     key = tenants.by_id(key_id)
     return {
         "day": row.pop("day"),
@@ -155,14 +157,14 @@ async def audit(
     before: Annotated[int, Query(ge=0)] = 0,
     limit: Annotated[int, Query(ge=1, le=_MOST_CHANGES)] = 100,
 ) -> dict[str, Any]:
-    """Return who changed which adapter or key, the latest first; ``before`` a number for the next page."""
+    """Return changes of adapters and keys with their authors, the latest first; ``before`` selects a page."""
     read = partial(_tenants(service).store.changes, subject, before, limit)
-    return {"object": "list", "data": [entry._asdict() for entry in await _asked(read)]}
+    return {"object": "list", "data": [entry._asdict() for entry in await _queried(read)]}
 
 
 def _tenants(service: Service) -> Tenants:
     if service.tenants is None:
-        raise ApiError(404, "This server has no tenants; start it with --tenants.")
+        raise ApiError(404, "This server has no tenants: start it with --tenants.")
     return service.tenants
 
 
@@ -191,10 +193,10 @@ def _settings(given: dict[str, Any], present: KeySettings) -> KeySettings:
 
 
 def _unknown(key_id: str) -> ApiError:
-    return ApiError(404, f"There is no key {key_id[:100]!r} that is valid.", param="key_id")
+    return ApiError(404, f"The key {key_id[:100]!r} does not exist, or is revoked.", param="key_id")
 
 
-async def _asked(work: Callable[[], _T]) -> _T:
+async def _queried(work: Callable[[], _T]) -> _T:
     """Run work on the database in a thread.
 
     Raises:

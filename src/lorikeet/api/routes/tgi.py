@@ -1,4 +1,4 @@
-"""TGI's routes, and LoRAX's, which add an adapter to them.
+"""Serves TGI's routes, and LoRAX's, which add an adapter to them.
 
 TGI: https://huggingface.github.io/text-generation-inference/. LoRAX: https://loraexchange.ai/reference/rest_api/.
 """
@@ -38,7 +38,7 @@ ROUTES = Routes(note="TGI's and LoRAX's: see [other servers' routes](#other-serv
 
 _DEFAULT_MAX_TOKENS = 100
 _BASE = ("", "__base__")
-"""Values of ``adapter_id`` for no adapter; the second is LoRAX's."""
+"""Values of ``adapter_id`` for the base model; the second is LoRAX's."""
 _WORDS = {
     "prompt": "inputs",
     "max_tokens": "max_new_tokens",
@@ -53,21 +53,21 @@ _FINISH = {"length": "length", "stop": "eos_token", "abort": "length"}
 
 
 class Grammar(Body):
-    """The form of an answer: a JSON schema or a regular expression."""
+    """Form of an answer: a JSON schema or a regular expression."""
 
     type: Literal["json", "json_schema", "regex"]
     value: str | dict[str, Any]
 
 
 class ResponseFormat(Body):
-    """LoRAX's form of the same."""
+    """Form of an answer in LoRAX's fields."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class TgiParameters(Body):
-    """How to generate."""
+    """Parameters of a generation."""
 
     refused: ClassVar = {
         "best_of": ((1,), "best_of above 1 is not supported here; use /v1/completions."),
@@ -100,18 +100,18 @@ class TgiParameters(Body):
 
     @property
     def alternatives(self) -> int:
-        """How many of the likeliest tokens are told beside each one; the second name is LoRAX's."""
+        """Number of likeliest tokens to report beside each token; the second name is LoRAX's."""
         return self.top_n_tokens or self.return_k_alternatives or 0
 
     @property
     def samples(self) -> bool:
-        """Whether it samples; as in TGI also if a field is given that has no meaning otherwise."""
+        """Whether tokens are sampled: on request, or if a field is set that only sampling uses, as in TGI."""
         shapes = (self.temperature or 1.0) != 1.0 or self.top_k is not None or (self.top_p or 1.0) < 1.0
         return bool(self.do_sample) or shapes
 
     @property
     def structure(self) -> dict[str, Any]:
-        """The form of the answer, as fields of a completion."""
+        """Form of the answer, in fields of a completion."""
         if self.grammar is not None:
             return {"guided_regex" if self.grammar.type == "regex" else "guided_json": self.grammar.value}
         if self.response_format is None or self.response_format.type == "text":
@@ -129,14 +129,14 @@ class TgiRequest(Body):
 
     @property
     def given(self) -> TgiParameters:
-        """The parameters."""
+        """Parameters of the body, or the defaults."""
         return self.parameters or TgiParameters()
 
     def completion(self, *, needs_logprobs: bool) -> CompletionRequest:
-        """Return the completion that it asks for.
+        """Return the requested completion.
 
         Raises:
-            ApiError: 400 or 501, it asks for what is not valid or not supported.
+            ApiError: 400 or 501, a field is not valid or not supported.
         """
         given = self.given
         refuse_unsupported(self)
@@ -166,19 +166,19 @@ class TgiRequest(Body):
 
 @ROUTES.add(Route("POST /", Callers.KEYS))
 async def root(body: TgiRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Continue a prompt, as ``/generate`` in a list, or with ``stream`` as ``/generate_stream``."""
+    """Continue a prompt: in a list of one answer, or as a stream if the body has ``stream``."""
     return await answer(service, body, sender, stream=bool(body.stream), in_a_list=True)
 
 
 @ROUTES.add(Route("POST /generate_stream", Callers.KEYS))
 async def generate_stream(body: TgiRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Continue a prompt; the answer is a stream with an event for each token."""
+    """Continue a prompt in a stream with an event for each token."""
     return await answer(service, body, sender, stream=True)
 
 
 @ROUTES.add(Route("GET /info", Callers.KEYS))
 async def info(service: ServiceDep) -> dict[str, Any]:
-    """Return what TGI and LoRAX tell of themselves, as far as it has a meaning here."""
+    """Return the description of the server, in the fields of TGI and LoRAX that apply here."""
     limits = service.limits
     return {
         "model_id": service.models.base,
@@ -201,14 +201,14 @@ async def answer(
     """Return the answer to a body.
 
     Args:
-        service: running.
-        body: checked.
-        sender: of the request.
+        service: the server's service.
+        body: the checked body.
+        sender: the request's sender.
         stream: whether the answer is a stream.
-        in_a_list: whether an answer that is none is a list of one.
+        in_a_list: whether an answer that is not a stream is a list of one.
 
     Raises:
-        ApiError: it cannot be served.
+        ApiError: the body is not valid, or cannot be served.
     """
     with in_words(_WORDS):
         needs_logprobs = stream or bool(body.given.details)
@@ -264,9 +264,9 @@ async def _events(started: StartedCompletion, body: TgiRequest) -> AsyncIterator
 def _token_events(texts: TextProcessor, delta: OutputDelta, own: list[str], so_far: Answer, body: TgiRequest) -> bytes:
     """Return an event for each token of a delta; ``own`` are their texts."""
     is_last = delta.finish_reason is not None
-    # The end may come without a token, but clients expect the whole text beside one.
+    # The end may come without a token, but clients expect a token beside the whole text.
     tokens = delta.tokens or (tuple(so_far.tokens[-1:]) if is_last else ())
-    if len(own) != len(tokens) or "".join(own) != delta.text:  # as what may begin a stop string is held back
+    if len(own) != len(tokens) or "".join(own) != delta.text:  # The text is held back while it may begin a stop string.
         own = [""] * (len(tokens) - 1) + [delta.text]
     first = len(so_far.tokens) - len(delta.tokens) + 1
     events = b""

@@ -1,4 +1,4 @@
-"""Routes that training loops call between two updates of their adapters: vLLM's, as TRL calls them."""
+"""Serves vLLM's routes for training loops, such as TRL's, between two updates of their adapters."""
 
 import asyncio
 from typing import Annotated, Literal
@@ -13,14 +13,14 @@ from lorikeet.serving.service import Service
 ROUTES = Routes(note="see [training loops](#training-loops)")
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What happens to running requests: they end with what they have, are waited for, or stand still."""
+"""Treatment of running requests: they are ended early, finish first, or stand still."""
 
 
 @ROUTES.add(Route("POST /pause", Callers.ADMINS))
 async def pause(
     service: ServiceDep, mode: Annotated[PauseMode, Query()] = "abort", clear_cache: bool = True
 ) -> dict[str, str]:
-    """Generate nothing until ``/resume``; new requests wait.
+    """Pause generation until ``/resume``; new requests wait.
 
     ``clear_cache`` has no effect: KV belongs to one version of an adapter, so new weights never use old KV.
     """
@@ -30,7 +30,7 @@ async def pause(
             generation.abort()
     if mode != "keep":
         await _all_ended(service)
-    if not service.resolver.unpaused.is_set():  # else it was resumed meanwhile
+    if not service.resolver.unpaused.is_set():  # It may have been resumed meanwhile.
         service.client.set_paused(True)
     log.info("generation paused", mode=mode)
     return {"status": "paused"}
@@ -38,7 +38,7 @@ async def pause(
 
 @ROUTES.add(Route("POST /resume", Callers.ADMINS))
 async def resume(service: ServiceDep) -> dict[str, str]:
-    """Generate again."""
+    """Resume generation."""
     service.resolver.unpaused.set()
     service.client.set_paused(False)
     log.info("generation resumed")
@@ -53,7 +53,7 @@ async def is_paused(service: ServiceDep) -> dict[str, bool]:
 
 @ROUTES.add(Route("GET /get_world_size", Callers.OPERATOR))
 async def get_world_size(service: ServiceDep, include_dp: bool = True) -> dict[str, int]:
-    """Return the number of ranks of all replicas, or of one."""
+    """Return the number of ranks of all replicas, or of one replica."""
     return {"world_size": service.ranks * (len(service.client.views) if include_dp else 1)}
 
 

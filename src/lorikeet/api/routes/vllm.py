@@ -1,4 +1,4 @@
-"""vLLM's routes beside OpenAI's, and ``/server_info``, which SGLang has, too."""
+"""Serves vLLM's routes beside OpenAI's, and ``/server_info``, which SGLang has, too."""
 
 import json
 from pathlib import Path
@@ -15,15 +15,16 @@ ROUTES = Routes(note="vLLM's and SGLang's")
 
 @ROUTES.add(Route("POST /reset_prefix_cache", Callers.ADMINS))
 async def reset_prefix_cache(service: ServiceDep) -> dict[str, bool]:
-    """Let no later request reuse KV that is there now."""
+    """Exclude the present KV from reuse by later requests."""
     service.reset_prefix_cache()
     return {"success": True}
 
 
 @ROUTES.add(Route("GET /get_server_info /server_info", Callers.OPERATOR))
 async def server_info(service: ServiceDep) -> dict[str, Any]:
-    """Return sizes and limits of the server; in ``vllm_config`` where training loops look for them."""
-    engine, models = service.client.engine_info, service.models
+    """Return sizes and limits of the server, in ``vllm_config``, where training loops read them."""
+    engine = service.client.engine_info
+    models = service.models
     root = models.card(models.base)["root"]
     return {
         "version": __version__,
@@ -54,7 +55,7 @@ async def server_info(service: ServiceDep) -> dict[str, Any]:
 
 @ROUTES.add(Route("GET /tokenizer_info", Callers.OPERATOR))
 async def tokenizer_info(service: ServiceDep) -> dict[str, Any]:
-    """Return the base model's ``tokenizer_config.json``, with the chat template that is used."""
+    """Return the base model's ``tokenizer_config.json``, with the chat template in use."""
     texts = service.text_processor
     if texts.origin is None:
         raise ApiError(404, "The tokenizer was not read from a model's folder.")
