@@ -165,7 +165,8 @@ async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server:
 async def test_request_keeps_the_version_that_it_named_while_its_prompt_is_read(
     server: Running, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    reading, go_on = asyncio.Event(), asyncio.Event()
+    reading = asyncio.Event()
+    go_on = asyncio.Event()
     encode_chat = server.service.text_processor.encode_chat
 
     async def encode_late(*arguments: Any, **options: Any) -> list[int]:
@@ -212,7 +213,8 @@ async def test_the_engine_knows_every_version_that_has_a_name_and_no_other(serve
 async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_known(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog, register = server.service.catalog, server.service.catalog.register
+    catalog = server.service.catalog
+    register = server.service.catalog.register
 
     def register_and_lose(name: str, source: str, **options: Any) -> RegisteredAdapter:
         registered = register(name, source, **options)
@@ -227,8 +229,10 @@ async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_know
 async def test_two_replacements_at_once_free_what_each_replaced(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog, register = server.service.catalog, server.service.catalog.register
-    both_have_begun, turn = threading.Barrier(2, timeout=30), threading.Lock()
+    catalog = server.service.catalog
+    register = server.service.catalog.register
+    both_have_begun = threading.Barrier(2, timeout=30)
+    turn = threading.Lock()
     versions = {record.digest for record in catalog.list()}
 
     def register_in_turn(name: str, source: str, **options: Any) -> RegisteredAdapter:
@@ -383,7 +387,8 @@ async def test_two_uploads_of_one_name_at_once_leave_one(server: Running) -> Non
 async def test_traffic_since_a_name_was_loaded_again_survives_the_end_of_its_unload(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropping, dropped = asyncio.Event(), asyncio.Event()
+    dropping = asyncio.Event()
+    dropped = asyncio.Event()
 
     async def drop(digest: AdapterDigest) -> int:
         dropping.set()
@@ -419,7 +424,8 @@ async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> 
 
 
 async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, begun = threading.Event(), list[Any]()
+    go_on = threading.Event()
+    begun = list[Any]()
     register = server.service.catalog.register
 
     def register_late(*arguments: Any, **options: Any) -> RegisteredAdapter:

@@ -313,7 +313,8 @@ async def test_an_unknown_model_is_a_404_and_never_the_base(server: Running) -> 
 async def test_engine_failure_is_a_500_and_impossible_request_a_400_also_streaming(
     server: Running, impossible: bool, status: int
 ) -> None:
-    server.engine.refusal, server.engine.impossible = "adapter_model.safetensors: truncated", impossible
+    server.engine.refusal = "adapter_model.safetensors: truncated"
+    server.engine.impossible = impossible
     for stream in (False, True):
         reply = await server.http.post(CHAT, json=body(model="formal", stream=stream))
         assert reply.status_code == status
@@ -420,7 +421,8 @@ async def test_a_wrong_field_is_a_400_that_names_it(server: Running, fields: dic
     assert server.engine.submitted == []
 
 
-STRING, LIST = "Input should be a valid string", "Input should be a valid list"
+STRING = "Input should be a valid string"
+LIST = "Input should be a valid list"
 
 
 @pytest.mark.parametrize(

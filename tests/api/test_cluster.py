@@ -13,7 +13,8 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import RouteStats
 from tests.support.api_server import Running, Start
 
-FIRST, SECOND = ReplicaId("replica-0"), ReplicaId("replica-1")
+FIRST = ReplicaId("replica-0")
+SECOND = ReplicaId("replica-1")
 
 
 def replica(replica_id: ReplicaId, resident: tuple[AdapterDigest, ...], *, alive: bool = True) -> ReplicaState:

@@ -303,7 +303,8 @@ async def test_health_can_be_asked_for_a_token(server: Running) -> None:
     assert len(server.engine.submitted) == 1
     server.engine.alive = False
     assert (await server.http.get("/health_generate")).status_code == 503
-    server.engine.alive, server.service.gate.max_queued = True, 1
+    server.engine.alive = True
+    server.service.gate.max_queued = 1
     ticket = server.service.gate.enter(1)
     assert (await server.http.get("/health_generate")).status_code == 200, "it is only busy"
     ticket.release()

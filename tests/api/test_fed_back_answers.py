@@ -20,7 +20,9 @@ from tests.support.fuzzing import Fuzzing
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 MOST_TOKENS = 400
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 DESCRIBED = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
 CALLS_IN = {
     "none": TEMPLATE,

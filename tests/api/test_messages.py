@@ -53,7 +53,8 @@ def merged(stream: list[dict[str, Any]]) -> dict[str, Any]:
                 message["content"].append(event["content_block"])
                 partial = ""
             case "content_block_delta":
-                block, delta = message["content"][event["index"]], event["delta"]
+                block = message["content"][event["index"]]
+                delta = event["delta"]
                 if delta["type"] == "input_json_delta":
                     partial += delta["partial_json"]
                     block["input"] = partial

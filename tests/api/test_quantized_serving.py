@@ -37,10 +37,12 @@ async def answers(server: Server, models: Sequence[str], prompt: str) -> list[di
 async def test_the_default_models_own_file_answers_as_the_model_converted_from_it(
     default_model_cache: Path, tmp_path: Path
 ) -> None:
-    converted, file = prepare_default_model(default_model_cache), default.find_gguf()
+    converted = prepare_default_model(default_model_cache)
+    file = default.find_gguf()
     flags = [f"--lora-modules={name}={SAMPLES / name}" for name in ("pirate", "json")]
     small = ["--memory=128MiB", "--max-model-len=512"]
-    prompt, found = "<|im_start|>user\nWhat is honey?<|im_end|>\n<|im_start|>assistant\n", []
+    prompt = "<|im_start|>user\nWhat is honey?<|im_end|>\n<|im_start|>assistant\n"
+    found = []
     for model, name, form, more in (
         (converted, default.NAME, "bfloat16", []),
         (file, file.stem, "GGUF Q4_1, GGUF Q8_0: ", [f"--tokenizer={converted}"]),
@@ -53,7 +55,8 @@ async def test_the_default_models_own_file_answers_as_the_model_converted_from_i
 
 
 async def test_a_base_quantised_on_load_answers_as_one_with_the_quantised_numbers(tmp_path: Path) -> None:
-    model, other = make_model(tmp_path / "tiny"), make_model(tmp_path / "numbers")
+    model = make_model(tmp_path / "tiny")
+    other = make_model(tmp_path / "numbers")
     adapters = [write_adapter(tmp_path / each, seed=seed, layers=3, hidden=48) for seed, each in enumerate("ab")]
     flags = [f"--lora-modules={each.name}={each}" for each in adapters]
     tensors = load_file(other / "model.safetensors")

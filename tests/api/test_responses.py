@@ -442,7 +442,8 @@ def test_answers_that_are_being_made_stay() -> None:
     store.put("t", running)
     store.put("t", stored("b"))
     assert kept(store, "t", "ab") == "a"
-    running.response, running.snapshot = b"x" * 20, None
+    running.response = b"x" * 20
+    running.snapshot = None
     store.put("t", running)
     assert (store.number, store.size_bytes) == (1, 30)
 

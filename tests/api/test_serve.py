@@ -285,7 +285,8 @@ async def answering(
 @asynccontextmanager
 async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
     """An HTTP server from which an adapter comes as far as the middle of its weights, and what is set then."""
-    hangs, go_on = asyncio.Event(), asyncio.Event()
+    hangs = asyncio.Event()
+    go_on = asyncio.Event()
 
     async def config(request: web.Request) -> web.Response:
         return web.json_response({"peft_type": "LORA"})
@@ -337,7 +338,8 @@ async def test_hanging_download_does_not_keep_a_starting_server_from_stopping(mo
 @asynccontextmanager
 async def hanging_hub() -> AsyncIterator[tuple[str, asyncio.Event]]:
     """Yield the address of a hub whose one model's weights never end, and what is set once they are being fetched."""
-    hangs, go_on = asyncio.Event(), asyncio.Event()
+    hangs = asyncio.Event()
+    go_on = asyncio.Event()
     files = [{"type": "file", "path": name, "rfilename": name, "size": 2**20, "oid": "0"} for name in HUB_FILES]
     told = {"id": "org/tiny", "sha": "0" * 40, "siblings": files, "tags": [], "downloads": 0, "private": False}
 

@@ -88,7 +88,8 @@ async def test_keys_are_made_changed_rotated_and_revoked_over_http(
     boss = bearer("boss")
     async with start(tenants=open_tenants(), **ADMIN) as server:
         made = await server.http.post("/v1/keys", json={"name": "acme"}, headers=boss)
-        key, secret = made.json()["id"], made.json()["secret"]
+        key = made.json()["id"]
+        secret = made.json()["secret"]
         assert (made.status_code, (await complete(server, secret)).status_code) == (201, 200)
         listed = (await server.http.get("/v1/keys", headers=boss)).json()["data"]
         assert [(each["id"], each["name"], each["revoked"]) for each in listed] == [(key, "acme", None)]
@@ -138,7 +139,8 @@ def test_tenants_need_an_admin_key() -> None:
 
 
 def test_another_server_sees_a_change_when_it_looks(open_tenants: Callable[..., Tenants]) -> None:
-    one, other = open_tenants(), open_tenants()
+    one = open_tenants()
+    other = open_tenants()
     key, secret = make(one)
     other.refresh()
     assert other.find(secret) == key
@@ -172,7 +174,8 @@ async def test_foreign_names_do_not_exist(start: Start, open_tenants: Callable[.
             content = {"model": "globex/b", "input": "x"}
             assert (await server.http.post(path, json=content, headers=bearer(secret))).status_code == 404, path
         for name in names:
-            foreign, missing = await complete(server, secret, name), await complete(server, secret, f"{name}x")
+            foreign = await complete(server, secret, name)
+            missing = await complete(server, secret, f"{name}x")
             assert foreign.status_code == missing.status_code == 404
             assert foreign.text == missing.text.replace(f"{name}x", name)
         for method, path in (
@@ -366,20 +369,26 @@ class Tenant:
         }
         use = random.choice([("*",), (f"{team}/*",), (f"{team}/*", "shared"), ("base",)])
         self.settings = KeySettings(use=use, see=random.choice([(), ("shared",)]), **limits)
-        self.minute, self.requests, self.minute_tokens, self.day_tokens = -1, 0, 0, 0
+        self.minute = -1
+        self.requests = 0
+        self.minute_tokens = 0
+        self.day_tokens = 0
         self.secret = self.key_id = ""
 
     def expected(self, model: str, max_tokens: int, choices: int, now: float) -> int:
         """Return the status of a request, and count it."""
         if not self._matches(self.settings.use, model):
             return 403 if self._matches(self.settings.see, model) else 404
-        limits, asked = self.settings, choices * (3 + max_tokens)
+        limits = self.settings
+        asked = choices * (3 + max_tokens)
         if (0 < limits.requests_per_minute < choices) or any(
             0 < limit < asked for limit in (limits.tokens_per_minute, limits.tokens_per_day)
         ):
             return 400
         if int(now // MINUTE_S) != self.minute:
-            self.minute, self.requests, self.minute_tokens = int(now // MINUTE_S), 0, 0
+            self.minute = int(now // MINUTE_S)
+            self.requests = 0
+            self.minute_tokens = 0
         checks = (
             (limits.requests_per_minute, self.requests + choices),
             (limits.tokens_per_minute, self.minute_tokens + asked),
@@ -406,7 +415,8 @@ async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_a
     chance = random.Random(7)
     tenants = [Tenant(chance, number) for number in range(60)]
     names = ["base", "shared", *(f"team{number}/a" for number in range(12))]
-    log_path, statuses = tmp_path / "requests.jsonl", Counter[int]()
+    log_path = tmp_path / "requests.jsonl"
+    statuses = Counter[int]()
     bills: list[dict[str, Any]] = []
     for life in range(2):
         log = RequestLog(log_path, max_bytes=10**8, keep=1)
@@ -422,7 +432,8 @@ async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_a
                 tenant = chance.choice(tenants)
                 mine = [name for name in names if Tenant._matches(tenant.settings.use, name)]
                 model = chance.choice(mine if mine and chance.random() < 0.8 else names)
-                max_tokens, choices = chance.choice([1, 4, 20]), chance.choice([1, 1, 2])
+                max_tokens = chance.choice([1, 4, 20])
+                choices = chance.choice([1, 1, 2])
                 expected = tenant.expected(model, max_tokens, choices, clock())
                 reply = await complete(server, tenant.secret, model, max_tokens=max_tokens, n=choices)
                 assert reply.status_code == expected, (tenant.settings, model, reply.text)
@@ -436,7 +447,8 @@ async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_a
         log.close()
     assert min(statuses[each] for each in (200, 400, 404, 429)) > 5, statuses
     by_id = {tenant.key_id: tenant for tenant in tenants}
-    logged, billed = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+    logged = Counter[tuple[Any, ...]]()
+    billed = Counter[tuple[Any, ...]]()
     for line in map(json.loads, log_path.read_text().splitlines()):
         assert Tenant._matches(by_id[line["tenant"]].settings.use, line["adapter"] or "base")
         _add(logged, line["tenant"], line["adapter"], 1, line["input_tokens"], line["output_tokens"])
@@ -458,7 +470,8 @@ def _add(to: "Counter[tuple[Any, ...]]", tenant: str, adapter: str | None, *coun
 async def test_two_servers_that_share_postgresql_keep_limits_exactly(
     start: Start, open_tenants: Callable[..., Tenants], postgres_url: str
 ) -> None:
-    one, two = open_tenants(postgres_url), open_tenants(postgres_url)
+    one = open_tenants(postgres_url)
+    two = open_tenants(postgres_url)
     used = 3 + 2  # what a request takes and what it uses are the same, so the order of ends does not matter
     limits = {"requests_per_minute": 40, "tokens_per_minute": 40 * used - 1, "concurrent_requests": 25}
     made = [make(one, f"tenant {number}", **limits) for number in range(4)]
@@ -490,7 +503,8 @@ async def test_two_servers_that_share_postgresql_keep_limits_exactly(
 
 
 def test_a_server_that_dies_frees_its_places_after_a_while(open_tenants: Callable[..., Tenants], clock: Clock) -> None:
-    one, two = open_tenants(), open_tenants()
+    one = open_tenants()
+    two = open_tenants()
     key, _ = make(one, concurrent_requests=1)
     assert one.ledger.ask(key, 1, 1).result().grant is not None
     assert two.ledger.ask(key, 1, 1).result().grant is None

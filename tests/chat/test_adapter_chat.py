@@ -65,7 +65,8 @@ async def test_an_adapter_with_its_own_chat_is_served_beside_one_without(start: 
         assert plain.json()["choices"][0]["message"] == {"role": "assistant", "content": f"<think>{calls}"}
 
         by_name = {request.adapter.name: request for request in server.engine.submitted if request.adapter}
-        own, other = by_name["own"], by_name["formal"]
+        own = by_name["own"]
+        other = by_name["formal"]
         text = TOKENIZER.decode(own.prompt_token_ids, skip_special_tokens=False)
         assert text == "[system]Be odd.[user]hello<|tool_call|>2<|end|>"
         assert (own.sampling.temperature, own.sampling.top_k) == (0.25, 7)
@@ -179,7 +180,8 @@ async def test_adapters_with_different_added_tokens_are_served(start: Start) -> 
     async with start() as server:
         last = TOKENIZER.get_vocab_size()
         server.service.chats.base = _with_vocabulary(server, last + 2)
-        one, two = added((last, "<one>")), added((last, "<two>"), (last + 1, "<three>"))
+        one = added((last, "<one>"))
+        two = added((last, "<two>"), (last + 1, "<three>"))
         pad = {**added((last + 99, "<pad>")), "pad_token": "<pad>"}
         for name, files in (("one", one), ("two", two), ("pad", pad)):
             assert (await add(server, name, {"tokenizer_config.json": files})).status_code == 201

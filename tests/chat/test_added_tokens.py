@@ -78,7 +78,8 @@ def test_generated_tokenizers_and_templates_are_those_of_transformers(fuzz: Fuzz
     @given(st.integers(0, 2**40))
     def compare(seed: int) -> None:
         choose = random.Random(seed)
-        tokens, template = added_tokens(choose), choose.choice(TEMPLATES)
+        tokens = added_tokens(choose)
+        template = choose.choice(TEMPLATES)
         names = [token["content"] for token in tokens]
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
         config["eos_token"] = choose.choice(names)

@@ -104,7 +104,8 @@ def test_a_grammar_may_name_a_special_token() -> None:
 def test_patterns_that_match_the_names_of_properties_only_are_left_out(
     names: list[str], patterns: list[str], kept: list[str]
 ) -> None:
-    one, two = {"type": "integer"}, {"maximum": 3}
+    one = {"type": "integer"}
+    two = {"maximum": 3}
     schema = {"properties": dict.fromkeys(names, one), "patternProperties": dict.fromkeys(patterns, two)}
     found = without_covered_patterns(schema)
     assert list(found["patternProperties"]) == kept

@@ -23,7 +23,8 @@ from tests.support.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 pytestmark = pytest.mark.slow
 
-BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
+BYTE_LEVEL = byte_level_tokenizer()
+BYTE_FALLBACK = byte_fallback_tokenizer()
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
 
 
@@ -163,7 +164,9 @@ def test_nothing_shown_is_ever_part_of_a_stop_string(stops: list[str], pieces: l
 def test_stop_string_starting_before_the_minimum_counts_if_it_ends_after(
     stops: list[str], whole: str, free: int
 ) -> None:
-    scanner, text, stop = StopScanner(stops), "", None
+    scanner = StopScanner(stops)
+    text = ""
+    stop = None
     for at, letter in enumerate(whole):
         shown, stop = scanner.push(letter, may_stop=at >= free)
         text += shown
@@ -212,7 +215,8 @@ MEDIUM = LONG[:60_000]
 
 def goes_on_during(work: Callable[[], object]) -> bool:
     """Return whether another thread came to run before ``work`` was done, which must let it."""
-    begin, went_on = threading.Event(), threading.Event()
+    begin = threading.Event()
+    went_on = threading.Event()
 
     def other() -> None:
         begin.wait()
@@ -255,7 +259,8 @@ def test_token_bytes_make_up_the_text_even_of_split_characters(tokenizer: Tokeni
 @given(text=st.text("helo wrd 日🦜\n\ufffd", min_size=1, max_size=20), skip=st.booleans())
 def test_tokens_of_logprobs_spell_the_text_at_their_offsets(tokenizer: Tokenizer, text: str, skip: bool) -> None:
     texts = TextProcessor(tokenizer, None)
-    context, token_ids = tokenizer.encode("hello").ids, tokenizer.encode(f"hello{text}").ids
+    context = tokenizer.encode("hello").ids
+    token_ids = tokenizer.encode(f"hello{text}").ids
     if token_ids[: len(context)] != context:
         return
     token_ids = token_ids[len(context) :]
@@ -271,7 +276,8 @@ def test_tokens_of_logprobs_spell_the_text_at_their_offsets(tokenizer: Tokenizer
 
 
 def test_hidden_tokens_take_no_place_in_offsets() -> None:
-    hello, end = TOKENIZER.encode("hello").ids, TOKENIZER.token_to_id("<|im_end|>")
+    hello = TOKENIZER.encode("hello").ids
+    end = TOKENIZER.token_to_id("<|im_end|>")
     for skip, place in ((True, 5), (False, 5 + len("<|im_end|>"))):
         offsets = TextOffsets(TEXTS, skip_special_tokens=skip)
         assert [offsets.add(each) for each in (*hello, end, *hello)][len(hello) + 1] == place

@@ -39,7 +39,8 @@ def read(tool_format: ToolFormat, pieces: Iterable[str]) -> tuple[str, list[Call
     parser = tool_format.parser(FUNCTIONS)
     events: list[Event] = [event for piece in pieces for event in parser.push(piece)]
     events += parser.finish()
-    content, calls = "", list[Call]()
+    content = ""
+    calls = list[Call]()
     for event in events:
         match event:
             case Content(text):

@@ -20,12 +20,14 @@ from tests.support.waiting import until
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     """Answer with the length of the body; ``/large`` with 64 MiB."""
-    size, more = 0, True
+    size = 0
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
-        size, more = size + len(message["body"]), message["more_body"]
+        size = size + len(message["body"])
+        more = message["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for _ in range(1024 if scope["path"] == "/large" else 0):
         await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})

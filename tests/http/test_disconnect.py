@@ -34,7 +34,8 @@ class _Client:
 
 
 async def test_work_for_a_client_that_hangs_up_is_cancelled() -> None:
-    client, ends = _Client(), []
+    client = _Client()
+    ends = []
 
     async def make() -> Response:
         client.gone.set()
@@ -52,7 +53,8 @@ async def test_work_for_a_client_that_hangs_up_is_cancelled() -> None:
 
 
 async def test_a_stream_to_a_client_that_hangs_up_ends() -> None:
-    client, ends = _Client(), []
+    client = _Client()
+    ends = []
 
     async def events() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
@@ -71,7 +73,8 @@ async def test_a_stream_to_a_client_that_hangs_up_ends() -> None:
 
 
 async def test_a_time_out_of_the_work_itself_is_not_taken_for_a_client_that_hangs_up() -> None:
-    client, ends = _Client(), []
+    client = _Client()
+    ends = []
 
     async def make() -> Response:
         raise TimeoutError("its own")
@@ -83,7 +86,8 @@ async def test_a_time_out_of_the_work_itself_is_not_taken_for_a_client_that_hang
 
 
 async def test_a_client_that_hangs_up_after_the_answer_changes_nothing() -> None:
-    client, ends = _Client(), []
+    client = _Client()
+    ends = []
 
     async def make() -> Response:
         client.gone.set()
@@ -96,7 +100,9 @@ async def test_a_client_that_hangs_up_after_the_answer_changes_nothing() -> None
 
 
 async def test_a_client_that_stops_reading_loses_its_place_after_the_time_out() -> None:
-    closed, sent, never = [], [], asyncio.Event()
+    closed = []
+    sent = []
+    never = asyncio.Event()
 
     async def events() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"

@@ -183,7 +183,8 @@ def test_unix_socket_whose_backlog_is_full_is_not_replaced(tmp_path: Path) -> No
 @pytest.mark.slow
 async def test_routes_answer_with_and_without_the_root_path_and_keys_count_for_both(start: Start) -> None:
     async with start(root_path="/llm/", api_keys=("user",), admin_keys=("admin",)) as server:
-        user, http = {"Authorization": "Bearer user"}, server.http
+        user = {"Authorization": "Bearer user"}
+        http = server.http
         for prefix in ("", "/llm"):
             assert (await http.get(f"{prefix}/health")).status_code == 200
             assert (await http.get(f"{prefix}/v1/models")).status_code == 401

@@ -24,11 +24,15 @@ from tests.support.api_server import Start
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """Leave structlog, logging and the hook for uncaught exceptions as they were."""
-    before, root, hook = structlog.get_config(), logging.getLogger(), sys.excepthook
-    handlers, level = root.handlers, root.level
+    before = structlog.get_config()
+    root = logging.getLogger()
+    hook = sys.excepthook
+    handlers = root.handlers
+    level = root.level
     yield
     structlog.configure(**before)
-    root.handlers, sys.excepthook = handlers, hook
+    root.handlers = handlers
+    sys.excepthook = hook
     root.setLevel(level)
     logging.captureWarnings(False)
 

@@ -23,7 +23,8 @@ class FitfulBody:
     """Takes parts or not, as a client reads or does not."""
 
     def __init__(self, draw: random.Random, parts: list[bytes]) -> None:
-        self._draw, self._parts = draw, parts
+        self._draw = draw
+        self._parts = parts
         self.began = False
         self.written = 0
 

@@ -24,7 +24,8 @@ class Files:
     """The files of a server's certificate, which some authority has signed."""
 
     def __init__(self, folder: Path) -> None:
-        self.cert, self.key = folder / "cert.pem", folder / "key.pem"
+        self.cert = folder / "cert.pem"
+        self.key = folder / "key.pem"
 
     def issue(self, authority: trustme.CA) -> None:
         leaf = authority.issue_cert("127.0.0.1")
@@ -40,7 +41,8 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
 
 @pytest.mark.slow
 async def test_a_renewed_certificate_is_used_and_a_wrong_one_is_not(tmp_path: Path) -> None:
-    old, new = trustme.CA(), trustme.CA()
+    old = trustme.CA()
+    new = trustme.CA()
     files = Files(tmp_path)
     files.issue(old)
     certificate = open_certificate(str(files.cert), str(files.key))
@@ -78,7 +80,8 @@ async def test_a_renewed_certificate_is_used_and_a_wrong_one_is_not(tmp_path: Pa
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    files, others = Files(tmp_path), Files(tmp_path / "others")
+    files = Files(tmp_path)
+    others = Files(tmp_path / "others")
     others.cert.parent.mkdir()
     for each in (files, others):
         each.issue(trustme.CA())
@@ -96,7 +99,8 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_router_answers_over_https(tmp_path: Path) -> None:
-    authority, files = trustme.CA(), Files(tmp_path)
+    authority = trustme.CA()
+    files = Files(tmp_path)
     files.issue(authority)
     command = [
         sys.executable,

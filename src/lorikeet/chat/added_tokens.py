@@ -36,7 +36,8 @@ def with_tokens(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> Tokenizer:
         AdapterError: a token would get another id than it should have.
     """
     spec: dict[str, Any] = json.loads(tokenizer.to_str())
-    ids, texts = {token.id for token in added}, {token.content for token in added}
+    ids = {token.id for token in added}
+    texts = {token.content for token in added}
     kept = [entry for entry in spec["added_tokens"] if entry["id"] not in ids and entry["content"] not in texts]
     given = [
         {"id": token.id, "content": token.content, **{flag: getattr(token, flag) for flag in _FLAGS}} for token in added

@@ -131,7 +131,8 @@ class ChatSettings:
             most_tokens: budget of the thoughts; None for none. Not where there is a reason against it
                 (:meth:`why_unbounded`).
         """
-        reasoning, prompt_end = self.reasoning, self._prompt_end(prompt)
+        reasoning = self.reasoning
+        prompt_end = self._prompt_end(prompt)
         if reasoning is None or reasoning.is_closed(prompt_end):
             return None
         # Qwen3's marks are added tokens that are not special; a grammar must name them as tokens all the same.

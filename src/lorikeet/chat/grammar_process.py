@@ -37,7 +37,8 @@ _JSON_SPACE = r"[ \t\r\n]"
 r"""All whitespace that JSON allows; ``\s`` is more."""
 _MAX_CHECK_S = 0.5
 """Of a core."""
-_PATTERNS, _JSON_RULE = '"patternProperties"', "%json "
+_PATTERNS = '"patternProperties"'
+_JSON_RULE = "%json "
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 _MAX_FORMATS = 16
 _MEMORY_BYTES = 2**30
@@ -237,7 +238,9 @@ def _notation_of_answer(spec: GrammarSpec) -> str:
 def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
     """Return a grammar of thoughts and an answer, given the answer's in llguidance's notation."""
     grammars = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
-    begin, end, most = _symbol(thoughts.begin), thoughts.end, thoughts.most_tokens
+    begin = _symbol(thoughts.begin)
+    end = thoughts.end
+    most = thoughts.most_tokens
     if most is not None:
         before = f"any{{0,{most}}} " if most else ""
         others = ",".join(map(str, (end.token, *thoughts.stops)))
@@ -259,7 +262,8 @@ def without_covered_patterns(schema: Any) -> Any:
     """
     schema = copy.deepcopy(schema)
     for each in objects_in(schema):
-        names, patterns = each.get("properties"), each.get("patternProperties")
+        names = each.get("properties")
+        patterns = each.get("patternProperties")
         if isinstance(names, dict) and isinstance(patterns, dict):
             needed = {pattern: of for pattern, of in patterns.items() if not _only_matches(pattern, names)}
             # A property that matches a pattern must follow its schema, too.
@@ -273,7 +277,8 @@ def without_covered_patterns(schema: Any) -> Any:
 
 def _with_plain_schemas(grammar: str) -> str:
     """Return a grammar in Lark whose schemas have no such patterns."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     while (at := grammar.find(_JSON_RULE, end)) >= 0:
         begin = at + len(_JSON_RULE)
         schema, after = json.JSONDecoder().raw_decode(grammar, begin)
@@ -293,7 +298,8 @@ def _of_bytes() -> LLTokenizer:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    matcher, text = _string_matcher(pattern), json.dumps(name, ensure_ascii=False).encode()
+    matcher = _string_matcher(pattern)
+    text = json.dumps(name, ensure_ascii=False).encode()
     return not matcher.is_error() and matcher.try_consume_tokens([*text]) == len(text)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _MAX_DEPTH = 200
 """Values nested more deeply are no JSON here: to read and write them would end in a RecursionError."""
-_OPENING, _CLOSING = "{[", {"{": "}", "[": "]"}
+_OPENING = "{["
+_CLOSING = {"{": "}", "[": "]"}
 
 
 def read_json(text: str) -> Any:
@@ -99,7 +100,8 @@ def closed_object(text: str) -> str:
     ends = [0]
     """At each depth the position up to which the text can be kept if nothing complete follows."""
     is_string = is_escaped = False
-    is_key, after = True, ""  # the last letter outside strings that is no space
+    is_key = True
+    after = ""  # the last letter outside strings that is no space
     begin = 0
     for at, letter in enumerate(text):
         if is_string:
@@ -112,7 +114,8 @@ def closed_object(text: str) -> str:
                 if not is_key:
                     ends[-1] = at + 1
         elif letter == '"':
-            is_string, begin = True, at
+            is_string = True
+            begin = at
             is_key = bool(open_brackets) and open_brackets[-1] == "{" and after in "{,"
         elif letter in _OPENING:
             open_brackets.append(letter)

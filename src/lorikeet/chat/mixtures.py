@@ -66,7 +66,8 @@ class Mixtures:
     def __init__(
         self, make: Callable[[str, Sequence[Part]], Awaitable[Any]], remove: Callable[[str], Awaitable[Any]]
     ) -> None:
-        self._make, self._remove = make, remove
+        self._make = make
+        self._remove = remove
         self._kept: OrderedDict[str, asyncio.Task[None]] = OrderedDict()
         self._removing: set[asyncio.Task[None]] = set()
 

@@ -17,9 +17,12 @@ from lorikeet.core.request import PromptEmbeds
 from lorikeet.http.errors import ApiError, bad_request
 
 FIELD = "prompt_embeds"
-_MAX_PICKLE_BYTES, _MAX_OPCODES, _MAX_ENTRIES = 4096, 256, 16
+_MAX_PICKLE_BYTES = 4096
+_MAX_OPCODES = 256
+_MAX_ENTRIES = 16
 _DTYPES = {"FloatStorage": ("float32", 4), "HalfStorage": ("float16", 2), "BFloat16Storage": ("bfloat16", 2)}
-_REBUILD, _ORDERED = "torch._utils _rebuild_tensor_v2", "collections OrderedDict"
+_REBUILD = "torch._utils _rebuild_tensor_v2"
+_ORDERED = "collections OrderedDict"
 _GLOBALS = {_REBUILD, _ORDERED, *(f"torch {name}" for name in _DTYPES)}
 _EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
 """Bits of the exponent, which are all set in numbers that are not finite."""
@@ -145,7 +148,8 @@ def _built(pickle: bytes) -> Any:
         elif name == "BINPERSID":
             stack.append(_storage(stack.pop()))
         elif name == "REDUCE":
-            arguments, function = stack.pop(), stack.pop()
+            arguments = stack.pop()
+            function = stack.pop()
             if function == ("global", _ORDERED) and arguments == ():
                 stack.append({})
             elif function == ("global", _REBUILD):

@@ -204,7 +204,8 @@ class PromptReader:
         Raises:
             ApiError: it asks for more than can be served.
         """
-        body, self._body = self._body, None
+        body = self._body
+        self._body = None
         self._set_model(needs.chat)
         match body:
             case CompletionRequest():
@@ -233,20 +234,23 @@ class PromptReader:
 
     def _set_model(self, chat: AdapterChat) -> None:
         settings = self._chats.settings(chat)
-        texts, self._is_own = settings.text_processor, bool(chat.chat_template)
+        texts = settings.text_processor
+        self._is_own = bool(chat.chat_template)
         if chat.chat_template:
             inherited = {} if texts.template is None else texts.template.special_tokens
             tokens = tuple(sorted((inherited | chat.special_tokens).items()))
             others = tuple(sorted(chat.other_templates.items()))
             texts = texts.with_template(self._template(chat.chat_template, tokens, others))
-        self._settings, self._text_processor = settings, texts
+        self._settings = settings
+        self._text_processor = texts
 
     def _completion(self, body: CompletionRequest) -> BodyRead:
         if body.prompt_embeds is not None:
             return self._embedded(body)
         prompts = prompts_of(body)
         self._check(body, len(prompts))
-        token_ids, total = [], 0
+        token_ids = []
+        total = 0
         for at, prompt in enumerate(prompts):
             with of_prompt(f"prompt.{at}" if len(prompts) > 1 else ""):
                 ids = self._token_ids(body, prompt, "prompt", special=body.add_special_tokens is not False)
@@ -264,7 +268,8 @@ class PromptReader:
 
     def _embedded(self, body: CompletionRequest) -> BodyRead:
         check_prompt_embeds(body)
-        field, limits = body.prompt_embeds or "", self._limits
+        field = body.prompt_embeds or ""
+        limits = self._limits
         self._check(body, len(field) if isinstance(field, list) else 1)
         embeds = tuple(read_prompt_embeds(field, limits.hidden, limits.max_model_len))
         prompts = tuple(_packed([0] * token_count(each, limits.hidden)) for each in embeds)
@@ -325,7 +330,8 @@ class PromptReader:
             if body.messages is not None
             else (body.prompt or "", "prompt")
         )
-        fewest, most = self._text_processor.fewest_tokens(text, self._max_tokenized), self._max_tokenized
+        fewest = self._text_processor.fewest_tokens(text, self._max_tokenized)
+        most = self._max_tokenized
         special = body.messages is None and body.add_special_tokens is not False
         ids = self._text_processor.token_ids(text, add_special_tokens=special) if fewest <= most else []
         if max(fewest, len(ids)) > most:

@@ -102,7 +102,8 @@ class ReasoningParser:
     def _read_thoughts(self) -> tuple[str, str]:
         text, end, rest = self._held.partition(self._format.end)
         if end:
-            self._held, self._read = rest, self._read_answer
+            self._held = rest
+            self._read = self._read_answer
         else:  # what may become the end, and spaces before it, wait
             sizes = range(len(self._format.end))
             text = text[: len(text) - max(size for size in sizes if text.endswith(self._format.end[:size]))]
@@ -119,7 +120,8 @@ class ReasoningParser:
         return "", self._without_space(self._read_plain()[1])
 
     def _read_plain(self) -> tuple[str, str]:
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return "", text
 
     def _without_space(self, text: str) -> str:

@@ -177,7 +177,8 @@ class ResponsesRequest(GenerationBody):
         return fields | (self.chat_template_kwargs or {})
 
     def _tool_fields(self) -> dict[str, Any]:
-        tools, choice = self.tools or [], self.tool_choice
+        tools = self.tools or []
+        choice = self.tool_choice
         if tools and not (functions := [tool for tool in tools if tool.type == "function"]):
             raise not_supported(f"tools.0: tools of type {tools[0].type[:100]!r} are not supported.", "tools")
         tools = functions if tools else []
@@ -185,7 +186,8 @@ class ResponsesRequest(GenerationBody):
             kind = choice.get("type")
             if kind == "allowed_tools":
                 allowed = [each.get("name") for each in choice.get("tools") or () if isinstance(each, dict)]
-                tools, choice = [tool for tool in tools if tool.name in allowed], choice.get("mode", "auto")
+                tools = [tool for tool in tools if tool.name in allowed]
+                choice = choice.get("mode", "auto")
             elif kind == "function":
                 choice = {"type": "function", "function": {"name": choice.get("name")}}
             else:

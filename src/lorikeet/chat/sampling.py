@@ -19,7 +19,8 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighb
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 """A token id as JSON writes a number, so that no token has two keys. Ten digits exceed every vocabulary."""
 
-_MAX_SHOWN, _MOST_SHOWN = 20, 10
+_MAX_SHOWN = 20
+_MOST_SHOWN = 10
 """Characters of a key, and keys, in an error message."""
 
 MAX_BIASES = 2**16

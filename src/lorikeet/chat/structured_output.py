@@ -128,7 +128,8 @@ def _structured_outputs(body: GenerationBody) -> GrammarSpec | None:
     if not given:
         return None
     (name,) = given
-    param, value = f"structured_outputs.{name}", wanted[name]
+    param = f"structured_outputs.{name}"
+    value = wanted[name]
     if name == "json_object":
         return json_schema(_ANY_OBJECT, param, wanted)
     if name == "structural_tag":
@@ -273,7 +274,8 @@ class GrammarChecks:
     """
 
     def __init__(self, text_processor: TextProcessor, limits: ModelLimits) -> None:
-        self._text_processor, self._limits = text_processor, limits
+        self._text_processor = text_processor
+        self._limits = limits
         self._processes = HelperProcesses("lorikeet.chat.grammar_process", self._setup, most=1)
         self._checked: OrderedDict[GrammarSpec, GrammarChecked] = OrderedDict()
 
@@ -312,7 +314,8 @@ class GrammarChecks:
         return msgspec.msgpack.decode(answer, type=GrammarChecked)
 
     def _setup(self) -> bytes:
-        texts, limits = self._text_processor, self._limits
+        texts = self._text_processor
+        limits = self._limits
         eos = tuple(token_id for token_id in limits.eos_token_ids if token_id < limits.vocabulary)
         if texts.origin is not None:
             file = str(texts.origin[0] / "tokenizer.json")

@@ -97,7 +97,8 @@ class TokenLowerBound:
         """Most characters of a text in one token."""
         if not takes_space and composed is not None and dropped is not None:
             longest = max(map(len, (*spec["model"]["vocab"], *(token["content"] for token in added))))
-            self._dropped, self._max_characters = dropped, longest * composed
+            self._dropped = dropped
+            self._max_characters = longest * composed
 
     def lower_bound(self, text: str) -> int:
         """Return the least number of tokens that ``text`` may have."""
@@ -188,7 +189,8 @@ class IncrementalDetokenizer:
             self._stream = DecodeStream(list(self._pending), skip_special_tokens=False)
         if text is None:
             return ""
-        self._shown, self._pending = self._pending, []
+        self._shown = self._pending
+        self._pending = []
         return text
 
     def flush(self) -> str:
@@ -246,7 +248,8 @@ class StopScanner:
             The text that is safe to send, and the stop string that ended it, if any. Of several in the same text the
             one that starts first counts, of those the longest. After a match nothing more may be pushed.
         """
-        held, text = len(self._held), self._held + text
+        held = len(self._held)
+        text = self._held + text
         if is_hidden:
             self._hidden.append((held, len(text)))
         if may_stop:
@@ -264,7 +267,8 @@ class StopScanner:
 
     def release(self) -> str:
         """Return the text held back, at the end."""
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return self._shown(text)
 
     def _shown(self, text: str) -> str:
@@ -387,7 +391,8 @@ class TextProcessor:
     def with_template(self, template: ChatTemplate | None) -> "TextProcessor":
         """Return one with the same tokenizer and another template."""
         other = copy.copy(self)
-        other.template, other.origin = template, None
+        other.template = template
+        other.origin = None
         return other
 
     @classmethod
@@ -482,7 +487,8 @@ class TextProcessor:
 
         Long text is tokenized in pieces first: tokens take some hundred bytes each until they are ids.
         """
-        fewest, counted = self._bound.lower_bound(text), 0
+        fewest = self._bound.lower_bound(text)
+        counted = 0
         if fewest <= most and len(text) > max(_PIECE, 4 * most):
             for start in range(0, len(text), _PIECE):
                 (encoding,) = self.tokenizer.encode_batch_fast([text[start : start + _PIECE]], add_special_tokens=False)
@@ -658,7 +664,8 @@ _BYTE_OF_LETTER = _letters_of_bytes()
 
 def _length(messages: Sequence[ChatMessage], style: PromptStyle) -> int:
     """Return the size of a template's input in characters and values; counting stops once it is large."""
-    length, left = 0, [style.extra, *style.tools, *messages]
+    length = 0
+    left = [style.extra, *style.tools, *messages]
     while left and length < THREAD_LENGTH:
         part: Any = left.pop()
         match part:

@@ -23,7 +23,8 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "NaN": '"NaN"', "nan
 _WORDS |= {f"{sign}{word}": f'"{sign}Infinity"' for sign in ("", "-") for word in ("Infinity", "inf")}
 """What models write where JSON has another word, or only a string can say it."""
 _HEX = "0123456789abcdefABCDEF"
-_ESCAPES, _NO_CHARACTER = '"\\/bfnrt', "\\ufffd"
+_ESCAPES = '"\\/bfnrt'
+_NO_CHARACTER = "\\ufffd"
 _ARGUMENTS = ('"arguments"', '"parameters"')
 
 
@@ -94,7 +95,8 @@ class Output:
 
     def give_back(self) -> None:
         """What was remembered is no call: make it content. Nothing is remembered if a call has begun meanwhile."""
-        raw, self._raw = self._raw, None
+        raw = self._raw
+        self._raw = None
         self.content("".join(raw or ()))
 
     def forget(self) -> None:
@@ -112,7 +114,9 @@ class Output:
 
     def start(self, name: str) -> None:
         """Begin a call."""
-        self._raw, self._space, self._follows_call = None, "", True
+        self._raw = None
+        self._space = ""
+        self._follows_call = True
         self._events.append(CallStart(self.calls, name))
         self.calls += 1
 
@@ -126,7 +130,8 @@ class Output:
 
     def take(self) -> list[Event]:
         """Return the events since the last time."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def end(self) -> None:
@@ -415,7 +420,8 @@ def _passed_string(sink: Callable[[str], None]) -> Reads[str]:
     letter = yield
     while letter and letter != '"':
         piece, letter = yield from _piece_of_string(letter)
-        first, half = half, ""
+        first = half
+        half = ""
         if _is_half(piece, 0xDC00):
             sink(first + piece if first else _NO_CHARACTER)
             continue
@@ -465,7 +471,8 @@ def json_value(first: str) -> Reads[tuple[str, str]]:
         return string, (yield from after_space())
     if not first or first in ",}]":
         return "", first
-    value, letter = first, (yield)
+    value = first
+    letter = yield
     while letter and letter not in ",}]" and letter not in _SPACE:
         value += letter
         letter = yield
@@ -479,7 +486,9 @@ def call_object(output: Output) -> Reads[bool]:
         Whether it was one, and is complete. Else ``Output.give_back`` makes what does not belong to a call content.
     """
     output.suspect("{")
-    name, arguments, has_begun = "", "", False
+    name = ""
+    arguments = ""
+    has_begun = False
     letter = yield from after_space()
     while letter == '"':
         key = yield from json_string()

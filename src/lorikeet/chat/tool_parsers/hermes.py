@@ -22,7 +22,8 @@ from lorikeet.chat.tool_parsers.base import (
     structure_until,
 )
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
 
 
 def _calls(output: Output) -> Reads[None]:

@@ -23,7 +23,8 @@ from lorikeet.chat.tool_parsers.base import (
 )
 
 _MARKER = "[TOOL_CALLS]"
-_ARGUMENTS, _ID = "[ARGS]", "[CALL_ID]"
+_ARGUMENTS = "[ARGS]"
+_ID = "[CALL_ID]"
 _NAME = re.compile(r"[\w.:/-]+")
 _CALL_ID = re.compile(r"\w{9}")
 

@@ -71,7 +71,11 @@ def _parts(text: str) -> list[str]:
     Raises:
         ValueError: a bracket or a quote is not closed.
     """
-    parts, begin, brackets, quote, is_escaped = [], 0, [], "", False
+    parts = []
+    begin = 0
+    brackets = []
+    quote = ""
+    is_escaped = False
     for at, letter in enumerate(text):
         if is_escaped:
             is_escaped = False

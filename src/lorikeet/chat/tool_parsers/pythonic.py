@@ -21,7 +21,8 @@ from lorikeet.chat.tool_parsers.base import (
 )
 from lorikeet.chat.tool_parsers.python_text import MAX_NAME, NAME, read_call
 
-_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+_BEGIN = "<|python_start|>"
+_END = "<|python_end|>"
 _KEY = re.compile(r"""[^\s=,'"()\[\]{}]+""")
 
 
@@ -53,7 +54,10 @@ def _calls(output: Output) -> Reads[None]:
 
 def _call_text(first: str) -> Reads[str]:
     """Return the source of a call up to its last parenthesis; empty at the end of the text."""
-    text, depth, quote, is_escaped = [first], 0, "", False
+    text = [first]
+    depth = 0
+    quote = ""
+    is_escaped = False
     while True:
         letter = yield
         if not letter:
@@ -87,7 +91,8 @@ def _as_python(call: Call) -> str:
 def _grammar(grammar: CallGrammar) -> str:
     calls = []
     for name, schema in grammar.functions.items():
-        properties, required = as_object(schema)["properties"], schema.get("required", ())
+        properties = as_object(schema)["properties"]
+        required = schema.get("required", ())
         for key in properties:
             if not _KEY.fullmatch(key):
                 raise ValueError(f"the argument {key[:100]!r} of {name} cannot be written as a keyword of a call")

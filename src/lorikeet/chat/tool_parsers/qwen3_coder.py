@@ -33,9 +33,12 @@ from lorikeet.chat.tool_parsers.base import (
 )
 from lorikeet.chat.tool_parsers.python_text import read_value
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
+_FUNCTION = "<function="
+_FUNCTION_END = "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
 _NEWLINE = "\n"
 _ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _END)
 """What ends a value: models forget some of them."""
@@ -56,7 +59,8 @@ class _Value:
     def __init__(self, key: str, function: Parameters) -> None:
         properties = function.get("properties")
         schema = properties.get(key, True) if isinstance(properties, Mapping) else True
-        self._key, self._function = key, function
+        self._key = key
+        self._function = function
         self._kinds = kinds_of(schema, function)
         self._fixed = fixed_values(schema, function)
 
@@ -119,7 +123,8 @@ class _Reader:
     def _parameters(self, output: Output, function: str) -> Reads[None]:
         """Read parameters up to the end of the call. Of one that is cut off the arguments have what there is."""
         schema = self._functions.get(function, {})
-        opening, marker = "{", _PARAMETER_END
+        opening = "{"
+        marker = _PARAMETER_END
         while True:
             if marker != _PARAMETER:
                 marker = yield from structure_until(output, _PARAMETER, _FUNCTION_END, _BEGIN, _END)
@@ -161,7 +166,8 @@ def _value_text() -> Reads[tuple[str, str]]:
         text += more
         if marker != _PARAMETER_END:
             return text, marker
-        space, found = "", ""
+        space = ""
+        found = ""
         while not found:
             letter = yield
             if letter and letter in " \t\r\n":
