@@ -23,6 +23,8 @@ from benchmarks.harness import ROOT, default_model, print_setup, print_table, ru
 
 FOLDER = ROOT / ".venvs" / "agents"
 PACKAGES = ("@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.197")
+_STAMP = FOLDER / ".packages"
+"""Names the packages that are installed."""
 MODEL = "pirate"
 BROKEN = "def add(a, b):\n    return a - b\n"
 FIXED = BROKEN.replace("-", "+")
@@ -114,15 +116,19 @@ def main() -> None:
     sys.exit(bool(failures))
 
 
+def is_installed() -> bool:
+    """Return whether the packages are there, in these versions."""
+    return _STAMP.is_file() and _STAMP.read_text() == repr(PACKAGES)
+
+
 def install() -> None:
     """Install the packages, unless they are there; without their install scripts, which nothing here needs."""
-    stamp = FOLDER / ".packages"
-    if stamp.is_file() and stamp.read_text() == repr(PACKAGES):
+    if is_installed():
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
     command = ["npm", "install", "--prefix", str(FOLDER), "--ignore-scripts", "--no-audit", "--no-fund", *PACKAGES]
     subprocess.run(command, check=True)
-    stamp.write_text(repr(PACKAGES))
+    _STAMP.write_text(repr(PACKAGES))
 
 
 def run(agent: Agent) -> str:
