@@ -50,7 +50,7 @@ from lorikeet.presets import resolve_preset
 from lorikeet.serving import adapter_life
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.batches.batches import Batches
-from lorikeet.serving.batches.dispatch import Dispatcher
+from lorikeet.serving.batches.dispatch import BatchDispatcher
 from lorikeet.serving.batches.storage import BatchStorage
 from lorikeet.serving.large_bodies import PromptProcesses
 from lorikeet.serving.model_resolver import ModelResolver
@@ -153,7 +153,7 @@ def create_service(
         batches=Batches(
             BatchStorage(settings.batches, models.base, settings.server.max_body_bytes),
             lambda: settings.batches.concurrency or settings.engine.max_num_seqs * max(1, len(client.views)),
-            lambda: Dispatcher(create_batch_app(service), tenants),
+            lambda: BatchDispatcher(create_batch_app(service), tenants),
         ),
     )
     metrics.add_collector(

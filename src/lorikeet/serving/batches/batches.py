@@ -6,7 +6,7 @@ from collections.abc import Callable
 from lorikeet.http.errors import ApiError
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread
-from lorikeet.serving.batches.dispatch import Dispatcher
+from lorikeet.serving.batches.dispatch import BatchDispatcher
 from lorikeet.serving.batches.runner import BatchRunner
 from lorikeet.serving.batches.storage import BatchStorage, StorageTaken
 
@@ -30,7 +30,7 @@ class Batches:
     """
 
     def __init__(
-        self, storage: BatchStorage, concurrency: Callable[[], int], dispatcher: Callable[[], Dispatcher]
+        self, storage: BatchStorage, concurrency: Callable[[], int], dispatcher: Callable[[], BatchDispatcher]
     ) -> None:
         self.storage = storage
         self.runner = BatchRunner(storage, concurrency, dispatcher)

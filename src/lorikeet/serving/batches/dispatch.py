@@ -12,14 +12,14 @@ from lorikeet.tenants.keys import Access
 from lorikeet.tenants.tenants import Tenants
 
 
-class Answer(NamedTuple):
+class LineAnswer(NamedTuple):
     """Status and body of an answer."""
 
     status: int
     body: bytes
 
 
-class Dispatcher:
+class BatchDispatcher:
     """Answers requests of batches as the routes do, without the middleware of clients' connections.
 
     Args:
@@ -31,12 +31,12 @@ class Dispatcher:
         self._app = app
         self._tenants = tenants
 
-    async def post(self, path: str, body: bytes, tenant: str, request_id: str) -> Answer:
+    async def post(self, path: str, body: bytes, tenant: str, request_id: str) -> LineAnswer:
         """Return the answer to a body in JSON. Cancelling it aborts the request in the engine."""
         access = Access(actor=tenant) if self._tenants is None else self._tenants.access_of(tenant)
         if access is None:
             refusal = ApiError(401, "The key of this batch was revoked.").response()
-            return Answer(refusal.status_code, bytes(refusal.body))
+            return LineAnswer(refusal.status_code, bytes(refusal.body))
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -75,5 +75,5 @@ class Dispatcher:
             except Exception as error:
                 log.error("unexpected error", path=path, exc_info=error)
                 failure = unexpected_failure().response()
-                return Answer(failure.status_code, bytes(failure.body))
-        return Answer(status, b"".join(parts))
+                return LineAnswer(failure.status_code, bytes(failure.body))
+        return LineAnswer(status, b"".join(parts))

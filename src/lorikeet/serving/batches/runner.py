@@ -16,7 +16,7 @@ from lorikeet.http.errors import bad_request, unexpected_failure
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread, off_the_loop
 from lorikeet.observe.json_lines import drop_partial_line
-from lorikeet.serving.batches.dispatch import Answer, Dispatcher
+from lorikeet.serving.batches.dispatch import BatchDispatcher, LineAnswer
 from lorikeet.serving.batches.lines import (
     RequestLine,
     answer_line,
@@ -63,7 +63,7 @@ class BatchRun:
     def __init__(self, batch: Batch, storage: BatchStorage) -> None:
         self.batch = batch
         self.tasks: set[asyncio.Task[None]] = set()
-        self.calls: set[asyncio.Task[Answer]] = set()
+        self.calls: set[asyncio.Task[LineAnswer]] = set()
         self.is_expired = False
         self._storage = storage
         self._requests: Iterator[RequestLine] | None = None
@@ -154,14 +154,14 @@ class BatchRunner:
         self,
         storage: BatchStorage,
         concurrency: Callable[[], int],
-        dispatcher: Callable[[], Dispatcher],
+        dispatcher: Callable[[], BatchDispatcher],
         now: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
         self._concurrency = concurrency
         self._make_dispatcher = dispatcher
         self._now = now
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: BatchDispatcher | None = None
         self._runs: dict[str, BatchRun] = {}
         self._turns: deque[BatchRun] = deque()
         self._answering: set[asyncio.Task[None]] = set()
@@ -285,7 +285,7 @@ class BatchRunner:
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
 
-    async def _ask(self, batch: Batch, request: RequestLine, line_id: str) -> Answer:
+    async def _ask(self, batch: Batch, request: RequestLine, line_id: str) -> LineAnswer:
         """Return the answer of the route; try again while the server is overloaded or the engine is lost.
 
         Raises:
@@ -325,7 +325,7 @@ class BatchRunner:
         self._runs.pop(run.batch.id, None)
 
 
-def _refusal(request: RequestLine) -> Answer | None:
+def _refusal(request: RequestLine) -> LineAnswer | None:
     """Return the answer to a request that no batch can have."""
     try:
         asked = msgspec.json.decode(request.body, type=_Asked)
@@ -334,5 +334,5 @@ def _refusal(request: RequestLine) -> Answer | None:
     for name in ("stream", "background"):
         if getattr(asked, name):
             error = bad_request(f"{name}: not in a batch.", name)
-            return Answer(error.status, bytes(error.response().body))
+            return LineAnswer(error.status, bytes(error.response().body))
     return None
