@@ -138,7 +138,7 @@ DIFFERENCES = {
     "*::test_chat_completion_n_parameter_non_streaming*": "depends on what is drawn for three choices",
     "*::test_thinking_token_budget*": "refused (400): the end of the default model's thoughts is not one token",
     "serve/lora/*badrequests*": _TEXT_OF_ERROR,
-    "openai/responses/*::test_enable_response_messages*": "tokens of messages are refused (501); ask for input_items",
+    "openai/responses/*::test_enable_response_messages*": "tokens of messages are refused (501); read input_items",
     "anthropic/*cache_usage*": "message_start tells cached tokens apart, as at Anthropic; all prompts are cached",
     "openai/models/*check_models*": _PATH,
     "serve/lora/*lineage*": _PATH,

@@ -366,7 +366,7 @@ async def test_an_image_is_a_bad_request(server: Running) -> None:
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["param"] == "messages"
-    assert error["message"] == "messages.0: this model reads text only, no content of type 'image_url'."
+    assert error["message"] == "messages.0: only text is supported, not content of type 'image_url'."
 
 
 async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:

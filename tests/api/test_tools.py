@@ -273,7 +273,7 @@ async def test_thoughts_have_a_budget(start: Start) -> None:
         assert "--reasoning-parser" in refused.json()["error"]["message"]
         set_reasoning(server, "qwen3")
         refused = await server.http.post(CHAT, json=body(**budget))
-        assert "'</think>', which ends the thoughts of this model, is not one token" in refused.text
+        assert "'</think>', which ends the thoughts of this model, is several tokens" in refused.text
         chats = server.service.chats
         processor = TextProcessor(tokenizer, ChatTemplate(TEMPLATE, {}))
         limits = ModelLimits(LONG, size, (END,))

@@ -117,7 +117,7 @@ def test_patterns_that_match_the_names_of_properties_only_are_left_out(
 def test_objects_that_must_contain_one_another_without_end_are_refused() -> None:
     schema = {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}
     assert READER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "p", "")).error
-    assert READER.check(spec("json_schema", '{"$ref": "#"}')).error == "no answer can follow it"
+    assert READER.check(spec("json_schema", '{"$ref": "#"}')).error == "no answer can follow the grammar"
 
 
 def test_whitespace_of_a_pattern_is_that_of_json() -> None:

@@ -163,7 +163,7 @@ async def test_the_mixtures_used_last_are_kept_and_a_new_version_of_a_part_makes
         ({"model": "dora*0.5+formal"}, 400, "magnitude beside A and B"),
         ({"merged_adapters": {"ids": ["formal"], "weights": [1, 2]}}, 400, "2 weights"),
         ({"merged_adapters": {"ids": ["formal"], "merge_strategy": "ties"}}, 400, "merge_strategy"),
-        ({"lora": [{"id": "formal"}], "merged_adapters": {"ids": ["formal"]}}, 400, "do not go together"),
+        ({"lora": [{"id": "formal"}], "merged_adapters": {"ids": ["formal"]}}, 400, "exclude each other"),
         ({"model": "formal", "lora": [{"id": "formal", "scale": 0.5}]}, 400, "must be the base or missing"),
     ],
 )

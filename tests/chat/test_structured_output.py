@@ -64,26 +64,26 @@ def test_some_bodies_name_none(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"response_format": {"type": "xml"}}, "'xml' is not one of"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema: an object with a schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}}, "a JSON schema is an object"),
+        ({"response_format": {"type": "xml"}}, "'xml' must be one of"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema: must be an object with a schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}}, "a JSON schema must be an object"),
         ({"guided_json": "{"}, "guided_json: not valid JSON"),
-        ({"guided_choice": []}, "guided_choice: a list of strings"),
-        ({"guided_choice": ["a", ""]}, "guided_choice: a list of strings"),
-        ({"regex": ""}, "regex: a string that is not empty"),
-        ({"regex": "a", "guided_choice": ["a"]}, "one grammar only, and guided_choice and regex"),
+        ({"guided_choice": []}, "guided_choice: must be a list of strings"),
+        ({"guided_choice": ["a", ""]}, "guided_choice: must be a list of strings"),
+        ({"regex": ""}, "regex: must be a string that is not empty"),
+        ({"regex": "a", "guided_choice": ["a"]}, "only one grammar, but the body has guided_choice and regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "regex and choice exclude each other"),
-        ({"structured_outputs": {"xml": "a"}}, "'xml' is not known"),
+        ({"structured_outputs": {"xml": "a"}}, "the field 'xml' is unknown"),
         ({"structured_outputs": {"structural_tag": "{"}}, "not valid JSON"),
         ({"response_format": {"type": "structural_tag"}}, "missing required field `structures`"),
-        ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "no structures"),
+        ({"response_format": {"type": "structural_tag", "structures": [], "triggers": []}}, "structures must not"),
         (
             {
                 "structured_outputs": {
                     "structural_tag": {"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<b"]}
                 }
             },
-            "no trigger begins '<a>'",
+            "'<a>' does not begin with a trigger",
         ),
         ({"regex": "a" * (structured_output.MAX_GRAMMAR_BYTES + 1)}, "at most 131072"),
     ],

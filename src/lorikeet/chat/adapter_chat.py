@@ -1,4 +1,4 @@
-"""Fits what an adapter's folder says about conversations to the base model, and applies it."""
+"""Fits the chat settings of an adapter's folder to the base model, and applies them."""
 
 from functools import lru_cache, partial
 
@@ -14,14 +14,14 @@ from lorikeet.chat.tool_parsers import TOOL_FORMATS
 from lorikeet.http.threads import in_daemon_thread
 
 _MAX_TOKENIZERS = 8
-"""Tokenizers with added tokens that are kept; adapters with the same tokens share one."""
+"""Number of tokenizers with added tokens that are kept; adapters with the same tokens share one."""
 
 
 class AdapterChats:
-    """Chat settings of adapters, made when they are first used. Thread-safe.
+    """Makes the chat settings of adapters on first use, and keeps them. Thread-safe.
 
     Args:
-        base: settings of the base model.
+        base: the base model's settings.
     """
 
     def __init__(self, base: ChatSettings) -> None:
@@ -29,17 +29,17 @@ class AdapterChats:
         self._texts = lru_cache(_MAX_TOKENIZERS)(self._make_texts)
 
     def fit(self, chat: AdapterChat) -> AdapterChat:
-        """Return what differs from the base model; takes time if there are added tokens.
+        """Return the settings that differ from the base model's; added tokens take time.
 
         Raises:
-            AdapterError: a parser is not known, or a token cannot be served.
+            AdapterError: a parser is unknown, or a token cannot be served.
         """
         for key, name, known in (
             ("tool_call_parser", chat.tool_call_parser, TOOL_FORMATS),
             ("reasoning_parser", chat.reasoning_parser, REASONING_FORMATS),
         ):
             if name and name not in known:
-                raise AdapterError(f"{key}: {name[:100]!r} is none of {', '.join(known)}")
+                raise AdapterError(f"{key}: {name[:100]!r} must be one of {', '.join(known)}")
         base = self.base
         added = self._new_tokens(chat)
         if added:
@@ -68,16 +68,16 @@ class AdapterChats:
         )
 
     async def settings_of(self, chat: AdapterChat) -> ChatSettings:
-        """Return the settings of an adapter as :meth:`settings`; a tokenizer is made in a thread.
+        """Return the settings of an adapter like :meth:`settings`, but make its tokenizer in a thread.
 
-        Making a tokenizer takes up to a second; it is kept.
+        A new tokenizer takes up to a second and is kept.
         """
         if not chat.added_tokens:
             return self.settings(chat)
         return await in_daemon_thread(partial(self.settings, chat))
 
     def settings(self, chat: AdapterChat) -> ChatSettings:
-        """Return the settings of an adapter, given what differs from the base model."""
+        """Return the settings of an adapter, given its differences from the base model."""
         base = self.base
         if chat == AdapterChat():
             return base
@@ -101,7 +101,7 @@ class AdapterChats:
         )
 
     def _new_tokens(self, chat: AdapterChat) -> tuple[AddedToken, ...]:
-        """Return the tokens that the base tokenizer lacks, or treats in another way.
+        """Return the tokens that the base tokenizer lacks or treats differently.
 
         Raises:
             AdapterError: a token has no embedding.
@@ -119,7 +119,7 @@ class AdapterChats:
         return tuple(new)
 
     def _end_tokens(self, chat: AdapterChat) -> tuple[int, ...]:
-        """Return the tokens that end answers besides those of the base."""
+        """Return the tokens that end answers, besides the base model's end tokens."""
         named = next((token.id for token in chat.added_tokens if token.content == chat.eos_token), None)
         if named is None and chat.eos_token:
             named = self.base.text_processor.tokenizer.token_to_id(chat.eos_token)

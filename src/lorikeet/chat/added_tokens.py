@@ -1,4 +1,4 @@
-"""Adds tokens to a tokenizer, as transformers does with those that a folder's files list."""
+"""Adds the tokens that a folder's files list to a tokenizer, as transformers does."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 
 def differing_tokens(tokenizer: Tokenizer, listed: Sequence[AddedToken]) -> list[AddedToken]:
-    """Return the tokens of a list that a tokenizer lacks, has with another text or id, or treats in another way."""
+    """Return the listed tokens that a tokenizer lacks, has with another text or id, or treats differently."""
     known = tokenizer.get_added_tokens_decoder()
     flags = _FLAGS if tokenizer.normalizer is not None else tuple(flag for flag in _FLAGS if flag != "normalized")
 
@@ -30,10 +30,10 @@ def differing_tokens(tokenizer: Tokenizer, listed: Sequence[AddedToken]) -> list
 
 
 def with_tokens(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> Tokenizer:
-    """Return a copy of a tokenizer with further added tokens; one replaces another that has its id or its text.
+    """Return a copy of a tokenizer with further tokens, which replace tokens of the same id or text.
 
     Raises:
-        AdapterError: a token would get another id than it should have.
+        AdapterError: a token would get a wrong id.
     """
     spec: dict[str, Any] = json.loads(tokenizer.to_str())
     ids = {token.id for token in added}
@@ -53,7 +53,7 @@ def with_tokens(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> Tokenizer:
         vocabulary |= {token.content: token.id for token in in_vocabulary}
     made = _made(spec)
     misplaced = [token for token in added if made.token_to_id(token.content) != token.id]
-    if misplaced and isinstance(vocabulary, dict):  # ids beyond the vocabulary have no gaps, those within it may
+    if misplaced and isinstance(vocabulary, dict):  # Ids beyond the vocabulary have no gaps; ids within it may.
         vocabulary |= {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
         made = _made(spec)
     for entry in spec["added_tokens"]:
@@ -68,17 +68,17 @@ def with_tokens(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> Tokenizer:
 def _made(spec: Mapping[str, Any]) -> Tokenizer:
     try:
         return Tokenizer.from_str(json.dumps(spec))
-    except Exception as error:  # tokenizers knows no other class
-        raise AdapterError(f"its added tokens do not go with the base tokenizer: {error}") from error
+    except Exception as error:  # The library raises no narrower class.
+        raise AdapterError(f"its added tokens do not fit the base tokenizer: {error}") from error
 
 
 def add_named_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], special: Sequence[str]) -> None:
-    """Add what a ``tokenizer_config.json`` lists and names beside ``tokenizer.json``, as transformers does.
+    """Add the tokens of ``tokenizer_config.json`` that ``tokenizer.json`` lacks, as transformers does.
 
     Args:
-        tokenizer: changed in place.
-        config: content of the file; tokens under ``added_tokens_decoder``.
-        special: texts of special tokens that it names, such as the end token.
+        tokenizer: the tokenizer, which is changed in place.
+        config: content of the file, with tokens under ``added_tokens_decoder``.
+        special: texts of the special tokens that the file names, such as the end token.
     """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder")

@@ -1,4 +1,4 @@
-"""Reads the text of an answer as it arrives: what the model thinks, its content, and its tool calls."""
+"""Reads the text of an answer as it arrives, and separates thoughts, content and tool calls."""
 
 import secrets
 import string
@@ -15,14 +15,14 @@ _ID_LENGTH = 24
 
 
 class ToolUse(NamedTuple):
-    """Which functions an answer may call.
+    """Functions that an answer may call.
 
     Attributes:
-        functions: schemas of their arguments, by name.
-        is_forced: whether it must call one.
-        is_named: whether the request names the one to call.
-        parallel: whether it may make several calls.
-        is_strict: whether arguments must follow the schemas also where it need not call.
+        functions: schemas of the arguments, by the function's name.
+        is_forced: whether the answer must call a function.
+        is_named: whether the request names the function to call.
+        parallel: whether the answer may contain several calls.
+        is_strict: whether arguments must follow the schemas even in optional calls.
     """
 
     functions: Mapping[str, Parameters]
@@ -33,7 +33,7 @@ class ToolUse(NamedTuple):
 
 
 def tool_use(body: ChatCompletionRequest) -> ToolUse | None:
-    """Return which functions an answer may call, None for a plain chat."""
+    """Return the functions that an answer may call; None for a plain chat."""
     if not body.tools or body.tool_choice == "none":
         return None
     functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
@@ -50,12 +50,12 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse | None:
 
 @dataclass
 class CallPart:
-    """A part of a tool call.
+    """Part of a tool call.
 
     Attributes:
-        index: of the call in the answer.
-        call_id, name: where the call begins, else None.
-        arguments: more of their JSON text.
+        index: position of the call in the answer.
+        call_id, name: id and function of the call in its first part; None in later parts.
+        arguments: further JSON text of the arguments.
     """
 
     index: int
@@ -77,7 +77,7 @@ class CallPart:
 
 
 def whole_calls(parts: list[CallPart]) -> list[dict[str, Any]]:
-    """Return the calls of a complete message, given their parts in order."""
+    """Return the calls of a complete message, from their parts in order."""
     calls: list[dict[str, Any]] = []
     for part in parts:
         if part.call_id is not None:
@@ -88,7 +88,7 @@ def whole_calls(parts: list[CallPart]) -> list[dict[str, Any]]:
 
 @dataclass
 class AnswerPart:
-    """What a delta adds to an answer."""
+    """Thoughts, content and calls that a delta adds to an answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -96,18 +96,18 @@ class AnswerPart:
 
 
 class AnswerReader:
-    """Reads one choice.
+    """Reads the text of one choice.
 
     Args:
-        use: which functions it may call; None for none.
-        tool_format: how the model writes calls; needed with ``use``.
-        reasoning: how it marks what it thinks; None if that stays in the content.
+        use: the functions that it may call; None for no functions.
+        tool_format: the model's format of calls; needed with ``use``.
+        reasoning: the model's format of thoughts; None if thoughts stay in the content.
         prompt_end: the last words of the prompt.
-        include_reasoning: whether to report what it thinks.
+        include_reasoning: whether to report thoughts.
 
     Attributes:
-        has_calls: whether it has called a function.
-        reasoning_tokens: tokens of thoughts so far; None if they are not told apart.
+        has_calls: whether the choice has called a function.
+        reasoning_tokens: tokens of thoughts so far; None if thoughts are not separated.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class AnswerReader:
         self.reasoning_tokens = None if reasoning is None else 0
 
     def push(self, text: str, tokens: int = 0) -> AnswerPart:
-        """Add the text of so many tokens; return what it completes."""
+        """Add the text of ``tokens`` tokens; return the part that it completes."""
         thoughts, text = ("", text) if self._reasoning is None else self._reasoning.push(text)
         if self._reasoning is not None and self._reasoning.is_thinking:
             self.reasoning_tokens = (self.reasoning_tokens or 0) + tokens
         return self._part(thoughts, [Content(text)] if self._tools is None else self._tools.push(text))
 
     def finish(self) -> AnswerPart:
-        """Return what was held back, at the end."""
+        """Return the part that was held back, at the end of the text."""
         thoughts, text = ("", "") if self._reasoning is None else self._reasoning.finish()
         events: list[Event] = [Content(text)] if self._tools is None else self._tools.push(text) + self._tools.finish()
         return self._part(thoughts, events)

@@ -1,4 +1,4 @@
-"""How conversations with one model are written and read."""
+"""Writes and reads the conversations with one model, by its chat settings."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from lorikeet.http.errors import bad_request
 
 THOUGHTS_BUDGET = "thinking_token_budget"
 _PROMPT_END_TOKENS = 16
-"""Tokens of a prompt in which thoughts may be opened; a marker may be several tokens."""
+"""Last tokens of a prompt in which thoughts may be opened; a marker may be several tokens."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ChatSettings:
     """Chat template, parsers and defaults of a model.
 
     Attributes:
-        text_processor: with its tokenizer and chat template.
-        limits: with its sampling defaults.
-        system_prompt: for conversations without one.
-        tool_parser: name of the format of tool calls; empty for the template's.
-        reasoning_parser: name of the format of what it thinks; empty if that stays in the content.
-        own: what an adapter has of its own, if that includes a chat template or tokens; else None. Its prompts are then
-            rendered in another process, since its template comes from somebody who is not trusted.
+        text_processor: the model's tokenizer and chat template.
+        limits: the model's limits and sampling defaults.
+        system_prompt: the system prompt of conversations without one.
+        tool_parser: name of the format of tool calls; empty for the template's format.
+        reasoning_parser: name of the format of thoughts; empty if thoughts stay in the content.
+        own: an adapter's own settings, if they include a chat template or tokens; else None. Another process then
+            renders its prompts, since its template comes from a stranger.
     """
 
     text_processor: TextProcessor
@@ -43,7 +43,7 @@ class ChatSettings:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How it writes tool calls; None if its template uses tools in a way that is not known."""
+        """Format of the model's tool calls; None if its template uses an unknown format."""
         if self.own is not None and self.own.chat_template:
             template = self.own.other_templates.get(TOOL_USE, self.own.chat_template)
             return tool_format_of(template, self.own.knows_tools, self.tool_parser)
@@ -51,22 +51,22 @@ class ChatSettings:
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """How it marks what it thinks."""
+        """Format of the model's thoughts; None if they stay in the content."""
         return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
 
     def style(self, body: ChatOptions) -> PromptStyle:
-        """Return how the messages of ``body`` become a prompt."""
+        """Return the style in which the messages of ``body`` become a prompt."""
         return prompt_style(body, self.system_prompt, self.tool_parser)
 
     def check_tools(self, use: ToolUse | None) -> None:
         """Check that tool calls of this model can be read.
 
         Raises:
-            ApiError: 400, the format is not known.
+            ApiError: 400, the format is unknown.
         """
         if use is not None and self.tool_format is None:
             raise bad_request(
-                "The format in which this model's chat template asks for tool calls is not known; name it with "
+                "tools: the chat template of this model writes tool calls in an unknown format; name the format with "
                 "--tool-call-parser.",
                 "tools",
             )
@@ -77,13 +77,13 @@ class ChatSettings:
         """Return the grammar of an answer; None if it may be any text.
 
         Args:
-            use: which functions it may call.
-            content: the grammar that the body asks for; with functions, an answer follows it or calls one. An answer
-                that must call one does not.
-            has_budget: whether its thoughts have one, so that there must be a grammar.
+            use: the functions that the answer may call.
+            content: the grammar that the body requests. An answer with functions follows it or calls a function; an
+                answer that must call a function ignores it.
+            has_budget: whether thoughts have a budget, which needs a grammar.
 
         Raises:
-            ApiError: 400, ``content`` is no JSON schema and functions may be called, or the functions are too many.
+            ApiError: 400, ``content`` is not a JSON schema and functions may be called, or the functions are too many.
         """
         without_calls = content or (GrammarSpec(GrammarKind.LARK, ANY_TEXT, THOUGHTS_BUDGET) if has_budget else None)
         if use is None:
@@ -95,7 +95,7 @@ class ChatSettings:
         schema = None
         if content is not None and not use.is_forced:
             if content.kind is not GrammarKind.JSON_SCHEMA:
-                only = "with tools an answer can follow a JSON schema only"
+                only = "with tools an answer can only follow a JSON schema"
                 raise bad_request(f"{content.param}: {only}.", content.param)
             schema = json.loads(content.text)
         builder = CallGrammar(
@@ -117,42 +117,41 @@ class ChatSettings:
     def why_unbounded(self) -> str | None:
         """Return why thoughts cannot have a budget; None if they can."""
         if self.reasoning is None:
-            return "what this model thinks is not told apart; name its format with --reasoning-parser."
+            return "the thoughts of this model are not separated; name their format with --reasoning-parser."
         end = self.reasoning.end
         if self.text_processor.added_token_id(end) is None:
-            return f"{end!r}, which ends the thoughts of this model, is not one token; use max_tokens."
+            return f"{end!r}, which ends the thoughts of this model, is several tokens; use max_tokens."
         return None
 
     def thoughts(self, prompt: list[int], most_tokens: int | None = None) -> Thoughts | None:
-        """Return what may come before an answer to a prompt that follows a grammar.
+        """Return the thoughts that may precede an answer that follows a grammar.
 
         Args:
-            prompt: token ids.
-            most_tokens: budget of the thoughts; None for none. Not where there is a reason against it
-                (:meth:`why_unbounded`).
+            prompt: token ids of the prompt.
+            most_tokens: budget of the thoughts; None for no budget. A budget needs :meth:`why_unbounded` to be None.
         """
         reasoning = self.reasoning
         prompt_end = self._prompt_end(prompt)
         if reasoning is None or reasoning.is_closed(prompt_end):
             return None
-        # Qwen3's marks are added tokens that are not special; a grammar must name them as tokens all the same.
+        # Qwen3's markers are added tokens that are not special, but a grammar must name them as tokens, too.
         begin, end = (Marker(text, self.text_processor.added_token_id(text)) for text in reasoning.markers)
         return Thoughts(begin, end, reasoning.is_open(prompt_end), most_tokens, self.limits.eos_token_ids)
 
     def kept_tokens(self, use: ToolUse | None) -> frozenset[int]:
-        """Return the special tokens that must stay in the text of an answer, since parsers look for them."""
+        """Return the special tokens that stay in the text of an answer, since parsers need them."""
         formats = (self.tool_format if use is not None else None, self.reasoning)
         markers = (marker for each in formats if each is not None for marker in each.markers)
         token_ids = map(self.text_processor.special_token_id, markers)
         return frozenset(token_id for token_id in token_ids if token_id is not None)
 
     def reader(self, use: ToolUse | None, prompt: list[int], *, include_reasoning: bool) -> AnswerReader | None:
-        """Return what reads one choice, None if its text is the content as it is.
+        """Return the reader of one choice; None if its text is the content unchanged.
 
         Args:
-            use: which functions it may call.
-            prompt: token ids.
-            include_reasoning: whether to report what the model thinks.
+            use: the functions that the choice may call.
+            prompt: token ids of the prompt.
+            include_reasoning: whether to report thoughts.
         """
         reasoning = self.reasoning
         if use is None and reasoning is None:
@@ -167,7 +166,7 @@ class ChatSettings:
 
 
 def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> PromptStyle:
-    """Return how the messages of ``body`` become a prompt, given the settings of its model."""
+    """Return the style in which the messages of ``body`` become a prompt, given the settings of its model."""
     return PromptStyle(
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),

@@ -1,4 +1,4 @@
-"""Turns the messages and tools of a body into what a chat template gets."""
+"""Turns the messages and tools of a body into the input of a chat template."""
 
 import json
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ _RESPONSE = "<tool_response>\n{}\n</tool_response>"
 _SYSTEM = ("system", "developer")
 
 Plain = dict[str, Any]
-"""A message as a template gets it."""
+"""Message in the form that a template takes."""
 
 
 def plain_message(message: ChatMessage, index: int) -> Plain:
-    """Return a message for the template, which has its content as text or as parts of the type ``text``.
+    """Return a message for the template, with its content as text or as parts of the type ``text``.
 
-    Null fields, which clients send back with earlier answers, are left out, since templates test whether a field is
-    defined. Arguments of calls are objects, as templates expect, whatever a model has written.
+    Null fields, which clients return with earlier answers, are dropped, since templates test whether a field is
+    defined. Arguments of calls become objects, which templates expect, whatever text a model has written.
 
     Args:
-        message: of a body.
-        index: its place, for errors.
+        message: the message of a body.
+        index: position of the message, for errors.
 
     Raises:
-        ApiError: 400 for content other than text, or if a text part has no text.
+        ApiError: 400, a part has other content than text, or lacks its text.
     """
     plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
     plain["role"] = message.role
@@ -37,10 +37,10 @@ def plain_message(message: ChatMessage, index: int) -> Plain:
         for part in message.content:
             if part.type not in ("text", "input_text"):
                 raise bad_request(
-                    f"messages.{index}: this model reads text only, no content of type {part.type[:100]!r}.", "messages"
+                    f"messages.{index}: only text is supported, not content of type {part.type[:100]!r}.", "messages"
                 )
             if part.text is None:
-                raise bad_request(f"messages.{index}: a text part has no text.", "messages")
+                raise bad_request(f"messages.{index}: a text part lacks its text.", "messages")
         plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
     else:
         plain["content"] = message.content or ""
@@ -59,14 +59,14 @@ def content_text(message: ChatMessage) -> str:
 
 
 def with_system_prompt(messages: Sequence[Plain], text: str) -> list[Plain]:
-    """Return the messages with ``text`` as their system prompt, if they have none."""
+    """Return the messages with ``text`` as the system prompt unless they have their own."""
     if not text or (messages and messages[0]["role"] in _SYSTEM):
         return [*messages]
     return [{"role": "system", "content": text}, *messages]
 
 
 def with_instructions(messages: Sequence[Plain], tools: Sequence[Plain], tool_format: ToolFormat) -> list[Plain]:
-    """Return the messages with a system prompt that explains the tools, for a template that knows none."""
+    """Return the messages with a system prompt that explains the tools, for a template without tools."""
     text = instructions(tool_format, tools)
     if messages and messages[0]["role"] in _SYSTEM:
         first, *others = messages
@@ -75,9 +75,9 @@ def with_instructions(messages: Sequence[Plain], tools: Sequence[Plain], tool_fo
 
 
 def with_calls_as_text(messages: Sequence[Plain], tool_format: ToolFormat) -> list[Plain]:
-    """Return the messages with calls written into their content, and results as messages of the user.
+    """Return the messages with calls as text of their content, and results as messages of the user.
 
-    This is for templates that know no calls; Hermes and Qwen 2.5 write results so, too.
+    Templates without calls need this form; Hermes and Qwen 2.5 also write results in it.
     """
     written: list[Plain] = []
     results: list[str] = []

@@ -1,7 +1,7 @@
-"""``python -m lorikeet.chat.grammar_process``: checks grammars for an API process.
+"""Checks grammars for an API process, as ``python -m lorikeet.chat.grammar_process``.
 
 Grammars come from strangers. Some take seconds or gigabytes to compile, and some overflow the stack, which ends a
-process. Here that ends nothing else. A grammar that has passed is compiled in the engine without surprises.
+process; here the end of this process ends nothing else. The engine can compile a grammar that has passed.
 
 The notation of the result is llguidance's own: a grammar in its Lark dialect, or a JSON object with several.
 """
@@ -26,15 +26,15 @@ from lorikeet.chat.json_schema import objects_in
 from lorikeet.core.grammar_tokenizer import special_token_ids, with_token_ids, without_special_texts
 from lorikeet.http.helper_main import run_helper
 
-if TYPE_CHECKING:  # known to type checkers only
+if TYPE_CHECKING:  # The module exists only for type checkers.
     from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r"(?: |\n[ \t]{0,32})?"
-"""Between the parts of JSON: nothing, a space, or a line break and indentation. More would let a model fill its answer
-with spaces."""
+"""Whitespace between the parts of JSON: nothing, a space, or a line break and indentation. More would let a model fill
+its answer with spaces."""
 
 _JSON_SPACE = r"[ \t\r\n]"
-r"""All whitespace that JSON allows; ``\s`` is more."""
+r"""All whitespace that JSON allows, which is less than ``\s``."""
 _MAX_CHECK_S = 0.5
 """Of a core."""
 _PATTERNS = '"patternProperties"'
@@ -43,17 +43,17 @@ _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 _MAX_FORMATS = 16
 _MEMORY_BYTES = 2**30
 _MAX_FORCED = 512
-"""Forced tokens that a check follows."""
+"""Most forced tokens that a check follows."""
 _STACK_BYTES = 16 * 2**20
-"""A quarter of the stack in the engine."""
+"""Stack of a check, which is a quarter of the engine's."""
 
 
 class GrammarKind(StrEnum):
-    """What a grammar is written in."""
+    """Notation of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    """In the syntax of Rust's regex crate; the whole answer must match."""
+    """A regular expression in the syntax of Rust's regex crate, which the whole answer must match."""
     CHOICE = "choice"
     """A JSON list of strings."""
     EBNF = "ebnf"
@@ -63,20 +63,21 @@ class GrammarKind(StrEnum):
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A text that may be a token which was added to the vocabulary; ``token`` is its id then."""
+    """Text of a marker; ``token`` is its id if it is a token that was added to the vocabulary."""
 
     text: str
     token: int | None = None
 
 
 class Thoughts(msgspec.Struct, frozen=True):
-    """What a model may think before an answer that follows a grammar.
+    """Thoughts of a model before an answer that follows a grammar.
 
     Attributes:
-        begin, end: what surrounds them.
-        are_open: whether they have begun with the prompt, so that the model must end them.
-        most_tokens: after which they must end; None for any number. ``end`` is one token then.
-        stops: tokens that end an answer. Thoughts with a budget have none.
+        begin, end: markers around the thoughts.
+        are_open: whether the prompt has begun the thoughts, so that the model must end them.
+        most_tokens: number of tokens after which thoughts must end; None for any number. It needs ``end`` to be one
+            token.
+        stops: tokens that end an answer, which thoughts with a budget must not contain.
     """
 
     begin: Marker
@@ -87,18 +88,18 @@ class Thoughts(msgspec.Struct, frozen=True):
 
 
 ANY_TEXT = r"start: /(.|\n)*/"
-"""A grammar of all texts, in llguidance's notation."""
+"""Grammar of all texts, in llguidance's notation."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """A grammar as a request names it.
+    """Grammar in the form of a request.
 
     Attributes:
-        kind: what ``text`` is written in.
+        kind: notation of ``text``.
         text: the grammar.
-        param: the field that holds it, for errors.
-        whitespace: regex of the whitespace that JSON may have between its parts; empty for none.
-        thoughts: that may come before; None for none.
+        param: the field of the grammar, for errors.
+        whitespace: regex of the whitespace that JSON may have between its parts; empty for no whitespace.
+        thoughts: thoughts that may precede the answer; None for no thoughts.
     """
 
     kind: GrammarKind
@@ -109,11 +110,11 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """What a process begins with.
+    """Setup of a process.
 
     Attributes:
-        tokenizer: ``tokenizer.json``'s content; empty: it is in ``file``.
-        file: ``tokenizer.json``.
+        tokenizer: content of ``tokenizer.json``; empty if ``file`` names the file.
+        file: path of ``tokenizer.json``.
         vocabulary: width of the logits.
         eos_token_ids: tokens that end an answer.
     """
@@ -125,13 +126,13 @@ class GrammarSetup(msgspec.Struct, frozen=True):
 
 
 class GrammarChecked(msgspec.Struct, frozen=True):
-    """A grammar that can be used, or why it cannot.
+    """Result of a check: a usable grammar, or an error.
 
     Attributes:
-        grammar: in llguidance's notation.
-        error: why it cannot be used; empty if it can.
-        first: a bit for each token that an answer may begin with, the lowest bit of a byte first. End tokens are among
-            them if an answer may be empty.
+        grammar: the grammar in llguidance's notation.
+        error: the reason why the grammar cannot be used; empty for a usable grammar.
+        first: a bit for each token that may begin an answer, the lowest bit of a byte first. They include end tokens if
+            an answer may be empty.
     """
 
     grammar: str = ""
@@ -143,8 +144,8 @@ class GrammarReader:
     """Checks grammars one after the other.
 
     Args:
-        tokenizer: the model's; the texts of its special tokens are ordinary texts to it.
-        special: ids of the special tokens by their texts, which grammars may refer to.
+        tokenizer: the model's tokenizer, which treats the texts of special tokens as ordinary texts.
+        special: ids of the special tokens by their texts, for grammars that refer to them.
     """
 
     def __init__(self, tokenizer: LLTokenizer, special: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -152,7 +153,7 @@ class GrammarReader:
         self._special = special
 
     def check(self, spec: GrammarSpec) -> GrammarChecked:
-        """Compile a grammar and compute its first mask. Formats of strings that are not known are ignored."""
+        """Compile a grammar and compute its first mask; ignore unknown formats of strings."""
         checked = self._compile(spec)
         for _ in range(_MAX_FORMATS):
             unknown = _UNKNOWN_FORMAT.search(checked.error) if spec.kind is GrammarKind.JSON_SCHEMA else None
@@ -168,7 +169,7 @@ class GrammarReader:
         try:
             grammar = notation(_by_id(spec, self._special))
         except (ValueError, RecursionError) as error:
-            return GrammarChecked(error=str(error) or "it is nested too deeply")
+            return GrammarChecked(error=str(error) or "the grammar is nested too deeply")
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         first = b"" if matcher.is_error() else matcher.compute_bitmask()
         if time.thread_time() - began_s <= _MAX_CHECK_S:
@@ -176,14 +177,14 @@ class GrammarReader:
         if matcher.is_error():
             return GrammarChecked(error=_reason(matcher.get_error()))
         if time.thread_time() - began_s > _MAX_CHECK_S:
-            return GrammarChecked(error="it takes too long to compile; simplify it, above all its repetitions")
+            return GrammarChecked(error="the grammar takes too long to compile; simplify it, above all its repetitions")
         return GrammarChecked(grammar, first=bytes(first))
 
 
 def _follow_forced(matcher: LLMatcher) -> None:
-    """Read the text that every answer begins with, so that a matcher has its error if no answer can go on from there.
+    """Read the text that begins every answer, so that the matcher has its error if no answer can continue it.
 
-    A schema whose objects must contain one another without end is such a case.
+    An example is a schema whose objects must contain one another without end.
     """
     followed = 0
     while followed < _MAX_FORCED and not matcher.is_error():
@@ -199,11 +200,11 @@ def _follow_forced(matcher: LLMatcher) -> None:
 def _reason(error: str) -> str:
     """Return a parser's error without its state, which may follow."""
     reason = error.partition("\n<")[0]
-    return "no answer can follow it" if reason.startswith("NoExtension") else reason
+    return "no answer can follow the grammar" if reason.startswith("NoExtension") else reason
 
 
 def _by_id(spec: GrammarSpec, special: Mapping[str, int]) -> GrammarSpec:
-    """Return a grammar that refers to special tokens by their ids."""
+    """Return the grammar with references to special tokens by their ids."""
     if spec.kind is not GrammarKind.EBNF:
         return spec
     return msgspec.structs.replace(spec, text=with_token_ids(spec.text, special))
@@ -213,7 +214,7 @@ def notation(spec: GrammarSpec) -> str:
     """Return a grammar in llguidance's notation.
 
     Raises:
-        ValueError: the text is not what its kind says.
+        ValueError: the text does not fit its kind.
     """
     answer = _notation_of_answer(spec)
     return answer if spec.thoughts is None else _behind_thoughts(spec.thoughts, answer)
@@ -230,13 +231,13 @@ def _notation_of_answer(spec: GrammarSpec) -> str:
     if spec.kind is GrammarKind.LARK:
         return _with_plain_schemas(spec.text) if _PATTERNS in spec.text else spec.text
     if spec.kind is GrammarKind.REGEX:
-        # Digits, letters and spaces of ASCII only: a model that is free to would choose rare ones of Unicode.
+        # Only ASCII digits, letters and spaces are allowed, since a free model would choose rare ones of Unicode.
         return f"start: /{regex_to_lark(spec.text, 'dws')}/"
     return grammar_from("ebnf", spec.text)
 
 
 def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
-    """Return a grammar of thoughts and an answer, given the answer's in llguidance's notation."""
+    """Return a grammar of thoughts and an answer, given the answer's grammar in llguidance's notation."""
     grammars = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
     begin = _symbol(thoughts.begin)
     end = thoughts.end
@@ -247,7 +248,7 @@ def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
         text = f"text: {before}<[{end.token}]>\nany: <[^{others}]>"
     elif end.token is not None:
         text = f"text: TEXT <[{end.token}]>"
-    else:  # a lazy lexeme ends as soon as it can, so that thoughts do not run on through their end
+    else:  # A lazy lexeme ends as early as possible, so that thoughts do not continue beyond their end.
         text = f"text[lazy]: TEXT {json.dumps(end.text)}"
     start = f"{begin}? text SPACE? @answer" if thoughts.are_open else f"({begin} text SPACE?)? @answer"
     lines = ["%llguidance {}", f"start: {start}", text, r"TEXT: /(.|\n)*/", r"SPACE: /\s+/"]
@@ -256,9 +257,9 @@ def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
 
 
 def without_covered_patterns(schema: Any) -> Any:
-    """Return a schema without the patterns of properties that match names of its properties only.
+    """Return a schema without the patterns that match only names of its own properties.
 
-    No further property can have such a name, and the parser leads into a dead end there.
+    No further property can have such a name, and the parser would reach a dead end there.
     """
     schema = copy.deepcopy(schema)
     for each in objects_in(schema):
@@ -266,7 +267,7 @@ def without_covered_patterns(schema: Any) -> Any:
         patterns = each.get("patternProperties")
         if isinstance(names, dict) and isinstance(patterns, dict):
             needed = {pattern: of for pattern, of in patterns.items() if not _only_matches(pattern, names)}
-            # A property that matches a pattern must follow its schema, too.
+            # A property that matches a pattern must also follow the pattern's schema.
             for pattern in patterns.keys() - needed.keys():
                 for name in names:
                     if _matches(pattern, name) and names[name] != patterns[pattern]:
@@ -276,7 +277,7 @@ def without_covered_patterns(schema: Any) -> Any:
 
 
 def _with_plain_schemas(grammar: str) -> str:
-    """Return a grammar in Lark whose schemas have no such patterns."""
+    """Return a grammar in Lark whose schemas lack the patterns that match only names of properties."""
     parts = []
     end = 0
     while (at := grammar.find(_JSON_RULE, end)) >= 0:
@@ -304,7 +305,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _only_matches(pattern: str, names: Iterable[str]) -> bool:
-    """Return whether a pattern matches no text but some of ``names``: no other letter may ever follow."""
+    """Return whether a pattern matches only texts in ``names``: no other letter may ever follow."""
     texts = [json.dumps(name, ensure_ascii=False).encode() for name in names]
     followers: dict[bytes, set[int]] = {}
     for text in texts:
@@ -336,7 +337,7 @@ def _symbol(marker: Marker) -> str:
 
 
 def _without_format(schema: Any, name: str) -> Any:
-    """Return a schema whose strings may have any form where they should have the format of this name."""
+    """Return a schema without the format ``name`` of its strings."""
     if isinstance(schema, list):
         return [_without_format(each, name) for each in schema]
     if not isinstance(schema, dict):
@@ -345,18 +346,18 @@ def _without_format(schema: Any, name: str) -> Any:
 
 
 def json_options(whitespace: str) -> "JsonCompileOptions":
-    """Return llguidance's options for JSON with this whitespace between its parts."""
+    """Return llguidance's options for JSON with ``whitespace`` between its parts."""
     whitespace = whitespace.replace(r"\s", _JSON_SPACE)
     return {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
 
 
 def choice_grammar(choices: list[str]) -> str:
-    """Return the grammar of one of several strings, in llguidance's notation."""
+    """Return the grammar of a choice between strings, in llguidance's notation."""
     return "start: " + " | ".join(map(json.dumps, choices))
 
 
 def main() -> None:
-    """Check grammars from standard input until it ends."""
+    """Check grammars from standard input until the input ends."""
     run_helper(_prepare, _MEMORY_BYTES)
 
 

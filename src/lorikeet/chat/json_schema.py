@@ -1,6 +1,6 @@
-"""Prepares JSON schemas for the parser of grammars, and tells what kinds of values they allow.
+"""Prepares JSON schemas for the parser of grammars, and finds the kinds of values that they allow.
 
-Schemas come from strangers: every function here takes any JSON, and ends.
+Schemas come from strangers, so every function here takes any JSON and ends.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +12,15 @@ _IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 _IN_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
-"""What a value can be; an integer is a number, too."""
+"""Kinds of JSON values; an integer is a number, too."""
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the kinds of values that a schema allows, which are all of ``KINDS`` for ``true`` and ``{}``.
+    """Return the kinds of values that a schema allows: all of ``KINDS`` for ``true`` and ``{}``.
 
     Args:
-        schema: of the value.
-        root: schema that holds the definitions to which it refers.
+        schema: schema of the value.
+        root: schema with the definitions that ``schema`` refers to.
     """
     return _kinds(schema, root, {}, 0)
 
@@ -50,7 +50,7 @@ def _kinds(
         found &= _kinds(each, root, of_references, depth + 1)
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        if reference not in of_references:  # each is followed once, so that circles and long chains end
+        if reference not in of_references:  # Each reference is followed once, so that circles and long chains end.
             of_references[reference] = every
             of_references[reference] = _kinds(resolved(reference, root), root, of_references, depth + 1)
         found &= of_references[reference]
@@ -74,7 +74,7 @@ def kind_of(value: Any) -> str:
 
 
 def resolved(reference: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference such as ``#/$defs/Point`` names; True, which allows all, for others."""
+    """Return the schema that a reference such as ``#/$defs/Point`` names; True, which allows all, for other forms."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
     found: Any = root
@@ -87,7 +87,7 @@ def resolved(reference: Any, root: Mapping[str, Any]) -> Any:
 
 
 def fixed_values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Any] | None:
-    """Return the values of ``enum`` or ``const``, also behind a reference; None if there are others."""
+    """Return the values of ``enum`` or ``const``, even behind a reference; None if other values are allowed."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return None
     if "const" in schema:
@@ -103,7 +103,7 @@ def fixed_values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[A
 
 
 def objects_in(schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all schemas in it, outermost first."""
+    """Yield a schema and all schemas within it, outermost first."""
     if not isinstance(schema, dict) or depth > 4 * _MAX_DEPTH:
         return
     yield schema

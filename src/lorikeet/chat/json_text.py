@@ -1,4 +1,4 @@
-"""Reads JSON that a model or a client has written, which may be cut off, too deep, or no JSON at all."""
+"""Reads text that a model or a client wrote as JSON, and that may be cut off, too deep or not JSON at all."""
 
 import json
 import re
@@ -7,16 +7,16 @@ from typing import Any
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _MAX_DEPTH = 200
-"""Values nested more deeply are no JSON here: to read and write them would end in a RecursionError."""
+"""Most levels of nested values; reading and writing deeper values would raise RecursionError."""
 _OPENING = "{["
 _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text; its strings have whole characters only.
+    """Return the value of a JSON text, with only whole characters in its strings.
 
     Raises:
-        ValueError: the text is no JSON, holds a word such as NaN, or is nested too deeply.
+        ValueError: the text is not JSON, contains a word such as NaN, or is nested too deeply.
     """
     if max_depth(text) > _MAX_DEPTH:
         raise ValueError("nested too deeply")
@@ -28,16 +28,16 @@ def read_json(text: str) -> Any:
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _finite(text: str) -> float:
-    """Return a number, the largest there is for one that is larger."""
+    """Return a number, limited to the largest float."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
 
 
 def max_depth(text: str) -> int:
-    """Return how deeply brackets outside strings are nested."""
+    """Return the depth of nested brackets outside strings."""
     deepest = depth = 0
     is_string = is_escaped = False
     for letter in text:
@@ -59,12 +59,12 @@ def max_depth(text: str) -> int:
 
 
 def write_json(value: Any) -> str:
-    """Return a value as JSON, with all letters as they are."""
+    """Return a value as JSON, without escapes for letters beyond ASCII."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def with_whole_characters(value: Any) -> Any:
-    """Return a JSON value whose texts can be encoded: half a character becomes U+FFFD."""
+    """Return a JSON value with U+FFFD for each half of a character, so that its texts can be encoded."""
     match value:
         case str():
             return _LONE_SURROGATES.sub("\ufffd", value) if not value.isascii() else value
@@ -76,10 +76,10 @@ def with_whole_characters(value: Any) -> Any:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call, of which a model may have written only the beginning, or no object.
+    """Return the arguments of a call, whose text may be cut off or not an object.
 
-    An object that was cut off is closed where it ends; a property whose value had not begun is left out. Of other text
-    the object has the whole as ``arguments``, so that nothing is lost.
+    An object that was cut off is closed where it ends, without a property whose value had not begun. Other text becomes
+    the property ``arguments`` as a whole, so that nothing is lost.
     """
     if not text.strip():
         return {}
@@ -93,15 +93,15 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def closed_object(text: str) -> str:
-    """Return an object that was cut off, closed where it can be; other text as it is."""
+    """Return an object that was cut off as a closed object; return other text unchanged."""
     if not text.lstrip().startswith("{"):
         return text
     open_brackets: list[str] = []
     ends = [0]
-    """At each depth the position up to which the text can be kept if nothing complete follows."""
+    """Position, for each depth, up to which the text is kept if nothing complete follows."""
     is_string = is_escaped = False
     is_key = True
-    after = ""  # the last letter outside strings that is no space
+    after = ""  # The last letter outside strings, spaces apart.
     begin = 0
     for at, letter in enumerate(text):
         if is_string:
@@ -148,7 +148,7 @@ def closed_object(text: str) -> str:
 
 
 def _shortened(string: str, *, is_escaped: bool) -> str:
-    r"""Return a string that was cut off without half an escape, such as ``\`` or ``\u00``."""
+    r"""Return a string that was cut off, without half an escape such as ``\`` or ``\u00`` at its end."""
     if is_escaped:
         return string[:-1]
     cut = re.search(r"(?<!\\)(?:\\\\)*(\\u[0-9a-fA-F]{0,3})$", string)

@@ -1,4 +1,4 @@
-"""Tokens and log probabilities as answers report them, in the forms of OpenAI and vLLM."""
+"""Writes the tokens and log probabilities of answers in the forms of OpenAI and vLLM."""
 
 import codecs
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,15 @@ from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import PromptToken, Token
 
 _MIN_LOGPROB = -9999.0
-"""JSON has no infinity; vLLM sends this value instead."""
+"""Value for minus infinity, which JSON lacks, as in vLLM."""
 
 
 class TokenNames:
     """Names tokens by their text, or by their ids as vLLM does.
 
     Args:
-        text_processor: of the model.
-        as_ids: name them ``token_id:ID``.
+        text_processor: the model's text processor.
+        as_ids: whether names have the form ``token_id:ID``.
     """
 
     def __init__(self, text_processor: TextProcessor, *, as_ids: bool = False) -> None:
@@ -46,11 +46,11 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 class TextOffsets:
-    """Where in an answer's text its tokens begin; the parts of a character begin where it does.
+    """Counts the offsets of tokens in an answer's text; the parts of a character have its offset.
 
     Args:
-        text_processor: of the model.
-        skip_special_tokens: whether the text lacks them.
+        text_processor: the model's text processor.
+        skip_special_tokens: whether the text leaves special tokens out.
     """
 
     def __init__(self, text_processor: TextProcessor, *, skip_special_tokens: bool) -> None:
@@ -60,7 +60,7 @@ class TextOffsets:
         self._offset = 0
 
     def add(self, token_id: int, *, is_shown: bool = False) -> int:
-        """Return the offset of the next token; ``is_shown`` if the text has it even if it is special."""
+        """Return the offset of the next token; ``is_shown`` for a special token that stays in the text."""
         begin = self._offset
         if is_shown or not (self._skip_special_tokens and self._text_processor.is_special(token_id)):
             self._offset += len(self._decoder.decode(bytes(self._text_processor.token(token_id).utf8)))
@@ -74,9 +74,9 @@ def completion_logprobs(
 
     Args:
         names: names the tokens.
-        tokens: of the prompt, if it is echoed, and of the answer. The first of a prompt has no log probability.
-        offsets: counts from the first token on.
-        echoed: how many of the tokens are the prompt's.
+        tokens: tokens of the prompt, if it is echoed, and of the answer. A prompt's first has no log probability.
+        offsets: counts the offsets from the first token on.
+        echoed: number of tokens that are the prompt's.
     """
     return {
         "tokens": [names.name(token.token_id) for token in tokens],
@@ -87,7 +87,7 @@ def completion_logprobs(
 
 
 def echoed_tokens(token_ids: Sequence[int], scored: Mapping[int, PromptToken]) -> list[Token]:
-    """Return the tokens of a prompt with their log probabilities, which the first has not."""
+    """Return the tokens of a prompt with their log probabilities, which the first token lacks."""
     tokens = [Token(token_id) for token_id in token_ids[:1]]
     for position in range(1, len(token_ids)):
         found = scored[position]
@@ -98,7 +98,7 @@ def echoed_tokens(token_ids: Sequence[int], scored: Mapping[int, PromptToken]) -
 def prompt_logprobs(
     names: TokenNames, token_ids: Sequence[int], scored: Mapping[int, PromptToken]
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: null for the first token, of the others itself and the likeliest by id."""
+    """Return vLLM's ``prompt_logprobs``: null for the first token; for others the token and the likeliest, by id."""
     entries: list[dict[str, Any] | None] = [None]
     for position in range(1, len(token_ids)):
         token = scored[position]
@@ -118,9 +118,9 @@ def prompt_logprobs(
 
 
 def _top(names: TokenNames, token: Token) -> dict[str, float]:
-    """The chosen token is among them even if it is not one of the likeliest, as in vLLM.
+    """Return the log probabilities of the likeliest tokens and the chosen one, by name, as in vLLM.
 
-    Tokens of the same text, such as a letter and its byte, are told apart by vLLM's other name for a token.
+    Tokens of the same text, such as a letter and its byte, get vLLM's other name for a token.
     """
     top = {names.name(token.token_id): _finite(token.logprob)}
     for token_id, logprob in token.top:

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's messages API, and the chat that they stand for.
+"""Defines the bodies of Anthropic's messages API, and turns them into chats.
 
 The API: https://docs.anthropic.com/en/api/messages.
 """
@@ -25,11 +25,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), "logprobs has no place in this answer; use /v1/chat/completions."),
     "echo": ((False,), "echo has no place in this answer; use /v1/chat/completions."),
 }
-"""As ``protocol._FIELDS``: values that change nothing, and the error message for others."""
+"""Values of a field that change nothing, and the error message for others; see ``protocol._FIELDS``."""
 
 
 class ContentBlock(Body):
-    """A part of a message: text, thoughts, a call or its result."""
+    """Part of a message: text, thoughts, a call or its result."""
 
     type: str
     text: str | None = None
@@ -45,14 +45,14 @@ Blocks = Annotated[list[ContentBlock], Field(fail_fast=True)]
 
 
 class MessageParam(Body):
-    """One message."""
+    """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
 class ToolParam(Body):
-    """A tool; one without a type is a function."""
+    """Tool that the model may use; a tool without a type is a function."""
 
     type: str | None = None
     name: str | None = None
@@ -61,7 +61,7 @@ class ToolParam(Body):
 
 
 class ToolChoice(Body):
-    """Which tools may be used."""
+    """Tools that the model may or must use."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -69,14 +69,14 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks first."""
+    """Switch for thoughts before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
 class OutputConfig(Body):
-    """The form of the answer."""
+    """Form of the answer."""
 
     format: dict[str, Any] | None = None
 
@@ -95,7 +95,7 @@ class ContextManagement(Body):
 
 
 class MessagesPrompt(Body):
-    """Fields that make the prompt."""
+    """Fields of a body that form the prompt."""
 
     refused = _REFUSED
 
@@ -121,7 +121,7 @@ class MessagesPrompt(Body):
         """Return the fields of a chat that make the same prompt.
 
         Raises:
-            ApiError: 400 or 501, some content or tool is not valid or not supported.
+            ApiError: 400 or 501, content or a tool is not valid or not supported.
         """
         self._check_edits()
         fields: dict[str, Any] = {"messages": self._chat_messages()}
@@ -178,22 +178,22 @@ class CountTokensRequest(MessagesPrompt):
     lora_path: str | None = None
 
     def tokenize_body(self) -> TokenizeRequest:
-        """Return the body of ``/tokenize`` that stands for it; raises as :meth:`prompt_fields`."""
+        """Return the same body for ``/tokenize``; see :meth:`prompt_fields` for errors."""
         return validated(TokenizeRequest, self.prompt_fields() | {"model": self.model})
 
 
 class MessagesRequest(GenerationBody, MessagesPrompt):
-    """Body of ``POST /v1/messages``. Fields of chat completions that Anthropic lacks may be given, too."""
+    """Body of ``POST /v1/messages``, which may also have fields of chat completions that Anthropic lacks."""
 
     max_tokens: Count
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
     metadata: dict[str, Any] | None = None
 
     def chat(self) -> ChatCompletionRequest:
-        """Return the chat that the body stands for.
+        """Return the body as a chat.
 
         Raises:
-            ApiError: as :meth:`prompt_fields`; or 400, a field is not valid.
+            ApiError: 400 or 501, a field, content or a tool is not valid or not supported.
         """
         given = self.model_dump(exclude_unset=True, include=set(GenerationBody.model_fields) - {"stream_options"})
         fields = given | self.prompt_fields() | self._tool_choice()
@@ -220,7 +220,7 @@ class MessagesRequest(GenerationBody, MessagesPrompt):
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if choice.type == "tool":
             if not choice.name:
-                raise bad_request("tool_choice: a tool needs its name.", "tool_choice")
+                raise bad_request("tool_choice: the type tool needs a name.", "tool_choice")
             return fields | {"tool_choice": {"type": "function", "function": {"name": choice.name}}}
         return fields | {"tool_choice": {"auto": "auto", "any": "required", "none": "none"}[choice.type]}
 
@@ -263,31 +263,31 @@ def _calls(content: str | list[ContentBlock]) -> bool:
 
 
 def _text_parts(content: str | list[ContentBlock] | None, where: str) -> str | list[dict[str, Any]]:
-    """Return text content as a chat has it.
+    """Return text content in the form of a chat.
 
     Raises:
-        ApiError: 400, it is not text.
+        ApiError: 400, the content is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
     for at, block in enumerate(content):
         if block.type != "text":
             raise bad_request(
-                f"{where}.content.{at}: this model reads text only, no content of type {block.type[:100]!r}.",
+                f"{where}.content.{at}: only text is supported, not content of type {block.type[:100]!r}.",
                 "messages",
             )
         if block.text is None:
-            raise bad_request(f"{where}.content.{at}: a text block has no text.", "messages")
+            raise bad_request(f"{where}.content.{at}: a text block lacks its text.", "messages")
     return [{"type": "text", "text": block.text} for block in content]
 
 
 def _user_messages(role: str, blocks: list[ContentBlock], where: str) -> list[dict[str, Any]]:
-    """Return the results of calls as messages of their own, before the rest, as chats have them."""
+    """Return the results of calls as separate messages before the rest, in the form of a chat."""
     results = [block for block in blocks if block.type == "tool_result"]
     messages: list[dict[str, Any]] = []
     for block in results:
         if not block.tool_use_id:
-            raise bad_request(f"{where}: a tool_result has no tool_use_id.", "messages")
+            raise bad_request(f"{where}: a tool_result lacks its tool_use_id.", "messages")
         content = _text_parts(block.content, where)
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     rest = [block for block in blocks if block.type != "tool_result"]
@@ -304,7 +304,7 @@ def _assistant_message(blocks: list[ContentBlock], where: str) -> dict[str, Any]
     calls = [block for block in blocks if block.type == "tool_use"]
     for block in calls:
         if not block.name:
-            raise bad_request(f"{where}: a tool_use has no name.", "messages")
+            raise bad_request(f"{where}: a tool_use lacks its name.", "messages")
     if calls:
         message["tool_calls"] = [
             {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}

@@ -1,4 +1,4 @@
-"""Weighted mixtures of adapters in requests: how they are spelled, and which are kept."""
+"""Reads weighted mixtures of adapters in requests, and keeps the latest ones."""
 
 import asyncio
 import hashlib
@@ -15,21 +15,21 @@ from lorikeet.http.errors import bad_request
 
 MAX_PARTS = 16
 MAX_MIXTURES = 32
-"""That are kept. Each has files and memory of its own; the one that was not used for longest goes first."""
+"""Number of mixtures that are kept. Each has its own files and memory; the least recently used goes first."""
 PREFIX = "mixture-"
 MIXED = frozenset("*+")
-"""Characters of a mixture, which no adapter's name has."""
+"""Characters that only mixtures have, not names of adapters."""
 _MAX_WEIGHT = 1000.0
 _SPELLED = re.compile(r"\s*([^*+\s]+)\s*(?:\*\s*(-?[0-9]*\.?[0-9]+(?:[eE]-?[0-9]+)?)\s*)?")
 
 
 def spelled(model: str) -> list[tuple[str, float]] | None:
-    """Return names and weights of ``a*0.7+b*0.3``; None for any other text.
+    """Return the names and weights of ``a*0.7+b*0.3``; None for any other text.
 
-    A name without a weight has the weight 1. No adapter's name may contain ``*`` or ``+``.
+    The weight is 1 if it is not written. No adapter's name may contain ``*`` or ``+``.
 
     Raises:
-        ApiError: 400, there are too many, or a weight is too large.
+        ApiError: 400, the adapters are too many, or a weight is too large.
     """
     if not MIXED.intersection(model):
         return None
@@ -38,9 +38,9 @@ def spelled(model: str) -> list[tuple[str, float]] | None:
     if len(parts) != len(found):
         return None
     if len(parts) > MAX_PARTS:
-        raise bad_request(f"A mixture has at most {MAX_PARTS} adapters, not {len(parts)}.", "model")
+        raise bad_request(f"model: a mixture may have at most {MAX_PARTS} adapters, not {len(parts)}.", "model")
     if wrong := [name for name, weight in parts if not abs(weight) <= _MAX_WEIGHT]:
-        raise bad_request(f"The weight of {wrong[0]!r} is beyond ±{_MAX_WEIGHT:g}.", "model")
+        raise bad_request(f"model: the weight of {wrong[0]!r} is beyond ±{_MAX_WEIGHT:g}.", "model")
     return parts
 
 
@@ -50,17 +50,17 @@ def spelling(parts: Sequence[tuple[str, float]]) -> str:
 
 
 def name_of(parts: Sequence[Part]) -> str:
-    """Return the name under which a mixture is registered; other versions or weights give another one."""
+    """Return the name under which a mixture is registered; it depends on versions and weights."""
     key = msgspec.json.encode([(ref.digest, float(weight)) for ref, weight in parts])
     return PREFIX + hashlib.sha256(key).hexdigest()[:24]
 
 
 class Mixtures:
-    """The mixtures that are kept, each made once however many requests ask for it at the same time.
+    """Keeps mixtures, and makes each only once for all requests that need it at the same time.
 
     Args:
         make: registers a mixture under a name.
-        remove: removes it again, after the requests that use it.
+        remove: removes a mixture, after the requests that use it.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Mixtures:
         self._removing: set[asyncio.Task[None]] = set()
 
     async def get(self, parts: Sequence[Part]) -> str:
-        """Return the name of a mixture, which is registered then.
+        """Register a mixture if necessary, and return its name.
 
         Raises:
-            ApiError: as ``make`` does.
+            ApiError: ``make`` failed.
         """
         name = name_of(parts)
         task = self._kept.get(name)
@@ -84,11 +84,11 @@ class Mixtures:
             while len(self._kept) > MAX_MIXTURES:
                 self._forget(next(iter(self._kept)))
         self._kept.move_to_end(name)
-        await asyncio.shield(task)  # a client that hangs up does not end it for the others
+        await asyncio.shield(task)  # A client that hangs up must not cancel it for the others.
         return name
 
     def lost(self, name: str) -> None:
-        """Make a mixture again when it is asked for next, since it has been removed."""
+        """Drop a mixture that has been removed, so that the next request makes it again."""
         self._kept.pop(name, None)
 
     async def _made(self, name: str, parts: Sequence[Part]) -> None:
@@ -110,17 +110,17 @@ class Mixtures:
 
 
 def of_fields(lora: Sequence[Any] | None, merged: Any) -> str:
-    """Return the mixture that the fields of llama.cpp and LoRAX ask for, as :func:`spelled` reads it; "" if none.
+    """Return the mixture in the fields of llama.cpp and LoRAX, in the form of :func:`spelled`; "" without one.
 
     Args:
-        lora: llama.cpp's ``lora``, objects with ``id`` and ``scale``. An id is a name, or an index in ``/v1/adapters``.
+        lora: llama.cpp's ``lora``: objects with ``id``, a name or an index in ``/v1/adapters``, and ``scale``.
         merged: LoRAX' ``merged_adapters`` or ``adapter_parameters``, with ``ids`` and ``weights``.
 
     Raises:
-        ValueError: the fields are not valid, or both are given.
+        ValueError: a field is not valid, or both are set.
     """
     if lora and merged is not None:
-        raise ValueError("lora and merged_adapters do not go together")
+        raise ValueError("lora and merged_adapters exclude each other")
     if lora:
         return spelling([(str(each.id), each.scale) for each in lora])
     if merged is None or not merged.ids:

@@ -1,7 +1,7 @@
-"""Prompts as embeddings: tensors that ``torch.save`` wrote, read without torch and without running a pickle.
+"""Reads prompts as embeddings from tensors of ``torch.save``, without torch and without running a pickle.
 
-A pickle is a program, and can do anything. Here its instructions are read one by one, and only those that
-``torch.save`` writes for one tensor are known: they build tuples, and name a storage and how it becomes a tensor.
+A pickle is a program, and can do anything. This module reads its instructions one by one, and accepts only the
+instructions that ``torch.save`` writes for one tensor: they build tuples, and name a storage and a known function.
 """
 
 import base64
@@ -25,14 +25,14 @@ _REBUILD = "torch._utils _rebuild_tensor_v2"
 _ORDERED = "collections OrderedDict"
 _GLOBALS = {_REBUILD, _ORDERED, *(f"torch {name}" for name in _DTYPES)}
 _EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
-"""Bits of the exponent, which are all set in numbers that are not finite."""
+"""Bits of the exponent, by dtype, which are all set in numbers that are not finite."""
 _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}
 _IGNORED = {"PROTO", "BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME"}
 _MARK = object()
 
 
 class _NotATensor(ValueError):
-    """The bytes are no tensor as ``torch.save`` writes one; the message says why."""
+    """Reports bytes that are not a tensor of ``torch.save``, with the reason."""
 
 
 def read_prompt_embeds(field: str | list[str], hidden: int, longest_tokens: int) -> list[PromptEmbeds]:
@@ -40,14 +40,14 @@ def read_prompt_embeds(field: str | list[str], hidden: int, longest_tokens: int)
 
     Args:
         field: one tensor or several, each in base64.
-        hidden: size of an embedding of the model; 0 if it takes none.
+        hidden: size of the model's embeddings; 0 for a model that takes only token ids.
         longest_tokens: most tokens of a prompt.
 
     Raises:
-        ApiError: 400, one is not a finite tensor ``[tokens, hidden]`` of floats, or the model takes none.
+        ApiError: 400, a tensor is not ``[tokens, hidden]`` of finite floats, or the model takes only token ids.
     """
     if not hidden:
-        raise bad_request(f"{FIELD}: this model takes token ids only.", FIELD)
+        raise bad_request(f"{FIELD}: this model takes only token ids.", FIELD)
     several = isinstance(field, list)
     return [
         _read(text, f"{FIELD}.{at}" if several else FIELD, hidden, longest_tokens)
@@ -56,7 +56,7 @@ def read_prompt_embeds(field: str | list[str], hidden: int, longest_tokens: int)
 
 
 def token_count(embeds: PromptEmbeds, hidden: int) -> int:
-    """Return the number of tokens of a prompt."""
+    """Return the number of tokens of a prompt of embeddings."""
     return len(embeds.data) // (hidden * (4 if embeds.dtype == "float32" else 2))
 
 
@@ -84,47 +84,47 @@ def _tensor(content: bytes) -> tuple[PromptEmbeds, tuple[int, ...]]:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
         if len(entries) > _MAX_ENTRIES or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise _NotATensor("it has compressed entries, or too many")
+            raise _NotATensor("the archive has compressed entries, or too many")
         names = [entry.filename for entry in entries]
         root = next((name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl")), None)
         if root is None or archive.getinfo(f"{root}data.pkl").file_size > _MAX_PICKLE_BYTES:
-            raise _NotATensor("it has no data.pkl, or a large one")
+            raise _NotATensor("the archive lacks data.pkl, or data.pkl is too large")
         if f"{root}byteorder" in names and archive.read(f"{root}byteorder") != b"little":
-            raise _NotATensor("its byte order is not little")
+            raise _NotATensor("the byte order is not little-endian")
         dtype, width, key, numbers, shape = _described(archive.read(f"{root}data.pkl"))
         data = archive.read(f"{root}data/{key}")
     size = 1
     for length in shape:
         size *= length
     if len(data) != numbers * width or size != numbers:
-        raise _NotATensor("its storage is not as large as the tensor: save a copy (tensor.clone())")
+        raise _NotATensor("the storage and the tensor differ in size: save a copy (tensor.clone())")
     return PromptEmbeds(dtype, data), shape
 
 
 def _described(pickle: bytes) -> tuple[str, int, str, int, tuple[int, ...]]:
-    """Return dtype, bytes of a number, name and length of the storage, and shape."""
+    """Return a tensor's dtype, bytes of a number, name and length of the storage, and shape."""
     result = _built(pickle)
     match result:
         case ("call", _, (("storage", kind, key, numbers), 0, tuple(shape), tuple(stride), *_)):
             pass
         case _:
-            raise _NotATensor("it holds something else")
+            raise _NotATensor("the pickle describes something else")
     plain = 1
     for length, step in zip(reversed(shape), reversed(stride), strict=True):
         if not (isinstance(length, int) and 0 < length < 2**31) or step != plain:
-            raise _NotATensor("it is a view, or empty: save a copy (tensor.contiguous().clone())")
+            raise _NotATensor("the tensor is a view, or empty: save a copy (tensor.contiguous().clone())")
         plain *= length
     dtype, width = _DTYPES[kind]
     return dtype, width, key, numbers, shape
 
 
 def _built(pickle: bytes) -> Any:
-    """Return what a pickle builds, of tuples, numbers, texts and the two known calls."""
+    """Return the value of a pickle of tuples, numbers, texts and the two known calls."""
     stack: list[Any] = []
     for count, (opcode, argument, _) in enumerate(pickletools.genops(pickle)):
         name = opcode.name
         if count > _MAX_OPCODES:
-            raise _NotATensor("its pickle is too long")
+            raise _NotATensor("the pickle is too long")
         if name == "STOP":
             (result,) = stack
             return result
@@ -155,10 +155,10 @@ def _built(pickle: bytes) -> Any:
             elif function == ("global", _REBUILD):
                 stack.append(("call", _REBUILD, arguments))
             else:
-                raise _NotATensor("it calls something else")
+                raise _NotATensor("the pickle calls an unknown function")
         else:
-            raise _NotATensor(f"its pickle has {name} {str(argument)[:60]!r}")
-    raise _NotATensor("its pickle has no end")
+            raise _NotATensor(f"the pickle has {name} {str(argument)[:60]!r}")
+    raise _NotATensor("the pickle has no end")
 
 
 def _last_mark(stack: list[Any]) -> int:
@@ -170,4 +170,4 @@ def _storage(described: Any) -> tuple[str, str, str, int]:
     match described:
         case ("storage", ("global", str(name)), str(key), str(), int(numbers)) if key.isalnum():
             return "storage", name.removeprefix("torch "), key, numbers
-    raise _NotATensor("its storage is something else")
+    raise _NotATensor("the pickle describes its storage in another way")

@@ -1,10 +1,10 @@
-"""``python -m lorikeet.chat.prompt_process``: reads large bodies for an API process.
+"""Reads large bodies for an API process, as ``python -m lorikeet.chat.prompt_process``.
 
-To decode, validate and tokenize megabytes takes seconds, and Python runs nothing else meanwhile: in the API process
-every stream would wait. Here only other large bodies do. What is sent back is small: the token ids of the prompts, and
-the other fields of the body.
+Decoding, validating and tokenizing megabytes takes seconds, in which Python runs nothing else: in the API process
+every stream would wait. Here only other large bodies wait. The result is small: the token ids of the prompts, and the
+other fields of the body.
 
-Its memory is limited. A body that takes more ends the process, and the API process starts another.
+The memory of the process is limited. A body that takes more ends it, and the API process starts another.
 """
 
 import json
@@ -62,36 +62,36 @@ KINDS: tuple[type[Body], ...] = (
 )
 """Kinds of bodies that may be large. A message to the process is a body after the number of its kind, one byte."""
 MODEL = b"\xff"
-"""Begins a message that says what else the last body needs, a ``BodyNeeds``."""
+"""Kind of a message with a ``BodyNeeds``, which the last body needs."""
 MAX_TOKENS = 2**20
-"""Of all prompts of a request together, or of one that is as long as the context."""
+"""Most tokens of all prompts of a request together; a single prompt may be as long as the context."""
 MAX_TOKENIZED = 2**18
-"""Tokens that the two routes of the tokenizer take, or as many as the context has."""
+"""Most tokens on the two routes of the tokenizer; a longer context raises the limit."""
 
 _MAX_DEPTH = 100
 _MAX_CONTAINERS = 2**16
 _LONGEST_NAME = 512
 _MAX_TEMPLATES = 64
-"""Compiled templates of adapters that are kept."""
+"""Number of compiled templates of adapters that are kept."""
 _TEMPLATE_CPU_S = 2.0
-"""CPU time for one prompt from an adapter's template."""
+"""Most CPU time for one prompt from an adapter's template."""
 _MEMORY_BYTES = 2**30
-"""Address space that a body may take."""
+"""Most address space that a body may take."""
 _APART = {"prompt", "prompt_embeds", "messages", "system", "input", "tokens", "chat_template_kwargs", "user"}
-"""Fields that are sent back in another form, or have no effect."""
+"""Fields that are returned in another form, or have no effect."""
 
 
 class PromptSetup(msgspec.Struct, frozen=True):
-    """What a process begins with.
+    """Setup of a process.
 
     Attributes:
-        folder: of the model; empty: tokenizer and template are given here.
-        chat_template: file instead of the folder's.
-        tokenizer: ``tokenizer.json``'s content.
-        template: Jinja source; empty for none.
-        special_tokens: of the template.
-        tool_parser: name of the format of tool calls; empty for the template's.
-        limits: of the model.
+        folder: the model's folder; empty if the setup contains tokenizer and template.
+        chat_template: file of the template, instead of the folder's.
+        tokenizer: content of ``tokenizer.json``.
+        template: Jinja source of the template; empty for no template.
+        special_tokens: special tokens of the template.
+        tool_parser: name of the format of tool calls; empty for the template's format.
+        limits: the model's limits.
         max_queued: most sequences of a request.
     """
 
@@ -106,11 +106,11 @@ class PromptSetup(msgspec.Struct, frozen=True):
 
 
 class WhichModel(msgspec.Struct, frozen=True, tag=True):
-    """Asks what the model of a body has of its own. The next message is ``MODEL`` with a ``BodyNeeds``.
+    """Requests the settings of a body's model. The next message is ``MODEL`` with a ``BodyNeeds``.
 
     Attributes:
         model, lora_path: fields of the body.
-        previous_response_id: field of a body that goes on from a stored response.
+        previous_response_id: field of a body that continues a stored response.
     """
 
     model: str | None
@@ -119,11 +119,11 @@ class WhichModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyNeeds(msgspec.Struct, frozen=True):
-    """What must be known to read a body.
+    """Facts that are needed to read a body.
 
     Attributes:
-        chat: what its model has of its own.
-        previous: the conversation that it goes on with, as a JSON array of items; empty for none.
+        chat: its model's own settings.
+        previous: the conversation that the body continues, as a JSON array of items; empty without one.
     """
 
     chat: AdapterChat
@@ -131,15 +131,15 @@ class BodyNeeds(msgspec.Struct, frozen=True):
 
 
 class BodyRead(msgspec.Struct, frozen=True, tag=True):
-    """What a body says.
+    """Content of a body.
 
     Attributes:
-        fields: a small body as JSON: the prompts left out, all else as it was.
+        fields: the body as JSON without its prompts.
         prompts: token ids of each prompt, as 32-bit integers.
-        texts: texts that answers open with, for ``echo``.
-        answer: of a route of the tokenizer, the whole answer.
-        conversation: of a body of the responses API that is stored, as a JSON array of items.
-        embeds: of each prompt, whose tokens then mean nothing.
+        texts: texts that open the answers, for ``echo``.
+        answer: the whole answer on a route of the tokenizer.
+        conversation: conversation of a stored body of the responses API, as a JSON array of items.
+        embeds: embeddings of each prompt, whose token ids then mean nothing.
     """
 
     fields: bytes
@@ -151,7 +151,7 @@ class BodyRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyRefused(msgspec.Struct, frozen=True, tag=True):
-    """The arguments of an ``ApiError``."""
+    """Arguments of an ``ApiError``."""
 
     status: int
     message: str
@@ -160,10 +160,10 @@ class BodyRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class PromptReader:
-    """Reads bodies one after the other, each in two steps, since its model may have a chat template of its own.
+    """Reads bodies one by one, each in two steps, since its model may have its own chat template.
 
     Args:
-        base: settings of the base model.
+        base: the base model's settings.
         max_queued: most sequences of a request.
     """
 
@@ -177,16 +177,16 @@ class PromptReader:
         self._max_queued = max_queued
         self._max_tokens = max(MAX_TOKENS, limits.max_model_len)
         self._max_tokenized = max(MAX_TOKENIZED, limits.max_model_len)
-        # A message, which has a token at least, is an object and may have parts.
+        # A message has at least one token, is an object and may have parts.
         containers = min(4 * (limits.max_model_len + max_queued), _MAX_CONTAINERS)
         keys = 2 * containers + MAX_BIASES
         self._max = BodyStructure(_MAX_DEPTH, containers, keys, self._max_tokens + containers + keys)
 
     def begin(self, kind: type[Body], content: bytes) -> WhichModel:
-        """Check a body, and return its model; :meth:`read` reads it.
+        """Check a body, and return the names of its model; :meth:`read` then reads the body.
 
         Raises:
-            ApiError: it is not valid.
+            ApiError: the body is not valid.
         """
         self._body = None
         check_structure(content, self._max)
@@ -196,13 +196,13 @@ class PromptReader:
         return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous)
 
     def read(self, needs: BodyNeeds) -> BodyRead:
-        """Return what a body says.
+        """Return the content of the checked body.
 
         Args:
-            needs: what must be known beside it.
+            needs: facts that are needed beside the body.
 
         Raises:
-            ApiError: it asks for more than can be served.
+            ApiError: a field is not valid or exceeds a limit.
         """
         body = self._body
         self._body = None
@@ -256,7 +256,7 @@ class PromptReader:
                 ids = self._token_ids(body, prompt, "prompt", special=body.add_special_tokens is not False)
             total += len(ids)
             if total > self._max_tokens:
-                raise bad_request(f"The prompts have more than {self._max_tokens} tokens together.", "prompt")
+                raise bad_request(f"prompt: the prompts have more than {self._max_tokens} tokens together.", "prompt")
             token_ids.append(_packed(ids))
         unpacked = (array("i", ids).tolist() for ids in token_ids)
         texts = (
@@ -288,7 +288,7 @@ class PromptReader:
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
         if not self._is_own:
             return self._text_processor.chat_prompt(messages, self._settings.style(body))
-        # The signal ends the process: a template can run for ever, and nothing else would interrupt it.
+        # The signal ends the process, since nothing else would interrupt a template that runs for ever.
         signal.setitimer(signal.ITIMER_PROF, _TEMPLATE_CPU_S)
         try:
             return self._text_processor.chat_prompt(messages, self._settings.style(body))
@@ -299,7 +299,7 @@ class PromptReader:
         sequences = prompts * body.choices_per_prompt
         AdmissionGate(self._max_queued).enter(sequences)
         logit_bias_pairs(body, self._limits.vocabulary, sequences)
-        grammar_spec(body)  # else a large one would be sent back
+        grammar_spec(body)  # A grammar that is too large must not be returned.
 
     def _token_ids(self, body: GenerationBody, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -312,7 +312,7 @@ class PromptReader:
     def _tokenized(self, body: TokenizeRequest) -> BodyRead:
         is_chat = body.messages is not None
         if is_chat == (body.prompt is not None):
-            return BodyRead(_fields(body, prompt=None))  # the route refuses it
+            return BodyRead(_fields(body, prompt=None))  # The route refuses this body.
         ids = self._tokenized_ids(body)
         strings = [self._text_processor.tokenizer.id_to_token(each) for each in ids] if body.return_token_strs else None
         answer = {
@@ -335,12 +335,14 @@ class PromptReader:
         special = body.messages is None and body.add_special_tokens is not False
         ids = self._text_processor.token_ids(text, add_special_tokens=special) if fewest <= most else []
         if max(fewest, len(ids)) > most:
-            raise bad_request(f"{param}: more than {most} tokens, the most that are taken here.", param)
+            raise bad_request(f"{param}: the text has more than {most} tokens, the limit of this route.", param)
         return ids
 
     def _detokenized(self, body: DetokenizeRequest) -> BodyRead:
         if len(body.tokens) > self._max_tokenized:
-            raise bad_request(f"There are more than {self._max_tokenized} tokens.", "tokens")
+            raise bad_request(
+                f"tokens: the list has more than {self._max_tokenized} tokens, the limit of this route.", "tokens"
+            )
         if (outside := max(body.tokens, default=0)) >= self._limits.vocabulary:
             raise bad_request(f"Token id {outside} is out of vocabulary.", "tokens")
         answer = msgspec.json.encode({"prompt": self._text_processor.decode(body.tokens)})
@@ -371,7 +373,7 @@ def _body_of(kind: type[Body], content: bytes) -> Body:
 
 
 def _fields(body: Body, **placeholders: Any) -> bytes:
-    """Return the body's own fields, without what is large or unknown."""
+    """Return the body's own fields, without large and unknown ones."""
     include: dict[str, Any] = dict.fromkeys(body.model_fields_set & set(type(body).model_fields) - _APART, True)
     if getattr(body, "stream_options", None) is not None and "stream_options" in include:
         include["stream_options"] = {"include_usage", "continuous_usage_stats"}
@@ -383,7 +385,7 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 def main() -> None:
-    """Read bodies from standard input until it ends."""
+    """Read bodies from standard input until the input ends."""
     run_helper(_prepare, _MEMORY_BYTES)
 
 
@@ -402,7 +404,7 @@ def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
 
 
 def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
-    # Each error is dropped at once: kept beside its own frames it would keep the body until a collection.
+    # Each error is dropped at once. Kept beside its own frames, it would keep the body until a collection.
     try:
         return read()
     except ApiError as error:

@@ -1,7 +1,7 @@
-"""Bodies of requests, and the fields that are refused because they are not implemented.
+"""Defines the bodies of requests, and refuses fields that are not implemented.
 
-Types are strict; fields that need more than a type are checked in sampling.py. Of lists and maps only the first wrong
-entry is reported: to report millions of them would block the event loop, and every stream, for most of a minute.
+Types are strict; sampling.py checks fields that need more than a type. Only the first faulty entry of a list or map is
+reported: millions of reports would block the event loop, and every stream, for most of a minute.
 """
 
 import json
@@ -20,15 +20,15 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
 Penalty = Annotated[float, Field(ge=1e-6, le=1e6)]
-"""Factors outside this range would make logits zero or infinite in fp32."""
+"""Range of factors on logits; a factor outside it would make them zero or infinite in fp32."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
-    """Base of all bodies. Unknown fields are kept, so that those that change the answer can be refused by name.
+    """Base of all bodies. It keeps unknown fields, so that the ones that change the answer can be refused by name.
 
     Attributes:
-        refused: such fields of one API, as in ``_FIELDS``.
+        refused: refused fields of one API, in the form of ``_FIELDS``.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -39,10 +39,10 @@ _B = TypeVar("_B", bound=Body)
 
 
 def validated(kind: type[_B], value: Any) -> _B:
-    """Return a body of that kind.
+    """Return a value as a body of a kind.
 
     Raises:
-        ApiError: 400 naming the first wrong field.
+        ApiError: 400, a field is not valid; the message names the first one.
     """
     try:
         return kind.model_validate(value)
@@ -55,8 +55,8 @@ def usage_wanted(at_the_end: object, along: object) -> tuple[bool, bool]:
     """Return whether a stream ends with its usage, and whether every chunk has it.
 
     Args:
-        at_the_end: ``include_usage``, if it was given.
-        along: ``continuous_usage_stats``, if it was given; it implies the usage at the end unless that is false.
+        at_the_end: the body's ``include_usage``.
+        along: the body's ``continuous_usage_stats``, which implies the usage at the end unless ``at_the_end`` is false.
     """
     wanted = along is True if at_the_end is None else at_the_end is True
     return wanted, wanted and along is True
@@ -70,14 +70,14 @@ class StreamOptions(Body):
 
 
 class LoraScale(Body):
-    """An adapter of llama.cpp's ``lora``: its name, or its index in ``/v1/adapters``."""
+    """Adapter of llama.cpp's ``lora``, by its name or its index in ``/v1/adapters``."""
 
     id: Annotated[int, Field(ge=0, lt=2**31)] | Annotated[str, Field(min_length=1)]
     scale: float = 1.0
 
 
 class MergedAdapters(Body):
-    """LoRAX' ``merged_adapters``. Its ``linear`` strategy adds up the changes that the adapters make."""
+    """LoRAX' ``merged_adapters``, whose ``linear`` strategy adds up the changes of the adapters."""
 
     ids: Annotated[list[str], Field(max_length=MAX_PARTS)]
     weights: Annotated[list[float], Field(max_length=MAX_PARTS)] | None = None
@@ -85,7 +85,7 @@ class MergedAdapters(Body):
 
 
 class GenerationBody(Body):
-    """Fields that completions and chat completions have in common. None means "not given"."""
+    """Fields of both completions and chat completions. None means that the request lacks the field."""
 
     model: str | None = None
     lora_path: str | None = None
@@ -138,42 +138,42 @@ class GenerationBody(Body):
     @field_validator("stream_options")
     @classmethod
     def _options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        # A stream field that is not valid itself is not in the data, and is reported by itself.
+        # A faulty stream field is missing in the data, and has its own report.
         if value is not None and "stream" in info.data and not info.data["stream"]:
             raise PydanticCustomError("stream_options", "only allowed with stream: true")
         return value
 
     @model_validator(mode="after")
     def _name_the_mixture(self) -> Self:
-        """Write a mixture that other fields ask for into ``model``, where all routes look for it."""
+        """Write a mixture that other fields request into ``model``, where all routes expect it."""
         try:
             mixture = of_fields(self.lora, self.merged_adapters or self.adapter_parameters)
         except ValueError as error:
             field = "lora" if self.lora else "merged_adapters"
             raise PydanticCustomError("mixture", "{why}", {"why": str(error), "field": field}) from error
         if mixture:
-            self.model = f"{self.model}:{mixture}" if self.model else mixture  # as base:adapter
+            self.model = f"{self.model}:{mixture}" if self.model else mixture  # The form is base:adapter.
             self.lora = self.merged_adapters = self.adapter_parameters = None
         return self
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings of the body."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def choices_per_prompt(self) -> int:
-        """Sequences that are generated for each prompt."""
+        """Number of sequences that are generated for each prompt."""
         return self.n or 1
 
     @property
     def truncates(self) -> bool:
-        """Whether a prompt may be cut to a length."""
+        """Whether the body cuts prompts to a length."""
         return self.truncate_prompt_tokens is not None
 
     @property
     def most_tokens(self) -> tuple[int | None, str]:
-        """Most tokens to generate, None if not given, and the field that says so."""
+        """Most tokens to generate, or None, and the name of the field."""
         if self.max_completion_tokens is None:
             return self.max_tokens, "max_tokens"
         return self.max_completion_tokens, "max_completion_tokens"
@@ -214,7 +214,7 @@ class CompletionRequest(GenerationBody):
     @field_validator("logprobs", mode="before")
     @classmethod
     def _false_is_not_given(cls, value: Any) -> Any:
-        return None if value is False else value  # as chats say it
+        return None if value is False else value  # Chats use false.
 
     @field_validator("prompt_embeds")
     @classmethod
@@ -223,15 +223,15 @@ class CompletionRequest(GenerationBody):
 
     @property
     def choices_per_prompt(self) -> int:
-        """Sequences that are generated for each prompt, of which the best ``n`` are returned."""
+        """Number of sequences that are generated for each prompt; the best ``n`` are returned."""
         return self.best_of or self.n or 1
 
 
 def check_prompt_embeds(body: CompletionRequest) -> None:
-    """Check that a body with embeddings asks for nothing that needs the tokens of its prompts.
+    """Check that a body with embeddings has no field that needs the tokens of its prompts.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the body has such a field.
     """
     wanted = {
         "prompt": bool(body.prompt),
@@ -243,14 +243,14 @@ def check_prompt_embeds(body: CompletionRequest) -> None:
     }
     for name, is_wanted in wanted.items():
         if is_wanted:
-            raise bad_request(f"{name} does not go with prompt_embeds.", name)
+            raise bad_request(f"{name} needs the tokens of a prompt, which prompt_embeds lacks.", name)
 
 
 def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """Return the four forms of ``prompt`` as one: a sequence of texts or of token ids.
+    """Return the prompts of a body, which has four forms, as one sequence of texts or lists of token ids.
 
     Raises:
-        ApiError: 400, there is none.
+        ApiError: 400, the body has no prompt.
     """
     if body.prompt is None:
         raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
@@ -266,32 +266,32 @@ def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
 
 
 class TextPart(Body):
-    """One part of a message's content; only text is supported."""
+    """Part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class CalledFunction(Body):
-    """Name and arguments of a call; arguments are JSON text, or what it stands for."""
+    """Name and arguments of a call; arguments are JSON text or its value."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):
-    """A call in an earlier answer."""
+    """Call in an earlier answer."""
 
     id: str | None = None
     function: CalledFunction
 
 
 _WITH_CONTENT = frozenset({"system", "developer", "user", "tool"})
-"""Roles whose messages need content, as at OpenAI; an answer may have calls instead."""
+"""Roles whose messages need content, as at OpenAI. An answer may have calls instead."""
 
 
 class ChatMessage(Body):
-    """One message. Further fields (``name``, ``tool_call_id``) are passed to the template."""
+    """Message of a conversation. The template gets further fields (``name``, ``tool_call_id``)."""
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -308,7 +308,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class Function(Body):
-    """A function that a model may call; ``parameters`` is the JSON schema of its arguments."""
+    """Function that a model may call; ``parameters`` is the JSON schema of its arguments."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
     parameters: dict[str, Any] | None = None
@@ -327,29 +327,29 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool that a model may use. Only functions are supported."""
+    """Tool that a model may use; only functions are supported."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
 class ToolName(Body):
-    """The name in a ``tool_choice``."""
+    """Name in a ``tool_choice``."""
 
     name: str
 
 
 class NamedTool(Body):
-    """A ``tool_choice`` that names a function."""
+    """Choice of a function by its name, for ``tool_choice``."""
 
     type: Literal["function"] = "function"
     function: ToolName
 
 
 class ChatOptions(Body):
-    """How messages become a prompt.
+    """Options of the prompt of messages.
 
-    ``chat_template_kwargs`` may also hold the two fields about its end; they override the fields, as in vLLM.
+    ``chat_template_kwargs`` may also contain the two fields on the end of the prompt, and overrides them, as in vLLM.
     """
 
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
@@ -372,7 +372,7 @@ class ChatOptions(Body):
     @classmethod
     def _has_one_end(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("add_generation_prompt"):
-            raise PydanticCustomError("continue_final_message", "goes with add_generation_prompt: false")
+            raise PydanticCustomError("continue_final_message", "needs add_generation_prompt: false")
         return value
 
 
@@ -409,7 +409,7 @@ class ChatCompletionRequest(GenerationBody, ChatFields):
     @field_validator("tool_choice")
     @classmethod
     def _is_among_the_tools(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
-        tools = info.data.get("tools", ...)  # missing if they are not valid, which is reported by itself
+        tools = info.data.get("tools", ...)  # Faulty tools are missing in the data, and have their own report.
         if value in (None, "none", "auto") or tools is ...:
             return value
         if not tools:
@@ -441,7 +441,7 @@ class DetokenizeRequest(Body):
 class LoadAdapter(Body):
     """Body of ``POST /v1/load_lora_adapter`` (vLLM) and ``/load_lora_adapter`` (SGLang).
 
-    Whether the weights of experts are in three dimensions is seen in the adapter's files.
+    The adapter's files show whether the weights of experts have three dimensions.
     """
 
     lora_name: str = ""
@@ -461,7 +461,7 @@ class UnloadAdapter(Body):
 class NewAdapter(Body):
     """Body of ``POST /v1/adapters``, with a source or another adapter's name.
 
-    The last five count more than the adapter's files; None for what those say.
+    The last five fields override the adapter's files; None keeps the files' values.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -486,7 +486,7 @@ class AdapterChange(Body):
     warm: bool | None = None
 
 
-class AdapterSource(Body):
+class DynamoSource(Body):
     """Source of an adapter in Dynamo's body."""
 
     uri: Annotated[str, Field(min_length=1)]
@@ -496,7 +496,7 @@ class DynamoAdapter(Body):
     """Body of ``POST /v1/loras``."""
 
     lora_name: Annotated[str, Field(min_length=1)]
-    source: AdapterSource
+    source: DynamoSource
 
 
 SPECIAL_TOKENS = "The chat template writes the special tokens; adding more is not supported."
@@ -511,7 +511,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), _FUNCTIONS),
     "function_call": (("none", "auto"), _FUNCTIONS),
     "use_beam_search": ((False,), _BEAM),
-    "best_of": ((1,), "best_of above 1 is not supported in chat; ask for n answers and choose."),
+    "best_of": ((1,), "best_of above 1 is not supported in chats; set n, and choose between the answers."),
     "suffix": (("",), "Completing before a suffix is not supported."),
     "prompt_embeds": ((), "Prompts as embeddings are for /v1/completions."),
     "logits_processors": (([],), "Logits processors are not supported."),
@@ -520,7 +520,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
     "documents": (([],), "Documents are for chat completions; put them into a message."),
     "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
-    # If these three were ignored, the base would answer instead of the adapter.
+    # The base model would answer instead of the adapter if these three were ignored.
     "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),
     "adapter_id": (("",), f"LoRAX's adapter_id {_ADAPTER}"),
     "adapter_source": (("",), f"LoRAX's adapter_source {_ADAPTER}"),
@@ -537,14 +537,14 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_weight_versions": ((False,), "weight_versions is not supported; model names the adapter."),
     "input_embeds": ((), "Prompts as embeddings are not supported."),
 }
-"""By field: the values that change nothing, as null does for all fields, and the error message for other values."""
+"""Values, by field, that change nothing, as null does in all fields, and the error message for other values."""
 
 
 def refuse_unsupported(body: Body) -> None:
-    """Check the fields that the body's model does not have.
+    """Check the fields of a body that its class lacks.
 
     Raises:
-        ApiError: 501 for the first field that asks for a feature that is not implemented.
+        ApiError: 501, a field requests a feature that is not implemented; the message names the first one.
     """
     for name, value in (body.model_extra or {}).items():
         known = type(body).refused.get(name) or _FIELDS.get(name)
@@ -556,18 +556,18 @@ def refuse_unsupported(body: Body) -> None:
 
 
 _MAYBE_SURROGATE = re.compile(
-    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
+    rb"\x00"  # JSON may be UTF-16 or UTF-32.
     rb"|\xed[\xa0-\xbf]"
     rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
 )
-"""Bytes without which a body's JSON holds no lone surrogate; most bodies need no further check.
+"""Matches the bytes that every lone surrogate in JSON needs; most bodies have none and need no further check.
 
 Each alternative begins with another literal byte, so that the search skips to these bytes.
 """
 
 
 def may_hold_surrogates(body: bytes) -> bool:
-    """Tell whether a body must be looked at more closely by :func:`refuse_lone_surrogates`."""
+    """Return whether :func:`refuse_lone_surrogates` must check a body."""
     return _MAYBE_SURROGATE.search(body) is not None
 
 
@@ -575,11 +575,11 @@ def refuse_lone_surrogates(body: bytes, value: Any) -> None:
     """Check that all text of a body can be written as UTF-8.
 
     Args:
-        body: as it came.
-        value: what it holds.
+        body: the bytes of the body.
+        value: the value of the body.
 
     Raises:
-        ApiError: 400 naming the first field that cannot.
+        ApiError: 400, a text cannot be written; the message names the first field.
     """
     if not may_hold_surrogates(body):
         return

@@ -1,21 +1,21 @@
-"""Separates what a model thinks from what it answers, while the text arrives."""
+"""Separates the thoughts of a model from its answer while the text arrives."""
 
 from typing import NamedTuple
 
 
 class Reasoning(NamedTuple):
-    """Text that a model writes before its answer."""
+    """Thoughts that a model writes before its answer."""
 
     text: str
 
 
 class ReasoningFormat(NamedTuple):
-    """How a family of models marks what it thinks.
+    """Format of thoughts in a family of models.
 
     Attributes:
         name: vLLM's name of its parser.
-        begin, end: what surrounds it. Both may be special tokens, and are kept in the text of an answer.
-        begins_open: whether an answer without ``begin`` begins with thoughts, too.
+        begin, end: markers around the thoughts. Both may be special tokens, and stay in the text of an answer.
+        begins_open: whether an answer without ``begin`` also begins with thoughts.
     """
 
     name: str
@@ -25,15 +25,15 @@ class ReasoningFormat(NamedTuple):
 
     @property
     def markers(self) -> tuple[str, str]:
-        """Texts that may be special tokens."""
+        """Markers, which may be special tokens."""
         return self.begin, self.end
 
     def is_open(self, prompt_end: str) -> bool:
-        """Whether an answer begins with thoughts, given the last words of its prompt."""
+        """Return whether an answer begins with thoughts, given the last words of its prompt."""
         return prompt_end.rstrip().endswith(self.begin) or (self.begins_open and not self.is_closed(prompt_end))
 
     def is_closed(self, prompt_end: str) -> bool:
-        """Whether the prompt has ended the thoughts, so that the answer has none."""
+        """Return whether the prompt has ended the thoughts, so that the answer has none."""
         return prompt_end.rstrip().endswith(self.end)
 
     def parser(self, prompt_end: str) -> "ReasoningParser":
@@ -50,14 +50,14 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
     )
 }
-"""By name. ``qwen3`` also reads other models that think between ``<think>`` and ``</think>``."""
+"""Formats by name. ``qwen3`` also fits other models that think between ``<think>`` and ``</think>``."""
 
 
 class ReasoningParser:
-    """Splits an answer into thoughts and the rest. Spaces and newlines at the ends of the thoughts are left out.
+    """Splits an answer into thoughts and the rest, and drops spaces and newlines around the thoughts.
 
     Args:
-        reasoning_format: of the model.
+        reasoning_format: the model's format.
         is_open: whether the answer begins with thoughts.
     """
 
@@ -67,7 +67,7 @@ class ReasoningParser:
         self._read = self._read_start
         self._held = ""
         self._is_fresh = True
-        """Whether only spaces came since the thoughts or the answer behind them began."""
+        """Whether only spaces have come since the thoughts, or the answer behind them, began."""
 
     @property
     def is_thinking(self) -> bool:
@@ -80,7 +80,7 @@ class ReasoningParser:
         return self._read()
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back, at the end."""
+        """Return the thoughts and the answer's text that were held back, at the end of the text."""
         if self._read == self._read_start:
             self._read = self._read_thoughts if self._is_open else self._read_plain
         thoughts, answer = self._read()
@@ -104,7 +104,7 @@ class ReasoningParser:
         if end:
             self._held = rest
             self._read = self._read_answer
-        else:  # what may become the end, and spaces before it, wait
+        else:  # Text that may become the end marker waits, with the spaces before it.
             sizes = range(len(self._format.end))
             text = text[: len(text) - max(size for size in sizes if text.endswith(self._format.end[:size]))]
         sent = text.rstrip()
@@ -125,7 +125,7 @@ class ReasoningParser:
         return "", text
 
     def _without_space(self, text: str) -> str:
-        """Return text without the spaces that thoughts or an answer begin with."""
+        """Return text without the leading spaces of thoughts or an answer."""
         if self._is_fresh:
             text = text.lstrip()
             self._is_fresh = not text

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's responses API, and the chat that they stand for.
+"""Defines the bodies of OpenAI's responses API, and turns them into chats.
 
 The API: https://platform.openai.com/docs/api-reference/responses.
 """
@@ -16,13 +16,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "conversation": ((), "Conversations are not supported; use previous_response_id."),
     "prompt": ((), "Stored prompts are not supported; send the input itself."),
     "context_management": (([],), "Managing the context is not supported."),
-    "enable_response_messages": ((False,), "Messages of the chat are not returned; ask for input_items."),
+    "enable_response_messages": ((False,), "Messages of the chat are not returned; read input_items."),
     "previous_input_messages": (([],), "The responses API takes input, and previous_response_id."),
-    "logprobs": ((False,), "Ask for log probabilities by include: message.output_text.logprobs."),
+    "logprobs": ((False,), "Request log probabilities by include: message.output_text.logprobs."),
     "echo": ((False,), "echo has no place in this answer; use /v1/chat/completions."),
     "messages": (([],), "The responses API takes input; messages are for /v1/chat/completions."),
 }
-"""As ``protocol._FIELDS``: values that change nothing, and the error message for others."""
+"""Values of a field that change nothing, and the error message for others; see ``protocol._FIELDS``."""
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = {
@@ -35,7 +35,7 @@ _INCLUDABLE = {
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 }
-"""All but the first are of what no answer here has, or what it has anyway."""
+"""Accepted values of ``include``. Only the first has an effect; answers always or never have the others."""
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _OTHER_NAMES = {
     "messages": "input",
@@ -43,11 +43,11 @@ _OTHER_NAMES = {
     "response_format": "text",
     "truncate_prompt_tokens": "truncation",
 }
-"""Names of a chat's fields in this API."""
+"""Names, in this API, of a chat's fields."""
 
 
 class InputPart(Body):
-    """A part of an item's content."""
+    """Part of an item's content."""
 
     type: str
     text: str | None = None
@@ -58,7 +58,7 @@ Parts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class InputItem(Body):
-    """A message, a call, its result, or thoughts; one without a type is a message."""
+    """Item of an input: a message, a call, its result, or thoughts; the default type is a message."""
 
     type: str | None = None
     role: str | None = None
@@ -83,19 +83,19 @@ class FunctionTool(Body):
 
 
 class TextConfig(Body):
-    """The form of the answer."""
+    """Form of the answer."""
 
     format: dict[str, Any] | None = None
 
 
 class ReasoningConfig(Body):
-    """How much the model thinks."""
+    """Amount of thoughts before the answer."""
 
     effort: str | None = None
 
 
 class ResponsesRequest(GenerationBody):
-    """Body of ``POST /v1/responses``. Fields of chat completions that this API lacks may be given, too."""
+    """Body of ``POST /v1/responses``, which may also have fields of chat completions that this API lacks."""
 
     refused = _REFUSED
 
@@ -130,29 +130,29 @@ class ResponsesRequest(GenerationBody):
 
     @property
     def items(self) -> list[InputItem]:
-        """The input as items."""
+        """Items of the input."""
         return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def conversation(self, previous: bytes) -> bytes:
         """Return the conversation up to the answer, as a JSON array of items.
 
         Args:
-            previous: the conversation that it goes on with, its answer included; such an array.
+            previous: the conversation that the body continues, its answer included, as such an array.
         """
         own = [{"type": "message", **item.model_dump(exclude_unset=True)} for item in self.items]
         return joined(previous, msgspec.json.encode(own))
 
     def chat(self, previous: bytes) -> ChatCompletionRequest:
-        """Return the chat that the body stands for.
+        """Return the body as a chat.
 
         Args:
-            previous: as of :meth:`conversation`.
+            previous: the conversation that the body continues; see :meth:`conversation`.
 
         Raises:
             ApiError: 400 or 501, a field is not valid or not supported.
         """
         if unknown := set(self.include or ()) - _INCLUDABLE:
-            raise bad_request(f"include: {min(unknown)[:100]!r} is not known.", "include")
+            raise bad_request(f"include: the value {min(unknown)[:100]!r} is unknown.", "include")
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         earlier = _ITEMS.validate_json(previous) if previous else []
         given = self.model_dump(exclude_unset=True, include=set(GenerationBody.model_fields) - {"stream_options"})
@@ -197,12 +197,12 @@ class ResponsesRequest(GenerationBody):
 
 
 def joined(*arrays: bytes) -> bytes:
-    """Return the JSON array of all entries of arrays that are written without outer spaces; empty bytes are none."""
+    """Return one JSON array of the entries of several, which have no outer spaces; empty bytes have no entries."""
     return b"[" + b",".join(array[1:-1] for array in arrays if len(array) > 2) + b"]"
 
 
 def in_these_words(error: ApiError) -> ApiError:
-    """Return an error of the chat with the name that a field has in this API."""
+    """Return an error of the chat with this API's name of the field."""
     param = _OTHER_NAMES.get(error.param or "")
     if param is None:
         return error
@@ -216,14 +216,14 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's ``response_format``."""
+    """Return the ``response_format`` of a chat for a form of this API."""
     if form.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
     return form
 
 
 def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
-    """Return items as messages of a chat: thoughts and calls belong to the assistant's message beside them.
+    """Return items as messages of a chat; thoughts and calls join the assistant's message beside them.
 
     Raises:
         ApiError: 400 or 501, an item is not valid or not supported.
@@ -269,9 +269,9 @@ def _content(content: str | list[InputPart] | None, where: str) -> str | list[di
     texts = []
     for part in content:
         if part.type not in _TEXTS:
-            raise bad_request(f"{where}: this model reads text only, no content of type {part.type[:100]!r}.", "input")
+            raise bad_request(f"{where}: only text is supported, not content of type {part.type[:100]!r}.", "input")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            raise bad_request(f"{where}: a part of its content has no text.", "input")
+            raise bad_request(f"{where}: a part of its content lacks its text.", "input")
         texts.append({"type": "text", "text": text})
     return texts

@@ -14,17 +14,17 @@ from lorikeet.core.request import SamplingParams
 from lorikeet.http.errors import ApiError, bad_request
 
 _SEED_BITS = 63
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits.
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-"""A token id as JSON writes a number, so that no token has two keys. Ten digits exceed every vocabulary."""
+"""Matches a token id in JSON's form, so that no token has two keys. Ten digits exceed every vocabulary."""
 
 _MAX_SHOWN = 20
 _MOST_SHOWN = 10
-"""Characters of a key, and keys, in an error message."""
+"""Most characters of a key, and most keys, in an error message."""
 
 MAX_BIASES = 2**16
-"""Most ``logit_bias`` entries over all sequences of a request, since each sequence is sent with its own."""
+"""Most ``logit_bias`` entries over all sequences of a request; each sequence is sent with its own copy."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -42,7 +42,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
-        """Return the defaults in ``config``; other keys are ignored.
+        """Return the defaults in ``config``; ignore other keys.
 
         Raises:
             msgspec.ValidationError: a value has the wrong type.
@@ -51,15 +51,15 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """Limits and defaults of the model, for checks.
+    """Limits and defaults of the model, for checks of requests.
 
     Attributes:
         max_model_len: longest sequence in tokens, prompt and answer together.
-        vocabulary: size; token ids are below it.
+        vocabulary: size of the vocabulary; token ids are below it.
         eos_token_ids: tokens that end an answer.
-        defaults: of the sampling fields.
-        max_logprobs: most alternatives that a request may ask for with each token; -1 for no limit.
-        hidden: size of an embedding; 0 if the model takes none.
+        defaults: defaults of the sampling fields.
+        max_logprobs: most alternatives that a request may have for each token; -1 for no limit.
+        hidden: size of an embedding; 0 for a model that takes only token ids.
     """
 
     max_model_len: int
@@ -71,10 +71,10 @@ class ModelLimits(msgspec.Struct, frozen=True):
 
 
 def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> None:
-    """Check a text that is not tokenized yet, by a lower bound on its tokens.
+    """Check the length of a text before it is tokenized, by a lower bound on its tokens.
 
     Raises:
-        ApiError: 400; it leaves no space for an answer.
+        ApiError: 400, the text leaves no space for an answer.
     """
     if least_tokens >= limits.max_model_len:
         raise _too_long(f"at least {least_tokens}", limits, param)
@@ -82,7 +82,7 @@ def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> Non
 
 @contextmanager
 def of_prompt(where: str) -> Iterator[None]:
-    """Let errors within the context begin with ``where``, which of several prompts they mean; empty for only one."""
+    """Prefix errors within the context with ``where``, the place of one of several prompts; empty for only one."""
     try:
         yield
     except ApiError as error:
@@ -92,10 +92,10 @@ def of_prompt(where: str) -> Iterator[None]:
 
 
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
-    """Check that a prompt can be served at all.
+    """Check the length and the token ids of a prompt.
 
     Raises:
-        ApiError: 400; it is empty, leaves no space for an answer, or has an id outside the vocabulary.
+        ApiError: 400, the prompt is empty, leaves no space for an answer, or has an id outside the vocabulary.
     """
     if not token_ids:
         raise bad_request("The prompt is empty; at least one token is needed.", param)
@@ -120,22 +120,21 @@ def sampling_params(
     """Check the fields of ``body`` against each other and the model.
 
     Args:
-        body: types and ranges of its fields are already checked.
-        limits: of the model.
+        body: the body, with types and ranges of its fields already checked.
+        limits: the model's limits.
         prompt_tokens: length of the prompt.
         default_max_tokens: limit if the body sets none, as far as the context has space; None for all of that space.
-        logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
-        logit_bias: from :func:`logit_bias_pairs`; the same object for all prompts of the body.
-        grammar: that the answers follow; empty for none. Such an answer always ends with an end token.
-
-        prompt_logprobs: the same for the prompt.
-        bad_words: that the answers may not have, as tokens.
+        logprobs: number of alternatives to report with each token; -1 for all, None for no log probabilities.
+        logit_bias: result of :func:`logit_bias_pairs`; the same object for all prompts of the body.
+        grammar: grammar of the answers, which then always end with an end token; empty for no grammar.
+        prompt_logprobs: number of alternatives for each token of the prompt, in the form of ``logprobs``.
+        bad_words: token sequences that the answers must not contain.
 
     Returns:
         Parameters of the first choice; :func:`params_for_choice` returns those of the others.
 
     Raises:
-        ApiError: 400 with the field named.
+        ApiError: 400, a field is not valid; the message names it.
     """
     max_tokens, param = body.most_tokens
     room = limits.max_model_len - prompt_tokens
@@ -145,14 +144,14 @@ def sampling_params(
             f"input, {max_tokens} in the completion). Please reduce the length of the input or {param}.",
             param,
         )
-    # Without a token to generate, one is: the engine needs it to end, and it is not part of the answer.
+    # At least one token is generated: the engine needs it to end, and the answer leaves it out.
     most = min(room, default_max_tokens or room) if max_tokens is None else max(1, max_tokens)
     if (body.min_tokens or 0) > most:
         raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
     stop_token_ids = set(body.stop_token_ids or ())
     if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is out of vocabulary.", "stop_token_ids")
-    if grammar or not body.ignore_eos:  # a checkpoint may list EOS ids beyond its vocabulary, which are never generated
+    if grammar or not body.ignore_eos:  # EOS ids beyond the vocabulary are never generated.
         stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
     logprob_token_ids = _known_ids(body.logprob_token_ids, limits, "logprob_token_ids")
     if logprob_token_ids and (logprobs is None or max_tokens == 0):
@@ -187,13 +186,14 @@ def check_some_token(params: SamplingParams, vocabulary: int, first: bytes = b""
     """Check that an answer can have a first token.
 
     Args:
-        params: of the answer.
+        params: parameters of the answer.
         vocabulary: token ids are below it.
-        first: a bit for each token that the grammar allows first, the lowest bit of a byte first; empty without one.
-        grammar_param: field that holds the grammar, for the error.
+        first: a bit for each token that the grammar allows first, the lowest bit of a byte first; empty without a
+            grammar.
+        grammar_param: field of the grammar, for the error.
 
     Raises:
-        ApiError: 400 naming the fields that leave no token.
+        ApiError: 400, no token is left; the message names the fields.
     """
     if not (params.allowed_token_ids or params.bad_words or params.min_tokens):
         return
@@ -202,9 +202,9 @@ def check_some_token(params: SamplingParams, vocabulary: int, first: bytes = b""
     if first:
         bits = np.unpackbits(np.frombuffer(first, dtype=np.uint8), bitorder="little")
         begins = set(np.flatnonzero(bits).tolist())
-        if begins <= stops:  # min_tokens ends where the grammar does
+        if begins <= stops:  # min_tokens has no effect beyond the end of the grammar.
             params = msgspec.structs.replace(params, min_tokens=0)
-        if begins & stops:  # the answer may be empty, so that each of its end tokens may come
+        if begins & stops:  # The answer may be empty, so any end token may come.
             begins |= stops
         candidates = [each for each in candidates if each in begins]
     barred = {word[0] for word in params.bad_words if len(word) == 1} | (stops if params.min_tokens else set())
@@ -217,19 +217,19 @@ def check_some_token(params: SamplingParams, vocabulary: int, first: bytes = b""
         grammar_param: grammar_param,
     }
     names = [name for name, value in given.items() if value]
-    raise bad_request(f"{' and '.join(names)} leave no token that an answer could begin with.", names[0])
+    raise bad_request(f"{' and '.join(names)} leave no token that could begin an answer.", names[0])
 
 
 def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> tuple[tuple[int, float], ...]:
     """Return ``body.logit_bias`` as pairs of token id and bias.
 
     Args:
-        body: types and ranges of its fields are already checked.
+        body: the body, with types and ranges of its fields already checked.
         vocabulary: token ids are below it.
         sequences: number of sequences of the request.
 
     Raises:
-        ApiError: 400; a key is no token id, or there are too many.
+        ApiError: 400, a key is not a token id, or the entries are too many.
     """
     biases = body.logit_bias or {}
     for name, entries in (("logit_bias", biases), ("allowed_token_ids", body.allowed_token_ids or ())):
@@ -243,8 +243,8 @@ def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> t
     if wrong := [key for key, (token_id, _) in zip(biases, pairs, strict=True) if token_id >= vocabulary]:
         names = [repr(key if len(key) <= _MAX_SHOWN else f"{key[:_MAX_SHOWN]}…") for key in wrong[:_MOST_SHOWN]]
         shown = ", ".join(names) + (f" and {len(wrong) - _MOST_SHOWN} others" if len(wrong) > _MOST_SHOWN else "")
-        said = "is not a token id" if len(wrong) == 1 else "are no token ids"
-        raise bad_request(f"logit_bias: {shown} {said} below {vocabulary}.", "logit_bias")
+        fault = "is not a token id" if len(wrong) == 1 else "are not token ids"
+        raise bad_request(f"logit_bias: {shown} {fault} below {vocabulary}.", "logit_bias")
     return tuple(pairs)
 
 
@@ -261,10 +261,10 @@ def truncated(token_ids: list[int], body: GenerationBody, limits: ModelLimits) -
 
 
 def _alternatives(wanted: int | None, limits: ModelLimits, param: str) -> int | None:
-    """Return how many alternatives to report, if any.
+    """Return the number of alternatives to report; None for no log probabilities.
 
     Raises:
-        ApiError: 400, more than the server allows; in vLLM's words.
+        ApiError: 400, the server allows fewer; in vLLM's words.
     """
     if wanted is None:
         return None
@@ -280,10 +280,10 @@ def _alternatives(wanted: int | None, limits: ModelLimits, param: str) -> int | 
 
 
 def _known_ids(token_ids: list[int] | None, limits: ModelLimits, param: str) -> tuple[int, ...]:
-    """Return token ids, each once.
+    """Return token ids without repetitions.
 
     Raises:
-        ApiError: 400, one is outside the vocabulary.
+        ApiError: 400, a token id is outside the vocabulary.
     """
     if outside := [token_id for token_id in token_ids or () if token_id >= limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is out of vocabulary: ids are below {limits.vocabulary}.", param)
@@ -291,7 +291,7 @@ def _known_ids(token_ids: list[int] | None, limits: ModelLimits, param: str) -> 
 
 
 def params_for_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """Return ``params`` with the seed of the given choice; choice 0 keeps its own."""
+    """Return ``params`` with the seed of a choice; choice 0 keeps the seed unchanged."""
     return msgspec.structs.replace(params, seed=(params.seed + choice * _SEED_STRIDE) % 2**_SEED_BITS)
 
 
@@ -308,5 +308,5 @@ def _too_long(tokens: str, limits: ModelLimits, param: str) -> ApiError:
 
 
 def _context(limits: ModelLimits) -> str:
-    """Return the first sentence of the error, in the words of OpenAI and vLLM, which clients search for."""
+    """Return the first sentence of the error, in the words of OpenAI and vLLM that clients match."""
     return f"This model's maximum context length is {limits.max_model_len} tokens."

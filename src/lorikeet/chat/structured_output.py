@@ -1,7 +1,7 @@
-"""Structured output: what a body says about the form of its answers, as a grammar that is checked before it is used.
+"""Turns a body's fields for structured output into a grammar, and checks it before use.
 
-The fields are those of OpenAI (``response_format``), vLLM (``structured_outputs``, and the older ``guided_*``) and
-SGLang (``regex``, ``ebnf``, ``json_schema``).
+The fields come from OpenAI (``response_format``), vLLM (``structured_outputs``, and the older ``guided_*``) and SGLang
+(``regex``, ``ebnf``, ``json_schema``).
 """
 
 import json
@@ -27,9 +27,9 @@ from lorikeet.http.helper_processes import HelperProcesses
 from lorikeet.http.logs import log
 
 MAX_GRAMMAR_BYTES = 2**17
-"""Of one grammar, as the body has it."""
+"""Most bytes of one grammar in a body."""
 _MAX_ALL_BYTES = 2**24
-"""Of a request's grammars over all its sequences, since each sequence is sent with its own."""
+"""Most bytes of a request's grammars over all its sequences; each sequence is sent with its own copy."""
 _CHECK_S = 10.0
 _MAX_CHECKED = 128
 _ANY_OBJECT = '{"type":"object"}'
@@ -39,16 +39,15 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 
 
 def grammar_spec(body: GenerationBody) -> GrammarSpec | None:
-    """Return the grammar that a body asks for; None if it asks for none.
+    """Return the grammar that a body requests; None without one.
 
     Raises:
-        ApiError: 400 if the fields contradict each other, or one is not what it should be; 501 for a form that is not
-            supported.
+        ApiError: 400, fields contradict each other, or a field is not valid; 501, a form is not supported.
     """
     found = [spec for spec in (_response_format(body), _structured_outputs(body), *_single_fields(body)) if spec]
     if len(found) > 1:
         names = " and ".join(dict.fromkeys(spec.param for spec in found))
-        raise bad_request(f"An answer can follow one grammar only, and {names} are given.", found[1].param)
+        raise bad_request(f"An answer can follow only one grammar, but the body has {names}.", found[1].param)
     if not found:
         return None
     (spec,) = found
@@ -62,18 +61,18 @@ def json_schema(schema: Any, param: str, options: Mapping[str, Any] | None = Non
     """Return the grammar of JSON that a schema describes.
 
     Args:
-        schema: as an object, or as its text.
-        param: the field that holds it, for errors.
+        schema: the schema as an object or as text.
+        param: the field of the schema, for errors.
         options: vLLM's ``disable_any_whitespace``, ``disable_additional_properties`` and ``whitespace_pattern``.
 
     Raises:
-        ApiError: 400, it is no schema.
+        ApiError: 400, ``schema`` is not a JSON schema.
     """
     options = options or {}
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(schema, dict | bool):
-            raise bad_request(f"{param}: a JSON schema is an object.", param)
+            raise bad_request(f"{param}: a JSON schema must be an object.", param)
         if options.get("disable_additional_properties"):
             schema = _closed(schema)
         text = json.dumps(schema)
@@ -86,7 +85,7 @@ def json_schema(schema: Any, param: str, options: Mapping[str, Any] | None = Non
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it lists."""
+    """Return a schema whose objects have only the properties that it lists."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -107,13 +106,13 @@ def _response_format(body: GenerationBody) -> GrammarSpec | None:
         case "json_schema":
             described = wanted.get("json_schema")
             if not isinstance(described, dict) or described.get("schema") is None:
-                raise bad_request("response_format.json_schema: an object with a schema is needed.", "response_format")
+                raise bad_request("response_format.json_schema: must be an object with a schema.", "response_format")
             return json_schema(described["schema"], "response_format")
         case "structural_tag":
             return structural_tag(wanted, "response_format")
         case kind:
             raise bad_request(
-                f"response_format.type: {kind!r} is not one of text, json_object, json_schema and structural_tag.",
+                f"response_format.type: {kind!r} must be one of text, json_object, json_schema and structural_tag.",
                 "response_format",
             )
 
@@ -121,7 +120,7 @@ def _response_format(body: GenerationBody) -> GrammarSpec | None:
 def _structured_outputs(body: GenerationBody) -> GrammarSpec | None:
     wanted = {key: value for key, value in (body.structured_outputs or {}).items() if value is not None}
     if unknown := wanted.keys() - _OPTIONS - set(_CONSTRAINTS):
-        raise bad_request(f"structured_outputs: {min(unknown)!r} is not known.", "structured_outputs")
+        raise bad_request(f"structured_outputs: the field {min(unknown)!r} is unknown.", "structured_outputs")
     given = [name for name in _CONSTRAINTS if wanted.get(name, False) is not False]
     if len(given) > 1:
         raise bad_request(f"structured_outputs: {' and '.join(given)} exclude each other.", "structured_outputs")
@@ -160,10 +159,10 @@ def _constraint(name: str, value: Any, param: str, options: Mapping[str, Any]) -
         return json_schema(value, param, options)
     if name == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
-            raise bad_request(f"{param}: a list of strings that are not empty is needed.", param)
+            raise bad_request(f"{param}: must be a list of strings that are not empty.", param)
         return GrammarSpec(GrammarKind.CHOICE, json.dumps(value), param)
     if not isinstance(value, str) or not value:
-        raise bad_request(f"{param}: a string that is not empty is needed.", param)
+        raise bad_request(f"{param}: must be a string that is not empty.", param)
     return GrammarSpec(GrammarKind.REGEX if name == "regex" else GrammarKind.EBNF, value, param)
 
 
@@ -171,12 +170,12 @@ def structural_tag(tag: Any, param: str) -> GrammarSpec:
     """Return the grammar of free text with tagged parts that follow schemas.
 
     Args:
-        tag: ``structures``, each with ``begin``, ``schema`` and ``end``, and ``triggers``: texts of which one begins
-            each ``begin``. Where the text has a trigger, it goes on with one of the structures.
-        param: the field that holds it, for errors.
+        tag: ``structures``, each with ``begin``, ``schema`` and ``end``, and ``triggers``, texts that begin each
+            ``begin``. A trigger in the text must continue with one of the structures.
+        param: the field of the tag, for errors.
 
     Raises:
-        ApiError: 400 if it is not of this form; 501 for forms that are not supported.
+        ApiError: 400, the tag has another form; 501, its form is not supported.
     """
     if isinstance(tag, dict) and "format" in tag:
         raise not_supported(f"{param}: structural tags with a format are not supported; use structures.", param)
@@ -188,10 +187,10 @@ def structural_tag(tag: Any, param: str) -> GrammarSpec:
     for structure in known.structures:
         trigger = next((each for each in known.triggers if each and structure.begin.startswith(each)), None)
         if trigger is None:
-            raise bad_request(f"{param}: no trigger begins {structure.begin!r}.", param)
+            raise bad_request(f"{param}: {structure.begin!r} does not begin with a trigger.", param)
         parts.append(TaggedPart(trigger, structure.begin, json_schema(structure.schema, param).text, structure.end))
     if not parts:
-        raise bad_request(f"{param}: there are no structures.", param)
+        raise bad_request(f"{param}: structures must not be empty.", param)
     return tagged_text(parts, param)
 
 
@@ -207,14 +206,14 @@ class _StructuralTag(msgspec.Struct):
 
 
 class TaggedPart(msgspec.Struct, frozen=True):
-    """A part of an answer that follows a JSON schema.
+    """Part of an answer that follows a JSON schema.
 
     Attributes:
-        trigger: text after which the answer must go on with this part, or another one with the same trigger.
-        begin: text before the JSON; begins with ``trigger``.
+        trigger: text that must continue with this part, or with another part of the same trigger.
+        begin: text before the JSON, which begins with ``trigger``.
         schema: JSON schema, as text.
         end: text after the JSON.
-        token: id of the trigger, if it is a special token of the model; None if it is text.
+        token: id of a trigger that is a special token of the model; None for text.
     """
 
     trigger: str
@@ -225,11 +224,11 @@ class TaggedPart(msgspec.Struct, frozen=True):
 
 
 def tagged_text(parts: Sequence[TaggedPart], param: str) -> GrammarSpec:
-    """Return the grammar of free text, in which every trigger goes on with one of its parts.
+    """Return the grammar of free text in which every trigger continues with one of its parts.
 
     Args:
         parts: at least one.
-        param: the field that asks for it, for errors.
+        param: the field of the parts, for errors.
     """
     triggers = list(dict.fromkeys((part.trigger, part.token) for part in parts))
     names = " | ".join(f"part_{at}" for at in range(len(triggers)))
@@ -242,7 +241,7 @@ def tagged_text(parts: Sequence[TaggedPart], param: str) -> GrammarSpec:
         )
         text, token = trigger
         lines.append(f"part_{at}: trigger_{at} ({bodies})")
-        # A lazy lexeme ends as soon as it can, so that text does not run on through a trigger.
+        # A lazy lexeme ends as early as possible, so that text does not continue through a trigger.
         lines.append(
             f"trigger_{at}[lazy]: TEXT {literal(text)}" if token is None else f"trigger_{at}: TEXT <[{token}]>"
         )
@@ -250,18 +249,18 @@ def tagged_text(parts: Sequence[TaggedPart], param: str) -> GrammarSpec:
 
 
 def json_rule(schema: str, whitespace: str = WHITESPACE) -> str:
-    """Return what stands for JSON of a schema in a rule of a grammar.
+    """Return the symbol for JSON of a schema in a rule of a grammar.
 
     Args:
         schema: JSON schema, as text; ``true`` for any JSON.
-        whitespace: as of ``GrammarSpec``.
+        whitespace: regex of the whitespace; see ``GrammarSpec``.
     """
     described = json.loads(schema)
     return "%json " + json.dumps({**({} if described is True else described), "x-guidance": json_options(whitespace)})
 
 
 def literal(text: str) -> str:
-    """Return what stands for a text in a rule of a grammar; empty for an empty text."""
+    """Return the symbol for a text in a rule of a grammar; empty for an empty text."""
     return json.dumps(text) if text else ""
 
 
@@ -269,8 +268,8 @@ class GrammarChecks:
     """Checks grammars in another process, and remembers the results.
 
     Args:
-        text_processor: of the model.
-        limits: of the model.
+        text_processor: the model's text processor.
+        limits: the model's limits.
     """
 
     def __init__(self, text_processor: TextProcessor, limits: ModelLimits) -> None:
@@ -280,14 +279,14 @@ class GrammarChecks:
         self._checked: OrderedDict[GrammarSpec, GrammarChecked] = OrderedDict()
 
     async def check(self, spec: GrammarSpec, sequences: int) -> GrammarChecked:
-        """Return a grammar that can be used.
+        """Check a grammar and return the result, which the engine can use.
 
         Args:
             spec: the grammar.
             sequences: number of sequences of the request.
 
         Raises:
-            ApiError: 400, naming the field and what is wrong: it cannot be compiled, cannot be met, or takes too long.
+            ApiError: 400, the grammar cannot be compiled or met, or takes too long; the message names the field.
         """
         if not self._limits.eos_token_ids:
             raise bad_request("This model has no end token, so its answers cannot follow a grammar.", spec.param)
@@ -302,7 +301,7 @@ class GrammarChecks:
         return checked
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process of the checks."""
         await self._processes.close()
 
     async def _ask(self, spec: GrammarSpec) -> GrammarChecked:
@@ -310,7 +309,7 @@ class GrammarChecks:
             answer = await self._processes.ask(msgspec.msgpack.encode(spec), timeout_s=_CHECK_S)
         except (EOFError, OSError, TimeoutError) as error:
             log.warning("a grammar was not compiled", param=spec.param, bytes=len(spec.text), reason=repr(error))
-            return GrammarChecked(error="It takes too much memory or time to compile, or is nested too deeply.")
+            return GrammarChecked(error="the grammar takes too much memory or time to compile, or is nested too deeply")
         return msgspec.msgpack.decode(answer, type=GrammarChecked)
 
     def _setup(self) -> bytes:

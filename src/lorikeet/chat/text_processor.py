@@ -1,7 +1,7 @@
-"""Tokenizer and chat template of a model: messages and prompts to token ids, and token ids to text as they arrive.
+"""Turns messages and prompts into token ids, and token ids into text as they arrive.
 
-Text that is far too long is refused by a lower bound on its tokens, before it is tokenized. The bound is known for
-byte-level BPE and for BPE with byte fallback; for other tokenizers it is 0.
+A lower bound on its tokens refuses text that is far too long before it is tokenized. The bound is known for byte-level
+BPE and for BPE with byte fallback; for other tokenizers it is 0.
 """
 
 import copy
@@ -41,14 +41,14 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
     """Read the template of a model folder.
 
     Args:
-        folder: of the model; see ``core.chat_template`` for the files that may hold templates.
+        folder: the model's folder; see ``core.chat_template`` for the files with templates.
         override: file to use instead, or name of one of the folder's templates.
 
     Returns:
-        None if the model has none (a base model).
+        The template; None for a model without one, such as a base model.
 
     Raises:
-        TemplateError: the file given is missing, or the template does not compile.
+        TemplateError: the file is missing, or the template does not compile.
         ModelConfigError: ``tokenizer_config.json`` cannot be read.
     """
     config = _tokenizer_config(folder)
@@ -66,7 +66,7 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return ``tokenizer_config.json`` with what older folders have in ``special_tokens_map.json`` instead."""
+    """Return ``tokenizer_config.json`` with the tokens of ``special_tokens_map.json``, which older folders have."""
     files = (folder / name for name in ("special_tokens_map.json", "tokenizer_config.json"))
     config: dict[str, Any] = {}
     for file in files:
@@ -82,7 +82,7 @@ class TokenLowerBound:
     """Computes a lower bound on the number of tokens of a text.
 
     Args:
-        tokenizer: without truncation.
+        tokenizer: the tokenizer, without truncation.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -90,18 +90,18 @@ class TokenLowerBound:
         added = spec["added_tokens"]
         composed = _max_composed(_steps(spec["normalizer"], "normalizers"))
         dropped = _dropped(spec["model"], _steps(spec["pre_tokenizer"], "pretokenizers"))
-        # A token that strips the whitespace beside it may stand for any amount of it.
+        # A token that strips the whitespace beside it may cover any amount of whitespace.
         takes_space = any(token["lstrip"] or token["rstrip"] for token in added)
         self._dropped = ""
         self._max_characters = math.inf
-        """Most characters of a text in one token."""
+        """Most characters of a text that one token covers."""
         if not takes_space and composed is not None and dropped is not None:
             longest = max(map(len, (*spec["model"]["vocab"], *(token["content"] for token in added))))
             self._dropped = dropped
             self._max_characters = longest * composed
 
     def lower_bound(self, text: str) -> int:
-        """Return the least number of tokens that ``text`` may have."""
+        """Return a lower bound on the number of tokens of ``text``."""
         characters = len(text) - sum(map(text.count, self._dropped))
         return math.ceil(characters / self._max_characters)
 
@@ -114,7 +114,7 @@ def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _max_composed(normalizers: list[dict[str, Any]]) -> int | None:
-    """Return how many characters may become one; None if not known."""
+    """Return the most characters that may become one; None if unknown."""
     most = 1
     for step in normalizers:
         match step:
@@ -130,7 +130,7 @@ def _max_composed(normalizers: list[dict[str, Any]]) -> int | None:
 
 
 def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str | None:
-    """Return the characters that the tokens may leave out; None if not known."""
+    """Return the characters that tokens may drop; None if unknown."""
     is_of_bytes = False
     for step in pre_tokenizers:
         match step:
@@ -147,7 +147,7 @@ def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str
     if not is_of_bytes:
         has_bytes = model["byte_fallback"] and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
         return "" if has_bytes else None
-    # The last UTF-8 byte of every character is the last byte of one of these.
+    # The last UTF-8 byte of every character is the last byte of one of these tokens.
     bytes_of = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     last_bytes = {chr(code): bytes_of(chr(code))[0][0][-1] for code in range(0xC0)}
     lacking = [character for character, byte in last_bytes.items() if byte not in model["vocab"]]
@@ -155,16 +155,16 @@ def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str
 
 
 _CONTEXT_TOKENS = (6, 24)
-"""Prompt tokens used as context: the last 6 if they end with a whole character, else more, up to 24."""
+"""Numbers of prompt tokens used as context: the last 6 if they end with a whole character, else up to 24."""
 
 
 class IncrementalDetokenizer:
-    """Decodes one sequence token by token; a character split over tokens is returned once it is whole.
+    """Decodes one sequence token by token, and returns a character split over tokens once it is whole.
 
     Args:
-        tokenizer: of the model.
-        context: the prompt; its last tokens decide whether the first word starts with a space.
-        skipped: tokens that are left out, such as end of text.
+        tokenizer: the model's tokenizer.
+        context: the prompt, whose last tokens decide whether the first word starts with a space.
+        skipped: tokens that the text leaves out, such as end of text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), skipped: Container[int] = ()) -> None:
@@ -175,16 +175,16 @@ class IncrementalDetokenizer:
         self._stream = DecodeStream(list(self._shown), skip_special_tokens=False)
 
     def push(self, token_id: int) -> str:
-        """Add one token; return the text that it completes, which may be empty."""
-        if token_id in self._skipped:  # else the stream would keep it and decode it with every later token
+        """Add one token; return the text that it completes, possibly empty."""
+        if token_id in self._skipped:  # The stream would decode it with every later token.
             return ""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception as error:  # tokenizers knows no other class
+        except Exception as error:  # The library raises no narrower class.
             if "Invalid prefix" not in str(error):
                 raise
-            # As in flush: with this byte the bytes before it, whose text was returned, make no characters any more.
+            # This byte keeps the bytes before it, whose text was returned, from forming characters; see flush.
             text = self._decode(self._pending)
             self._stream = DecodeStream(list(self._pending), skip_special_tokens=False)
         if text is None:
@@ -194,21 +194,21 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest at the end: incomplete characters, as replacement characters."""
+        """Return the rest at the end of the text: replacement characters for incomplete ones."""
         if not self._pending:
             return ""
         before = self._decode(self._shown)
         text = self._decode(self._shown + self._pending)
-        # A byte that makes no character also changes the text of the bytes before it, which was returned already.
+        # A byte that forms no character also changes the text of the bytes before it, which was already returned.
         text = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
         self._pending = []
         return text
 
     def _end_of(self, context: Sequence[int]) -> list[int]:
-        """Return the last tokens of a prompt for a stream to begin with; none if their text ends with U+FFFD.
+        """Return the last tokens of a prompt as the start of a stream; none if their text ends with U+FFFD.
 
-        The stream would take such text for half a character, and return all of it with the first token. Some byte
-        tokens make characters only together with those before them.
+        The stream would treat such text as half a character, and return all of it with the first token. Some byte
+        tokens form characters only together with the tokens before them.
         """
         least, most = (min(tokens, len(context)) for tokens in _CONTEXT_TOKENS)
         for tokens in range(least, most + 1):
@@ -225,8 +225,8 @@ class StopScanner:
     """Finds stop strings in text that arrives in pieces, and holds back text that may become one.
 
     Args:
-        stops: the stop strings, none of them empty.
-        include: whether a stop string that is found stays in the text.
+        stops: the stop strings, which must not be empty.
+        include: whether a found stop string stays in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -234,19 +234,19 @@ class StopScanner:
         self._include = include
         self._held = ""
         self._hidden: list[tuple[int, int]] = []
-        """Begin and end of the parts of the text held back that are found but not shown."""
+        """Begin and end of each hidden part of the text held back."""
 
     def push(self, text: str, *, may_stop: bool = True, is_hidden: bool = False) -> tuple[str, str | None]:
-        """Add text.
+        """Add text; return the text that is safe to send, and the stop string that ended it.
 
         Args:
             text: new text.
-            may_stop: whether stop strings that end in it count.
-            is_hidden: whether it is found but not shown, as the text of a special token.
+            may_stop: whether stop strings that end in the new text count.
+            is_hidden: whether the new text is searched but not shown, like the text of a special token.
 
         Returns:
-            The text that is safe to send, and the stop string that ended it, if any. Of several in the same text the
-            one that starts first counts, of those the longest. After a match nothing more may be pushed.
+            The text that is safe to send, and the stop string or None. The stop string that starts first counts, and
+            the longest of several that start together. Nothing more may be pushed after a match.
         """
         held = len(self._held)
         text = self._held + text
@@ -266,13 +266,13 @@ class StopScanner:
         return self._shown(text[: len(text) - keep]), None
 
     def release(self) -> str:
-        """Return the text held back, at the end."""
+        """Return the text held back, at the end of the text."""
         text = self._held
         self._held = ""
         return self._shown(text)
 
     def _shown(self, text: str) -> str:
-        """Return the beginning of the text held back without what is hidden; what is left has new places."""
+        """Return the beginning of the text held back without hidden parts, and shift the places of the rest."""
         if not self._hidden:
             return text
         size = len(text)
@@ -283,26 +283,26 @@ class StopScanner:
 
 
 class _StopString:
-    """A stop string, and the length of its prefix that the text so far ends with.
+    """Stop string with the length of its prefix that ends the text so far.
 
     A character of text takes a few steps on average, however long both are: D. Knuth, J. Morris and V. Pratt, "Fast
     Pattern Matching in Strings", SIAM Journal on Computing 6 (1977). The table is built only as far as needed.
 
     Args:
-        text: not empty.
+        text: the stop string, which must not be empty.
 
     Attributes:
         text: the stop string.
-        matched: length of its longest proper prefix that the text ends with.
+        matched: length of its longest proper prefix that ends the text.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self._borders = [0]  # at i: length of the longest proper prefix of text[: i + 1] that is also its suffix
+        self._borders = [0]  # Entry i: length of the longest proper prefix of text[: i + 1] that is its suffix.
 
     def find(self, text: str, ends_after: int) -> int:
-        """Return the first position in ``text`` at which it ends after ``ends_after`` characters; -1 if none."""
+        """Return its first position in ``text`` that ends after ``ends_after`` characters; -1 if it is not found."""
         return text.find(self.text, max(0, ends_after - len(self.text) + 1))
 
     def advance(self, letters: str) -> None:
@@ -317,26 +317,25 @@ class _StopString:
                 self.matched = self._borders[-1]
 
     def _next_match(self, matched: int, letter: str) -> int:
-        """Return the length of the prefix matched after ``letter``, if ``matched`` characters matched before it."""
+        """Return the length of the prefix matched after ``letter``, given ``matched`` characters before it."""
         while matched and self.text[matched] != letter:
             matched = self._borders[matched - 1]
         return matched + (self.text[matched] == letter)
 
 
 _PIECE = 2**16
-"""Characters of long text that are tokenized at once."""
+"""Number of characters of a long text that are tokenized at once."""
 DEFAULT_TOOL_FORMAT = TOOL_FORMATS["hermes"]
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""A byte token in SentencePiece vocabularies."""
+"""Matches a byte token in SentencePiece vocabularies."""
 
 
 class TokenText(NamedTuple):
-    r"""What a token adds to a text.
+    r"""Text and bytes that a token adds to a text.
 
     Attributes:
-        text: with the space that it begins with. What is no whole character is written as OpenAI does it,
-            ``bytes:\xe2\x80``.
-        utf8: the bytes that it stands for, also where they are part of a character.
+        text: the text with its leading space. Parts of a character have OpenAI's form, ``bytes:\xe2\x80``.
+        utf8: the bytes of the token, even if they are part of a character.
     """
 
     text: str
@@ -344,15 +343,15 @@ class TokenText(NamedTuple):
 
 
 class PromptStyle(NamedTuple):
-    """How messages become a prompt.
+    """Style in which messages become a prompt.
 
     Attributes:
-        add_generation_prompt: end with the opening of an answer.
-        continue_final_message: end with the text of the last message instead.
+        add_generation_prompt: whether the prompt ends with the opening of an answer.
+        continue_final_message: whether the prompt ends with the text of the last message instead.
         extra: further variables of the template.
-        tools: that the model may call.
-        system_prompt: for conversations without one.
-        tool_parser: name of the format of tool calls; empty for the template's.
+        tools: tools that the model may call.
+        system_prompt: the system prompt of conversations without one.
+        tool_parser: name of the format of tool calls; empty for the template's format.
         template: name of one of the model's templates; empty for the one that fits.
     """
 
@@ -366,15 +365,15 @@ class PromptStyle(NamedTuple):
 
 
 class TextProcessor:
-    """Tokenizer and chat template.
+    """Converts text and token ids by a model's tokenizer and chat template.
 
     Args:
-        tokenizer: of the model.
-        template: None if the model has no chat template.
+        tokenizer: the model's tokenizer.
+        template: the chat template; None for a model without one.
 
     Attributes:
-        origin: the arguments of :meth:`read`, if it was read.
-        eos_token_id: the token that ends texts, if the files that were read name one.
+        origin: the arguments of :meth:`read`; None if the processor was made in another way.
+        eos_token_id: the token that ends texts; None if the files name none.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
@@ -389,7 +388,7 @@ class TextProcessor:
         self._tokens: dict[int, TokenText] = {}
 
     def with_template(self, template: ChatTemplate | None) -> "TextProcessor":
-        """Return one with the same tokenizer and another template."""
+        """Return a processor with the same tokenizer and another template."""
         other = copy.copy(self)
         other.template = template
         other.origin = None
@@ -402,14 +401,14 @@ class TextProcessor:
         Raises:
             TemplateError: the template is missing or broken.
             FileNotFoundError: the folder has no ``tokenizer.json``.
-            ModelConfigError: one of the files cannot be read.
+            ModelConfigError: a file cannot be read.
         """
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: the server needs a model folder with a tokenizer.json")
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers knows no other class
+        except Exception as error:  # The library raises no narrower class.
             raise ModelConfigError(f"{file}: cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -428,15 +427,15 @@ class TextProcessor:
         add_special_tokens: bool = True,
         limits: ModelLimits | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of every prompt; prompts of token ids are returned as they are.
+        """Return the token ids of every prompt; prompts of token ids stay unchanged.
 
         Args:
             prompts: text or token ids.
-            add_special_tokens: add the tokens that begin or end a text of this model.
-            limits: of the model, for prompts of requests; None accepts text of any length.
+            add_special_tokens: whether to add the tokens that begin or end a text of this model.
+            limits: the model's limits, for prompts of requests; None accepts text of any length.
 
         Raises:
-            ApiError: 400 for text that exceeds the limits however it is tokenized.
+            ApiError: 400, a text certainly exceeds the limits.
         """
 
         def run() -> list[list[int]]:
@@ -452,26 +451,26 @@ class TextProcessor:
     def token_ids(
         self, text: str, *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
     ) -> list[int]:
-        """Return the token ids of one text; arguments and errors as of :meth:`encode`, errors name ``param``."""
+        """Return the token ids of one text; see :meth:`encode` for arguments and errors, which name ``param``."""
         if limits is not None:
             check_text_length(self.fewest_tokens(text, limits.max_model_len), limits, param)
-        # The call for a single text holds the GIL until it is done, and would block every stream.
+        # The call for a single text keeps the GIL until its end, and would block every stream.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def pair_token_ids(
         self, pair: tuple[str, str], *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
     ) -> list[int]:
-        """Return the token ids of two texts that are read together, as the tokenizer joins them."""
+        """Return the token ids of a pair of texts, joined by the tokenizer."""
         if limits is not None:
             check_text_length(sum(self.fewest_tokens(each, limits.max_model_len) for each in pair), limits, param)
         (encoding,) = self.tokenizer.encode_batch_fast([pair], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of words that an answer may not have.
+        """Return the token sequences of words that an answer must not contain.
 
-        As in vLLM each counts as it is and, if that makes one other first token of as many, after a space.
+        Each word counts alone and, if a space before it changes only the first token, after a space, as in vLLM.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -483,9 +482,9 @@ class TextProcessor:
         return tuple(found)
 
     def fewest_tokens(self, text: str, most: int) -> int:
-        """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
+        """Return a lower bound on the tokens of ``text``, which exceeds ``most`` for text that is far longer.
 
-        Long text is tokenized in pieces first: tokens take some hundred bytes each until they are ids.
+        Long text is tokenized in pieces first, since each token takes some hundred bytes until it is an id.
         """
         fewest = self._bound.lower_bound(text)
         counted = 0
@@ -493,12 +492,12 @@ class TextProcessor:
             for start in range(0, len(text), _PIECE):
                 (encoding,) = self.tokenizer.encode_batch_fast([text[start : start + _PIECE]], add_special_tokens=False)
                 counted += len(encoding)
-                if counted > 2 * most:  # to put the pieces together does not halve it
+                if counted > 2 * most:  # Joining the pieces cannot halve the count.
                     return counted // 2
         return fewest
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ``token_ids``."""
+        """Return the text of token ids."""
         (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
@@ -508,29 +507,29 @@ class TextProcessor:
         """Return an incremental detokenizer for the answer to the prompt ``context``.
 
         Args:
-            context: token ids.
-            skip_special_tokens: leave out tokens such as end of text.
-            kept: tokens that are never left out.
+            context: token ids of the prompt.
+            skip_special_tokens: whether to leave out tokens such as end of text.
+            kept: special tokens that always stay in the text.
         """
         return IncrementalDetokenizer(self.tokenizer, context, self._special - kept if skip_special_tokens else ())
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the special tokens whose text is in one of these texts, with their text."""
+        """Return the special tokens whose text occurs in one of the texts, with their text."""
         decoder = {token_id: self.tokenizer.id_to_token(token_id) or "" for token_id in self._special} if texts else {}
         return {token_id: name for token_id, name in decoder.items() if any(name in text for text in texts)}
 
     def special_token_id(self, text: str) -> int | None:
-        """Return the id of a special token, None for other text."""
+        """Return the id of a special token; None for other text."""
         token_id = self.tokenizer.token_to_id(text)
         return token_id if token_id in self._special else None
 
     def added_token_id(self, text: str) -> int | None:
-        """Return the id of a token that was added to the vocabulary, special or not; None for other text."""
+        """Return the id of an added token, special or not; None for other text."""
         token_id = self.tokenizer.token_to_id(text)
         return token_id if token_id in self._added else None
 
     def token(self, token_id: int) -> TokenText:
-        """Return what a token adds to a text; results are cached."""
+        """Return the text that a token adds; results are cached."""
         known = self._tokens.get(token_id)
         if known is None:
             utf8 = self._utf8(token_id)
@@ -542,7 +541,7 @@ class TextProcessor:
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """Tell whether a token is one of those that ``skip_special_tokens`` leaves out."""
+        """Return whether ``skip_special_tokens`` leaves a token out."""
         return token_id in self._special
 
     def _utf8(self, token_id: int) -> bytes:
@@ -554,12 +553,12 @@ class TextProcessor:
             return bytes.fromhex(byte[1])
         if "\ufffd" in text and all(letter in _BYTE_OF_LETTER for letter in entry):
             return bytes(map(_BYTE_OF_LETTER.__getitem__, entry))
-        # Decoders of SentencePiece take the space away that a text begins with, and leave it further on.
+        # Decoders of SentencePiece remove the space at the begin of a text and keep later spaces.
         twice = self.decode([token_id, token_id])
         return (twice[len(text) :] if twice.startswith(text) else text).encode()
 
     async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
-        """Return the text of every prompt; prompts of text are returned as they are."""
+        """Return the text of every prompt; prompts of text stay unchanged."""
 
         def run() -> list[str]:
             return [prompt if isinstance(prompt, str) else self.decode(prompt) for prompt in prompts]
@@ -567,7 +566,7 @@ class TextProcessor:
         return await off_the_loop(run, sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)))
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Return the vocabulary's entry for every token."""
+        """Return the vocabulary's entry of every token."""
         return await off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
 
     async def encode_chat(
@@ -577,12 +576,12 @@ class TextProcessor:
 
         Args:
             messages: at least one.
-            style: how they become a prompt.
-            limits: as of :meth:`encode`.
+            style: style of the prompt.
+            limits: the model's limits; see :meth:`encode`.
 
         Raises:
-            ApiError: 400 if the model has no template, the template refuses the messages, or they exceed the limits;
-                501 for content other than text.
+            ApiError: 400, the model has no template, the template refuses the messages, or they exceed the limits;
+                501, the content is not text.
         """
 
         def run() -> list[int]:
@@ -592,7 +591,7 @@ class TextProcessor:
         return await off_the_loop(run, _length(messages, style))
 
     def chat_prompt(self, messages: Sequence[ChatMessage], style: PromptStyle) -> str:
-        """Render a conversation; arguments and errors as of :meth:`encode_chat`."""
+        """Render a conversation; see :meth:`encode_chat` for arguments and errors."""
         template = self._template_for(style)
         plain = [plain_message(message, index) for index, message in enumerate(messages)]
         plain = with_system_prompt(plain, style.system_prompt)
@@ -614,7 +613,7 @@ class TextProcessor:
         """Return the template of a conversation.
 
         Raises:
-            ApiError: 400 if there is none, or it cannot take what the request has; 501 for a template of its own.
+            ApiError: 400, the model has no template that takes the request; 501, the request has its own template.
         """
         if self.template is None:
             raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
@@ -628,13 +627,13 @@ class TextProcessor:
             why = "The chat template of this model reads no documents; put them into a message."
             raise bad_request(why, "documents")
         if template.leaves_text_out:
-            raise bad_request("The chat template of this model leaves out what the user says.", "messages")
+            raise bad_request("The chat template of this model drops user messages.", "messages")
         return template
 
     def tool_format(self, parser: str = "") -> ToolFormat | None:
-        """Return the format of tool calls: the named one, else the chat template's; None if that is not known.
+        """Return the named format of tool calls, else the chat template's; None if the template's is unknown.
 
-        A template that knows no tools is given them, and the default format, as a system prompt.
+        A template without tools gets the tools, and the default format, in a system prompt.
         """
         if self.template is None:
             return tool_format_of("", False, parser)
@@ -643,7 +642,7 @@ class TextProcessor:
 
 
 def tool_format_of(template: str, knows_tools: bool, parser: str) -> ToolFormat | None:
-    """Return the format of tool calls of a model; arguments and result as of :meth:`TextProcessor.tool_format`."""
+    """Return the format of a model's tool calls; see :meth:`TextProcessor.tool_format`."""
     if parser:
         return TOOL_FORMATS[parser]
     return format_of_template(template) if knows_tools else DEFAULT_TOOL_FORMAT
@@ -652,7 +651,7 @@ def tool_format_of(template: str, knows_tools: bool, parser: str) -> ToolFormat 
 def _letters_of_bytes() -> dict[str, int]:
     """Return the byte of each letter in byte-level vocabularies, which follow GPT-2.
 
-    Printable letters of Latin-1 stand for themselves, letters from U+0100 on for the other bytes in order.
+    Printable letters of Latin-1 mean their own bytes, and letters from U+0100 on mean the other bytes in order.
     """
     printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     others = (byte for byte in range(256) if byte not in printable)
@@ -686,6 +685,6 @@ def _length(messages: Sequence[ChatMessage], style: PromptStyle) -> int:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the model's own sampling defaults; empty if it has none."""
+    """Return the sampling defaults of a model's folder; empty for a folder without them."""
     file = folder / "generation_config.json"
     return read_json_object(file) if file.is_file() else {}

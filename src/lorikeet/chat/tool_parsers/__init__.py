@@ -1,7 +1,7 @@
 """Formats in which models write tool calls, one file each.
 
-A format is the one of the model's chat template, unless ``--tool-call-parser`` names another. A template that knows no
-tools gets ``hermes``, and a system prompt that explains it.
+The model's chat template determines the format, unless ``--tool-call-parser`` names another. A template without tools
+gets ``hermes``, and a system prompt that explains it.
 """
 
 import json
@@ -14,17 +14,17 @@ from lorikeet.chat.tool_parsers.base import Call, ToolFormat
 TOOL_FORMATS: dict[str, ToolFormat] = {
     each.FORMAT.name: each.FORMAT for each in (qwen3_coder, mistral, granite, hermes, pythonic, llama3_json)
 }
-"""By name. The first whose hint is in a chat template is that template's."""
+"""Formats by name. A chat template has the first format whose hint it contains."""
 
 
 def format_of_template(source: str) -> ToolFormat | None:
-    """Return the format that a chat template which knows tools explains; None if it is none of them."""
+    """Return the format that a chat template with tools explains; None if it is unknown."""
     found = (each for each in TOOL_FORMATS.values() if any(hint in source for hint in each.hints))
     return next(found, None)
 
 
 def instructions(tool_format: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
-    """Return a system prompt that explains tools and the format of calls, for templates that know no tools."""
+    """Return a system prompt that explains tools and the format of calls, for templates without tools."""
     example = tool_format.write([Call("function_name", '{"argument_name": "value"}')])
     lines = [
         "You can call functions. Each line between <tools> and </tools> describes one:",

@@ -1,7 +1,7 @@
-"""What all formats of tool calls share: events, output, and readers of the parts of a call.
+"""Events, output, grammars and readers that all formats of tool calls share.
 
-A parser is a generator that takes one letter at a time, so that it cannot depend on how a text is cut into deltas. The
-end of the text is the empty string.
+A parser is a generator that takes one letter at a time, so that it cannot depend on the cuts between deltas. The empty
+string marks the end of the text.
 """
 
 import json
@@ -14,14 +14,14 @@ from lorikeet.chat.json_text import read_json, write_json
 
 _T = TypeVar("_T")
 Reads = Generator[None, str, _T]
-"""Takes letters, and returns a value in the end."""
+"""Generator that takes letters, and returns a value at its end."""
 
 END = ""
-"""What a parser gets instead of a letter at the end of the text."""
+"""Mark that a parser gets, instead of a letter, at the end of the text."""
 _SPACE = " \t\r\n"
 _WORDS = {"True": "true", "False": "false", "None": "null", "NaN": '"NaN"', "nan": '"NaN"'}
 _WORDS |= {f"{sign}{word}": f'"{sign}Infinity"' for sign in ("", "-") for word in ("Infinity", "inf")}
-"""What models write where JSON has another word, or only a string can say it."""
+"""JSON for words that models write although JSON has another word, or only a string."""
 _HEX = "0123456789abcdefABCDEF"
 _ESCAPES = '"\\/bfnrt'
 _NO_CHARACTER = "\\ufffd"
@@ -29,10 +29,10 @@ _ARGUMENTS = ('"arguments"', '"parameters"')
 
 
 class Call(NamedTuple):
-    """A complete call.
+    """Complete call of a function.
 
     Attributes:
-        name: of the function.
+        name: the function's name.
         arguments: a JSON object as text.
     """
 
@@ -42,14 +42,14 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that is part of no call."""
+    """Text outside calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins. ``index`` counts the calls of an answer from 0."""
+    """Begin of a call. ``index`` counts the calls of an answer from 0."""
 
     index: int
     name: str
@@ -57,7 +57,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """Further JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -70,7 +70,7 @@ Parameters = Mapping[str, Any]
 
 
 class Output:
-    """Collects the events of a parser. Spaces and newlines beside calls are left out, all other text is kept.
+    """Collects the events of a parser, and drops spaces and newlines beside calls but no other text.
 
     Attributes:
         calls: number of calls so far.
@@ -84,27 +84,27 @@ class Output:
         self._follows_call = False
 
     def see(self, letter: str) -> None:
-        """Remember a letter while it is open whether it is part of a call."""
+        """Remember a letter while the parser suspects a call."""
         if self._raw is not None:
             self._raw.append(letter)
 
     def suspect(self, read: str = "") -> None:
-        """Remember what follows, and ``read``, which was read already, until a call begins or :meth:`give_back`."""
+        """Remember ``read`` and the next letters until a call begins or :meth:`give_back` is called."""
         if self._raw is None:
             self._raw = [read]
 
     def give_back(self) -> None:
-        """What was remembered is no call: make it content. Nothing is remembered if a call has begun meanwhile."""
+        """Make the remembered text content, since it is not a call. A call that has begun leaves no such text."""
         raw = self._raw
         self._raw = None
         self.content("".join(raw or ()))
 
     def forget(self) -> None:
-        """What was remembered belongs to the calls before."""
+        """Drop the remembered text, which belongs to the calls before."""
         self._raw = None
 
     def content(self, text: str) -> None:
-        """Add text that is part of no call."""
+        """Add text outside calls."""
         text = self._space + text
         kept = text.rstrip(_SPACE)
         self._space = text[len(kept) :]
@@ -129,13 +129,13 @@ class Output:
             self._events.append(CallArguments(self.calls - 1, text))
 
     def take(self) -> list[Event]:
-        """Return the events since the last time."""
+        """Return the events since the last call of this method."""
         events = self._events
         self._events = []
         return events
 
     def end(self) -> None:
-        """The text has ended: what is remembered or held back is content, except spaces after calls."""
+        """End the text: make remembered and held-back text content, except spaces after calls."""
         self.give_back()
         if not self.calls:
             self._add_text(self._space)
@@ -153,7 +153,7 @@ class Parser:
     """Finds the calls in an answer.
 
     Args:
-        read: the generator of a format.
+        read: makes the generator of a format.
     """
 
     def __init__(self, read: Callable[[Output], Reads[None]]) -> None:
@@ -169,7 +169,7 @@ class Parser:
         return self._output.take()
 
     def finish(self) -> list[Event]:
-        """Return the events of text held back, at the end."""
+        """Return the events of text held back, at the end of the text."""
         with suppress(StopIteration):
             self._reads.send(END)
         self._output.end()
@@ -182,16 +182,16 @@ class Parser:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """Format of calls in a family of models.
 
     Attributes:
         name: vLLM's name of its parser.
-        markers: texts that may be special tokens, and are kept in the text of an answer.
-        hints: texts of which a chat template of this family has one.
+        markers: texts that may be special tokens, and stay in the text of an answer.
+        hints: texts; a chat template of this family contains one of them.
         reader: returns a generator that finds calls, given the schemas of the functions by name.
-        write: returns calls as the model writes them.
+        write: returns the text of calls in this format.
         grammar: returns a grammar of one call, or of one or more calls; raises ValueError if a call cannot be written.
-        id_letters: number of letters of a call's id; 0 for any.
+        id_letters: number of letters of a call's id; 0 for any number.
     """
 
     name: str
@@ -203,7 +203,7 @@ class ToolFormat:
     id_letters: int = 0
 
     def parser(self, functions: Mapping[str, Parameters]) -> Parser:
-        """Return a parser of one answer; ``functions`` has their schemas by name."""
+        """Return a parser of one answer, given the schemas of the functions by name."""
         return Parser(self.reader(functions))
 
 
@@ -211,11 +211,11 @@ class CallGrammar:
     """Builds a grammar in llguidance's dialect of Lark.
 
     Args:
-        functions: those that may be called, with their schemas.
-        parallel: whether there may be several calls.
-        token_id: returns the id of a special token, None of other text.
-        content: JSON schema that an answer without calls follows; None if it must call.
-        is_free: whether there may be any text instead of calls, or before them where the format allows that.
+        functions: schemas of the functions that may be called, by name.
+        parallel: whether an answer may contain several calls.
+        token_id: returns the id of a special token; None for other text.
+        content: JSON schema of an answer without calls; None if the answer must call.
+        is_free: whether any text may replace calls, or precede them where the format allows it.
     """
 
     def __init__(
@@ -234,18 +234,18 @@ class CallGrammar:
         self._rules: list[str] = []
 
     def marker(self, text: str) -> str:
-        """Return a symbol for a marker: the special token, if there is one, or its text."""
+        """Return a symbol for a marker: its special token, or its text if it is not a token."""
         token_id = self._token_id(text)
         return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def rule(self, body: str) -> str:
-        """Add a rule, and return its name."""
+        """Add a rule; return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def terminal(self, body: str) -> str:
-        """Add a lexeme, and return its name."""
+        """Add a lexeme; return its name."""
         name = f"T{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
@@ -271,7 +271,7 @@ class CallGrammar:
         return self.rule(" | ".join(calls))
 
     def several(self, call: str, separator: str = "") -> str:
-        """Return one call, or one or more of them with a separator between."""
+        """Return a symbol for one call, or for one or more with a separator between them."""
         between = f"{literal(separator)} " if separator else ""
         return f"{call} ({between}{call})*" if self.parallel else call
 
@@ -279,29 +279,29 @@ class CallGrammar:
         """Return the grammar of calls that may follow text.
 
         Args:
-            marker: text or special token that begins a call, or all of them.
-            body: what follows the marker.
+            marker: text or special token that begins each call, or all calls.
+            body: symbol for the text behind the marker.
             separator: text between two calls.
-            is_list: whether ``body`` has all calls.
+            is_list: whether ``body`` contains all calls.
         """
         if not self._is_free:
             call = self.rule(f"{self.marker(marker)} {body}")
             return self.build(call if is_list else self.several(call, separator))
         if self._token_id(marker) is not None:
             self._rules.append(f"before: TEXT {self.marker(marker)}")
-        else:  # a lazy lexeme ends as soon as it can, so that text does not run on through its end
+        else:  # A lazy lexeme ends as early as possible, so that text does not continue through the marker.
             self._rules.append(f"before[lazy]: TEXT {literal(marker)}")
         return self.build(f"(before {body}){'*' if self.parallel else '?'} TEXT")
 
     def build_alone(self, calls: str, other: str) -> str:
-        """Return the grammar of calls that are a whole answer; ``other`` is a regex of all answers that are none."""
+        """Return the grammar of calls that are a whole answer; ``other`` is a regex of all answers without calls."""
         if not self._is_free:
             return self.build(calls)
         self._rules.append(f"OTHER: {other}")
         return self.build(f"{calls} | OTHER")
 
     def build(self, start: str) -> str:
-        """Return the grammar, given the calls."""
+        """Return the whole grammar, given the rule of its start."""
         if self._content is not None:
             start = f"({start}) | {self.json(self._content)}"
         lines = [f"start: {start}"]
@@ -311,23 +311,23 @@ class CallGrammar:
 
 
 def literal(text: str) -> str:
-    """Return a text as it is written in a grammar."""
+    """Return the literal of a text in a grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def as_object(schema: Parameters) -> dict[str, Any]:
-    """Return a function's schema as one of an object, which has no other properties unless the schema allows them."""
+    """Return a function's schema as an object's, without further properties unless the schema allows them."""
     only = {"additionalProperties": False} if "properties" in schema or not schema else {}
     return {"type": "object", "properties": {}, **only, **schema}
 
 
 def content_until(output: Output, *markers: str) -> Reads[str]:
-    """Pass letters on as content; return the first marker, ``END`` if there is none."""
+    """Pass letters on as content; return the first marker, or ``END`` at the end of the text."""
     return (yield from _until(markers, output.content))
 
 
 def structure_until(output: Output, *markers: str) -> Reads[str]:
-    """Pass text within calls on as content, since nothing may be lost; a marker that is cut off is none."""
+    """Pass text between the parts of calls on as content, so that nothing is lost, up to a whole marker or ``END``."""
     text: list[str] = []
     marker = yield from _until(markers, text.append, lambda held: None if len(held) > 1 else text.append(held))
     if "".join(text).strip(_SPACE):
@@ -336,7 +336,7 @@ def structure_until(output: Output, *markers: str) -> Reads[str]:
 
 
 def text_until(*markers: str) -> Reads[tuple[str, str]]:
-    """Return the text before the first marker, and the marker; ``END`` if there is none."""
+    """Return the text before the first marker, and the marker, or ``END`` at the end of the text."""
     text: list[str] = []
     marker = yield from _until(markers, text.append)
     return "".join(text), marker
@@ -359,14 +359,14 @@ def _until(
 
 
 def after_space() -> Reads[str]:
-    """Return the next letter that is no space."""
+    """Skip spaces; return the next letter."""
     while (letter := (yield)) and letter in _SPACE:
         pass
     return letter
 
 
 def rest_of(first: str, *markers: str) -> Reads[str]:
-    """Return the marker that begins with ``first``, which was read, and the next letters; empty for none."""
+    """Return the marker that ``first``, already read, and the next letters form; empty if they form none."""
     found = first
     while found not in markers:
         if not any(marker.startswith(found) for marker in markers):
@@ -379,14 +379,14 @@ def rest_of(first: str, *markers: str) -> Reads[str]:
 
 
 def json_string() -> Reads[str]:
-    """Return a JSON string with its quotes, of which the first was read; at the end of the text what there is of it."""
+    """Return a JSON string with its quotes, the first already read; at the end of the text, its beginning."""
     text: list[str] = []
     yield from _passed_string(text.append)
     return "".join(text)
 
 
 def json_container(first: str, sink: Callable[[str], None]) -> Reads[bool]:
-    """Pass an array or object on, whose bracket ``first`` was read; return whether it is complete."""
+    """Pass on an array or object whose bracket ``first`` was read; return whether it is complete."""
     sink(first)
     depth = 1
     while depth:
@@ -409,14 +409,14 @@ def json_container(first: str, sink: Callable[[str], None]) -> Reads[bool]:
 
 
 def _as_json_word(word: str) -> str:
-    """Return a number or a name as JSON has it."""
+    """Return a number or a name in JSON's form."""
     return _WORDS.get(word, word)
 
 
 def _passed_string(sink: Callable[[str], None]) -> Reads[str]:
-    """Pass a string on as JSON has it, with whole characters; return its last quote. The first was read."""
+    """Pass on a string in JSON's form, with whole characters; return its last quote. The first was read."""
     sink('"')
-    half = ""  # the escape of the first half of a character, which waits for the second
+    half = ""  # The escape of the first half of a character waits here for the second.
     letter = yield
     while letter and letter != '"':
         piece, letter = yield from _piece_of_string(letter)
@@ -439,7 +439,7 @@ def _passed_string(sink: Callable[[str], None]) -> Reads[str]:
 
 
 def _piece_of_string(first: str) -> Reads[tuple[str, str]]:
-    """Return a letter or an escape of a string as JSON has it, and the next letter."""
+    """Return a letter or an escape of a string in JSON's form, and the next letter."""
     if first != "\\":
         return (first if first >= " " else json.dumps(first)[1:-1]), (yield)
     kind = yield
@@ -456,12 +456,12 @@ def _piece_of_string(first: str) -> Reads[tuple[str, str]]:
 
 
 def _is_half(piece: str, begin: int) -> bool:
-    """Whether an escape stands for half a character: the first half from U+D800 on, the second from U+DC00 on."""
+    """Return whether an escape is half a character: the first half from U+D800 on, the second from U+DC00 on."""
     return len(piece) == 6 and piece.startswith("\\u") and begin <= int(piece[2:], 16) < begin + 0x400
 
 
 def json_value(first: str) -> Reads[tuple[str, str]]:
-    """Return a JSON value whose letter ``first`` was read, and the next letter after it that is no space."""
+    """Return a JSON value whose letter ``first`` was read, and the next letter after it and its spaces."""
     if first and first in "{[":
         text: list[str] = []
         is_complete = yield from json_container(first, text.append)
@@ -480,10 +480,10 @@ def json_value(first: str) -> Reads[tuple[str, str]]:
 
 
 def call_object(output: Output) -> Reads[bool]:
-    """Read a call as an object with ``name`` and ``arguments`` or ``parameters``, whose brace was read.
+    """Read a call from an object with ``name`` and ``arguments`` or ``parameters``, whose brace was read.
 
     Returns:
-        Whether it was one, and is complete. Else ``Output.give_back`` makes what does not belong to a call content.
+        Whether the object was a complete call. Otherwise ``Output.give_back`` makes text outside a call content.
     """
     output.suspect("{")
     name = ""
@@ -550,13 +550,13 @@ def _text_of(value: str) -> str:
 
 
 def _object_of(value: str) -> str:
-    """Return arguments as an object, empty if they are none: some models write a string that holds JSON, or null."""
+    """Return arguments as an object, empty for other values. Some models write a string with JSON, or null."""
     if value in ("null", '""'):
         return "{}"
     text = _text_of(value)
     if not text:
         return value if value.startswith("{") else ""
-    try:  # text within a string has not been read as JSON yet
+    try:  # Text within a string has not been read as JSON yet.
         inner = read_json(text)
     except ValueError:
         return text if text.lstrip(_SPACE).startswith("{") else ""

@@ -1,4 +1,4 @@
-"""Calls of Granite 3: the answer is an array of JSON objects behind a marker.
+"""Reads and writes calls of Granite 3: the answer is an array of JSON objects behind a marker.
 
 <|tool_call|>[{"name": "f", "arguments": {"x": 1}}]
 """
@@ -19,7 +19,7 @@ from lorikeet.chat.tool_parsers.base import (
 )
 
 _MARKERS = ("<|tool_call|>", "<tool_call>")
-"""Of Granite 3.0 and 3.1, and of the code model; the rest may come without."""
+"""Markers of Granite 3.0 and 3.1, and of the code model; the array may come without its marker."""
 
 
 def _calls(output: Output) -> Reads[None]:

@@ -1,4 +1,4 @@
-"""Calls of Hermes, Qwen 2.5, Qwen 3 and Granite 4: a JSON object between tags.
+"""Reads and writes calls of Hermes, Qwen 2.5, Qwen 3 and Granite 4: a JSON object between tags.
 
 <tool_call>
 {"name": "f", "arguments": {"x": 1}}
@@ -33,7 +33,7 @@ def _calls(output: Output) -> Reads[None]:
         calls = output.calls
         letter = yield from after_space()
         while letter == "{" and (yield from call_object(output)):
-            output.suspect()  # some models write several calls between a pair of tags
+            output.suspect()  # Some models write several calls between a pair of tags.
             letter = yield from after_space()
             if letter == "<":
                 break
@@ -48,7 +48,7 @@ def _calls(output: Output) -> Reads[None]:
             output.forget()
         else:
             output.give_back()
-            marker = yield from structure_until(output, _BEGIN, _END)  # a model may forget to close a call
+            marker = yield from structure_until(output, _BEGIN, _END)  # A model may forget to close a call.
         if marker == _END:
             marker = yield from content_until(output, _BEGIN)
 

@@ -1,4 +1,4 @@
-"""Calls of Llama 3.1 to 3.3: the answer is a JSON object, or several with semicolons between.
+"""Reads and writes calls of Llama 3.1 to 3.3: the answer is a JSON object, or several with semicolons between.
 
 {"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}
 """

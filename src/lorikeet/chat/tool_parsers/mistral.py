@@ -1,4 +1,4 @@
-"""Calls of Mistral: a marker, then an array of JSON objects, or in newer models a name and its arguments.
+"""Reads and writes Mistral's calls: a marker, then an array of JSON objects, or a name and its arguments.
 
 [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]
 [TOOL_CALLS]f[ARGS]{"x": 1}
@@ -45,7 +45,7 @@ def _named_call(output: Output, first: str) -> Reads[None]:
     name = (first + rest).strip()
     if marker == _ID:
         call_id, marker = yield from text_until(_ARGUMENTS, "{")
-        if not _CALL_ID.fullmatch(call_id.strip()):  # other text would be lost
+        if not _CALL_ID.fullmatch(call_id.strip()):  # Other text must not be lost.
             return
     if not _NAME.fullmatch(name) or not marker:
         return

@@ -11,17 +11,17 @@ from lorikeet.chat.tool_parsers.base import Call
 MAX_NAME = 200
 NAME = re.compile(r"[\w.:/-]+")
 _CONSTANTS = {"true": True, "false": False, "null": None}
-"""JSON's names, which models write instead of Python's."""
+"""JSON's names, which models may write instead of Python's."""
 _KEYWORD = re.compile(r"\s*([^\s=,'\"()\[\]{}](?:[^=,'\"()\[\]{}]*[^\s=,'\"()\[\]{}])?)\s*=(?!=)")
 _MAX_DEPTH = 50
 _CLOSING = {")": "(", "]": "[", "}": "{"}
 
 
 def read_call(source: str) -> Call | None:
-    """Return a call such as ``f(x=1, y="a")``; None if it is none with constants by name.
+    """Return a call such as ``f(x=1, y="a")``; None unless it has only constants, by name.
 
     Args:
-        source: up to its last parenthesis.
+        source: source of the call, up to its last parenthesis.
     """
     name, _, inner = source.strip().partition("(")
     arguments: dict[str, Any] = {}
@@ -39,10 +39,10 @@ def read_call(source: str) -> Call | None:
 
 
 def read_value(source: str) -> Any:
-    """Return the value of a constant that is written as in JSON or Python.
+    """Return the value of a constant in JSON or Python.
 
     Raises:
-        ValueError: it is none, or JSON cannot say it.
+        ValueError: the source is not a constant, or JSON lacks its value.
     """
     source = source.strip()
     try:
@@ -53,7 +53,7 @@ def read_value(source: str) -> Any:
         raise ValueError("nested too deeply")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # Python warns of unknown escapes.
             value = _value(ast.parse(source, mode="eval").body)
         return read_json(write_json(_joined_halves(value)))
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
@@ -61,7 +61,7 @@ def read_value(source: str) -> Any:
 
 
 def _signs(source: str) -> int:
-    """Return the length of the longest row of letters that each nest what follows."""
+    """Return the length of the longest run of letters that each nest the text behind them."""
     return max(map(len, re.findall(r"[-+~(\s]*", source)), default=0)
 
 
@@ -110,7 +110,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _joined_halves(value: Any) -> Any:
-    """Return a value whose texts have whole characters: JSON writes some as two escapes, which Python keeps apart."""
+    """Return a value with whole characters: Python does not join the two escapes that JSON writes for some."""
     match value:
         case str():
             joined = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,4 +1,4 @@
-"""Calls of Llama 3.2 and 4 and others, written in Python: the answer is a list of function calls.
+"""Reads and writes calls of Llama 3.2 and 4 and others, written in Python: the answer is a list of function calls.
 
 [f(x=1, y="a"), g()]
 """
@@ -83,7 +83,7 @@ def _write(calls: Sequence[Call]) -> str:
 
 
 def _as_python(call: Call) -> str:
-    """Return a call with values as JSON has them, as the grammar does; most are the same in Python."""
+    """Return a call with its values in JSON, like the grammar; most are the same in Python."""
     arguments = json.loads(call.arguments)
     return f"{call.name}({', '.join(f'{name}={write_json(value)}' for name, value in arguments.items())})"
 
@@ -106,7 +106,7 @@ def _grammar(grammar: CallGrammar) -> str:
 
 
 def _list_of(needed: Sequence[str], optional: Sequence[str]) -> str:
-    """Return a grammar of keywords in their order, with commas between."""
+    """Return a grammar of keywords in their order, with commas between them."""
     comma = literal(", ")
 
     def followed_by(first: str, others: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Calls of Qwen 3 Coder: one tag for each parameter, with its value as plain text.
+"""Reads and writes calls of Qwen 3 Coder: one tag for each parameter, with its value as plain text.
 
 <tool_call>
 <function=f>
@@ -41,19 +41,19 @@ _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
 _NEWLINE = "\n"
 _ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _END)
-"""What ends a value: models forget some of them."""
+"""Tags that may end a value, since models forget some of them."""
 _KEY = re.compile(r"[^>\n]+")
 
 
 class _Value:
-    """A parameter's value: the same description makes its grammar, reads it and writes it.
+    """Value of a parameter: one description makes its grammar, reads it and writes it.
 
-    A value that may be a string is its plain text, also where it may be something else; any other value is JSON. So a
-    value is read as something else than a string if it can be.
+    A value that may be a string is plain text, even if it may also be another kind; any other value is JSON. Reading
+    prefers the other kinds to a string.
 
     Args:
-        key: name of the parameter.
-        function: schema of the function.
+        key: the parameter's name.
+        function: the function's schema.
     """
 
     def __init__(self, key: str, function: Parameters) -> None:
@@ -72,13 +72,13 @@ class _Value:
             return f"({' | '.join(literal(text) for text in texts)}) {end}"
         if "string" not in self._kinds:
             return f"{grammar.json_property(self._function, self._key)} {end}"
-        # With its end in one lexeme, since a text would take the newline before the end.
+        # The value and its end are one lexeme, since a text would include the newline before the end.
         last = r"\n<\/parameter>\n"
         markers = "|".join(re.escape(each).replace("/", r"\/") for each in _ENDS)
         return grammar.terminal(rf"/(.|\n)*{last}/ & ~/(.|\n)*({markers})(.|\n)*{last}/")
 
     def read(self, text: str) -> str:
-        """Return a parameter's text as JSON: a value of its schema if it is one, else a string."""
+        """Return a parameter's text as JSON: a value that its schema allows, else a string."""
         text = text.removeprefix(_NEWLINE).removesuffix(_NEWLINE)
         is_known = self._kinds != frozenset(KINDS)
         if is_known and self._kinds - {"string"}:
@@ -97,7 +97,7 @@ def _written(value: Any) -> str:
 
 
 class _Reader:
-    """Reads calls; the schemas of the functions say what is text and what is a number."""
+    """Reads calls, and distinguishes text and numbers by the schemas of the functions."""
 
     def __init__(self, functions: Mapping[str, Parameters]) -> None:
         self._functions = functions
@@ -121,7 +121,7 @@ class _Reader:
             yield from self._parameters(output, name.strip())
 
     def _parameters(self, output: Output, function: str) -> Reads[None]:
-        """Read parameters up to the end of the call. Of one that is cut off the arguments have what there is."""
+        """Read parameters up to the end of the call; keep the beginning of a parameter that is cut off."""
         schema = self._functions.get(function, {})
         opening = "{"
         marker = _PARAMETER_END
@@ -133,7 +133,7 @@ class _Reader:
                     output.arguments("{}" if opening == "{" else "}")
                 break
             name, end = yield from text_until(">", _NEWLINE, "<")
-            if end and (end != ">" or not name.strip()):  # half a tag, as models write it now and then
+            if end and (end != ">" or not name.strip()):  # Models sometimes write half a tag.
                 output.content(f"{_PARAMETER}{name}{end}")
                 marker = _PARAMETER_END
                 continue
@@ -159,7 +159,7 @@ class _Reader:
 
 
 def _value_text() -> Reads[tuple[str, str]]:
-    """Return a parameter's text and what ends it; the text may have its end tag before other text, as in code."""
+    """Return a parameter's text and its end; the text may contain its end tag before other text, as in code."""
     text = ""
     while True:
         more, marker = yield from text_until(*_ENDS)
@@ -180,9 +180,9 @@ def _value_text() -> Reads[tuple[str, str]]:
 
 
 def _prefix_of(first: str, *markers: str) -> Reads[str]:
-    """Return the marker that begins with ``first``, or as much of one as came before another letter with that letter.
+    """Return the marker that begins with ``first``, or its beginning with the letter that does not fit.
 
-    Empty at the end of the text.
+    The result is empty at the end of the text.
     """
     found = first
     while found and found not in markers and any(marker.startswith(found) for marker in markers):
