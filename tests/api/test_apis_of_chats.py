@@ -66,9 +66,21 @@ async def test_all_apis_give_the_answer_of_the_chat(server: Server, model: str, 
     own_fields: dict[str, tuple[dict[str, Any], ...]] = {
         "plain": ({}, {}, {}),
         "tools": (
-            {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
-            {"tools": [{"type": "function", **function}], "tool_choice": "required"},
-            {"tools": [{"name": "find", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+            {
+                "tools": [{"type": "function", "function": function}],
+                "tool_choice": "required",
+                "max_tokens": SCHEMA_TOKENS,
+            },
+            {
+                "tools": [{"type": "function", **function}],
+                "tool_choice": "required",
+                "max_output_tokens": SCHEMA_TOKENS,
+            },
+            {
+                "tools": [{"name": "find", "input_schema": SCHEMA}],
+                "tool_choice": {"type": "any"},
+                "max_tokens": SCHEMA_TOKENS,
+            },
         ),
         "schema": (
             {

@@ -345,8 +345,9 @@ async def test_failed_replica_start_fails_the_cluster_start(model: Path, tmp_pat
 
 
 async def test_closing_ends_every_stream_and_every_engine(client: ClusterClient) -> None:
-    """The last test: it closes the cluster that the others share. One of its two replicas has left."""
-    await client.add_replica()
+    """The last test: it closes the cluster that the others share. One of its two replicas may have left."""
+    if len(client.describe().replicas) < 2:
+        await client.add_replica()
     await until(lambda: both_there(client), "both replicas are up")
     running = [psutil.Process(view.process_id) for view in client.views.values()]
     handle = client.submit(greedy("long", prompt(8), 450))

@@ -38,6 +38,7 @@ def restored() -> Iterator[None]:
 
 
 def test_lines_of_libraries_warnings_and_uncaught_exceptions_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.captureWarnings(False)  # an earlier test may have left it on, with another test's function
     configure_logs("info", as_json=True)
     log.info("ours", adapter="one")
     logging.getLogger("asyncio").error("Exception in %s", "app")
@@ -145,5 +146,6 @@ def test_a_process_whose_log_is_full_goes_on() -> None:
         "print('done')"
     )
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, check=True)
+        # Unbuffered: else Python fails at its exit, when it flushes what it could not write.
+        ran = subprocess.run([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=full, check=True)
     assert ran.stdout == b"done\n"

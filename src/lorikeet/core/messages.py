@@ -337,7 +337,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         modes: statistics of the batching modes.
         queue: statistics of the admission queue; None if it has no classes.
         assist: counters of host workers; None if there are none.
-        costs: measured costs of steps, without loads (see ``memory.transfers``); None before enough is known.
+        costs: measured costs of steps, without loads (see ``MemoryStats.transfers``); None before enough is known.
         hosted_adapters: digests of the adapters in the host tier.
         queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
             for requests that were not refused, but are behind others.
