@@ -51,7 +51,7 @@ class MemoryView:
         resident_adapters: returns the present number of adapters on the device or in flight to it.
         load_s: returns the expected seconds to load each of the given adapters; 0 where not known.
         iteration_s: duration of the last step in seconds; 0 where not known.
-            load_kv_s: returns the expected seconds until this many blocks of KV are copied from the host; 0 if unknown.
+        load_kv_s: returns the expected seconds until this many blocks of KV are copied from the host; 0 if unknown.
         store_kv_s: returns the expected seconds until this many blocks of KV are copied to the host; 0 if unknown.
         prefill_s: returns the expected seconds by which a step is longer if it computes this many blocks of KV; 0 where
             not known.
