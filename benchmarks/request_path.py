@@ -108,7 +108,7 @@ class RequestPath(NamedTuple):
     Attributes:
         processes: number of calls of each function, by process.
         way: functions in the order of their calls, from the handler to the submission.
-        of_body: those that got the body.
+        of_body: the calls with the body as an argument.
     """
 
     processes: dict[str, Counter[Function]]
