@@ -1,1 +1,1 @@
-"""Many replicas: places adapters on them, routes requests to them, and moves both."""
+"""Places adapters on replicas, routes requests to the replicas, and moves adapters and requests."""

@@ -18,10 +18,10 @@ from lorikeet.presets import HostKv, MigrationProblem, Preset, resolve_preset
 
 
 class MigrationCosts(NamedTuple):
-    """The costs that co-migration needs.
+    """Holds the costs that co-migration needs.
 
     Attributes:
-        times: times of moves.
+        times: times of moving requests.
         reserved_share: share of each replica's memory that requests cannot use.
         settings: settings of the reviews.
     """
@@ -45,12 +45,12 @@ def build_routing(
 
     Args:
         preset: preset of all replicas.
-        profile: profile of one of them; None if there is none.
-        options: everything else.
+        profile: profile of one replica; None if there is none.
+        options: options of the cluster.
         parameters: arguments of the policy that a preset cannot set.
 
     Raises:
-        ConfigError: unknown policy, or profile and options lack something that it needs.
+        ConfigError: unknown policy, or profile and options lack a value that the policy needs.
     """
     return ROUTING[preset.routing](PolicySetup(preset, profile, options), **parameters)
 
@@ -60,11 +60,11 @@ def build_placement(preset: Preset, profile: CostProfile | None, options: Cluste
 
     Args:
         preset: preset of all replicas.
-        profile: profile of one of them; None if there is none.
-        options: everything else.
+        profile: profile of one replica; None if there is none.
+        options: options of the cluster.
 
     Raises:
-        ConfigError: unknown policy, or profile and options lack something that it needs.
+        ConfigError: unknown policy, or profile and options lack a value that the policy needs.
     """
     return PLACEMENT[preset.placement](PolicySetup(preset, profile, options))
 
@@ -78,17 +78,17 @@ def build_move_times(
     costs: Callable[[], ReplicaCosts] = lambda: GENERIC,
     kv_token_bytes: int = GENERIC_TOKEN_BYTES,
 ) -> MoveTimes:
-    """Return the times of moves between replicas.
+    """Return a model of the times to move requests between replicas.
 
-    KV is sent through the host tiers, and only where one rank holds all of it.
+    KV is sent through the host tiers. A move can send KV only if one rank holds all of it.
 
     Args:
         settings: settings of all replicas.
         profile: profile of one replica; None if there is none.
-        kv_bytes_per_s: returns how fast KV is transferred between replicas.
-        copies: says how fast the network between replicas is.
-        costs: returns the present costs of a replica, where there is no profile.
-        kv_token_bytes: KV of one token, where there is no profile.
+        kv_bytes_per_s: returns the bandwidth of KV transfers between replicas.
+        copies: copy costs, which include the bandwidth of the network between replicas.
+        costs: returns the current costs of a replica; used without a profile.
+        kv_token_bytes: bytes of one token's KV; used without a profile.
     """
     _, preset = resolve_preset(settings.preset)
     prefill_s = _prefill_s(preset, profile) if profile is not None else lambda tokens: costs().unloaded_ttft_s(tokens)
@@ -126,7 +126,7 @@ def _prefill_s(preset: Preset, profile: CostProfile) -> Callable[[int], float]:
 
 
 def replica_costs(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> ReplicaCosts:
-    """Return the costs of a replica: the profile's if there is one."""
+    """Return the costs of a replica, from the profile if there is one."""
     return PolicySetup(preset, profile, options).costs()
 
 

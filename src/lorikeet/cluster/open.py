@@ -51,7 +51,7 @@ log = structlog.get_logger("lorikeet")
 
 @dataclass(frozen=True)
 class _MakeOrchestrator:
-    """Builds the orchestrator, possibly in another process. So it holds plain values only."""
+    """Builds the orchestrator, possibly in another process. So all fields are plain values."""
 
     preset: Preset
     replicas: tuple[ReplicaId, ...]
@@ -66,9 +66,9 @@ class _MakeOrchestrator:
 
 
 def cluster_options(settings: Settings) -> ClusterOptions:
-    """Return the options that the policies of a live cluster are built with.
+    """Return the options from which the policies of a live cluster are built.
 
-    What a profile would say is guessed from the model and this machine.
+    Values that a profile would contain are estimated from the model and this machine.
 
     Raises:
         ModelConfigError: the model's configuration cannot be read.
@@ -100,15 +100,15 @@ def cluster_options(settings: Settings) -> ClusterOptions:
 
 
 def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | None = None) -> ClusterClient:
-    """Return the client of a cluster that is not started yet.
+    """Return the client of a cluster. The replicas are not started yet.
 
     Args:
         settings: all settings; ``model.model`` is a folder that exists on every machine.
-        stack: closes what was opened here. The caller closes the client first.
-        host: starts the first local replica; the client closes it.
+        stack: closes the resources that this function opens. The caller closes the client first.
+        host: host that starts the first local replica; the client closes it.
 
     Raises:
-        ConfigError: the preset's policies, co-migration or autoscaling lack something that they need.
+        ConfigError: the preset's policies, co-migration or autoscaling lack a required value.
         ProfileError: unknown profile.
         RayError: Ray cannot be started or joined.
         ValueError: the registry's URL is invalid.
@@ -141,7 +141,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     migration = build_migration(settings.engine, times)
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
     make = _MakeOrchestrator(preset, replicas, profile, options, bool(cluster.max_replicas))
-    orchestrator = make(time.monotonic())  # Report wrong settings before anything is started.
+    orchestrator = make(time.monotonic())  # Wrong settings are reported before any process is started.
     make_client = partial(
         ClusterClient,
         settings,
@@ -171,7 +171,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
         stack.callback(transport.close)
         client = make_client(hosts=next_host, transport=transport, placement=placement)
     else:
-        from lorikeet.cluster.ray.open import open_ray  # Ray is optional, and takes a second to import
+        from lorikeet.cluster.ray.open import open_ray  # Ray is optional, and its import takes a second
 
         ray_parts = open_ray(settings, pool_dir, make, url, identity, stack)
         placement = ray_parts.placement
@@ -186,5 +186,5 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
 
 
 def _identity(settings: Settings) -> str:
-    """Return the name of this server in a registry that others may share. It stays the same after a restart."""
+    """Return the name of this server in a registry that servers can share. The name stays the same after a restart."""
     return f"{settings.model.model} at {socket.gethostname()}:{settings.server.port}"

@@ -1,4 +1,4 @@
-"""What routing and placement policies are built with: preset, profile and options, and what follows from them."""
+"""Holds the inputs of routing and placement policies: preset, profile, options, and values derived from them."""
 
 from dataclasses import dataclass
 
@@ -21,26 +21,28 @@ OUTPUT_TOKENS = 128
 GENERIC = ReplicaCosts(0.008, 1e-4, 1e-4, 5e-4, 5e-7, 2e-6, 1e-4, 25e9)
 """Rough costs of a model of 8 billion parameters on an A100, for replicas without known costs."""
 GENERIC_MEMORY_BYTES = 50 * 2**30
-"""Memory beside the weights on that device."""
+"""Memory that an A100 has left beside the weights of such a model, in bytes."""
 GENERIC_TOKEN_BYTES = 2**17
-"""KV of a token of such a model."""
+"""Bytes of one token's KV in such a model."""
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of policies besides preset and profile. Plain values, which can be sent to other processes.
+    """Holds the options of policies besides preset and profile.
+
+    All options are plain values, which can be sent to other processes.
 
     Attributes:
         seed: seed of all random draws.
-        ttft_s, tpot_s, e2e_s: the SLO; 0 for no limit. `lorikeet serve` has no E2E target.
-        memory_bytes: memory of each replica for adapters and KV, over all ranks; 0 for the profile's.
-        kv_token_bytes: KV of one token, over all ranks; 0 for the profile's.
+        ttft_s, tpot_s, e2e_s: targets of the SLO in seconds; 0 for no limit. `lorikeet serve` has no E2E target.
+        memory_bytes: memory of each replica for adapters and KV, over all ranks; 0 for the profile's value.
+        kv_token_bytes: bytes of one token's KV, over all ranks; 0 for the profile's value.
         link_bytes_per_s: speed of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
         prompt_tokens, output_tokens: lengths of a mean request.
-        tokens_per_s: operating points by rank; empty for the profile's.
+        tokens_per_s: operating points by rank; empty for the profile's values.
         costs: costs of a replica without a profile.
-        max_batch: most sequences in a step.
-        has_default_slo: whether a target that is not set is ``UNLOADED_TIMES`` what an unloaded replica reaches;
-            otherwise there is no limit.
+        max_batch: largest number of sequences in a step.
+        has_default_slo: whether a missing target defaults to ``UNLOADED_TIMES`` times the value of an unloaded replica.
+            If not, a missing target means no limit.
     """
 
     seed: int = 0
@@ -65,12 +67,14 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class PolicySetup:
-    """The facts about a cluster that its policies are built with. The expensive ones are computed when a policy asks.
+    """Holds the facts about a cluster from which its policies are built.
+
+    Expensive facts are computed at their first use.
 
     Attributes:
         preset: preset of all replicas.
-        profile: profile of one of them; None if there is none.
-        options: everything else.
+        profile: profile of one replica; None if there is none.
+        options: options of the cluster.
     """
 
     preset: Preset
@@ -78,13 +82,15 @@ class PolicySetup:
     options: ClusterOptions
 
     def costs(self) -> ReplicaCosts:
-        """Return the costs of a replica: the profile's if there is one."""
+        """Return the costs of a replica, from the profile if there is one."""
         if self.profile is None:
             return self.options.costs
         return profile_costs(self.profile, self.preset.kernel_form, self.options.link_bytes_per_s)
 
     def points(self) -> Points:
-        """Return the operating points of a replica: the searched ones, else estimates from its costs.
+        """Return the operating points of a replica.
+
+        Searched points are used if there are any, otherwise estimates from the costs.
 
         Points in the options take precedence over the profile's.
 
@@ -114,7 +120,7 @@ def loads_that_fit(
 ) -> OperatingLoads | None:
     """Return the operating points of a kernel form and an SLO; None if the profile has none.
 
-    If there are several, choose those of requests nearest in length.
+    If the profile has several, the points whose requests are nearest in length are returned.
     """
 
     def apart(loads: OperatingLoads) -> int:

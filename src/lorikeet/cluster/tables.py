@@ -1,7 +1,7 @@
-"""The tables of where adapters should be, and where they are.
+"""Defines the tables of the replicas that should have adapters, and of the replicas that have them.
 
 The routing table is the desired placement and is replaced as a whole. The adapter table is the actual placement and
-changes with every copy. They differ between a new placement and the copies that carry it out.
+changes with every copy. The tables differ until all copies of a new placement are made.
 
 Source: LoRAServe, sections IV-A and IV-B.
 """
@@ -22,11 +22,11 @@ _NOBODY: frozenset[ReplicaId] = frozenset()
 
 
 class ReplicaShare(NamedTuple):
-    """A replica's share of an adapter's requests.
+    """Holds a replica's share of an adapter's requests.
 
     Attributes:
         replica: id of the replica.
-        share: probability that a request for the adapter goes there (the paper's phi), in (0, 1].
+        share: probability that a request for the adapter goes to the replica (the paper's phi), in (0, 1].
     """
 
     replica: ReplicaId
@@ -34,7 +34,7 @@ class ReplicaShare(NamedTuple):
 
 
 class RoutingTable:
-    """The replicas that serve each adapter. Immutable; every new placement is a new table.
+    """Maps each adapter to the replicas that serve it. Immutable; every new placement is a new table.
 
     Args:
         epoch: number of the placement; a later one has a larger number.
@@ -47,18 +47,19 @@ class RoutingTable:
     def __init__(self, epoch: int, shares: Mapping[AdapterDigest, tuple[ReplicaShare, ...]]) -> None:
         self.epoch = epoch
         self.shares = shares
-        # With full replication all adapters share one tuple: check it once.
+        # Under full replication all adapters share one tuple, which is checked once.
         distinct = {id(its_shares): (adapter, its_shares) for adapter, its_shares in shares.items()}
         for adapter, its_shares in distinct.values():
             _check(adapter, its_shares)
-        self._replicas: dict[int, frozenset[ReplicaId]] = {}  # by the id of a tuple in ``shares``
+        self._replicas: dict[int, frozenset[ReplicaId]] = {}  # keyed by the id of a tuple in ``shares``
 
     def draw(self, adapter: AdapterDigest, u: float) -> ReplicaId:
-        """Return the replica for one request.
+        """Draw the replica for one request.
 
         Args:
             adapter: adapter of the request.
-            u: uniform in [0, 1). Replicas own half-open intervals in the table's order, each as long as its share.
+            u: random number, uniform in [0, 1). Replicas own half-open intervals in the table's order, each as long as
+                the replica's share.
 
         Raises:
             KeyError: the adapter is not in the table.
@@ -68,7 +69,7 @@ class RoutingTable:
             u -= share
             if u < 0:
                 return replica
-        return shares[-1].replica  # The shares add up to a little less than 1.
+        return shares[-1].replica  # Rounding may make the shares add up to a little less than 1.
 
     def replicas(self, adapter: AdapterDigest) -> frozenset[ReplicaId]:
         """Return the replicas that serve an adapter; empty if it is not in the table."""
@@ -91,14 +92,14 @@ class RoutingTable:
 
     @cached_property
     def shown(self) -> dict[AdapterDigest, dict[ReplicaId, float]]:
-        """The shares by adapter and replica, as the API shows them; read-only."""
+        """Shares by adapter and replica, as the API shows them; read-only."""
         return {adapter: dict(shares) for adapter, shares in self.shares.items()}
 
 
 def _distinct(
     shares: Mapping[AdapterDigest, tuple[ReplicaShare, ...]],
 ) -> Iterator[tuple[tuple[ReplicaShare, ...], int]]:
-    """Yield each tuple once, and how many adapters have it."""
+    """Yield each tuple once, with the number of adapters that have it."""
     counts = Counter(map(id, shares.values()))
     tuples = {id(each): each for each in shares.values()}
     return ((tuples[number], count) for number, count in counts.items())
@@ -114,7 +115,7 @@ def _check(adapter: AdapterDigest, shares: tuple[ReplicaShare, ...]) -> None:
 
 
 class AdapterTable:
-    """The replicas that hold each adapter, in host memory or on a device."""
+    """Tracks the replicas that hold each adapter, in host memory or on a device."""
 
     def __init__(self) -> None:
         self._holders: dict[AdapterDigest, set[ReplicaId]] = {}
@@ -124,7 +125,10 @@ class AdapterTable:
         return iter(self._holders)
 
     def holders(self, adapter: AdapterDigest) -> Set[ReplicaId]:
-        """Return the replicas that hold an adapter; empty if it is unknown or was lost. It changes with the table."""
+        """Return the replicas that hold an adapter; empty if it is unknown or was lost.
+
+        The returned set changes with the table.
+        """
         return self._holders.get(adapter, _NOBODY)
 
     def holds(self, replica: ReplicaId, adapter: AdapterDigest) -> bool:
@@ -150,7 +154,7 @@ class AdapterTable:
         self._holders[adapter].remove(replica)
 
     def forget(self, adapter: AdapterDigest) -> frozenset[ReplicaId]:
-        """Remove an adapter, and return the replicas that held it."""
+        """Remove an adapter, and return the replicas that held a copy."""
         return frozenset(self._holders.pop(adapter, ()))
 
     def leave(self, replica: ReplicaId) -> list[AdapterDigest]:

@@ -1,4 +1,4 @@
-"""Background tasks of asyncio whose failures are logged."""
+"""Runs background tasks of asyncio and logs their failures."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,7 +10,7 @@ log = structlog.get_logger("lorikeet")
 
 
 class BackgroundTasks:
-    """Tasks that are not awaited. Failures are logged."""
+    """Runs tasks that are not awaited, and logs their failures."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()

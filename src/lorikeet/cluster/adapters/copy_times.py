@@ -1,7 +1,8 @@
 """Models the times of adapter copies, between replicas and from source files.
 
-Source: LoRAServe, section IV-B, which moves adapters from GPU to GPU over InfiniBand. Figure 14 says, without numbers,
-that this takes about as long as from a host to its own GPU, and that a drive is too slow. The figures here are ours.
+Source: LoRAServe, section IV-B, which moves adapters from GPU to GPU over InfiniBand. Figure 14 shows, without numbers,
+that such a copy takes about as long as a load from a host to its GPU, and that reading from a drive is too slow. The
+numbers in this module are ours.
 """
 
 from enum import StrEnum
@@ -12,28 +13,33 @@ from lorikeet.core.ids import ReplicaId
 
 
 class FetchForm(StrEnum):
-    """The ways to send the bytes of an adapter from another machine."""
+    """Names the ways to send an adapter's bytes between machines."""
 
     PIPELINED = "pipelined"
-    """From device to device, in pieces: while one piece crosses the network, the next leaves its host."""
+    """The adapter is sent in pieces from device to device.
+
+    While one piece crosses the network, the next piece leaves its host.
+    """
     STORE_AND_FORWARD = "store-and-forward"
-    """Into the host's memory as a whole, and from there to the device like any other adapter."""
+    """The whole adapter is sent to the host's memory. The engine then loads it to the device like any other adapter."""
 
 
 class CopyCosts(msgspec.Struct, frozen=True):
-    """The parameters of copy times.
+    """Holds the bandwidths and latencies from which copy times are computed.
 
     A replica's copies lie in its host's memory, and are still loaded to the device when a request needs them. The
     engine takes that time (``local_s``) itself, so it is not part of the copy.
 
     Attributes:
-        form: form of fetches.
-        host_bytes_per_s: between a host and each rank's device: PCI Express 4.0 with 16 lanes, of whose 32 GB/s about
-            25 are reached. Must be the value that engines use.
-        network_bytes_per_s: between two machines: InfiniBand HDR, 200 Gbit/s less protocol overhead.
-        drive_bytes_per_s: speed of reading an adapter's source files: a solid-state drive in a cloud machine.
+        form: how adapters are sent between machines.
+        host_bytes_per_s: bandwidth between a host and each rank's device. The default is PCI Express 4.0 with 16 lanes,
+            which reaches about 25 of its 32 GB/s. The engines must use the same value.
+        network_bytes_per_s: bandwidth between two machines. The default is InfiniBand HDR: 200 Gbit/s less protocol
+            overhead.
+        drive_bytes_per_s: speed of reading an adapter's source files. The default is a cloud machine's solid-state
+            drive.
         latency_s: latency of each copy between machines, or from files.
-        ranks: ranks of a replica; each moves its part at the same time.
+        ranks: number of a replica's ranks, which load their parts in parallel.
     """
 
     form: FetchForm = FetchForm.PIPELINED
@@ -64,7 +70,7 @@ class CopyCosts(msgspec.Struct, frozen=True):
 
     @property
     def kv_bytes_per_s(self) -> float:
-        """The bandwidth of KV from device to device through both hosts."""
+        """Bytes of KV per second from device to device, through both hosts."""
         return self.ranks / (2 / self.host_bytes_per_s + 1 / self.network_bytes_per_s)
 
     def provision_s(self, size_bytes: int) -> float:
@@ -76,10 +82,10 @@ class CopyCosts(msgspec.Struct, frozen=True):
 
 
 class CopyTimes:
-    """Computes when copies arrive. Each source link sends one copy after the other, and so does each drive.
+    """Computes when copies arrive. Each network link sends, and each drive reads, one copy after the other.
 
     Args:
-        costs: costs of single copies.
+        costs: bandwidths and latencies.
     """
 
     def __init__(self, costs: CopyCosts) -> None:

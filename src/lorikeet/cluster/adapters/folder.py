@@ -59,10 +59,10 @@ def bytes_of(files: Mapping[str, NDArray[np.uint8]]) -> int:
 
 
 def clear_abandoned_pools(pool: Path) -> None:
-    """Delete the temporary pools beside a temporary one whose servers were killed. Nothing that is in use is touched.
+    """Delete the temporary pools that killed servers left in the same directory.
 
-    A pool is in use while a process holds the lock of one of its replicas. Those of other users, and what only looks
-    like a pool, are left alone.
+    A pool is in use while a process holds the lock of one of its replicas. Pools in use, other users' pools and folders
+    that only resemble a pool are kept.
     """
     if not pool.name.startswith(TEMPORARY_PREFIX):
         return
@@ -81,7 +81,7 @@ def _clear_abandoned_pool(pool: Path) -> None:
                 continue
             with lock:
                 shutil.rmtree(replica, ignore_errors=True)
-        pool.rmdir()  # This fails if a replica is left. A server that has just made the folder makes it again.
+        pool.rmdir()  # Fails if a replica is left. A server that just created the folder recreates it.
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -90,10 +90,10 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _locked(folder: Path) -> TextIO:
-    """Create a replica's folder if it is missing, and return its lock file, locked.
+    """Create a replica's folder if it is missing, lock its lock file, and return the file.
 
     Raises:
-        PoolFolderError: another process has it.
+        PoolFolderError: another process holds the lock.
         OSError: the folder cannot be created or opened.
     """
     while True:
@@ -107,12 +107,12 @@ def _locked(folder: Path) -> TextIO:
             lock.close()
             raise PoolFolderError(f"the pool folder {folder} is in use by another process") from None
         except FileNotFoundError:
-            pass  # Another process deleted it as abandoned between open and lock.
+            pass  # Between open and lock, another process deleted the folder as abandoned.
         lock.close()
 
 
 class PoolFolder:
-    """The owner of ``<root>/<digest>/``. Thread-safe.
+    """Owns the folders ``<root>/<digest>/``. Thread-safe.
 
     The folders outlive their owner: the replica's next incarnation on this machine finds them. A version is present as
     a whole or not at all. Its content is hashed on arrival, so a file that was damaged in transit is an error and never
@@ -133,17 +133,17 @@ class PoolFolder:
         self._lock = self._make()
 
     def _make(self) -> TextIO:
-        """Create the folder if it is missing, and return its lock file, locked."""
+        """Create the folder if it is missing, lock its lock file, and return the file."""
         try:
             lock = _locked(self._root)
-            shutil.rmtree(self._incoming, ignore_errors=True)  # An earlier owner left it over.
+            shutil.rmtree(self._incoming, ignore_errors=True)  # A killed owner left unfinished copies in the folder.
             self._incoming.mkdir()
         except OSError as error:
             raise PoolFolderError(f"the pool folder {self._root} cannot be written: {error}") from error
         return lock
 
     def close(self) -> None:
-        """Release the lock, so that another process may own the folder."""
+        """Release the lock, so that another process can own the folder."""
         self._lock.close()
 
     def discard(self) -> None:
@@ -160,7 +160,7 @@ class PoolFolder:
             raise PoolFolderError(f"the pool folder {self._root} cannot be deleted: {error}") from error
 
     def folder(self, digest: AdapterDigest) -> Path:
-        """Return the folder of a version, which need not exist."""
+        """Return the path of a version's folder, whether or not the folder exists."""
         return self._root / digest
 
     def held(self) -> dict[AdapterDigest, str]:
@@ -206,7 +206,7 @@ class PoolFolder:
         return read_files(self.intact(digest))
 
     def store(self, digest: AdapterDigest, files: Mapping[str, NDArray[np.uint8]]) -> Path:
-        """Check received files and store them. An intact version that is present already is kept.
+        """Check received files and store them. If an intact copy of the version is present, it is kept.
 
         Returns:
             The version's folder, which a loader can read.
@@ -230,7 +230,7 @@ class PoolFolder:
             The version's folder, which a loader can read.
 
         Raises:
-            PoolFolderError: the version was deleted meanwhile.
+            PoolFolderError: the version was deleted during the call.
             PoolFolderUnwritableError: the folder cannot be written.
         """
 
@@ -240,13 +240,15 @@ class PoolFolder:
                     os.link(source / name, staged / name)
                 except FileNotFoundError as error:
                     raise PoolFolderError(f"adapter {digest}: there is no {error.filename}") from error
-                except OSError:  # It is another file system.
+                except OSError:  # The other folder is on another file system, or links are not supported.
                     shutil.copy2(source / name, staged / name)  # copy2 keeps the mtime, which the manifest records.
 
         return self._add(digest, fill)
 
     def receive(self, digest: AdapterDigest, arriving: Arriving) -> Path:
-        """Receive an adapter from a peer, and check it on the way. An intact version that is present already is kept.
+        """Receive an adapter from a peer, and check its digest during the transfer.
+
+        If an intact copy of the version is present, it is kept.
 
         Returns:
             The version's folder, which a loader can read.
@@ -273,7 +275,7 @@ class PoolFolder:
         return self._add(digest, fill)
 
     def _add(self, digest: AdapterDigest, fill: Callable[[Path], None]) -> Path:
-        """Write a version's files to a new folder, unless it is present, and return its folder."""
+        """Write a version's files to a new folder unless the version is present. Return the version's folder."""
         place = self.folder(digest)
         if self._problem(digest) is None:
             return place
@@ -283,7 +285,7 @@ class PoolFolder:
                 staged.mkdir()
                 fill(staged)
                 with self._publishing:
-                    if self._problem(digest) is not None:  # A concurrent call may have been faster.
+                    if self._problem(digest) is not None:  # A concurrent call may have stored the version first.
                         self._remove(digest)
                         os.rename(staged, place)
         except OSError as error:
@@ -291,7 +293,7 @@ class PoolFolder:
         return place
 
     def delete(self, digest: AdapterDigest) -> None:
-        """Delete a version. A missing one is no error.
+        """Delete a version. A missing version is not an error.
 
         Raises:
             PoolFolderError: the folder cannot be written.
@@ -303,7 +305,7 @@ class PoolFolder:
             raise PoolFolderError(f"adapter {digest} cannot be deleted from {self._root}: {error}") from error
 
     def _remove(self, digest: AdapterDigest) -> None:
-        """Rename a version, so that no reader sees half of it, then delete it."""
+        """Rename a version's folder, so that no reader sees a part of the version, then delete the folder."""
         with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
             try:
                 os.rename(self.folder(digest), Path(parent) / "version")
@@ -311,7 +313,10 @@ class PoolFolder:
                 return
 
     def beside(self, replica: ReplicaId, digest: AdapterDigest) -> Path | None:
-        """Return the folder of a version of another replica in the same pool; None if it has none that is intact."""
+        """Return the folder of another replica's intact copy of a version.
+
+        Return None if that replica has no intact copy.
+        """
         place = self._root.parent / replica / digest
         return place if _problem_of(place) is None else None
 
@@ -320,7 +325,7 @@ class PoolFolder:
 
 
 def _problem_of(place: Path) -> str | None:
-    """Return the fault of a version by the metadata of its files; None if it has none."""
+    """Return the fault that the metadata of a version's files shows; None if there is none."""
     try:
         manifest = msgspec.json.decode((place / MANIFEST_FILE).read_bytes(), type=Manifest)
         weights = (place / WEIGHTS_FILE).stat()
@@ -334,7 +339,7 @@ def _problem_of(place: Path) -> str | None:
 
 
 def _checked(folder: Path, digest: AdapterDigest) -> AdapterDescription:
-    """Describe the files in a folder; raise if they do not match the digest."""
+    """Return the manifest of a folder's files; raise an error if the files do not match the digest."""
     try:
         found = describe(folder, DescribeOptions(read_weights=True))
     except AdapterError as error:

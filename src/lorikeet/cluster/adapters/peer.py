@@ -1,9 +1,10 @@
 """Sends adapters from the memory of one process to that of another, over TCP.
 
-A transfer is one connection. The server sends a challenge; the client answers it with the digest that it wants, the
-server with an offer: config and manifest of the adapter. Both are signed with a key that the two processes share. The
-weights follow as they lie in their file: the kernel sends them from there, and the client receives them into the file
-of its own copy. They need no signature, because their digest is known. Nothing is encrypted.
+A transfer is one connection. The server sends a challenge; the client answers with the digest of an adapter. The server
+then sends an offer: the adapter's config and manifest. Both messages are signed with a key that the two processes
+share. The weights follow without a change of format: the kernel sends them from the server's file, and the client
+writes them to the file of its copy. The weights need no signature, because the client knows their digest. Nothing is
+encrypted.
 """
 
 import hashlib
@@ -45,11 +46,11 @@ def make_peer_key() -> bytes:
 
 
 class PeerUnreachable(RuntimeError):
-    """No connection to a peer can be made. Ray may still carry the files."""
+    """No connection to a peer can be made. Ray may still be able to send the files."""
 
 
 class PeerError(RuntimeError):
-    """A transfer has failed: the peer does not have the adapter, has another key, or was lost."""
+    """A transfer has failed, because the peer lacks the adapter, has another key, or was lost."""
 
 
 class PeerAddress(NamedTuple):
@@ -65,12 +66,12 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The copy of an adapter that a peer has.
+    """Describes an adapter that a peer is about to send.
 
     Attributes:
-        error: why it has nothing; empty if it has it.
-        config: content of the config file.
-        manifest: content of the manifest; empty if it has none.
+        error: why the peer cannot send the adapter; empty if it can.
+        config: content of the adapter's config file.
+        manifest: content of the adapter's manifest; empty if there is no manifest.
         weight_bytes: size of the weights file, which follows.
     """
 
@@ -81,15 +82,16 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class PeerServer:
-    """Serves the adapters of this process, on threads of its own.
+    """Sends the adapters of this process to peers, on separate threads.
 
     Args:
-        host: address to listen on, with a port that is free.
-        find: returns the folder of an adapter; raises ``OSError``, ``RuntimeError`` or ``KeyError`` if it has none.
-        key: key that clients must have.
+        host: address to listen on. The operating system chooses a free port.
+        find: returns the folder of an adapter. It raises ``OSError``, ``RuntimeError`` or ``KeyError`` for an adapter
+            that this process lacks.
+        key: key that clients must sign with.
 
     Raises:
-        OSError: the server cannot listen there.
+        OSError: the server cannot listen on the address.
 
     Attributes:
         address: address of the server.
@@ -107,10 +109,10 @@ class PeerServer:
         threading.Thread(target=self._accept, name="peer-server", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more transfers. Running ones go on."""
+        """Stop accepting transfers. Running transfers continue."""
         self._closed.set()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # This wakes the thread.
+            self._listener.shutdown(socket.SHUT_RDWR)  # The shutdown wakes the thread that accepts connections.
         self._listener.close()
 
     def _accept(self) -> None:
@@ -132,7 +134,7 @@ class PeerServer:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._transfer(connection)
         except (OSError, PeerError, msgspec.DecodeError):
-            pass  # The client is gone, or has another key.
+            pass  # The client has disconnected, or has another key.
         finally:
             self._free.release()
 
@@ -158,10 +160,10 @@ class PeerServer:
 
 
 class Arriving:
-    """An adapter that a peer has offered, before its weights are sent.
+    """Holds a peer's offer and the connection on which the weights will follow.
 
     Attributes:
-        offer: without an error.
+        offer: the peer's offer, whose ``error`` is empty.
     """
 
     def __init__(self, connection: socket.socket, offer: Offer) -> None:
@@ -169,7 +171,7 @@ class Arriving:
         self._connection = connection
 
     def receive(self, file: Path, digest: "hashlib._Hash") -> None:
-        """Receive the weights into a new file, and update ``digest`` with them on the way.
+        """Receive the weights into a new file, and update ``digest`` with their bytes.
 
         Raises:
             PeerError: the peer was lost.
@@ -196,7 +198,7 @@ def ask_peer(address: PeerAddress, wanted: AdapterDigest, key: bytes) -> Iterato
 
     Raises:
         PeerUnreachable: no connection can be made.
-        PeerError: the peer has not got the adapter, has another key, or was lost.
+        PeerError: the peer lacks the adapter, has another key, or was lost.
     """
     try:
         connection = socket.create_connection(address, timeout=SILENCE_S)
@@ -221,7 +223,10 @@ def ask_peer(address: PeerAddress, wanted: AdapterDigest, key: bytes) -> Iterato
 
 
 def _reserve(file: int, size: int) -> None:
-    """Give a file its size. A full disk or memory is an error here, where it would be a signal later."""
+    """Reserve the bytes of a file.
+
+    Without the reservation, a full disk or memory would kill the process by a signal later.
+    """
     if sys.platform == "linux":
         os.posix_fallocate(file, 0, size)
     else:

@@ -1,7 +1,10 @@
-"""The distributed adapter pool: copies are made when a request first needs them, and deleted when none is routed there.
+"""Tracks the distributed adapter pool and decides which adapters are copied and deleted.
 
-The pool decides what is fetched from which replica and what is deleted; it moves no bytes itself. Every call returns
-the actions that follow from it.
+A replica gets a copy when a request first needs the adapter there. The copy is deleted when the table routes no
+requests to it.
+
+The pool decides which copies are fetched and deleted. It moves no bytes: every call returns actions that the caller
+carries out.
 
 Source: LoRAServe, section IV-B; docs/decisions/loraserve-placement.md has the rules that the paper leaves open.
 """
@@ -17,10 +20,10 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 
 
 class Fetch(NamedTuple):
-    """A copy to make from one replica to another.
+    """Holds the adapter, source and destination of a copy between replicas.
 
     Attributes:
-        number: identifies the fetch; its outcome is reported with it.
+        number: number of the fetch, by which the caller reports the outcome.
         adapter: version to copy.
         source: replica that holds it.
         destination: replica that needs it.
@@ -36,10 +39,10 @@ class PoolActions(NamedTuple):
     """The actions that follow from a call.
 
     Attributes:
-        ready: requests whose adapter is available now; they may be sent, or go on.
-        failed: requests whose adapter could be fetched from no replica; the pool has forgotten them.
+        ready: requests whose adapter is available now, so that they can be sent.
+        failed: requests whose adapter no replica could send. The pool no longer tracks these requests.
         fetches: copies to start.
-        deletes: copies to delete; the table no longer lists them.
+        deletes: copies to delete, which the adapter table no longer lists.
     """
 
     ready: tuple[RequestId, ...] = ()
@@ -52,7 +55,7 @@ NOTHING = PoolActions()
 
 
 class _Inbound:
-    """A fetch in flight, with the requests that wait for it."""
+    """Holds a running fetch and the requests that wait for it."""
 
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
@@ -63,19 +66,20 @@ class _Inbound:
 class AdapterPool:
     """Tracks which replica holds which adapter, which requests use it, and which copies are in flight.
 
-    A request is counted from the moment it is routed. So a copy that it will need is not deleted, even if a later table
-    routes no requests there. Two requests for one adapter at one replica share one fetch.
+    The pool counts a request as soon as the request is routed. So a copy that the request will need is not deleted,
+    even if a later table routes no requests to the copy. Two requests for one adapter at one replica share one fetch.
 
-    A copy is never deleted while it is used (by a request, or as the source of a fetch), while the table routes the
-    adapter to its replica, or while it is the last one.
+    A copy is never deleted while a request or a fetch uses it, while the table routes the adapter to its replica, or if
+    it is the last copy.
 
     Args:
         routing: the desired placement.
-        prefetch: fetch what a new table asks for immediately, instead of with the first request (not in the paper).
-        is_there: whether a replica exists and takes copies; a table may name one that has left. Nothing is
-            prefetched to others.
-        most_bytes: returns how many bytes all copies together may take. Beyond that the copies that were unused for
-            longest are deleted, whatever the table says, but never the last one of an adapter.
+        prefetch: whether a new table starts its fetches immediately, instead of at the first request. The paper has no
+            prefetch.
+        is_there: returns whether a replica exists and accepts copies. A table may name a replica that has left, and
+            nothing is prefetched to such a replica.
+        most_bytes: returns the limit of the total size of all copies. Above the limit, the copies that were unused for
+            longest are deleted, even if the table names them, but never an adapter's last copy.
 
     Attributes:
         total_bytes: size of all adapters, each counted once.
@@ -89,7 +93,7 @@ class AdapterPool:
         most_bytes: Callable[[], float] = lambda: inf,
     ) -> None:
         self.table = AdapterTable()
-        """The actual placement, which only the pool changes."""
+        """The adapter table, which only the pool changes."""
         self._most_bytes = most_bytes
         self._sizes: dict[AdapterDigest, int] = {}
         self._held_bytes = self.total_bytes = 0
@@ -110,13 +114,13 @@ class AdapterPool:
         self._numbers = count()
 
     def seed(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
-        """Record a copy that the pool did not fetch: read from the adapter's source files, or found after a restart."""
+        """Record a copy that was read from the adapter's source files, or that was found after a restart."""
         self._retired.discard(adapter)
         self._found.add(adapter)
         self._add(adapter, replica)
 
     def size(self, adapter: AdapterDigest, size_bytes: int) -> None:
-        """Set the size of an adapter, which is 0 before."""
+        """Set the size of an adapter. Until this call, the size counts as 0."""
         self.total_bytes += size_bytes - self._sizes.get(adapter, 0)
         self._held_bytes += len(self.table.holders(adapter)) * (size_bytes - self._sizes.get(adapter, 0))
         self._sizes[adapter] = size_bytes
@@ -131,10 +135,12 @@ class AdapterPool:
         return self._outbound[replica] > 0
 
     def begin(self, request: RequestId, adapter: AdapterDigest, replica: ReplicaId) -> PoolActions:
-        """Count a request that is routed to a replica. It is ready immediately if the adapter is there.
+        """Count a request that is routed to a replica.
+
+        The request is ready immediately if the replica holds the adapter.
 
         Raises:
-            ValueError: the request is known already.
+            ValueError: the request was begun before.
         """
         if request in self._requests:
             raise ValueError(f"Request {request} has begun before")
@@ -155,7 +161,7 @@ class AdapterPool:
         return PoolActions(fetches=fetches)
 
     def end(self, request: RequestId) -> PoolActions:
-        """Forget a request that has finished or will not run. A fetch that it waits for goes on."""
+        """Stop counting a request that has finished or will not run. A fetch for the request continues."""
         adapter, replica = self._requests[request]
         inbound = self._inbound.get((adapter, replica))
         if inbound and request in inbound.waiting:
@@ -173,11 +179,11 @@ class AdapterPool:
         return PoolActions(ready=tuple(inbound.waiting), deletes=self._collect([fetch.adapter]))
 
     def fetch_failed(self, fetch: Fetch, *, may_retry: bool = True) -> PoolActions:
-        """Record that a fetch has failed. Try the next holder; if there is none, fail the waiting requests.
+        """Record that a fetch has failed. Fetch from the next holder; if there is none, fail the waiting requests.
 
         Args:
             fetch: the failed fetch.
-            may_retry: false to try no other holder, because the destination is at fault.
+            may_retry: whether another holder is tried. False if the destination is at fault.
         """
         inbound = self._ended(fetch)
         if inbound is None:
@@ -186,7 +192,7 @@ class AdapterPool:
         return PoolActions(failed=failed, fetches=fetches, deletes=self._collect([fetch.adapter]))
 
     def swap(self, routing: RoutingTable) -> PoolActions:
-        """Replace the routing table. Requests stay where they were routed. The current table costs less work."""
+        """Replace the routing table. Requests stay where they were routed. Passing the current table again is cheap."""
         changed = sorted(self._found) if routing is self._routing else list(self.table)
         self._routing = routing
         self._found.clear()
@@ -196,17 +202,17 @@ class AdapterPool:
         return PoolActions(fetches=tuple(fetches), deletes=self._collect(changed))
 
     def fetch_missing(self, adapter: AdapterDigest) -> PoolActions:
-        """Fetch an adapter to all replicas that serve it, if copies are prefetched; a first copy exists by now."""
+        """If prefetching, fetch an adapter, which has at least one copy, to all replicas that serve it."""
         return PoolActions(fetches=tuple(self._start_missing(adapter)) if self._prefetch else ())
 
     def _start_missing(self, adapter: AdapterDigest) -> Iterator[Fetch]:
-        """Begin to fetch an adapter to every replica that should serve it and has no copy, not even in flight."""
+        """Start fetching an adapter to every replica that should serve it and has no copy and no running fetch."""
         for replica in filter(self._is_there, sorted(self._routing.replicas(adapter))):
             if not self.table.holds(replica, adapter) and (adapter, replica) not in self._inbound:
                 yield from self._start(adapter, replica)
 
     def retire(self, adapter: AdapterDigest) -> PoolActions:
-        """Stop serving an adapter: all its copies are deleted as soon as no request uses it."""
+        """Delete all copies of an adapter as soon as no request uses it."""
         self._retired.add(adapter)
         return PoolActions(deletes=self._collect([adapter]))
 
@@ -218,8 +224,9 @@ class AdapterPool:
         """Remove a replica with its copies and requests. The caller routes the requests again.
 
         Returns:
-            The actions, and the adapters of which it had the last copy. Those must be read from their source files and
-            seeded before requests for them, including those that failed by this, begin again.
+            The actions, and the adapters whose last copy was on the replica. The caller must read these adapters from
+            their source files and seed them before it begins requests for them again, including the requests that this
+            call failed.
         """
         gone = [request for request, (_, where) in self._requests.items() if where == replica]
         for inbound in [each for each in self._inbound.values() if each.fetch.destination == replica]:
@@ -241,7 +248,7 @@ class AdapterPool:
         return PoolActions((), tuple(failed), tuple(fetches), self._collect(list(self.table))), lost
 
     def _start(self, adapter: AdapterDigest, replica: ReplicaId) -> tuple[Fetch, ...]:
-        """Begin a fetch, if any replica holds the adapter."""
+        """Start a fetch, if any replica holds the adapter."""
         source = self._source(adapter, frozenset())
         if source is None:
             return ()
@@ -272,15 +279,18 @@ class AdapterPool:
         return Fetch(next(self._numbers), adapter, source, destination)
 
     def _source(self, adapter: AdapterDigest, tried: Collection[ReplicaId]) -> ReplicaId | None:
-        """Return the replica to fetch from: one that stays routed, with the fewest transfers, with the lowest id."""
+        """Return the replica to fetch from.
+
+        Replicas to which the adapter stays routed come first, then those with the fewest transfers, then the lowest id.
+        """
         holders = (each for each in self.table.holders(adapter) if each not in tried)
         routed = self._routing.replicas(adapter)
         return min(holders, key=lambda each: (each not in routed, self._outbound[each], each), default=None)
 
     def _ended(self, fetch: Fetch) -> _Inbound | None:
-        """Release the source of a fetch, and return the fetch if it is still wanted.
+        """Release the source of a fetch, and return the fetch; None if the fetch was cancelled.
 
-        A fetch to or from a replica that has left was cancelled then, and may be reported afterwards.
+        A fetch is cancelled when its source or destination leaves. Its outcome may be reported afterwards.
         """
         inbound = self._inbound.get((fetch.adapter, fetch.destination))
         if inbound is None or inbound.fetch != fetch:
@@ -320,7 +330,10 @@ class AdapterPool:
         return (*deletes, *self._shrink())
 
     def _shrink(self) -> list[tuple[AdapterDigest, ReplicaId]]:
-        """Delete the copies that were unused for longest while all together are too large, and return them."""
+        """Delete copies until the total size is within the limit, and return the deleted copies.
+
+        The copies that were unused for longest are deleted first.
+        """
         surplus_bytes = self._held_bytes - self._most_bytes() if self._replicated else 0
         deletes: list[tuple[AdapterDigest, ReplicaId]] = []
         for adapter in self._replicated:

@@ -1,8 +1,8 @@
-"""Stores one replica's part of the adapter pool: in its machine's memory while there is room, then on its disk.
+"""Stores one replica's part of the adapter pool, in its machine's memory while there is room, then on disk.
 
 The copies of a temporary pool are files in the machine's file system in memory (``/dev/shm``), where the loader of the
-engine reads them like any other file. A pool with a folder of the user's choice is on disk as a whole: it is to be
-found again after a restart of the machine.
+engine reads them like any other file. A pool in a folder that the user chose is wholly on disk, so that it survives a
+restart of the machine.
 """
 
 import os
@@ -33,7 +33,7 @@ _FREE_SHARE = 0.25
 
 
 def is_in_memory(folder: str | Path) -> bool:
-    """Return whether a copy lies in memory, by its folder."""
+    """Return whether a copy's folder is in memory."""
     return Path(folder).is_relative_to(MEMORY_FOLDER)
 
 
@@ -46,11 +46,11 @@ def _memory_pool(pool_dir: Path) -> Path | None:
         pool.mkdir(mode=0o700, exist_ok=True)  # Other users must not read adapters.
         return pool if pool.lstat().st_uid == os.getuid() else None
     except OSError:
-        return None  # The machine has no such file system.
+        return None  # The machine has no file system in memory.
 
 
 class ReplicaPool:
-    """The owner of the copies of one replica. Thread-safe; see :class:`PoolFolder`.
+    """Owns the adapter copies of one replica. Thread-safe; see :class:`PoolFolder`.
 
     Args:
         pool_dir: folder of the whole pool; ``<pool_dir>/<replica>/<digest>/`` holds a copy on disk.
@@ -70,7 +70,7 @@ class ReplicaPool:
         self._folders = [self._disk] if self._memory is None else [self._memory, self._disk]
 
     def close(self) -> None:
-        """Release the copies, so that another process may own them."""
+        """Release the copies, so that another process can own them."""
         for folder in self._folders:
             folder.close()
 
@@ -78,11 +78,11 @@ class ReplicaPool:
         """Delete all copies. Later stores fail.
 
         Raises:
-            PoolFolderError: they cannot be deleted.
+            PoolFolderError: the copies cannot be deleted.
         """
         for folder in self._folders:
             folder.discard()
-        if self._memory is not None:  # A temporary pool ends with its last replica.
+        if self._memory is not None:  # A temporary pool's folder is deleted with its last replica.
             for pool in self._pools:
                 with suppress(OSError):
                     pool.rmdir()
@@ -116,7 +116,7 @@ class ReplicaPool:
         if (place := self._found(digest)) is not None:
             return place
         if (folder := self._folder_for(bytes_of(files))) is not self._disk:
-            with suppress(PoolFolderUnwritableError):  # Other copies took the room meanwhile.
+            with suppress(PoolFolderUnwritableError):  # Another copy may have used the free memory in the meantime.
                 return folder.store(digest, files)
         return self._disk.store(digest, files)
 
@@ -130,7 +130,9 @@ class ReplicaPool:
         return (beside or self._disk).link(digest, source)
 
     def share(self, digest: AdapterDigest, replica: ReplicaId) -> Path | None:
-        """Share the copy of another replica in the same pool, and return the folder; None if it is not visible here.
+        """Share the copy of another replica in the same pool, and return the folder.
+
+        Return None if this machine cannot read the copy.
 
         Raises:
             PoolFolderUnwritableError: there is no room.
@@ -147,11 +149,11 @@ class ReplicaPool:
         Args:
             digest: digest of the adapter.
             peer: address of the peer.
-            key: key that the peer has, too.
+            key: key that is shared with the peer.
 
         Raises:
             PeerUnreachable: no connection to the peer can be made.
-            PeerError: the peer has not got the adapter, or was lost.
+            PeerError: the peer lacks the adapter, or was lost.
             PoolFolderError: the content does not match the digest.
             PoolFolderUnwritableError: there is no room.
         """
@@ -161,7 +163,7 @@ class ReplicaPool:
             return self._folder_for(arriving.offer.weight_bytes).receive(digest, arriving)
 
     def delete(self, digest: AdapterDigest) -> None:
-        """Delete a copy. A missing one is no error.
+        """Delete a copy. A missing copy is not an error.
 
         Raises:
             PoolFolderError: the copy cannot be deleted.
@@ -174,7 +176,7 @@ class ReplicaPool:
         return next((folder.folder(digest) for folder in self._folders if folder.has(digest)), None)
 
     def _folder_for(self, size_bytes: int) -> PoolFolder:
-        """Return the folder for a new copy of that size: in memory if there is room, otherwise on disk."""
+        """Return a folder for a new copy: in memory if the copy fits, otherwise on disk."""
         if self._memory is None:
             return self._disk
         try:

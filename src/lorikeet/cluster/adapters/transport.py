@@ -1,6 +1,6 @@
-"""Moves the files of adapters to replicas: the interface, and the transport for replicas on one machine.
+"""Defines the interface that copies adapter files to replicas, and implements it for replicas on one machine.
 
-On one machine each replica has a folder, and replicas share files.
+On one machine each replica has its own folder, and replicas share files by links.
 """
 
 import asyncio
@@ -25,25 +25,31 @@ class TransportError(RuntimeError):
 
 
 class DestinationLost(TransportError):
-    """The destination of a copy has died or was removed. Its requests continue elsewhere and wait for no copy."""
+    """The destination of a copy has died or was removed.
+
+    The destination's requests continue elsewhere and no longer wait for the copy.
+    """
 
 
 class CannotStore(TransportError):
-    """The destination of a copy cannot store it, and usually no other: its disk is full, for example."""
+    """The destination of a copy cannot store it, for example because its disk is full.
+
+    It usually cannot store other copies either.
+    """
 
 
 def copy_error(what: str, error: Exception, reason: str = "") -> TransportError:
-    """Return the error of a copy that failed; ``what`` names adapter and replicas, ``reason`` replaces the text."""
+    """Return a failed copy's error; ``what`` names adapter and replicas, ``reason`` replaces the error's text."""
     kind = CannotStore if isinstance(error, PoolFolderUnwritableError) else TransportError
     return kind(f"{what}: {reason or error}")
 
 
 class Traffic(msgspec.Struct):
-    """The bytes of weights that a transport has moved.
+    """Counts the bytes of weights that a transport has moved.
 
     Attributes:
-        peer_bytes: bytes that went straight from the memory of one process to another's.
-        disk_bytes: written to a destination's disk.
+        peer_bytes: bytes sent directly from one process's memory to another's.
+        disk_bytes: bytes written to a destination's disk.
     """
 
     peer_bytes: int = 0
@@ -54,7 +60,7 @@ class Transport(Protocol):
     """Copies adapters between replicas. Calls may overlap, also for the same adapter.
 
     Attributes:
-        traffic: so far.
+        traffic: bytes moved so far.
     """
 
     traffic: Traffic
@@ -63,7 +69,7 @@ class Transport(Protocol):
         """Copy an adapter from one replica to another.
 
         Returns:
-            The adapter with the ``folder`` that the destination's engine must load.
+            The adapter, with the ``folder`` from which the destination's engine loads it.
 
         Raises:
             DestinationLost: the destination has died or was removed.
@@ -77,7 +83,7 @@ class Transport(Protocol):
         ...
 
     async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
-        """Delete a replica's copy. A missing copy is no error.
+        """Delete a replica's copy. A missing copy is not an error.
 
         Raises:
             TransportError: the replica is gone, or cannot delete it.
@@ -93,7 +99,7 @@ class Transport(Protocol):
         ...
 
     async def discard(self, replica: ReplicaId) -> None:
-        """Delete all copies at a replica, to which no more are made. :meth:`release` follows.
+        """Delete all copies at a replica that receives no more copies. Call :meth:`release` afterwards.
 
         Raises:
             TransportError: the replica is gone, or cannot delete them.
@@ -110,10 +116,10 @@ class Transport(Protocol):
 
 
 class LocalTransport:
-    """A transport between engine processes of this machine.
+    """Copies adapters between engine processes of this machine.
 
     Args:
-        pool_dir: holds ``<replica>/<digest>/``; created if missing. No other process may use it.
+        pool_dir: folder that holds ``<replica>/<digest>/``; created if missing. No other process may use it.
     """
 
     def __init__(self, pool_dir: Path) -> None:

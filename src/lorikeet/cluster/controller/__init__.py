@@ -1,1 +1,1 @@
-"""The controller of a cluster, in the API process: dispatcher, replicas, reviews, moves of requests."""
+"""Controls a cluster from the API process: dispatches requests, supervises replicas, and moves requests."""

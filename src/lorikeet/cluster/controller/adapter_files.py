@@ -1,8 +1,8 @@
 """Copies and deletes the adapter files of a live cluster.
 
 :class:`AdapterFiles` carries out the dispatcher's actions: copies between replicas, copies from an adapter's source
-files, and deletions. It reports every outcome to the dispatcher. Operations on one adapter at one replica run one after
-the other.
+files, and deletions. It also reports every outcome to the dispatcher. Operations on one adapter at one replica run one
+after the other.
 """
 
 import asyncio
@@ -37,13 +37,14 @@ log = structlog.get_logger("lorikeet")
 
 
 class AdapterFiles:
-    """Carries out the copies and deletions of a dispatcher, and reports their outcome to it.
+    """Carries out the dispatcher's copies and deletions, and reports the outcomes to the dispatcher.
 
     Args:
         transport: copies adapters between replicas.
         dispatcher: dispatcher of the cluster.
         replicas: all replicas; read when an operation ends.
-        apply: carries out the actions that follow from the end of a copy. Its second argument says why requests failed.
+        apply: carries out the actions that follow from the end of a copy. The second argument is the reason why
+            requests failed.
 
     Attributes:
         copier: makes the copies.
@@ -61,13 +62,16 @@ class AdapterFiles:
         self._replicas = replicas
         self._apply = apply
         self._refs: dict[AdapterDigest, AdapterRef] = {}
-        self._dropped: dict[AdapterDigest, AdapterRef] = {}  # dropped versions, in the order of their drops
+        self._dropped: dict[AdapterDigest, AdapterRef] = {}  # dropped versions, in the order in which they were dropped
         self._retiring = RetiringAdapters()
         self.pinned: tuple[AdapterDigest, ...] = ()
         self.copier = AdapterCopier(transport, self._refs, self._dropped, self)
 
     def register(self, refs: Iterable[AdapterRef]) -> None:
-        """Accept requests for adapters, also after they were dropped. Replicas may hold copies from before."""
+        """Accept requests for adapters, even if the adapters were dropped before.
+
+        Replicas may still hold copies of them.
+        """
         placed = defaultdict[ReplicaId, list[AdapterRef]](list)
         for ref in refs:
             self._refs[ref.digest] = ref
@@ -82,9 +86,9 @@ class AdapterFiles:
             self._replicas[replica_id].supervisor.register_adapters(at_one)
 
     def accept(self, ref: AdapterRef) -> None:
-        """Accept an adapter that a request names before its registration has arrived, or after its drop has begun."""
+        """Accept an adapter that a request uses before the adapter is registered, or after its drop has begun."""
         self._refs.setdefault(ref.digest, ref)
-        self._dropped.pop(ref.digest, None)  # A copy that appears later is kept.
+        self._dropped.pop(ref.digest, None)  # A copy of the adapter that appears later is kept.
 
     def begin_drop(self, digest: AdapterDigest) -> "asyncio.Future[int]":
         """Return a future of the bytes freed on all replicas once the dispatcher has retired an adapter."""
@@ -101,7 +105,7 @@ class AdapterFiles:
         for provision in actions.provisions:
             if provision.adapter in self._refs:
                 self.copier.copy(provision)
-            else:  # A routing table from before a restart may name adapters that are not registered yet.
+            else:  # A table from before a restart may name adapters that are not registered yet.
                 self._apply(self._dispatcher.provision_failed(provision, time.monotonic()), "it is not registered")
 
     def with_folder(self, request: Request, replica_id: ReplicaId) -> Request:
@@ -113,7 +117,10 @@ class AdapterFiles:
         return msgspec.structs.replace(request, adapter=adapter)
 
     def end_retired(self) -> None:
-        """Forget dropped adapters that no request uses and no replica holds, except that they were dropped."""
+        """Delete the state of dropped adapters that no request uses and no replica holds.
+
+        Their digests stay recorded as dropped.
+        """
         for digest in self._retiring.ended(self._dispatcher.uses):
             if (ref := self._refs.pop(digest, None)) is not None:
                 self._dropped[digest] = ref
@@ -121,12 +128,15 @@ class AdapterFiles:
                 del self._dropped[next(iter(self._dropped))]
 
     def lost(self, replica_id: ReplicaId) -> None:
-        """Forget a replica that has failed. Its folder stays on disk, where a restarted server may find it."""
+        """Remove a replica that has failed.
+
+        The replica's folder stays on disk, where a restarted server can find the copies.
+        """
         self.copier.forget(replica_id)
         self._transport.release(replica_id)
 
     async def end(self, replica: LiveReplica, *, discard: bool) -> None:
-        """Stop a replica. With ``discard`` its copies are deleted first."""
+        """Stop a replica. If ``discard`` is true, the replica's copies are deleted first."""
         try:
             if discard:
                 await self._discard(replica.supervisor.replica)
@@ -134,7 +144,7 @@ class AdapterFiles:
             await replica.supervisor.close()
 
     async def _discard(self, replica_id: ReplicaId) -> None:
-        """Delete a replica's folder, if it still answers."""
+        """Delete a replica's folder, if the replica still answers."""
         self.copier.forget(replica_id)
         try:
             async with asyncio.timeout(_DISCARD_TIMEOUT_S):
@@ -169,7 +179,7 @@ class AdapterFiles:
             self._apply(self._dispatcher.provision_failed(copy, now, is_storable=is_storable), reason)
 
     def fail(self, failure: EngineError) -> None:
-        """Fail all drops that are pending."""
+        """Fail all pending drops."""
         self._retiring.fail(failure)
 
     async def _drop(self, digest: AdapterDigest, replica_id: ReplicaId) -> None:
@@ -182,14 +192,14 @@ class AdapterFiles:
 
 
 class CopyListener(Protocol):
-    """Receives the outcomes of copies, except those to a destination that died."""
+    """Receives the outcomes of copies, except copies to a destination that died."""
 
     def copy_done(self, copy: Fetch | Provision) -> None:
         """Handle a copy that has succeeded."""
         ...
 
     def copy_failed(self, copy: Fetch | Provision, reason: str, *, is_storable: bool = True) -> None:
-        """Handle a copy that has failed; ``is_storable`` is false if its destination can store nothing."""
+        """Handle a copy that has failed; ``is_storable`` is false if the destination cannot store any copy."""
         ...
 
 
@@ -199,13 +209,13 @@ class AdapterCopier:
     Operations on one adapter at one replica run one after the other, in the order of the calls.
 
     Args:
-        transport: moves bytes.
+        transport: copies the bytes.
         refs: registered adapters with their source folders; read when a copy begins.
-        dropped: adapters that were dropped. Copies of them that turn up are deleted.
+        dropped: adapters that were dropped. Copies of dropped adapters are deleted when they are found.
         listener: receives the outcome of copies.
 
     Attributes:
-        counts: copies so far.
+        counts: number of copies so far, by outcome.
     """
 
     def __init__(
@@ -240,13 +250,13 @@ class AdapterCopier:
         return self._placed.at(replica)
 
     def pairs(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
-        """Return all pairs of adapter and replica; the same object until something changes."""
+        """Return all pairs of adapter and replica. The same object is returned until a copy is added or removed."""
         return self._placed.pairs()
 
     async def scan(self, replica: ReplicaId) -> list[AdapterDigest]:
         """List the adapters in the folder of a replica that has just started or come back.
 
-        Copies of dropped adapters are deleted. Copies of unknown adapters stay until the adapter is registered; see
+        Copies of dropped adapters are deleted. Copies of unknown adapters are kept until the adapter is registered; see
         :meth:`register`.
 
         Raises:
@@ -266,14 +276,14 @@ class AdapterCopier:
         return [ref.digest for ref in self._placed.at(replica)]
 
     def register(self, ref: AdapterRef) -> list[ReplicaId]:
-        """Register an adapter that was unknown, and return the replicas that hold it."""
+        """Register an unknown adapter, and return the replicas that hold a copy."""
         found = self._unknown.pop(ref.digest, {})
         for replica, folder in found.items():
             self._placed.add(msgspec.structs.replace(ref, folder=folder), replica)
         return list(found)
 
     def forget(self, replica: ReplicaId) -> None:
-        """Forget a replica that will not come back. No more copies are made to it."""
+        """Remove a replica that will not come back. The replica receives no more copies."""
         self._removed.add(replica)
         self._clear(replica)
 
@@ -308,7 +318,7 @@ class AdapterCopier:
             self.counts.failed += 1
             log.warning("adapter copy failed", digest=copy.adapter, reason=str(error))
             self._listener.copy_failed(copy, str(error))
-        except Exception as error:  # After any error, the waiting requests must not hang.
+        except Exception as error:  # Whatever the error is, the waiting requests must not hang.
             self.counts.failed += 1
             log.exception("adapter copy failed unexpectedly", digest=copy.adapter)
             self._listener.copy_failed(copy, repr(error))
@@ -337,7 +347,7 @@ class AdapterCopier:
         self.counts.disk_bytes = traffic.disk_bytes
 
     def _lock(self, adapter: AdapterDigest, replica: ReplicaId) -> asyncio.Lock:
-        """Return the lock of one adapter at one replica. It exists as long as it is held or awaited."""
+        """Return the lock of one adapter at one replica. The lock exists while a task holds it or waits for it."""
         return self._locks.setdefault((adapter, replica), asyncio.Lock())
 
     def _place(self, ref: AdapterRef, replica: ReplicaId) -> None:
@@ -357,7 +367,7 @@ class AdapterCopier:
         async with self._lock(adapter, replica):
             ref = self._placed.remove(adapter, replica)
             if ref is None:
-                return  # The replica came back without the copy.
+                return  # The replica was restarted and has lost the copy.
             await drop()
             await self._delete_files(ref, replica)
 
@@ -365,7 +375,7 @@ class AdapterCopier:
         async with self._lock(ref.digest, replica):
             if (
                 ref.digest in self._dropped and replica not in self._removed
-            ):  # The adapter is still dropped, and the replica is still there.
+            ):  # The adapter is still dropped, and the replica still exists.
                 await self._delete_files(ref, replica)
 
     async def _delete_files(self, ref: AdapterRef, replica: ReplicaId) -> None:
@@ -378,7 +388,7 @@ class AdapterCopier:
 
 
 class ReplicaCopies:
-    """The adapters at each replica, with the folder of each copy."""
+    """Maps each replica to its adapters and the folders of their copies."""
 
     def __init__(self) -> None:
         self._refs: dict[ReplicaId, dict[AdapterDigest, AdapterRef]] = {}
@@ -402,7 +412,7 @@ class ReplicaCopies:
         return list(self._refs.get(replica, {}).values())
 
     def pairs(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
-        """Return which adapters are at which replicas. The same object is returned until something changes."""
+        """Return all pairs of adapter and replica. The same object is returned until a copy is added or removed."""
         if self._pairs is None:
             self._pairs = frozenset((adapter, replica) for replica, refs in self._refs.items() for adapter in refs)
         return self._pairs
@@ -445,16 +455,19 @@ class RetiringAdapters:
             self._freed_bytes[digest] += freed_bytes
 
     def cancel(self, digest: AdapterDigest) -> None:
-        """End a drop because the version is registered again. Its callers get the bytes freed so far."""
+        """End a drop because the version is registered again.
+
+        The drop's callers get the number of bytes freed so far.
+        """
         self._drops.end(digest, self._freed_bytes.pop(digest, 0))
 
     def ended(self, is_used: Callable[[AdapterDigest], bool]) -> list[AdapterDigest]:
-        """Finish the drops of all versions that are gone, and return these versions."""
+        """Finish the drops of all versions that no replica holds any more, and return these versions."""
         gone = [digest for digest in self._drops if not self._deletes[digest] and not is_used(digest)]
         for digest in gone:
             self.cancel(digest)
         return gone
 
     def fail(self, failure: EngineError) -> None:
-        """Fail all drops that are pending."""
+        """Fail all pending drops."""
         self._drops.fail(failure)

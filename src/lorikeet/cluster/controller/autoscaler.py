@@ -1,4 +1,4 @@
-"""Adds and removes replicas according to the load."""
+"""Adds and removes replicas as the load changes."""
 
 import asyncio
 
@@ -13,13 +13,14 @@ log = structlog.get_logger("lorikeet")
 
 
 class Autoscaler:
-    """Adds or removes one replica at a time. A failed change is logged, and tried again if it is still needed.
+    """Adds or removes one replica at a time. A failed change is logged, and repeated if it is still needed.
 
     Args:
         client: client of the cluster.
-        placement: knows the load.
+        placement: computes the load.
         scaling: decides how many replicas the load needs.
-        drain_s: seconds for which requests may go on at a replica that is being removed; then they continue elsewhere.
+        drain_s: seconds for which requests may continue at a replica that is being removed. After that time the
+            requests move to other replicas.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Autoscaler:
     async def run(self) -> None:
         """Check the load after every placement period. Failures are logged and change nothing."""
         change: asyncio.Task[None] | None = None
-        async with asyncio.TaskGroup() as changes:  # The task group cancels the change in flight when this ends.
+        async with asyncio.TaskGroup() as changes:  # When this method ends, the task group cancels the running change.
             while True:
                 await self._client.period()
                 load = await self._load()
@@ -45,7 +46,7 @@ class Autoscaler:
                     change = changes.create_task(self._change(load, size, wanted))
 
     async def _load(self) -> float | None:
-        """Return the load in replicas; None if it is unknown."""
+        """Return the load as a number of replicas; None if it is unknown."""
         try:
             return await self._placement.load()
         except OrchestratorUnavailable as error:
@@ -65,10 +66,13 @@ class Autoscaler:
                 replica = self._least_busy()
                 log.info("removing a replica", replica=replica, **why)
                 await self._client.remove_replica(replica, self._drain_s)
-        except Exception:  # After any error, the cluster goes on with its replicas.
+        except Exception:  # Whatever the error is, the cluster continues with its current replicas.
             log.exception("number of replicas could not be changed", **why)
 
     def _least_busy(self) -> ReplicaId:
-        """Return the staying replica with the fewest requests, the youngest among equals. One that is down has none."""
+        """Return the replica with the fewest requests that is not being removed, the youngest among equals.
+
+        A replica that is down has no requests.
+        """
         requests = {member.info.replica: len(member.requests) for member in self._client.fleet.members()}
         return min(reversed(self._client.staying), key=lambda each: requests.get(each, 0))

@@ -1,8 +1,7 @@
-"""The client of a cluster, in the API process: supervises engines, sends requests, owns the clients' streams.
+"""The client of a cluster, in the API process: supervises engines, sends requests and owns the clients' streams.
 
 The client of a cluster has the same interface as the client of one engine. A request whose replica dies continues on
-another replica, from the tokens that have arrived here. So does a request that is migrated, while its old replica goes
-on with others.
+another replica, from the tokens that this process has received. A migrated request continues in the same way.
 """
 
 import asyncio
@@ -55,11 +54,11 @@ HAND_OVER_S = 10.0
 REPLACE_S = 10.0
 """Seconds until another replica is started in place of one that was given up; the pause doubles after each failure."""
 _MAX_REPLACE_S = 300.0
-"""Longest such pause."""
+"""Longest pause before a replica is replaced."""
 
 
 class ClusterClient:
-    """The client of many engines; implements ``lorikeet.client.client.Engines``.
+    """Sends requests to many engines; implements ``lorikeet.client.client.Engines``.
 
     Args:
         settings: settings of every replica.
@@ -69,10 +68,10 @@ class ClusterClient:
         routing: chooses the replica of a request.
         period_s: time between two placements.
         times: times of moves.
-        prefetch: replicas fetch the adapters of a new placement immediately.
-        kv_bandwidth: learns how fast KV is transferred.
+        prefetch: whether replicas fetch the adapters of a new placement immediately.
+        kv_bandwidth: estimate of the KV bandwidth, updated by every transfer.
         held_share: see ``Dispatcher``.
-        learned: learns what steps and loads cost; None if no policy needs it.
+        learned: measured costs of steps and loads; None if no policy needs costs.
 
     Attributes:
         wanted: number of replicas that the load needs; None without autoscaling.
@@ -118,7 +117,7 @@ class ClusterClient:
 
     @property
     def engine_info(self) -> EngineReady:
-        """The sizes of one replica, which are the same for all."""
+        """Sizes of one replica, which are the same for all replicas."""
         return self._engine_info
 
     @property
@@ -128,11 +127,11 @@ class ClusterClient:
 
     @property
     def views(self) -> Mapping[ReplicaId, ReplicaView]:
-        """All replicas that have been started, by id."""
+        """Views of all replicas that have been started, by id."""
         return {replica_id: replica.supervisor for replica_id, replica in self._replicas.items() if replica.epoch}
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
-        """Start all replicas of the settings in parallel; ``on_progress`` gets the progress of the first."""
+        """Start all replicas in parallel; ``on_progress`` receives the first replica's progress."""
         log.info("starting replicas", replicas=self._settings.cluster.replicas)
         began_s = time.monotonic()
 
@@ -149,7 +148,7 @@ class ClusterClient:
             raise failures.exceptions[0] from None
         await (
             self._place()
-        )  # Place once: the first replica alone would get adapters that were placed on others before a restart.
+        )  # Placing once, after all replicas have started, keeps adapters where they were before a restart.
         for work in self._background:
             self._tasks.run(work())
         return self.engine_info
@@ -182,12 +181,12 @@ class ClusterClient:
             raise self._failure
         freed = self._files.begin_drop(digest)
         await self._placement.drop(digest)
-        if not freed.done():  # It may have been registered again, or be gone already.
+        if not freed.done():  # The adapter may have been registered again, or may be removed already.
             self._apply(self._dispatcher.retire(digest))
         return await freed
 
     def set_paused(self, paused: bool) -> None:
-        """Pause all replicas and those that start meanwhile, or let them go on. See ``Engines``."""
+        """Pause or resume all replicas, including replicas that start later. See ``Engines``."""
         self._is_paused = paused
         for replica in self._replicas.values():
             replica.supervisor.set_paused(paused)
@@ -202,10 +201,10 @@ class ClusterClient:
         return cluster_state(self._replicas, self._dispatcher, self._files.copier, table, self._moves, self.wanted)
 
     async def close(self) -> None:
-        """Stop all replicas and fail the requests that are left. See ``Engines``."""
+        """Stop all replicas and fail the remaining requests. See ``Engines``."""
         await self._tasks.close()
         self._fail(EngineError("the server is shutting down"))
-        is_temporary = not self._settings.cluster.pool_dir  # Replicas delete it, because they may be on other machines.
+        is_temporary = not self._settings.cluster.pool_dir  # Each replica deletes its part.
         await asyncio.gather(*(self._files.end(each, discard=is_temporary) for each in list(self._replicas.values())))
         await self._files.copier.close()
         self._context.destroy(linger=0)
@@ -214,21 +213,24 @@ class ClusterClient:
 
     @property
     def fleet(self) -> Fleet:
-        """The state of the replicas for routing, read-only."""
+        """State of the replicas for routing, read-only."""
         return self._dispatcher.fleet
 
     @property
     def size(self) -> int:
-        """The number of replicas that start, run or restart, without those that are being removed."""
+        """Number of replicas that start, run or restart, without replicas that are being removed."""
         return sum(not replica.is_leaving for replica in self._replicas.values())
 
     @property
     def staying(self) -> list[ReplicaId]:
-        """The replicas that have started and are not being removed, in the order of their start."""
+        """Replicas that have started and are not being removed, in the order of their start."""
         return [name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving]
 
     def sent_s(self) -> dict[RequestId, float]:
-        """Return the time at which each request was sent to its replica, without requests that wait here or move."""
+        """Return the time at which each request was sent to its replica.
+
+        Requests that wait for a replica or are being moved are left out.
+        """
         there = [handle for handle in self._streams if handle.replica is not None]
         moving = self._moves.exporting
         return {each.request.request_id: each.sent_s for each in there if each.request.request_id not in moving}
@@ -272,14 +274,14 @@ class ClusterClient:
             self._replicas.pop(replica_id, None)
             self._files.lost(replica_id)
             supervisor.host.close()
-            if not self._replicas:  # The others died while this one was starting.
+            if not self._replicas:  # The other replicas died while this replica was starting.
                 self._fail(EngineError(f"{replica_id} could not be started, and no other replica is left"))
             raise
         await self._joining.join(replica)
         return replica_id
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """Empty a replica and stop it; its requests continue elsewhere. See ``Engines``."""
+        """Drain a replica and stop it; its requests continue on other replicas. See ``Engines``."""
         replica = self._replicas[replica_id]
         if not self._has_others(replica):
             raise EngineError(f"replica {replica_id} is the only one and cannot be removed")
@@ -290,7 +292,7 @@ class ClusterClient:
         began_s = time.monotonic()
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
-            self._tasks.run(self._place())  # Other replicas can fetch its adapters while it drains.
+            self._tasks.run(self._place())  # Other replicas can fetch adapters from this replica while it drains.
         while self._has_others(replica):
             is_needed = self._hand_over.advance(replica_id) or self._dispatcher.pool.is_source(replica_id)
             limit_s = max(drain_s, HAND_OVER_S) if is_needed else drain_s
@@ -302,7 +304,7 @@ class ClusterClient:
             self._tasks.run(self._joining.keep(replica))
             self._tasks.run(self._place())
             raise EngineError(f"replica {replica_id} is kept: all other replicas have been lost")
-        self._replicas.pop(replica_id, None)  # It may have died meanwhile.
+        self._replicas.pop(replica_id, None)  # The replica may have died while it drained.
         drained = not self._streams.at(replica_id)
         self._leave(replica)
         await self._files.end(replica, discard=True)
@@ -310,18 +312,18 @@ class ClusterClient:
         await self._place()
 
     def _has_others(self, replica: LiveReplica) -> bool:
-        """Return whether a replica may be removed: another has started and stays."""
+        """Return whether another replica has started and is not being removed."""
         return any(self._replicas[other] is not replica for other in self.staying)
 
     async def _place(self) -> None:
-        """Place adapters on all replicas that stay, including those whose engine is being restarted."""
+        """Place adapters on all replicas that stay. Replicas whose engine is being restarted are included."""
         if there := self.staying:
             await self._placement.set_replicas(there)
 
     def _leave(self, replica: LiveReplica, *, died: bool = False, code: int | None = None) -> None:
         """Continue a replica's requests elsewhere.
 
-        If it died, the crash counts against each of its running requests.
+        If the replica died, the crash counts against each of its running requests.
         """
         for digest in replica.drops:
             replica.drops.end(digest, 0)
@@ -338,7 +340,7 @@ class ClusterClient:
             self._moves.forget(handle.request.request_id)
             if not (died and was_running) or self._streams.count_death(handle, code):
                 pending.append(self._arrive(handle))
-        # Only now: an adapter that is being dropped looks unused while its requests have no replica.
+        # Drops end only now, because an adapter looks unused while its requests have no replica.
         for actions in pending:
             self._apply(actions)
 
@@ -350,7 +352,7 @@ class ClusterClient:
         now = time.monotonic()
         replica = self._replicas.get(replica_id)
         if replica is None or self._failure is not None:
-            return  # These are late messages of a replica that was removed or has failed.
+            return  # A replica that was removed or has failed may still have messages in flight.
         outputs = self._streams.without_stale(replica_id, outputs)
         for handle, finished in self._streams.apply(outputs):
             self._moves.forget(handle.request.request_id)
@@ -376,26 +378,26 @@ class ClusterClient:
             self._placement.costs = self._learned.costs
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
-        """Continue the replica's requests elsewhere; they wait if no other replica is open."""
+        """Continue the replica's requests elsewhere; the requests wait if no other replica is open."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
             log.warning("replica died; its requests continue elsewhere", replica=supervisor.replica, code=code)
             self._leave(replica, died=True, code=code)
 
     def on_restart(self, supervisor: EngineSupervisor) -> int:
-        """Route requests to the replica again. Return 0: its former requests went on at other replicas."""
+        """Route requests to the replica again. Return 0, because its earlier requests continued at other replicas."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
             self._tasks.run(self._joining.join(replica))
         return 0
 
     def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
-        """Go on without the replica. If it was the last one, fail all requests."""
+        """Remove the replica. If it was the last one, fail all requests."""
         replica = self._replicas.pop(supervisor.replica, None)
         if replica is None:
             return
         log.error("replica is given up", replica=supervisor.replica, reason=str(failure))
         self._leave(replica)
         self._files.lost(supervisor.replica)
-        self._tasks.run(supervisor.close())  # A task of its own, because the supervisor awaits this callback.
+        self._tasks.run(supervisor.close())  # A separate task, because the supervisor awaits this call.
         if self._replicas:
             self._tasks.run(self._place())
             if not self._settings.cluster.max_replicas:  # With autoscaling, the autoscaler replaces it.
@@ -404,13 +406,16 @@ class ClusterClient:
             self._fail(failure)
 
     async def _replace(self) -> None:
-        """Start a replica in place of one that was given up. Each pause is twice as long as the last one."""
+        """Start a replica in place of a replica that was given up.
+
+        After each failure, the pause before the next attempt doubles.
+        """
         pause_s = REPLACE_S
         while True:
             await asyncio.sleep(pause_s)
             if self._failure is not None:
                 return
-            with suppress(EngineError):  # The error is in the log.
+            with suppress(EngineError):  # ``add_replica`` has logged the error.
                 await self.add_replica()
                 return
             pause_s = min(2 * pause_s, _MAX_REPLACE_S)
@@ -421,10 +426,12 @@ class ClusterClient:
     # --- requests ------------------------------------------------------------------------------------
 
     def move(self, request_id: RequestId, target: ReplicaId, *, with_kv: bool = False) -> bool:
-        """Move a request to another replica; its client sees no gap. Return False if it cannot be moved now.
+        """Move a request to another replica, without an interruption of its stream.
 
-        Its tokens are sent along. With ``with_kv`` its KV is exported too, as far as it fits the host tiers of both
-        replicas; the rest is recomputed at the target.
+        Return False if the request cannot be moved now.
+
+        The request's tokens are sent to the target. With ``with_kv`` its KV is exported too, as far as the KV fits the
+        host tiers of both replicas. The target recomputes the rest.
         """
         return self._moves.begin(request_id, target, with_kv=with_kv)
 
@@ -432,7 +439,7 @@ class ClusterClient:
         self._apply(self._dispatcher.move(self._routing_request(handle), target, time.monotonic()))
 
     def _arrive(self, handle: RequestHandle) -> Actions:
-        """Route a request that has no replica. It may be the first one that names its adapter."""
+        """Route a request that has no replica. The request may be the first one for its adapter."""
         if handle.request.adapter is not None:
             self._files.accept(handle.request.adapter)
         return self._dispatcher.arrive(self._routing_request(handle), time.monotonic())
@@ -442,9 +449,9 @@ class ClusterClient:
         return routing_request(request, self.engine_info.block_size if self._dispatcher.routing.wants_keys else None)
 
     def _apply(self, actions: Actions, reason: str = "") -> None:
-        """Carry out the dispatcher's actions; ``reason`` says why requests failed, if any did.
+        """Carry out the dispatcher's actions; ``reason`` is the cause if requests failed.
 
-        It names folders and digests, and is not for clients.
+        The reason names folders and digests, so it is logged and not sent to clients.
         """
         self._files.carry_out(actions)
         for request_id, choice in actions.savings:

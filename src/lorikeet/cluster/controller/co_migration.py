@@ -1,4 +1,4 @@
-"""Co-migration in a live cluster: every second, moves requests to replicas where they finish sooner.
+"""Runs co-migration in a live cluster: every second, requests move to replicas where they finish sooner.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
 5.2. For what the paper leaves open see docs/decisions/comigration.md.
@@ -27,7 +27,7 @@ class CoMigrationController:
     Args:
         client: client of the cluster.
         costs: costs of moving a request, and settings of the reviews.
-        review_s: time from the end of a review to the next.
+        review_s: seconds from the end of a review to the start of the next.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Routes the requests of a cluster, and has adapters copied to a replica before a request is sent there.
+"""Routes the requests of a cluster, and copies a request's adapter to the replica before the request is sent there.
 
-The dispatcher does no I/O. Every call returns :class:`Actions`, which the caller carries out: a live client, the router
-or the simulator.
+The dispatcher does no I/O. Every call returns :class:`Actions`. The caller (a live client, the router or the simulator)
+carries them out.
 """
 
 from collections import Counter
@@ -24,17 +24,17 @@ from lorikeet.core.messages import StepOutputs
 
 
 class Send(NamedTuple):
-    """Send a request to a replica, which has the files of its adapter."""
+    """Sends a request to a replica that has the files of the request's adapter."""
 
     request_id: RequestId
     replica: ReplicaId
 
 
 class Provision(NamedTuple):
-    """A copy to make from an adapter's source files, because no replica holds the adapter.
+    """Copies an adapter from its source files to a replica, because no replica holds the adapter.
 
     Attributes:
-        number: identifies the provision; its outcome is reported with it.
+        number: number of the provision, by which the caller reports the outcome.
         adapter: version to copy.
         replica: destination.
     """
@@ -45,9 +45,9 @@ class Provision(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """A choice of the routing policy that saves seconds compared with the mean of the open replicas.
+    """Records the seconds that a routing choice saves, compared with the mean of the open replicas.
 
-    The request is sent later if its adapter must be copied first.
+    If the adapter must be copied first, the request is sent later.
     """
 
     request_id: RequestId
@@ -55,15 +55,15 @@ class Saving(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """The actions that the caller must carry out after a call.
+    """Lists the actions that the caller must carry out after a call.
 
     Attributes:
         sends: requests to send, in order.
         fetches: copies to make from one replica to another.
         provisions: copies to make from an adapter's source files.
         deletes: copies to delete.
-        failed: requests whose adapter cannot be copied from anywhere; the dispatcher has forgotten them.
-        savings: choices that save seconds, to be recorded.
+        failed: requests whose adapter cannot be copied from any source. The dispatcher no longer tracks these requests.
+        savings: choices that save seconds, for the statistics.
     """
 
     sends: tuple[Send, ...] = ()
@@ -98,18 +98,21 @@ class ActionsBuilder:
 
 
 MAX_RETIRED = 10_000
-"""Number of retired adapters that are remembered, the latest ones. A copy of a retired adapter may still appear, on a
-replica that comes back or for a request that continues; it is deleted then.
+"""Number of retired adapters that are remembered; the oldest are forgotten.
+
+A copy of a retired adapter may still appear, on a replica that returns or for a request that continues. Such a copy is
+deleted.
 """
 
 
 REST_S = 60.0
-"""Seconds for which a replica that could not store an adapter gets no others: its disk is probably full."""
+"""Seconds for which a replica that could not store an adapter gets no other adapters, because its disk is probably
+full."""
 
 
 @dataclass
 class _RequestState:
-    """A request from its arrival to its end. ``in_pool`` is true while the adapter pool counts it."""
+    """Tracks a request from its arrival to its end. ``in_pool`` is true while the adapter pool counts the request."""
 
     request: RoutingRequest
     in_pool: bool = False
@@ -117,7 +120,10 @@ class _RequestState:
 
 @dataclass
 class _Provisioning:
-    """A provision in flight, the requests that wait for it (at any replica), and the replicas where it has failed."""
+    """Holds a running provision and the requests that wait for it.
+
+    The requests may belong to any replica. ``tried`` names the replicas where the provision has failed.
+    """
 
     provision: Provision
     waiting: dict[RequestId, None] = field(default_factory=dict)
@@ -127,17 +133,18 @@ class _Provisioning:
 class Dispatcher:
     """Assigns requests to replicas and keeps their adapters available there.
 
-    Requests that no replica can take wait here. They are tried again in the order of their arrival.
+    Requests that no replica can accept wait in the dispatcher, and are routed again in the order of their arrival.
 
     Args:
         routing: chooses the replica of each request.
-        prefetch: make copies as soon as a routing table asks for them, instead of with the first request.
+        prefetch: whether copies are made as soon as a routing table requires them, instead of at the first request.
         averages: averages over finished requests.
-        held_share: most bytes of copies, as a share of every adapter on every replica.
+        held_share: limit of the bytes of all copies, as a share of the bytes that every adapter on every replica
+            would need.
 
     Attributes:
-        fleet: state of the replicas, read-only for others.
-        pool: copies of adapters at each replica, read-only for others.
+        fleet: state of the replicas; callers only read it.
+        pool: copies of adapters at each replica; callers only read it.
         routing: the routing policy.
         table: the last routing table; None before the first :meth:`swap`.
     """
@@ -163,16 +170,16 @@ class Dispatcher:
         self._retired: dict[AdapterDigest, None] = {}  # in the order of their retirement
         self._rests_until_s: dict[
             ReplicaId, float
-        ] = {}  # ends of the rests of replicas that could not store an adapter
+        ] = {}  # time until which each replica that could not store an adapter gets no other adapters
         self._numbers = count()
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for a replica."""
+        """Number of requests that wait for a replica."""
         return len(self._waiting)
 
     def uses(self, adapter: AdapterDigest) -> bool:
-        """Return whether a request needs an adapter, or a replica holds it or will hold it."""
+        """Return whether a request uses an adapter, or a replica holds or fetches the adapter."""
         return (
             adapter in self._requests_by_adapter
             or adapter in self._provisioning
@@ -182,7 +189,7 @@ class Dispatcher:
     # --- replicas ------------------------------------------------------------------------------------
 
     def join(self, info: ReplicaInfo, now: float, adapters: Iterable[AdapterDigest] = ()) -> Actions:
-        """Add a replica, with the adapters that its folder holds already.
+        """Add a replica, with the adapters that are already in its folder.
 
         Raises:
             ValueError: the replica is present; its earlier incarnation must :meth:`leave` first.
@@ -195,12 +202,14 @@ class Dispatcher:
         self._try_waiting(collected, now)
         for adapter in sorted(
             held & self._retired.keys()
-        ):  # a copy on a replica that comes back does not undo the retirement
+        ):  # a returning replica's copy does not undo the retirement of its adapter
             self._take(self.pool.retire(adapter), collected)
         return collected.actions()
 
     def leave(self, replica: ReplicaId) -> tuple[Actions, list[RequestId]]:
-        """Remove a replica that is gone. Return its requests, which are unknown here until they arrive again.
+        """Remove a replica that is gone, and return its requests.
+
+        The dispatcher does not track the returned requests until they arrive again.
 
         Raises:
             KeyError: unknown replica.
@@ -212,7 +221,7 @@ class Dispatcher:
             self._remove(each)
         pool_actions, _ = self.pool.leave(
             replica
-        )  # adapters that only it held are provided again when a request needs them
+        )  # adapters that only this replica held are provided again when a request needs them
         self._take(pool_actions, collected)
         for provisioning in list(self._provisioning.values()):
             for each in orphaned:
@@ -223,11 +232,11 @@ class Dispatcher:
         return collected.actions(), orphaned
 
     def drain(self, replica: ReplicaId) -> None:
-        """Send a replica no more requests; its running requests continue."""
+        """Stop sending requests to a replica; its running requests continue."""
         self.fleet.drain(replica)
 
     def reopen(self, replica: ReplicaId, now: float) -> Actions:
-        """Send a replica requests again after a :meth:`drain`: waiting requests, and the copies that it should have.
+        """Undo :meth:`drain`: send waiting requests to the replica, and make the copies that the table requires.
 
         Raises:
             KeyError: unknown replica.
@@ -251,7 +260,10 @@ class Dispatcher:
         return collected.actions()
 
     def on_admitted(self, replica: ReplicaId, request_id: RequestId, now: float) -> None:
-        """Record that a replica runs a request. This method and the next three replace engine outputs."""
+        """Record that a replica runs a request.
+
+        Callers that receive no engine outputs use this method and the next three.
+        """
         self.fleet.admitted(replica, request_id, now)
 
     def on_tokens(self, replica: ReplicaId, request_id: RequestId, tokens: int) -> None:
@@ -317,7 +329,9 @@ class Dispatcher:
         return collected.actions()
 
     def ended(self, request_id: RequestId, now: float, *, is_complete: bool) -> Actions:
-        """Record that a request has ended without an event of its engine, for example by an abort. Ignore unknown ones.
+        """Record that a request has ended without an engine event, for example by an abort.
+
+        Unknown requests are ignored.
 
         Args:
             request_id: id of the request.
@@ -340,16 +354,16 @@ class Dispatcher:
         return self._done(self.pool.fetched(fetch))
 
     def fetch_failed(self, fetch: Fetch, *, is_storable: bool = True) -> Actions:
-        """Record that a fetch has failed. The next holder is tried, and in the end the adapter's source files.
+        """Record that a fetch has failed. The dispatcher tries the next holder, and finally the adapter's source files.
 
         Args:
             fetch: the failed fetch.
-            is_storable: false if the destination cannot store it, so that another source would not help.
+            is_storable: false if the destination cannot store the copy, so that another source would not help.
         """
         return self._done(self.pool.fetch_failed(fetch, may_retry=is_storable))
 
     def provided(self, provision: Provision) -> Actions:
-        """Record that a provision has succeeded. One to a replica that has left is ignored."""
+        """Record that a provision has succeeded. If its replica has left, the provision is ignored."""
         collected = ActionsBuilder()
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is not None and provisioning.provision == provision:
@@ -362,10 +376,12 @@ class Dispatcher:
         return collected.actions()
 
     def rest(self, replica: ReplicaId, now: float) -> bool:
-        """Record that a replica could not store an adapter. For ``REST_S`` it gets no others, while another can.
+        """Record that a replica could not store an adapter.
+
+        For ``REST_S`` seconds the replica gets no other adapter if another replica can store it.
 
         Returns:
-            True unless the replica rested already.
+            True unless the replica was already resting.
         """
         is_new = self._rests_until_s.get(replica, now) <= now
         if replica in self.fleet:
@@ -375,14 +391,14 @@ class Dispatcher:
     def provision_failed(self, provision: Provision, now: float, *, is_storable: bool = True) -> Actions:
         """Record that a provision has failed.
 
-        If an open replica has the adapter by now, the waiting requests go there. Otherwise the provision is tried at
-        another replica where a request waits for it. If all have failed, so have the requests, and others may take
-        their places.
+        If an open replica has the adapter by now, the waiting requests are sent there. Otherwise the provision is tried
+        at another replica where a request waits for the adapter. If all these replicas have failed, the requests fail.
 
         Args:
             provision: the failed provision.
             now: current time, seconds.
-            is_storable: false if the replica cannot store the adapter. Then every other open replica is tried, too.
+            is_storable: false if the replica cannot store the adapter. In that case every other open replica is tried
+                too.
         """
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is None or provisioning.provision != provision:
@@ -418,7 +434,10 @@ class Dispatcher:
         return collected.actions()
 
     def register(self, adapter: AdapterDigest, holders: Iterable[ReplicaId] = (), size_bytes: int = 0) -> None:
-        """Accept requests for an adapter, also after it was retired. ``holders`` have a copy from before."""
+        """Accept requests for an adapter, even if it was retired before.
+
+        ``holders`` are the replicas that already have a copy.
+        """
         self._retired.pop(adapter, None)
         self.pool.keep(adapter)
         self.pool.size(adapter, size_bytes)
@@ -433,7 +452,10 @@ class Dispatcher:
         return self._done(self.pool.retire(adapter))
 
     def swap(self, table: RoutingTable, now: float) -> Actions:
-        """Replace the routing table. Requests stay where they were sent; waiting ones are tried with the new table."""
+        """Replace the routing table.
+
+        Requests stay where they were sent. Waiting requests are routed with the new table.
+        """
         self.table = table
         collected = ActionsBuilder()
         self._take(self.pool.swap(table), collected)
@@ -445,7 +467,7 @@ class Dispatcher:
     # --- internal --------------------------------------------------------------------------------------
 
     def _route(self, request: RoutingRequest, collected: ActionsBuilder, now: float) -> bool:
-        """Choose a replica for a request and begin it there. Return False if the request must wait."""
+        """Choose a replica for a request and begin the request there. Return False if the request must wait."""
         adapter = request.adapter
         places = AdapterPlaces(self.table, None if adapter is None else self.pool.table.holders(adapter))
         choice = self.routing.route(request, self.fleet, places, now) if len(self.fleet.open) else None
@@ -461,7 +483,7 @@ class Dispatcher:
         return True
 
     def _rests(self, replica: ReplicaId, now: float) -> bool:
-        """Return whether a replica could not store an adapter a moment ago."""
+        """Return whether a replica recently failed to store an adapter."""
         if (until_s := self._rests_until_s.get(replica)) is not None and until_s <= now:
             del self._rests_until_s[replica]
         return replica in self._rests_until_s
@@ -475,13 +497,13 @@ class Dispatcher:
         return replica in self.fleet and replica not in self._rests_until_s
 
     def _with_room(self, request: RoutingRequest, tried: Collection[ReplicaId], now: float) -> ReplicaId | None:
-        """Return another open replica for a request, because the policy's choice cannot store its adapter.
+        """Return another open replica for a request whose adapter the chosen replica cannot store.
 
-        Replicas that do not rest come first, then those that hold the adapter, then the least loaded.
+        Replicas that do not rest come first, then replicas that hold the adapter, then the least loaded replica.
 
         Args:
             request: the request.
-            tried: replicas that are left out.
+            tried: replicas to exclude.
             now: current time, seconds.
         """
         fleet = self.fleet
@@ -496,7 +518,7 @@ class Dispatcher:
         return fleet.info(least_loaded(indices, fleet, lacking)).replica
 
     def _try_waiting(self, collected: ActionsBuilder, now: float) -> None:
-        """Route waiting requests, first come first served, up to the first that must go on waiting."""
+        """Route waiting requests, first come first served, until one of them must still wait."""
         while self._waiting:
             request_id = next(iter(self._waiting))
             if not self._route(self._requests[request_id].request, collected, now):
@@ -504,7 +526,10 @@ class Dispatcher:
             del self._waiting[request_id]
 
     def _begin(self, known: _RequestState, replica: ReplicaId, collected: ActionsBuilder) -> None:
-        """Make the adapter of a dispatched request available at its replica, and send the request if it is."""
+        """Make the adapter of a dispatched request available at its replica.
+
+        If the adapter is available already, send the request.
+        """
         request = known.request
         if request.adapter is None:
             collected.sends.append(Send(request.request_id, replica))
@@ -521,11 +546,11 @@ class Dispatcher:
     def _where(self, request_id: RequestId) -> ReplicaId:
         """Return the replica of a request that has been dispatched."""
         replica = self.fleet.where(request_id)
-        assert replica is not None  # A request is dispatched before its adapter is requested.
+        assert replica is not None  # The pool is called only after the request was dispatched.
         return replica
 
     def _take(self, todo: PoolActions, collected: ActionsBuilder) -> None:
-        """Collect the actions of the pool. If it failed requests, copy their adapter from its source files."""
+        """Collect the actions of the pool. If the pool failed requests, copy their adapter from its source files."""
         collected.sends += [Send(request_id, self._where(request_id)) for request_id in todo.ready]
         collected.fetches += todo.fetches
         collected.deletes += todo.deletes
@@ -533,7 +558,7 @@ class Dispatcher:
             known = self._requests[request_id]
             known.in_pool = False
             adapter = known.request.adapter
-            assert adapter is not None  # The pool holds no base model.
+            assert adapter is not None  # Requests of the base model never enter the pool.
             provisioning = self._provisioning.get(adapter)
             if provisioning is None:
                 provisioning = self._provision(adapter, self._where(request_id))
@@ -541,7 +566,7 @@ class Dispatcher:
             provisioning.waiting[request_id] = None
 
     def _provide_missing(self, table: RoutingTable, collected: ActionsBuilder) -> None:
-        """Make a first copy of every adapter that no replica holds; the other replicas fetch from it."""
+        """Make a first copy of every adapter that no replica holds. Other replicas fetch from this copy."""
         for adapter, shares in table.shares.items():
             replica = next((share.replica for share in shares if share.replica in self.fleet), None)
             is_had = adapter in self._provisioning or self.pool.table.holders(adapter)

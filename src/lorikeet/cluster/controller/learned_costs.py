@@ -1,4 +1,4 @@
-"""Learns the costs of steps and loads from the reports of a cluster's replicas, starting from a guess or a profile."""
+"""Learns the costs of steps and loads from the replicas' reports, starting from an estimate or a profile."""
 
 from collections.abc import Iterable, Mapping
 from statistics import median
@@ -21,7 +21,7 @@ _TO_DEVICE = ("host-device", "source-device")
 
 
 class LearnedCosts:
-    """Combines the reports of the replicas, which are equal machines: the median of each part.
+    """Takes the median of each cost over all replicas, which run on equal machines.
 
     Args:
         first: the costs before any report.
@@ -37,7 +37,7 @@ class LearnedCosts:
         self._new_reports = 0
 
     def note(self, replica: ReplicaId, stats: EngineStats) -> bool:
-        """Record a replica's report; return whether :attr:`costs` have changed by more than ``TOLERANCE``."""
+        """Record a replica's report. Return whether :attr:`costs` have changed by more than ``TOLERANCE``."""
         if stats.costs is not None:
             self._steps[replica] = stats.costs
         self._loads[replica] = stats.memory.transfers
@@ -52,7 +52,7 @@ class LearnedCosts:
         return True
 
     def forget(self, replica: ReplicaId) -> None:
-        """Forget a replica that has left."""
+        """Remove the report of a replica that has left."""
         self._steps.pop(replica, None)
         self._loads.pop(replica, None)
 

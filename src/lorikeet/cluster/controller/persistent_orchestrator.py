@@ -1,4 +1,7 @@
-"""An orchestrator that survives a kill: the registry holds its state, and the controller sends the rest."""
+"""Runs an orchestrator whose state survives a crash.
+
+The registry holds the state, and the controller sends everything else.
+"""
 
 import threading
 import uuid
@@ -25,9 +28,9 @@ log = structlog.get_logger("lorikeet")
 class StateSaver:
     """Saves the newest state to the registry on its own thread, so that a slow or lost registry delays no placement.
 
-    If the registry is unavailable, that is logged once, and the state is written when it is back. If another
-    orchestrator has written, this one stops writing. The saved state names its writer, because a write whose response
-    was lost may have succeeded.
+    If the registry is unavailable, that is logged once, and the state is written when the registry is back. If another
+    orchestrator has written its state, this orchestrator stops writing. The saved state names its writer, because a
+    write whose response was lost may have succeeded.
 
     Args:
         registry: registry for the saved state; this object owns it.
@@ -47,7 +50,7 @@ class StateSaver:
         self._thread.start()
 
     def load(self) -> OrchestratorState | None:
-        """Return the saved state; None if there is none that can be read. Call it before the first :meth:`save`.
+        """Return the saved state; None if there is no readable state. Call this method before the first :meth:`save`.
 
         Raises:
             RegistryUnavailable: the registry does not answer.
@@ -57,19 +60,19 @@ class StateSaver:
         return None if stored is None else _read(stored.content)
 
     def save(self, state: OrchestratorState) -> None:
-        """Schedule a state to be written in place of the saved one. Returns immediately."""
+        """Schedule a state to replace the saved state, and return immediately."""
         with self._changed:
             self._newest = state
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the newest state is written. Return False on timeout or if the registry is unavailable."""
+        """Wait until the newest state is written. Return False after a timeout or if the registry is unavailable."""
         with self._changed:
             self._changed.wait_for(lambda: self._newest is None or self._is_unavailable or self._is_closed, timeout_s)
             return self._newest is None
 
     def close(self) -> None:
-        """Stop writing. A state that is not written yet is lost."""
+        """Stop writing. A state that is not yet written is lost."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -106,7 +109,7 @@ class StateSaver:
         except EpochConflict:
             stored = self._registry.load_state()
             if stored is None:
-                epoch = 0  # The registry came back empty.
+                epoch = 0  # The registry came back without its data.
             elif (state := _read(stored.content)) is not None and state.writer == self._writer:
                 epoch = stored.epoch
             else:
@@ -132,7 +135,7 @@ class StateSaver:
 
 
 def _read(content: str) -> OrchestratorState | None:
-    """Decode a saved state; None if it cannot be read, for example because another version wrote it."""
+    """Decode a saved state. Return None if it cannot be read, for example because another version wrote it."""
     try:
         return msgspec.json.decode(content, type=OrchestratorState)
     except msgspec.MsgspecError as error:
@@ -141,11 +144,11 @@ def _read(content: str) -> OrchestratorState | None:
 
 
 class PersistentOrchestrator:
-    """An orchestrator whose state is saved after every call. Every call returns the current routing table.
+    """Saves the state of an orchestrator after every call. Every call returns the current routing table.
 
     Args:
-        orchestrator: a new one, which continues from the saved state.
-        saver: saves its state; owned by this object.
+        orchestrator: a new orchestrator, which continues from the saved state.
+        saver: saver of the state; owned by this object.
         clock: measures the periods.
     """
 
@@ -163,7 +166,7 @@ class PersistentOrchestrator:
 
     @property
     def table(self) -> RoutingTable:
-        """The current routing table."""
+        """Current routing table."""
         return self._orchestrator.table
 
     def begin(
@@ -175,8 +178,8 @@ class PersistentOrchestrator:
         """Take over a controller's table and adapters, which override the saved state.
 
         Args:
-            adapters: all adapters, others are forgotten; None if the controller has not said yet.
-            replicas: all replicas; None if the controller has not said yet.
+            adapters: all adapters; adapters that are missing are dropped. None if the controller has not sent any yet.
+            replicas: all replicas; None if the controller has not sent any yet.
             table: the routing table in use; None if there is none.
         """
         state = self._orchestrator.state()
@@ -202,12 +205,12 @@ class PersistentOrchestrator:
         return self._saved()
 
     def drop(self, adapter: AdapterDigest) -> RoutingTable:
-        """Forget an adapter."""
+        """Remove an adapter."""
         self._orchestrator.drop(adapter, self._clock.now())
         return self._saved()
 
     def set_replicas(self, replicas: Sequence[ReplicaId]) -> RoutingTable:
-        """Place adapters on these replicas from now on."""
+        """Replace the list of replicas, and place adapters again."""
         self._orchestrator.set_replicas(replicas, self._clock.now())
         return self._saved()
 
@@ -229,7 +232,10 @@ class PersistentOrchestrator:
         self._saver.close()
 
     def _saved(self) -> RoutingTable:
-        """Save the state, then return the table. A controller must not use a table that a successor would not know."""
+        """Save the state, then return the table.
+
+        The order ensures that a restarted orchestrator knows every table that a controller uses.
+        """
         self._saver.save(self._orchestrator.state())
         self._saver.wait(SAVE_TIMEOUT_S)
         return self._orchestrator.table

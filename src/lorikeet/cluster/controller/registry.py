@@ -1,7 +1,7 @@
-"""The cluster's tables in the adapter registry's database: replicas, their adapters, and the state of the orchestrator.
+"""Stores replicas, their adapters and the orchestrator's state in the adapter registry's database.
 
-They serve restarts and other programs that read them; a running controller does not need them. Several controllers can
-share a database, each under its own identity.
+A restarted server and other programs read these tables. Several controllers can share a database, each under a
+different identity.
 """
 
 import threading
@@ -25,11 +25,11 @@ _POSTGRESQL = {"connect_timeout": 5, "tcp_user_timeout": 10_000}
 
 
 class RegistryUnavailable(RuntimeError):
-    """The database does not answer. The same call may succeed later."""
+    """The database does not answer. A later call may succeed."""
 
 
 class EpochConflict(RuntimeError):
-    """Another process has written since the caller last read; nothing was written."""
+    """Another process has written since the caller last read, so nothing was written."""
 
 
 class _Base(DeclarativeBase):
@@ -62,7 +62,7 @@ class _Copy(_Base):
 
 
 class ReplicaRow(NamedTuple):
-    """A replica in the registry.
+    """Describes a replica in the registry.
 
     Attributes:
         replica: id of the replica.
@@ -82,11 +82,11 @@ class ReplicaRow(NamedTuple):
 
 
 class StoredState(NamedTuple):
-    """The saved state of an orchestrator.
+    """Holds the saved state of an orchestrator.
 
     Attributes:
-        epoch: rises by one with every write.
-        content: JSON.
+        epoch: number of the write; rises by one with every write.
+        content: the state as JSON.
     """
 
     epoch: int
@@ -94,11 +94,13 @@ class StoredState(NamedTuple):
 
 
 class ClusterRegistry:
-    """The tables of one cluster. Thread-safe. The database may be unavailable when this object is created.
+    """Reads and writes the tables of one cluster.
+
+    Thread-safe. The database may be unavailable when this object is created.
 
     Args:
         url: SQLAlchemy URL (SQLite or PostgreSQL).
-        cluster: identity of the cluster; rows of other clusters are left alone.
+        cluster: identity of the cluster; rows of other clusters are not changed.
 
     Raises:
         ValueError: the URL is invalid, or its driver is not installed.
@@ -191,7 +193,7 @@ class ClusterRegistry:
     # --- the orchestrator ----------------------------------------------------------------------------
 
     def load_state(self) -> StoredState | None:
-        """Return the state that was saved last; None if there is none.
+        """Return the state that was saved last; None if no state is saved.
 
         Raises:
             RegistryUnavailable: the database does not answer.
@@ -202,10 +204,12 @@ class ClusterRegistry:
         return None if row is None else StoredState(*row)
 
     def save_state(self, content: str, after: int) -> int:
-        """Save the state of an orchestrator, unless another process has saved one since the caller loaded or saved it.
+        """Save the state of an orchestrator.
+
+        The save fails if another process has saved a state since the caller's last load or save.
 
         Args:
-            content: JSON.
+            content: the state as JSON.
             after: epoch that the caller loaded or saved last; 0 if there was none.
 
         Returns:
@@ -237,6 +241,6 @@ class ClusterRegistry:
             with self._engine.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            self._has_tables = False  # The database may come back empty.
+            self._has_tables = False  # The tables may be missing when the database is back.
             reason = error.orig if isinstance(error, DBAPIError) else error
             raise RegistryUnavailable(f"the cluster's registry does not answer: {reason}") from error

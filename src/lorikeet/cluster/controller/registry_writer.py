@@ -12,7 +12,7 @@ from lorikeet.core.ids import ReplicaId
 
 UP = "up"
 DOWN = "down"
-"""States of a replica. The engine of one that is down is being restarted."""
+"""States of a replica. A replica is down while its engine is being restarted."""
 
 _PAUSE_S = 1.0
 
@@ -20,16 +20,16 @@ log = structlog.get_logger("lorikeet")
 
 
 class RegistryWriter:
-    """Writes the replicas and their adapter copies to the registry. The controller itself does not read them.
+    """Writes the replicas and their adapter copies to the registry. The controller does not read them.
 
-    It writes changes only, on another thread. If the registry is unavailable, that is logged once, and everything is
-    written when it is back. At shutdown the replicas are removed; those of a process that was killed stay until it is
-    back.
+    Only changes are written, on another thread. If the registry is unavailable, that is logged once, and everything is
+    written when the registry is back. At shutdown the replicas are removed. The replicas of a killed process stay in
+    the registry until the process is restarted.
 
     Args:
         client: client of the cluster.
         registry: no other process may write there under this identity.
-        pause_s: time from the end of a write to the next.
+        pause_s: seconds from the end of a write to the next.
     """
 
     def __init__(self, client: ClusterClient, registry: ClusterRegistry, pause_s: float = _PAUSE_S) -> None:

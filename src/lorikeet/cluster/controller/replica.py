@@ -1,4 +1,4 @@
-"""The controller's state of a replica in a live cluster."""
+"""Holds the controller's state of a replica in a live cluster."""
 
 from lorikeet.client.client import PendingDrops
 from lorikeet.client.supervisor import EngineSupervisor
@@ -9,14 +9,14 @@ from lorikeet.core.ids import AdapterDigest
 
 
 class LiveReplica:
-    """A replica from its first start until it is removed.
+    """Tracks a replica from its first start until it is removed.
 
     Attributes:
         supervisor: supervisor of its engine.
         epoch: incarnation of the engine; rises with every start.
-        is_joined: whether the dispatcher knows it.
-        is_leaving: whether it is being removed.
-        drops: adapters that its engine was told to drop.
+        is_joined: whether the dispatcher routes requests to the replica.
+        is_leaving: whether the replica is being removed.
+        drops: adapters that the engine is dropping.
     """
 
     def __init__(self, supervisor: EngineSupervisor) -> None:
@@ -38,12 +38,12 @@ class LiveReplica:
         )
 
     def on_adapter_event(self, event: AdapterEvent) -> None:
-        """Record the end of a drop."""
+        """Record from an engine's event that a drop has ended."""
         if isinstance(event, AdapterEvicted) and event.dropped:
             self.drops.end(event.digest, event.freed_bytes)
 
     async def drop(self, adapter: AdapterDigest) -> int:
-        """Drop an adapter that no request uses from the engine, and return the bytes freed; 0 if the engine is down."""
+        """Drop an unused adapter from the engine, and return the number of bytes freed; 0 if the engine is down."""
         if not self.supervisor.is_connected:
             return 0
         freed = self.drops.begin(adapter)

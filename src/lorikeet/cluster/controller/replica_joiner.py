@@ -37,7 +37,7 @@ class ReplicaJoiner:
         self._apply = apply
 
     async def keep(self, replica: LiveReplica) -> None:
-        """Send requests again to a replica that was about to be removed."""
+        """Send requests again to a replica whose removal was cancelled."""
         replica.is_leaving = False
         if replica.is_joined:
             self._apply(self._dispatcher.reopen(replica.supervisor.replica, time.monotonic()))
@@ -45,7 +45,10 @@ class ReplicaJoiner:
             await self.join(replica)
 
     async def join(self, replica: LiveReplica) -> None:
-        """Send a replica requests from now on. If its engine dies meanwhile, it joins when the engine is back."""
+        """Add a replica to the dispatcher.
+
+        If its engine dies during the call, the replica joins when the engine is back.
+        """
         while not (replica.is_joined or replica.is_leaving):
             try:
                 await self._try(replica)

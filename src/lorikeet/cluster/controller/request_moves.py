@@ -1,4 +1,4 @@
-"""Moves single requests between replicas, or all of a replica that is removed, with KV where that is faster."""
+"""Moves requests between replicas, one by one or all requests of a removed replica, with KV where that is faster."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -19,10 +19,10 @@ _PRIOR_BYTES_PER_S = 1e9
 class KvBandwidth:
     """Estimates the speed of KV transfers between replicas from the transfers so far.
 
-    Before the first transfer it is a guess, which weighs like 64 MiB at that speed.
+    The initial estimate weighs as much as a transfer of 64 MiB.
 
     Attributes:
-        transferred_bytes: so far.
+        transferred_bytes: KV bytes transferred so far.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class KvBandwidth:
 
     @property
     def bytes_per_s(self) -> float:
-        """The bytes per second from one replica's device to another's host tier."""
+        """Bytes per second from one replica's device to another replica's host tier."""
         return (_PRIOR_BYTES + self.transferred_bytes) / self._seconds
 
     def add(self, size_bytes: int, half_s: float) -> None:
-        """Count exported KV. The import at the target is assumed to last as long as the export (``half_s``)."""
+        """Count exported KV. The import at the target is assumed to take as long as the export (``half_s``)."""
         self.transferred_bytes += size_bytes
         self._seconds += 2 * half_s
 
@@ -50,13 +50,14 @@ _CARRIED_BYTES = 2**30
 
 
 class HandOver:
-    """Moves the requests of a replica that is being removed to others, with their KV where that is faster.
+    """Moves the requests of a replica that is being removed, with their KV where that is faster.
 
-    Where KV cannot move at all, requests stay: their replica finishes more of them than it would recompute.
+    If KV cannot be moved, requests stay, because their replica finishes more requests than other replicas would
+    recompute.
 
     Args:
         streams: streams of all requests.
-        moves: moves them.
+        moves: the object that moves a request.
         fleet: state of the replicas.
         times: times of moves.
     """
@@ -68,7 +69,7 @@ class HandOver:
         self._times = times
 
     def advance(self, replica: ReplicaId) -> bool:
-        """Begin as many moves as may run now; return whether KV of this replica moves or waits to move."""
+        """Start as many moves as may run now. Return whether KV of this replica is moving or waits to be moved."""
         if not (self._times.can_move_kv and self._fleet.open_index):
             return False
         carried_bytes = sum(map(self._kv_bytes, self._moves.carried))
@@ -94,17 +95,18 @@ class HandOver:
 class RequestMoves:
     """Moves requests between replicas.
 
-    A request that takes its KV along is exported: its replica runs it until it receives the export request, then sends
-    the KV here. The KV is sent with the request to the replica that gets it in the end.
+    To move a request with its KV, its replica exports it: the replica runs the request until the export message
+    arrives, then sends the KV to this process. The KV is sent with the request to the request's next replica.
 
     Args:
         streams: streams of all requests.
         replicas: replicas by their ids.
-        redispatch: sends a request that has no replica to a replica, or elsewhere if that has left or is None.
-        bandwidth: learns from the transfers.
+        redispatch: sends a request that has no replica to the given replica. If the given replica has left or is None,
+            the routing policy chooses another.
+        bandwidth: estimate of the KV bandwidth, updated by every transfer.
 
     Attributes:
-        count: requests that have moved.
+        count: number of requests that have moved.
         with_kv: number of moves with KV.
     """
 
@@ -126,18 +128,18 @@ class RequestMoves:
 
     @property
     def exporting(self) -> Set[RequestId]:
-        """Requests whose replica will export them."""
+        """Ids of requests whose replica will export them."""
         return self._exporting.keys()
 
     @property
     def carried(self) -> Set[RequestId]:
-        """The requests whose KV is being exported, or is held here until they are sent on."""
+        """Ids of requests whose KV is being exported, or is held in this process until the requests are sent."""
         return self._exporting.keys() | self._exported.keys()
 
     def begin(self, request_id: RequestId, target: ReplicaId | None, *, with_kv: bool) -> bool:
-        """Begin to move a request; False if it cannot be moved now. See ``ClusterClient.move``.
+        """Begin to move a request. Return False if it cannot be moved now. See ``ClusterClient.move``.
 
-        Without a target the routing policy chooses one when the request has left its replica.
+        Without a target, the routing policy chooses a replica when the request has left its old one.
         """
         if request_id not in self._streams:
             return False
@@ -159,10 +161,10 @@ class RequestMoves:
         """Continue a request that its replica has exported."""
         pending = self._exporting.pop(exported.request_id, None)
         if pending is None:
-            return  # The request has ended meanwhile.
+            return  # The request may have ended during the export.
         if exported.blocks:
             self._exported[exported.request_id] = exported
-            # A replica exports one request after the other: each counts from the end of the one before it.
+            # A replica exports one request after the other, so each export is timed from the end of the previous one.
             source = self._streams[exported.request_id].replica
             now = time.monotonic()
             begun_s = max(pending.begun_s, self._exported_s.get(source, 0.0))
@@ -178,7 +180,7 @@ class RequestMoves:
         yield Submit(request)
 
     def forget(self, request_id: RequestId) -> None:
-        """Forget the move of a request that has ended, or whose replica has died."""
+        """Remove the move of a request that has ended, or whose replica has died."""
         self._exporting.pop(request_id, None)
         self._exported.pop(request_id, None)
 

@@ -1,4 +1,4 @@
-"""A snapshot of a live cluster, for ``/v1/cluster`` and the metrics."""
+"""Builds the snapshot of a live cluster for ``/v1/cluster`` and the metrics."""
 
 from collections.abc import Mapping
 

@@ -1,1 +1,1 @@
-"""Requests and adapters that move together from busy replicas to idle ones: dLoRA's reactive mechanism."""
+"""Moves requests and their adapters together from busy replicas to idle ones: dLoRA's reactive mechanism."""

@@ -1,4 +1,4 @@
-"""The co-migration problem: the input of a review, the cost of a move, the problem as arrays, the plan.
+"""Defines the co-migration problem: the input of a review, the cost of a move, the problem as arrays, and the plan.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
 5.2. For what the paper leaves open see docs/decisions/comigration.md.
@@ -18,27 +18,27 @@ TOKEN_ID_BYTES = 4
 
 
 def recompute_s(known_tokens: int, prefill_s: Callable[[int], float], link_bytes_per_s: float) -> float:
-    """Return the time to move a request without its KV: its token ids are sent, and the target computes their KV.
+    """Return the time to move a request without its KV: the token ids are sent, and the target recomputes the KV.
 
     Args:
-        known_tokens: tokens of prompt and answer so far.
-        prefill_s: returns how long a prefill of so many tokens takes at a replica.
-        link_bytes_per_s: between replicas.
+        known_tokens: number of tokens of the prompt and of the answer so far.
+        prefill_s: returns the seconds of a prefill at a replica, given its number of tokens.
+        link_bytes_per_s: bandwidth between replicas.
     """
     return send_s(known_tokens, link_bytes_per_s) + prefill_s(known_tokens)
 
 
 def send_s(known_tokens: int, link_bytes_per_s: float) -> float:
-    """Return the time to move a request that has no KV yet: its token ids are sent."""
+    """Return the time to move a request that has no KV yet: only the token ids are sent."""
     return known_tokens * TOKEN_ID_BYTES / link_bytes_per_s
 
 
 class MoveTimes(NamedTuple):
-    """The times of moves, each by the faster way.
+    """Computes the time of a move, with or without KV, whichever is faster.
 
     Attributes:
         prefill_s, link_bytes_per_s: see :func:`recompute_s`.
-        kv_token_bytes: KV of one token.
+        kv_token_bytes: bytes of one token's KV.
         kv_bytes_per_s: returns the current bandwidth of KV from device to device; None if KV cannot be moved.
     """
 
@@ -57,36 +57,36 @@ class MoveTimes(NamedTuple):
         return recompute_s(known_tokens, self.prefill_s, self.link_bytes_per_s)
 
     def transferred_s(self, known_tokens: int) -> float:
-        """Return the time of a move that transfers the KV, except that of the last token.
+        """Return the time of a move that transfers the KV of all tokens but the last.
 
-        It is infinite if KV cannot be moved.
+        The time is infinite if KV cannot be moved.
         """
         if self.kv_bytes_per_s is None:
             return float("inf")
         return known_tokens * self.kv_token_bytes / self.kv_bytes_per_s() + self.prefill_s(1)
 
     def transfers_kv(self, known_tokens: int) -> bool:
-        """Return whether it is faster to transfer the KV."""
+        """Return whether transferring the KV is faster than recomputing it."""
         return self.transferred_s(known_tokens) < self.recomputed_s(known_tokens)
 
     def move_s(self, known_tokens: int) -> float:
-        """Return the time to move a request with so many tokens, prompt and answer so far."""
+        """Return the time to move a request, given its number of prompt and answer tokens so far."""
         return min(self.transferred_s(known_tokens), self.recomputed_s(known_tokens))
 
 
 class MovableRequest(NamedTuple):
-    """A request at a replica, waiting or running.
+    """Describes a waiting or running request at a replica.
 
     Attributes:
         request_id: id of the request.
-        adapter: adapter of the request; None for the base model, which is everywhere.
+        adapter: adapter of the request; None for the base model, which every replica has.
         replica: replica of the request.
         memory_bytes: size of its KV.
-        execution_s: expected execution time: the mean of its adapter's requests (``RequestAverages``).
-        move_s: time to move it now to an idle replica (``MoveTimes``).
+        execution_s: expected execution time: the mean over the adapter's finished requests (``RequestAverages``).
+        move_s: time to move the request now to an idle replica (``MoveTimes``).
         transfers_kv: whether the move transfers its KV; otherwise the KV is recomputed.
-        moved_s: time that its earlier moves have taken.
-        on_host: whether its KV is swapped out. Only the full problem tells the two memories apart.
+        moved_s: total time of the request's earlier moves.
+        on_host: whether the KV is swapped out. Only the full problem distinguishes device and host memory.
     """
 
     request_id: RequestId
@@ -101,17 +101,18 @@ class MovableRequest(NamedTuple):
 
 
 class ReplicaLoad(NamedTuple):
-    """The load of a replica.
+    """Describes the load of a replica.
 
     Attributes:
         replica: id of the replica.
         device_bytes: device memory for adapters and KV, without the base weights.
-        free_bytes: the free part of it.
-        queue_delay_s: seconds for which its oldest waiting request has waited.
+        free_bytes: free part of ``device_bytes``.
+        queue_delay_s: waiting time of the oldest waiting request, in seconds.
         reserved_bytes: part of ``device_bytes`` reserved for copies of adapters; not available to requests and their
             adapters.
         host_bytes: host memory for swapped KV. Only the full problem limits it.
-        running: number of running requests. All of them wait for the prefill of a request that moves there.
+        running: number of running requests. All of them are delayed by the prefill of a request that moves to the
+        replica.
     """
 
     replica: ReplicaId
@@ -124,24 +125,26 @@ class ReplicaLoad(NamedTuple):
 
     @property
     def usable_bytes(self) -> int:
-        """The device memory without the reserved part."""
+        """Bytes of device memory without the reserved part."""
         return self.device_bytes - self.reserved_bytes
 
 
 class CoMigrationSettings(NamedTuple):
-    """Settings of co-migration. The paper prints none of these values: they are ours.
+    """Settings of co-migration. The paper prints none of the values, so they are ours.
 
     Attributes:
-        free_share: a replica with a smaller share of its memory free is short of memory.
-        queue_delay_s: a replica whose oldest waiting request has waited longer is short of time.
-        selected: number of the most loaded replicas that take part, and of the least loaded.
-        affinity: cost of an adapter with requests on a replica, as a share of the mean execution time.
-        swap_bytes_per_s: between host and device.
-        margin: a plan is applied only if it reduces the current value by at least this share.
-        gap: the solver may stop this close to the best choice of adapters, as a share of its value.
-        time_limit_s: limit of each of the solver's two runs.
-        full: solve the full problem, with two memories and whole requests, instead of the relaxed one.
-        literal: weigh all replicas with the printed migration factor, which does not tell staying from moving.
+        free_share: a replica is short of memory if a smaller share of its memory is free.
+        queue_delay_s: a replica is short of time if its oldest waiting request has waited longer.
+        selected: number of the most loaded replicas in a review, and also of the least loaded ones.
+        affinity: cost of each adapter that has requests on a replica, as a share of the mean execution time.
+        swap_bytes_per_s: bandwidth between host and device.
+        margin: smallest share by which a plan must reduce the busiest replica's running time; smaller gains move
+            nothing.
+        gap: relative distance from the best choice of adapters at which the solver may stop.
+        time_limit_s: time limit of each of the solver's two runs.
+        full: whether the full problem, with two memories and whole requests, is solved instead of the relaxed one.
+        literal: whether all replicas get the migration factor as printed, which does not distinguish staying from
+            moving.
     """
 
     free_share: float = 0.10
@@ -157,14 +160,14 @@ class CoMigrationSettings(NamedTuple):
 
 
 class ReviewOutcome(StrEnum):
-    """The outcome of a review."""
+    """Names the possible outcomes of a review."""
 
     CALM = "calm"
     """No replica is short of memory or time."""
     NO_BETTER = "no-better"
-    """No plan reduces the current value enough."""
+    """No plan reduces the busiest replica's running time enough."""
     UNSOLVED = "unsolved"
-    """The solver found no proven solution in time, or there is none; nothing moves."""
+    """The solver found no proven solution within its time limit, or no solution exists. Nothing moves."""
     PLANNED = "planned"
     """The plan moves requests."""
 
@@ -175,7 +178,7 @@ class RequestMove(NamedTuple):
     Attributes:
         request_id: id of the request.
         adapter: adapter of the request; None for the base model.
-        source, target: its current replica, and its next one.
+        source, target: current and next replica of the request.
     """
 
     request_id: RequestId
@@ -188,10 +191,10 @@ class MigrationPlan(NamedTuple):
     """The result of a review.
 
     Attributes:
-        outcome: why there is, or is not, anything to move.
+        outcome: the reason why requests move or stay.
         moves: requests to move; all others stay.
-        before_s, after_s: running time of the busiest of the selected replicas, now and by the plan. Equal if there is
-            no plan; 0 if it was not computed.
+        before_s, after_s: running time of the busiest selected replica, now and after the plan. The two are equal if
+            there is no plan, and 0 if they were not computed.
     """
 
     outcome: ReviewOutcome
@@ -216,11 +219,11 @@ class MigrationInstance:
         requests, replicas, adapters: meaning of the indices.
         adapter_of: ``[n]``, index of the adapter of each request, or ``NO_ADAPTER``.
         home: ``[n]``, index of the current replica of each request.
-        mean_s: mean execution time of all requests, including those that are left out.
-        affinity_s: cost of an adapter with requests on a replica.
+        mean_s: mean execution time of all requests, including requests that the problem leaves out.
+        affinity_s: cost of each adapter that has requests on a replica.
         cost_s: ``[n, m]``, cost of a request on a replica: its execution time, times the migration factor.
-        request_s, adapter_s: ``[n]`` and ``[k]``, memory as the time to swap it.
-        device_s, host_s: ``[m]``, memory as the time to swap it.
+        request_s, adapter_s: ``[n]`` and ``[k]``, memory as the time to swap its content.
+        device_s, host_s: ``[m]``, memory of each replica as the time to swap its content.
         on_host: ``[n]``, whether a request's KV is swapped out.
     """
 
@@ -246,13 +249,13 @@ class MigrationInstance:
         adapter_bytes: Mapping[AdapterDigest, int],
         settings: CoMigrationSettings,
     ) -> "MigrationInstance":
-        """Build the problem for the requests on ``replicas``; others are left out.
+        """Build the problem for the requests on ``replicas``. Other requests are left out.
 
         The migration factor depends on request and replica: 1 at home, and elsewhere (execution + earlier moves + this
-        move) / execution, so a request that has moved is dearer to move again. Execution times of requests overlap,
-        whereas a prefill delays all requests that run at the target. So a move counts once for each of them, unless its
-        KV is transferred. The printed factor depends on the request alone (``literal``): (execution + earlier moves) /
-        execution.
+        move) / execution, so moving a request again costs more than its first move. Execution times of requests
+        overlap, but a prefill delays all requests that run at the target. So the time of a move is multiplied by their
+        number, unless the KV is transferred. The printed factor depends on the request alone (``literal``): (execution
+        + earlier moves) / execution.
 
         Raises:
             KeyError: the size of an adapter is missing.
@@ -295,14 +298,14 @@ class MigrationInstance:
         return float(self.cost_s.min(axis=1).sum() / len(self.replicas))
 
     def needed(self, placement: Ints) -> Flags:
-        """Return ``[k, m]``: whether an adapter has requests on a replica."""
+        """Return, as ``[k, m]``, whether each adapter has requests on each replica."""
         needed = np.zeros((len(self.adapters), len(self.replicas)), np.bool_)
         bound = self.adapter_of != NO_ADAPTER
         needed[self.adapter_of[bound], placement[bound]] = True
         return needed
 
     def running_s(self, placement: Ints) -> Floats:
-        """Return ``[m]``: the running time of each replica, if requests beyond its memory are swapped.
+        """Return the running time of each replica, ``[m]``, if requests beyond its memory are swapped.
 
         Args:
             placement: ``[n]``, replica of each request.
@@ -312,7 +315,7 @@ class MigrationInstance:
         return self._busy_s(placement, needed) + np.maximum(held_s - self.device_s, 0.0)
 
     def running_with_swaps_s(self, placement: Ints, on_host: Flags) -> Floats:
-        """Return ``[m]``: the running time of each replica, if exactly the requests of ``on_host`` are swapped."""
+        """Return the running time of each replica, ``[m]``, if exactly the requests of ``on_host`` are swapped."""
         swapped_s = self._sums(placement, self.request_s * on_host)
         return self._busy_s(placement, self.needed(placement)) + swapped_s
 

@@ -24,7 +24,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 
 
 class ReviewInput(NamedTuple):
-    """The arguments of ``CoMigration.review``."""
+    """Holds the arguments of ``CoMigration.review``."""
 
     replicas: list[ReplicaLoad]
     requests: list[MovableRequest]
@@ -39,13 +39,13 @@ def observe(
     now: float,
     reserved_share: float = 0.0,
 ) -> ReviewInput:
-    """Return the open replicas whose memory is known, and the requests there.
+    """Return the open replicas whose memory is known, and their requests.
 
     Args:
-        fleet: state of the replicas; free memory is as of their last gauges.
-        sent_s: when each request was sent to its replica. Others are left out, for example those whose adapter is still
-            being copied to the replica.
-        moved_s: time that the earlier moves of requests took.
+        fleet: state of the replicas. Their free memory comes from their last gauges.
+        sent_s: time at which each request was sent to its replica. Requests without a time are left out, for example if
+            their adapter is still being copied to the replica.
+        moved_s: total time of each request's earlier moves.
         times: times of moves.
         now: current time, seconds.
         reserved_share: share of each replica's memory that is reserved for copies of adapters.
@@ -71,7 +71,7 @@ def _load(
     now: float,
     reserved_share: float,
 ) -> ReplicaLoad:
-    """Return the load of a replica. Preempted requests count as running, because they have had their turn."""
+    """Return the load of a replica. Preempted requests count as running, because they were admitted before."""
     token_bytes = member.info.kv_token_bytes
     loads = fleet.loads
     device_bytes = int(member.info.total_tokens * token_bytes)
@@ -107,7 +107,7 @@ class CoMigration:
     """Decides which requests should move. It keeps no state between reviews.
 
     Args:
-        settings: values; None for the defaults.
+        settings: settings of co-migration; None for the defaults.
     """
 
     def __init__(self, settings: CoMigrationSettings | None = None) -> None:
@@ -119,9 +119,9 @@ class CoMigration:
         requests: Sequence[MovableRequest],
         adapter_bytes: Mapping[AdapterDigest, int],
     ) -> MigrationPlan:
-        """Return the moves to make: none unless a replica is short of memory or time and a plan helps.
+        """Return the moves to make. Requests move only if a replica is short of memory or time and a plan helps.
 
-        Leave out requests that must stay where they are, for example because they are being moved. They then count
+        Callers leave out requests that cannot move, for example requests that are being moved. Such requests count
         neither as load nor as memory.
 
         Args:
@@ -148,7 +148,7 @@ class CoMigration:
             return MigrationPlan(ReviewOutcome.UNSOLVED, before_s=before_s, after_s=before_s)
         placement, after_s = found
         moves = _moves(problem, placement)
-        # In the full problem a plan without moves may gain by swaps, which each replica decides itself.
+        # In the full problem, a plan without moves may still save time by swaps. Each replica decides its swaps itself.
         if not moves or after_s >= enough_s:
             return MigrationPlan(ReviewOutcome.NO_BETTER, before_s=before_s, after_s=before_s)
         return MigrationPlan(ReviewOutcome.PLANNED, moves, before_s, after_s)
@@ -178,9 +178,9 @@ class CoMigration:
 
 
 def selected(running_s: Floats, count: int) -> list[int]:
-    """Return the ``count`` busiest replicas and as many of the least busy, in order; all if there are no more.
+    """Return the ``count`` busiest and the ``count`` least busy replicas, in order.
 
-    Among equally busy ones the first counts as busier.
+    If there are fewer replicas, all are returned. Of equally busy replicas the first counts as busier.
     """
     order = np.argsort(-running_s, kind="stable").tolist()
     return sorted(order if len(order) <= 2 * count else order[:count] + order[-count:])

@@ -1,4 +1,4 @@
-"""Solves both forms of the co-migration problem, written with PuLP, by HiGHS.
+"""Solves both forms of the co-migration problem with PuLP and its solver HiGHS.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
 5.2. For our additions see docs/decisions/comigration.md.
@@ -19,16 +19,16 @@ MOVE_WEIGHT = 1e-3
 SAME_SHARE = 1e-6
 """Difference below which shares are equal: the solver's own tolerance."""
 
-_Sum = Any  # a variable of PuLP, or a linear expression; PuLP publishes no types
+_Sum = Any  # a variable or a linear expression of PuLP, which publishes no types
 _Grid = list[list[_Sum]]
 
 
 class RelaxedSolution(NamedTuple):
-    """A solution of the relaxed problem.
+    """Holds a solution of the relaxed problem.
 
     Attributes:
-        shares: ``[n, m]``, how much of each request each replica gets; rows sum to 1.
-        running_s: running time of the busiest replica if requests could be split like this.
+        shares: ``[n, m]``, share of each request at each replica; rows sum to 1.
+        running_s: running time of the busiest replica if requests could be split by these shares.
     """
 
     shares: Floats
@@ -36,11 +36,11 @@ class RelaxedSolution(NamedTuple):
 
 
 class FullSolution(NamedTuple):
-    """A solution of the full problem.
+    """Holds a solution of the full problem.
 
     Attributes:
         placement: ``[n]``, replica of each request.
-        on_host: ``[n]``, whether its KV is swapped out there.
+        on_host: ``[n]``, whether the KV of each request is swapped out.
     """
 
     placement: Ints
@@ -48,27 +48,28 @@ class FullSolution(NamedTuple):
 
 
 def solve(model: pulp.LpProblem, solver: pulp.HiGHS) -> bool:
-    """Solve, and return whether the solution is proven optimal within the solver's gap.
+    """Solve a problem. Return whether the solution is proven optimal within the solver's gap.
 
-    The status that PuLP returns is "optimal" also for whatever HiGHS had at its time limit; only the status of the
-    solution tells the two apart.
+    PuLP's status is "optimal" even if HiGHS stopped at its time limit. Only the solution's status distinguishes the two
+    cases.
     """
     model.solve(solver)
     return bool(model.sol_status == pulp.LpSolutionOptimal)
 
 
 def solve_relaxed(problem: MigrationInstance, gap: float, time_limit_s: float) -> RelaxedSolution | None:
-    """Choose whole adapters and shares of requests; None if that was not done in time.
+    """Choose replicas for whole adapters and for shares of requests. Return None if the time limit was reached.
 
-    There are two runs. The first chooses where adapters are, with any solution for the requests. The second takes this
-    choice as given and is a plain linear program, solved by the simplex method. So its solution is a vertex: no more
-    requests are split than there are constraints on replicas, all others are whole, and rounding changes little. A
-    solution of the same value that splits all requests alike might be rounded to no move at all.
+    The solver runs twice. The first run chooses the adapters of each replica, with any solution for the requests. The
+    second run keeps this choice and is a linear program, solved by the simplex method. So its solution is a vertex: the
+    number of split requests is at most the number of constraints on replicas, all other requests are whole, and
+    rounding changes little. A solution of the same value that splits all requests alike could be rounded to no move at
+    all.
 
     Args:
         problem: problem with at least one request.
-        gap: largest relative distance of the choice of adapters from the best one.
-        time_limit_s: limit of each run.
+        gap: largest relative distance of the choice of adapters from the best choice.
+        time_limit_s: time limit of each run.
     """
     requests, replicas = problem.cost_s.shape
     model = pulp.LpProblem("adapters", pulp.LpMinimize)
@@ -93,12 +94,12 @@ def solve_relaxed(problem: MigrationInstance, gap: float, time_limit_s: float) -
 
 
 def solve_full(problem: MigrationInstance, gap: float, time_limit_s: float) -> FullSolution | None:
-    """Choose whole requests, each on a device or a host, within both memories; None if not done in time.
+    """Place whole requests on devices or hosts, within both memories. Return None if the time limit was reached.
 
     Args:
         problem: problem with at least one request.
-        gap: largest relative distance of the solution from the best one.
-        time_limit_s: limit of the run.
+        gap: largest relative distance of the solution from the best solution.
+        time_limit_s: time limit of the run.
     """
     requests, replicas = problem.cost_s.shape
     model = pulp.LpProblem("full", pulp.LpMinimize)
@@ -121,14 +122,17 @@ def solve_full(problem: MigrationInstance, gap: float, time_limit_s: float) -> F
 
 
 def rounded(shares: Floats, home: Ints) -> Ints:
-    """Return ``[n]``: for each request the replica with its largest share; among equals its own, else the first."""
+    """Return the replica with the largest share of each request, ``[n]``.
+
+    Among equal shares, the request's current replica is preferred, then the first.
+    """
     largest = shares >= shares.max(axis=1, keepdims=True) - SAME_SHARE
     stays = largest[np.arange(len(home)), home]
     return np.where(stays, home, largest.argmax(axis=1))
 
 
 def _integer_solver(gap: float, time_limit_s: float) -> pulp.HiGHS:
-    """Return a solver for integer problems, without features that only cost time here."""
+    """Return a solver for integer problems, without features that cost time and do not help this problem."""
     useless = {"presolve": "off", "mip_detect_symmetry": False, "mip_heuristic_run_feasibility_jump": False}
     return pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, **useless)
 
@@ -151,7 +155,10 @@ def _dot(weights: Iterable[float], values: Iterable[_Sum]) -> _Sum:
 
 
 def _relaxed(model: pulp.LpProblem, problem: MigrationInstance, shares: _Grid, adapters: _Grid) -> _Sum:
-    """Minimise the time of the busiest replica, swapping what exceeds the memory of a replica; return that time."""
+    """Minimise the time of the busiest replica, where requests beyond a replica's memory are swapped.
+
+    Return the time.
+    """
     overs = [model.add_variable(f"over_{j}", 0) for j in range(len(problem.replicas))]
     for j, over in enumerate(overs):
         held = _dot(problem.request_s, _column(shares, j)) + _dot(problem.adapter_s, _column(adapters, j))
@@ -162,7 +169,7 @@ def _relaxed(model: pulp.LpProblem, problem: MigrationInstance, shares: _Grid, a
 def _minimise_longest(
     model: pulp.LpProblem, problem: MigrationInstance, placed: _Grid, adapters: _Grid, swaps: list[_Sum]
 ) -> _Sum:
-    """Minimise the time of the busiest replica, with each request placed once; return that time."""
+    """Minimise the time of the busiest replica, with each request placed once. Return the time."""
     longest = model.add_variable("longest", 0)
     away = [placed[i][j] for i, home in enumerate(problem.home) for j in range(len(problem.replicas)) if j != home]
     model += longest + MOVE_WEIGHT * problem.mean_s * pulp.lpSum(away)
@@ -175,7 +182,7 @@ def _minimise_longest(
 
 
 def _match(model: pulp.LpProblem, problem: MigrationInstance, placed: _Grid, adapters: _Grid) -> None:
-    """Allow requests only where their adapters are."""
+    """Allow requests only at replicas that have their adapters."""
     for i, k in enumerate(problem.adapter_of):
         if k != NO_ADAPTER:
             for j in range(len(problem.replicas)):

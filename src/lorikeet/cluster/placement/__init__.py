@@ -1,1 +1,1 @@
-"""Placement policies: which replicas serve an adapter, and with what share of its requests."""
+"""Holds the placement policies, which decide the replicas of each adapter and their shares of its requests."""

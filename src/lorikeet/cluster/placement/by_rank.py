@@ -1,7 +1,7 @@
-"""Placement by rank: adapters of similar rank together, equal load on every replica, few adapters moved.
+"""Places adapters of similar rank together, with equal load on every replica and few adapters moved.
 
-Packing (steps 1 to 4 of Algorithm 1) decides which adapters share a replica. The permutation (step 5) decides which
-replica that is, so that as little as possible moves.
+Packing (steps 1 to 4 of Algorithm 1) decides which adapters share a replica. The permutation (step 5) assigns each
+group to a replica, so that few adapters are moved.
 
 Source: LoRAServe, section IV.
 """
@@ -35,14 +35,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class PackingParams(msgspec.Struct, frozen=True):
-    """Parameters that the paper leaves open.
+    """Parameters of the packing, which the paper leaves open.
 
     Attributes:
-        slack: share of the target by which a leftover may overfill a bin of its own rank or a larger one.
-        min_fraction: smallest share of an adapter (or of a bin, for an adapter larger than one) that is worth its own
+        slack: share of the target by which a leftover may overfill a bin of the same or a larger rank.
+        min_fraction: smallest share of an adapter (or of a bin, for an adapter larger than a bin) that gets a separate
             copy.
-        group: most bins of a rank that share its adapters, so that a request has a choice between them.
-        whole_below: an adapter that needs less of a bin than this is put into one bin of its group only.
+        group: largest number of bins that share a rank's adapters, so that a request can choose between the bins.
+        whole_below: an adapter that needs a smaller share of a bin is put into only one bin of its group.
     """
 
     slack: float = 0.0
@@ -52,23 +52,23 @@ class PackingParams(msgspec.Struct, frozen=True):
 
 
 class AdapterPart(NamedTuple):
-    """A part of an adapter's demand."""
+    """Describes a part of an adapter's demand."""
 
     demand: AdapterDemand
     fraction: float
 
     @property
     def tokens_per_s(self) -> float:
-        """The load of the part."""
+        """Tokens per second of this part."""
         return self.fraction * self.demand.tokens_per_s
 
 
 class LoadPacking:
-    """Packs adapters into as many bins as there are replicas.
+    """Packs adapters into bins, one bin for each replica.
 
     Utilisations are tokens per second over an operating point, so the SLO is met up to 1. The target and the budgets
-    take every adapter at its own rank. :attr:`utilisations` takes each bin at its largest rank, at which its kernels
-    run.
+    count every adapter at its own rank. :attr:`utilisations` counts each bin at its largest rank, because its kernels
+    run at that rank.
 
     Source: LoRAServe, Algorithm 1; docs/decisions/loraserve-placement.md for what it leaves open.
 
@@ -87,7 +87,7 @@ class LoadPacking:
         self._point: Floats = np.full(bins, np.inf)  # at the largest rank of each bin
         self.bins: list[dict[AdapterDigest, float]] = [{} for _ in range(bins)]
         by_rank = defaultdict[int, list[AdapterDemand]](list)
-        # Sorted, because sums depend on the order.
+        # The demands are sorted, because floating-point sums depend on the order.
         for demand in sorted(demands, key=lambda each: (-each.tokens_per_s, each.adapter)):
             by_rank[demand.rank].append(demand)
         rank_utilisation = {
@@ -107,13 +107,13 @@ class LoadPacking:
 
     @property
     def utilisations(self) -> Floats:
-        """The utilisation of each bin at its largest rank, shape (bins,)."""
+        """Utilisation of each bin at its largest rank, shape (bins,)."""
         return self._tokens_per_s / self._point
 
     def _fill(self, own: range, of_rank: list[AdapterDemand]) -> list[AdapterPart]:
-        """Fill bins of one rank to the target, the largest demand first; return what is left (step 3).
+        """Fill bins of one rank to the target, the largest demand first, and return the leftovers (step 3).
 
-        A group of bins is filled as if it were one.
+        A group of bins is filled like a single bin.
         """
         point = self._points[of_rank[0].rank]
         leftovers = []
@@ -138,7 +138,10 @@ class LoadPacking:
         return leftovers
 
     def _pour(self, group: range, piece: AdapterPart) -> None:
-        """Put a part in equal shares into all bins of its rank's group; a small one only into the emptiest."""
+        """Put a part in equal shares into all bins of its rank's group.
+
+        A small part goes only into the emptiest bin.
+        """
         if piece.tokens_per_s / self._points[piece.demand.rank] < self._params.whole_below * self.target:
             self._put(min(group, key=self._tokens_per_s.__getitem__), piece)
             return
@@ -154,11 +157,14 @@ class LoadPacking:
         fits = np.flatnonzero((self._max_rank >= rank) & (after <= cap))
         if fits.size:
             return self._first(fits, -self._max_rank, self.utilisations)
-        # An empty bin, if there is one: no other can be less full afterwards.
+        # An empty bin is best, because no other bin can be less full afterwards.
         return self._first(np.arange(len(self.bins)), after, -self._max_rank)
 
     def _first(self, candidates: Ints, *keys: Floats | Ints) -> int:
-        """Return the candidate with the smallest first key; among equals by the next key, then the lowest index."""
+        """Return the candidate with the smallest first key.
+
+        Ties are decided by the next key, then by the lowest index.
+        """
         for key in keys:
             values = key[candidates]
             candidates = candidates[values <= values.min() + _TINY * self.target]
@@ -175,20 +181,20 @@ class LoadPacking:
 
 
 def groups_of(bins: range, most: int) -> Iterator[range]:
-    """Yield the bins in the fewest groups of at most ``most`` bins, whose sizes differ by one at most."""
+    """Yield the fewest groups of at most ``most`` bins. The groups' sizes differ by one at most."""
     count = ceil(len(bins) / most)
     borders = [len(bins) * number // count for number in range(count + 1)] if count else [0]
     return (bins[low:high] for low, high in pairwise(borders))
 
 
 def budgets(shares: dict[int, float], bins: int) -> dict[int, int]:
-    """Return the number of bins that each rank gets for itself (step 2).
+    """Return the number of bins that are reserved for each rank (step 2).
 
-    Shares are rounded half up. If that is too many bins, they are taken one at a time from the rank that gained most by
-    rounding, the smaller one among equals. If it is too few, the remaining bins have no rank.
+    Shares are rounded half up. If the sum exceeds the number of bins, bins are taken one at a time from the rank that
+    gained most by rounding, the smaller rank among equals. If the sum is too small, the remaining bins have no rank.
 
     Args:
-        shares: shares of the ranks in all bins; their sum is ``bins``.
+        shares: each rank's share of the bins; the shares add up to ``bins``.
         bins: number of bins.
     """
     rounded = {rank: floor(share + 0.5 + _TINY) for rank, share in shares.items()}
@@ -199,7 +205,7 @@ def budgets(shares: dict[int, float], bins: int) -> dict[int, int]:
 
 
 Bin = Mapping[AdapterDigest, float]
-"""The content of one replica: adapters, and which part of each."""
+"""Content of one replica: its adapters, with the share of each."""
 
 
 def least_movement(
@@ -209,18 +215,18 @@ def least_movement(
     routed: Mapping[AdapterDigest, tuple[ReplicaShare, ...]],
     sizes_bytes: Mapping[AdapterDigest, int],
 ) -> list[ReplicaId]:
-    """Return a replica for each bin, so that the fewest bytes of adapters are copied to replicas without them.
+    """Assign a replica to each bin, so that the fewest bytes of adapters are copied.
 
-    Among equals, most requests stay where they went. What is still equal is as the solver leaves it; for bins that all
-    replicas know equally well that is the order given.
+    Among equal assignments, the one that keeps the most requests at their replicas is chosen. The solver decides
+    further ties; bins whose adapters are equally present at all replicas keep their order.
 
     Source: LoRAServe, Algorithm 1, step 5; an assignment of least cost is our reading of "least deviation".
 
     Args:
-        bins: contents, as many as replicas, which are equal machines.
+        bins: contents of each bin, one bin for each replica. The replicas are equal machines.
         replicas: all replicas.
-        held_by: returns which replicas had an adapter before; replicas that are gone may be among them.
-        routed: the shares before.
+        held_by: returns the replicas that had an adapter before, which may include replicas that have left.
+        routed: the shares of the last table.
         sizes_bytes: sizes of all adapters.
     """
     place = {replica: index for index, replica in enumerate(replicas)}
@@ -236,7 +242,8 @@ def least_movement(
                     stays_share[number, place[replica]] += min(part, share)
     from scipy.optimize import linear_sum_assignment  # a package of the extra `cluster`
 
-    # One matrix for both aims: bytes in their largest common unit, so that all shares together weigh less than one.
+    # One matrix expresses both aims: bytes are counted in their largest common unit, so that all shares together weigh
+    # less than one unit.
     unit_bytes = gcd(*sizes_bytes.values()) or 1
     gain = stays_bytes / unit_bytes + stays_share / (2 * len(sizes_bytes) + 1)
     numbers, places = linear_sum_assignment(gain, maximize=True)
@@ -245,12 +252,14 @@ def least_movement(
 
 
 class RankPlacementParams(msgspec.Struct, frozen=True):
-    """The parameters of the placement.
+    """The parameters of the placement by rank.
 
     Attributes:
-        demand_floor: smallest demand of an adapter as a share of the mean, so that adapters without requests spread.
-        hysteresis: the old placement is kept while its fullest replica is at most this much fuller than the new one's,
-            and the replicas are the same; new adapters are added to it. None: it is never kept.
+        demand_floor: smallest demand of an adapter, as a share of the mean, so that adapters without requests are
+            spread over the replicas.
+        hysteresis: largest excess of the old placement's fullest replica over the new placement's at which the old
+            placement is kept, if the replicas are the same. New adapters are added to it. None if the old placement is
+            never kept.
         packing: see ``PackingParams``.
         looks_early, extrapolates: see ``PlacementPolicy``.
     """
@@ -275,14 +284,14 @@ RANK_GROUPS = RankPlacementParams(
 class PlacementByRank(PlacementPolicy):
     """Packs adapters of similar rank onto replicas in proportion to their demand.
 
-    Source: LoRAServe, Algorithm 1, which the default parameters follow. It packs from scratch every time, and its
-    extrapolation is not printed.
+    Source: LoRAServe, Algorithm 1, which the default parameters follow. Algorithm 1 packs from scratch every time, and
+    the paper does not print its extrapolation.
 
     Args:
         points: operating points.
-        params: settings; None for the paper's.
-        held: if given, as few bytes as possible are copied to replicas that do not hold them; otherwise to replicas to
-            which the last table did not route them, as in the paper.
+        params: parameters of the placement; None for the paper's.
+        held: returns the replicas that hold an adapter. If given, the fewest bytes are copied to replicas that lack the
+            adapters. If None, copies are counted against the last table, as in the paper.
     """
 
     needs = frozenset({"operating_points"})
@@ -313,9 +322,9 @@ class PlacementByRank(PlacementPolicy):
         self._points.learn(costs, prompt_tokens, output_tokens)
 
     def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
-        """Return the new placement; the old one if there is no demand, or if it is nearly as good.
+        """Return the new placement; the old one if there is no demand, or if it is about as good.
 
-        Adapters that come or go do not move the others.
+        An adapter that is added or removed does not move the others.
         """
         margin = self._params.hysteresis
         if not any(demand.tokens_per_s for demand in demands):
@@ -335,19 +344,19 @@ class PlacementByRank(PlacementPolicy):
         return self._replaced(self._shares(packing, demands, replicas))
 
     def resume(self, table: RoutingTable) -> None:
-        """Continue from the table of an earlier placement, which is assumed to be carried out."""
+        """Continue from the table of an earlier placement. The replicas are assumed to match the table."""
         super().resume(table)
         self._placed_on = {replica for _, replica in table.pairs()}
 
     def _covers(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId]) -> bool:
-        """Return whether the last table has exactly these adapters, all on existing replicas."""
+        """Return whether the last table contains exactly these adapters, all on existing replicas."""
         adapters = {demand.adapter for demand in demands}
         return adapters == self._table.shares.keys() and {each for _, each in self._table.pairs()} <= {*replicas}
 
     def _shares(
         self, packing: LoadPacking, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId]
     ) -> dict[AdapterDigest, tuple[ReplicaShare, ...]]:
-        """Return the table's content with every bin at a replica (steps 5 and 6)."""
+        """Assign the bins to replicas and return the content of the table (steps 5 and 6)."""
         by_bin = replicas
         if self._table.shares:
             sizes_bytes = {demand.adapter: demand.size_bytes for demand in demands}
@@ -385,7 +394,8 @@ def extended(
 ) -> dict[AdapterDigest, tuple[ReplicaShare, ...]]:
     """Return a table's content for exactly these adapters.
 
-    New adapters are added whole, the largest rank first, where the utilisation at the largest rank is then lowest.
+    New adapters are added whole, the largest rank first, to the replica whose utilisation at the largest rank is then
+    lowest.
 
     Args:
         table: table of some of the adapters, on these replicas.
@@ -419,7 +429,8 @@ def extended(
 def utilisations(table: RoutingTable, demands: Sequence[AdapterDemand], points: Points) -> dict[ReplicaId, float]:
     """Return the utilisation of each replica that a table names, at the largest rank that it serves.
 
-    Above 1 a replica is expected to miss the SLO, so this also says when there are too few replicas or too many.
+    A replica above 1 is expected to miss the SLO. So the values also show whether there are too few replicas or too
+    many.
     """
     tokens_per_s = defaultdict[ReplicaId, float](float)
     max_rank = defaultdict[ReplicaId, int](int)

@@ -1,9 +1,10 @@
-"""Estimates the demand for every adapter in tokens per second: counted at arrival, extrapolated one period ahead.
+"""Estimates the demand for every adapter in tokens per second, counted at arrival and extrapolated one period ahead.
 
-It is offered load, not served load: under overload, completions stay at what the cluster can do and hide the demand.
+The demand is the offered load, not the served load. Under overload, the number of completed requests stays at the
+cluster's capacity and hides the demand.
 
-Source: LoRAServe, Algorithm 1, step 1. The paper defines neither the extrapolation nor what a token of demand is; both
-are ours (docs/decisions/loraserve-placement.md).
+Source: LoRAServe, Algorithm 1, step 1. The paper defines neither the extrapolation nor the tokens that count as demand;
+both definitions are ours (docs/decisions/loraserve-placement.md).
 """
 
 from collections import defaultdict
@@ -18,7 +19,7 @@ from lorikeet.core.ids import AdapterDigest
 WINDOW = 5
 """Number of periods that the extrapolation uses."""
 COLD_TOKENS_PER_S = 1.0
-"""Demand of every adapter before the first period has ended; any number that is the same for all."""
+"""Demand of every adapter before the first period has ended. Only its being equal for all adapters matters."""
 OUTPUT_ALPHA = 0.2
 """Weight of the newest answer in the mean length of an adapter's answers."""
 OUTPUTS_KNOWN = 5
@@ -26,18 +27,18 @@ OUTPUTS_KNOWN = 5
 EARLY_PLACEMENTS = (1 / 8, 1 / 4, 1 / 2)
 """Fractions of the first period with requests after which adapters are placed by what has arrived so far.
 
-Nothing else is known of demand yet, and queues that a wrong placement causes take many periods to drain.
+No other demand is known yet, and queues from a wrong placement take many periods to drain.
 """
 
 
 class AdapterDemand(NamedTuple):
-    """The demand for an adapter.
+    """Holds the demand for an adapter.
 
     Attributes:
         adapter: version of the adapter.
         rank: largest rank of the adapter.
         size_bytes: size of the weights, which a copy moves.
-        tokens_per_s: expected in the next period; prompts and answers.
+        tokens_per_s: expected tokens of prompts and answers per second in the next period.
     """
 
     adapter: AdapterDigest
@@ -47,9 +48,9 @@ class AdapterDemand(NamedTuple):
 
 
 def expected(history: Sequence[float]) -> float:
-    """Return the next value: the mean of the last ``WINDOW``, moved towards their trend line as far as it is certain.
+    """Return the expected next value: the mean of the last ``WINDOW`` values, moved towards their trend line.
 
-    Returns 0 without a history.
+    The more certain the line's slope, the larger the move. Returns 0 without a history.
     """
     window = history[-WINDOW:]
     mean = _mean(window)
@@ -57,10 +58,10 @@ def expected(history: Sequence[float]) -> float:
 
 
 def certainty(window: Sequence[float]) -> float:
-    """Return the certain share of the slope: ``1 - (its error / slope)^2``, at least 0.
+    """Return the certain share of the slope: ``1 - (standard error / slope)^2``, at least 0.
 
-    It is 0 for fewer than three values, because any two lie on a line. The values of periods with a dozen requests
-    differ more by chance than by a trend, and following their line would then be worse than taking their mean.
+    The share is 0 for fewer than three values, because any two values lie on a line. In periods with a dozen requests,
+    the values differ more by chance than by a trend. Extrapolating their line would be worse than taking their mean.
 
     Source: the positive-part estimator of James and Stein (1961), for one slope.
     """
@@ -76,8 +77,8 @@ def certainty(window: Sequence[float]) -> float:
 def extrapolate(history: Sequence[float]) -> float:
     """Return the next value by least squares through the last ``WINDOW`` values, at least 0.
 
-    It is at most twice the largest value: that is where a line through two points may lead; one through more stays
-    below.
+    The result is at most twice the largest value, which is the most that a line through two points can reach. A line
+    through more points stays below.
 
     Raises:
         ValueError: no history.
@@ -96,24 +97,24 @@ def _slope(window: Sequence[float]) -> float:
 
 @cache
 def _times(points: int) -> tuple[float, ...]:
-    """Return the times of so many values, one period apart, centred on 0."""
+    """Return the times of ``count`` values, one period apart and centred on 0."""
     return tuple(x - (points - 1) / 2 for x in range(points))
 
 
 @cache
 def _spread(points: int) -> float:
-    return sum(x**2 for x in _times(points)) or 1.0  # One point has the slope 0.
+    return sum(x**2 for x in _times(points)) or 1.0  # A single point gets the slope 0.
 
 
 class AdapterCounts(msgspec.Struct):
-    """The counts of one adapter.
+    """Holds the counts of one adapter.
 
     Attributes:
         rank, size_bytes: see :class:`AdapterDemand`.
         history: demand of the last ``WINDOW`` periods, tokens per second.
         requests, prompt_tokens: counts of this period so far.
-        outputs: complete answers so far.
-        mean_output_tokens: exponential mean of their lengths.
+        outputs: number of complete answers so far.
+        mean_output_tokens: exponential mean of the answers' lengths.
     """
 
     rank: int
@@ -126,11 +127,11 @@ class AdapterCounts(msgspec.Struct):
 
 
 class DemandState(msgspec.Struct, frozen=True):
-    """The state of an estimator, which continues from it after a restart.
+    """Holds the state from which an estimator continues after a restart.
 
     Attributes:
         adapters: counts of each adapter.
-        outputs, output_tokens: complete answers of all adapters, and their tokens.
+        outputs, output_tokens: number of complete answers of all adapters, and of their tokens.
     """
 
     adapters: dict[AdapterDigest, AdapterCounts]
@@ -141,17 +142,17 @@ class DemandState(msgspec.Struct, frozen=True):
 class DemandEstimator:
     """Counts arrivals per adapter and period, and predicts the demand of the next period.
 
-    The length of an answer is unknown when its request arrives. It is assumed to be the adapter's mean (an exponential
-    one, in which the newest answer weighs ``OUTPUT_ALPHA``), or the cluster's mean until ``OUTPUTS_KNOWN`` answers are
+    The length of an answer is unknown when its request arrives. The estimator assumes the adapter's exponential mean,
+    in which the newest answer weighs ``OUTPUT_ALPHA``, or the cluster's mean until ``OUTPUTS_KNOWN`` answers are
     complete.
 
-    Adapters of one rank are placed together, so a placement depends on the demand of the rank, which has more requests
-    to learn a trend from than any one adapter. An adapter is expected to keep its share of the rank's demand over the
-    last ``WINDOW`` periods.
+    Adapters of one rank are placed together, so a placement depends on the demand of the rank. A rank's trend is also
+    learned from more requests than a single adapter's. An adapter is expected to keep its share of the rank's demand
+    over the last ``WINDOW`` periods.
 
     Args:
         now: start of the first period, seconds.
-        by_adapter: extrapolate the demand of each adapter instead, as LoRAServe does (section IV-A).
+        by_adapter: whether the demand of each adapter is extrapolated instead, as LoRAServe does (section IV-A).
     """
 
     def __init__(self, now: float, by_adapter: bool = False) -> None:
@@ -163,7 +164,7 @@ class DemandEstimator:
         self._has_begun = False  # whether a period with requests has ended
 
     def register(self, adapter: AdapterDigest, rank: int, size_bytes: int) -> None:
-        """Begin to count an adapter. A known one changes nothing."""
+        """Start counting an adapter. A known adapter changes nothing."""
         self._adapters.setdefault(adapter, AdapterCounts(rank, size_bytes))
 
     def drop(self, adapter: AdapterDigest) -> None:
@@ -185,7 +186,7 @@ class DemandEstimator:
         known.prompt_tokens += prompt_tokens
 
     def finished(self, adapter: AdapterDigest, output_tokens: int) -> None:
-        """Count a complete answer. Its adapter may have been dropped since the request arrived."""
+        """Count a complete answer. The adapter may have been dropped since the request arrived."""
         self._outputs += 1
         self._output_tokens += output_tokens
         if (known := self._adapters.get(adapter)) is not None:
@@ -194,7 +195,7 @@ class DemandEstimator:
             known.outputs += 1
 
     def close(self, now: float) -> None:
-        """End the period and begin the next.
+        """End the current period and begin the next.
 
         Raises:
             ValueError: no time has passed since the last call.
@@ -213,11 +214,11 @@ class DemandEstimator:
     def demands(self, now: float) -> tuple[AdapterDemand, ...]:
         """Return the expected demand of every known adapter in the next period, in the order of their registration.
 
-        Before a period with requests has ended, it is what has arrived so far; before any request, all adapters have
-        the same demand. Later an adapter without a history has no demand yet.
+        Until the first period with requests has ended, the demand is what has arrived so far. Before any request, all
+        adapters have the same demand. After that period, an adapter without a history has no demand yet.
 
         Args:
-            now: seconds; used only before such a period has ended.
+            now: current time, seconds; used only until the first period with requests has ended.
         """
         return tuple(
             AdapterDemand(adapter, known.rank, known.size_bytes, tokens_per_s)
@@ -247,11 +248,11 @@ class DemandEstimator:
 
     @property
     def _has_arrivals(self) -> bool:
-        """Whether a request has arrived in this period."""
+        """Return whether a request has arrived in this period."""
         return any(known.requests for known in self._adapters.values())
 
     def _tokens(self, known: AdapterCounts) -> float:
-        """Return the tokens of demand for an adapter in this period so far."""
+        """Return an adapter's number of demanded tokens in this period so far."""
         mean = known.mean_output_tokens
         if known.outputs < OUTPUTS_KNOWN:
             mean = self._output_tokens / self._outputs if self._outputs else 0.0
@@ -263,7 +264,9 @@ class DemandEstimator:
         return msgspec.convert(msgspec.to_builtins(state), DemandState)
 
     def resume(self, state: DemandState, now: float) -> None:
-        """Continue from the state of an earlier estimator with a new period. Arrivals of its last period are discarded.
+        """Begin a new period from the state of an earlier estimator.
+
+        Arrivals of the earlier estimator's last period are discarded.
 
         Args:
             state: state of the earlier estimator.
@@ -282,8 +285,8 @@ def _scale(histories: Sequence[list[float]]) -> float:
     """Return the expected demand of a rank, divided by the sum of its adapters' means.
 
     Args:
-        histories: of the adapters. All end with the same period. Shorter ones began later; they are assumed to have had
-            their mean before, so that a new adapter is no trend of its rank.
+        histories: demand of each adapter by period. All end with the same period. A shorter history began later, and is
+            extended by its mean, so that a new adapter does not look like a trend of its rank.
     """
     length = max(map(len, histories))
     whole = [[_mean(each)] * (length - len(each)) + each for each in histories]

@@ -1,4 +1,4 @@
-"""Full replication: every adapter on every replica."""
+"""Places every adapter on every replica (full replication)."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from lorikeet.core.ids import ReplicaId
 
 
 class FullReplication(PlacementPolicy):
-    """Every adapter on every replica, with equal shares; a routing policy may choose otherwise.
+    """Places every adapter on every replica with equal shares. Routing policies may ignore the shares.
 
     Source: LoRAServe, section II-B2, on TOPPINGS.
     """
@@ -21,5 +21,6 @@ class FullReplication(PlacementPolicy):
         """Return a table with every adapter on every replica."""
         if tuple(replica for replica, _ in self._everywhere) != tuple(replicas):
             self._everywhere = tuple(ReplicaShare(replica, 1 / len(replicas)) for replica in replicas)
-        # One tuple for all adapters and placements: equal ones would be compared replica by replica for each adapter.
+        # All adapters and placements share one tuple. Equal but separate tuples would be compared replica by replica
+        # for each adapter.
         return self._replaced(dict.fromkeys((demand.adapter for demand in demands), self._everywhere))

@@ -1,4 +1,4 @@
-"""Operating points: tokens per second that a replica sustains under the SLO with adapters of one rank."""
+"""Computes operating points: tokens per second that a replica sustains under the SLO with adapters of one rank."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -11,25 +11,25 @@ from lorikeet.costs.replica_estimates import estimated_load
 
 
 class Points(Protocol):
-    """The highest load of a replica under the SLO, in tokens per second, by the rank of its adapters."""
+    """Maps a rank to the highest load of a replica under the SLO, in tokens per second."""
 
     def __getitem__(self, rank: int) -> float:
-        """Return the load at a rank; a larger rank never has a higher one."""
+        """Return the load at a rank. The load never rises with the rank."""
         ...
 
     def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
-        """Use other costs of a replica and other lengths of a mean request; lengths of 0 are unknown."""
+        """Update the costs of a replica and the lengths of a mean request. A length of 0 is unknown."""
         ...
 
 
 class EstimatedPoints:
-    """Estimated operating points, by a formula of a replica's costs (``estimated_load``).
+    """Estimates operating points from a replica's costs (``estimated_load``).
 
     Args:
         costs: costs of a replica.
         prompt_tokens, output_tokens: lengths of a mean request.
-        max_batch: most sequences in a step.
-        tpot_s: target; 0 for the default one.
+        max_batch: largest number of sequences in a step.
+        tpot_s: TPOT target in seconds; 0 for the default target.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class EstimatedPoints:
         return self._known[rank]
 
     def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
-        """Use other costs, and requests of other lengths, from now on."""
+        """Update the costs of a replica and the lengths of a mean request."""
         self._costs = costs
         self._lengths = round(prompt_tokens) or self._lengths[0], round(output_tokens) or self._lengths[1]
         self._known.clear()
 
 
 class OperatingPoints:
-    """The highest load under the SLO by rank, between and beyond the measured ranks.
+    """Interpolates measured operating points between ranks, and extrapolates beyond them.
 
-    A larger rank is never faster. Where a measurement says so, it is noise, and the non-increasing least-squares fit
-    replaces it. Between two ranks the time per token (one over the load) is interpolated linearly; below the smallest
-    rank it is constant, above the largest the last line continues.
+    A larger rank is never faster. A measurement that contradicts this is noise, and is replaced by the non-increasing
+    least-squares fit. Between two ranks, the time per token (one over the load) is interpolated linearly. Below the
+    smallest rank it is constant. Above the largest rank, the last line continues.
 
     Source: LoRAServe, section IV-A, for the idea; the interpolation is ours.
 
     Args:
-        tokens_per_s: load by rank, prompts and answers together, in the unit of demand.
+        tokens_per_s: load by rank, in tokens of prompts and answers per second.
 
     Raises:
         ValueError: no rank, or a load that is not positive.
@@ -89,11 +89,11 @@ class OperatingPoints:
         return self._known[rank]
 
     def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
-        """Change nothing: searched points stay."""
+        """Do nothing, because searched points do not change with the costs."""
 
     @cached_property
     def _last_slope(self) -> float:
-        """The seconds per token and rank between the two largest ranks."""
+        """Rise of the seconds per token with the rank, between the two largest ranks."""
         if len(self._ranks) == 1:
             return 0.0
         return float(np.diff(self._token_s[-2:])[0] / np.diff(self._ranks[-2:])[0])

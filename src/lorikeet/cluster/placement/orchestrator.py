@@ -1,4 +1,4 @@
-"""Decides which replicas serve which adapters, from the reported demand.
+"""Decides from the reported demand which replicas serve which adapters.
 
 Source: LoRAServe, section IV (its cluster orchestrator).
 """
@@ -21,7 +21,7 @@ _BASE = AdapterDigest("")
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """The properties of an adapter that placement needs.
+    """Holds the properties of an adapter that placement needs.
 
     Attributes:
         adapter: version of the adapter.
@@ -35,7 +35,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class DemandReport(msgspec.Struct, frozen=True):
-    """Demand since the last report of a controller.
+    """Holds the demand since the last report of a controller.
 
     Attributes:
         arrivals: adapter (None: the base model) and prompt tokens of each request that arrived.
@@ -51,13 +51,13 @@ class DemandReport(msgspec.Struct, frozen=True):
 
 
 class OrchestratorState(msgspec.Struct, frozen=True):
-    """The state of an orchestrator, which continues from it after a restart.
+    """Holds the state from which an orchestrator continues after a restart.
 
     Attributes:
-        epoch, shares: content of its table.
+        epoch, shares: content of the routing table.
         demand: counts.
         policy: name of the placement policy that made the table.
-        writer: identifies the process that saved it; empty before that.
+        writer: id of the process that saved the state; empty until the first save.
     """
 
     epoch: int
@@ -75,7 +75,7 @@ class Orchestrator:
         replicas: the replicas to place on.
         now: start of the first period, seconds.
         points: operating points of a replica; None if the load is not needed.
-        policy: name of the placement policy. A policy of another name does not continue from its table.
+        policy: name of the placement policy. A policy of another name does not continue from the table.
 
     Attributes:
         table: the current placement.
@@ -101,19 +101,19 @@ class Orchestrator:
         self._begin_base(now)
 
     def register(self, adapters: Iterable[AdapterInfo], now: float) -> RoutingTable:
-        """Place new adapters. Known ones change nothing."""
+        """Place new adapters. Known adapters change nothing."""
         for known in adapters:
             self._demand.register(known.adapter, known.rank, known.size_bytes)
         return self._place(now)
 
     def drop(self, adapter: AdapterDigest, now: float) -> RoutingTable:
-        """Forget an adapter. An unknown one changes nothing."""
+        """Remove an adapter. An unknown adapter changes nothing."""
         if adapter in self._demand:
             self._demand.drop(adapter)
         return self._place(now)
 
     def set_replicas(self, replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
-        """Place adapters on these replicas from now on.
+        """Replace the list of replicas, and place adapters again.
 
         Raises:
             ValueError: no replica.
@@ -126,7 +126,7 @@ class Orchestrator:
         for adapter, prompt_tokens in report.arrivals:
             if adapter is None:
                 self._base.arrived(_BASE, prompt_tokens)
-            elif adapter in self._demand:  # It may have been dropped while the report was in flight.
+            elif adapter in self._demand:  # The adapter may have been dropped while the report was in flight.
                 self._demand.arrived(adapter, prompt_tokens)
         for adapter, output_tokens in report.answers:
             if adapter is None:
@@ -135,7 +135,7 @@ class Orchestrator:
                 self._demand.finished(adapter, output_tokens)
 
     def period(self, report: DemandReport, now: float) -> RoutingTable:
-        """Count the demand in a report and place again: for the next period, or early in the first one."""
+        """Count the demand in a report and place adapters again, for the next period or early in the first period."""
         self.record(report)
         if report.costs is not None:
             self._learn(report.costs, report)
@@ -144,7 +144,7 @@ class Orchestrator:
         return self._place(now) if self._placement.looks_early else self.table
 
     def _learn(self, costs: ReplicaCosts, report: DemandReport) -> None:
-        """Update policy and operating points with the costs of a replica and the requests of a report."""
+        """Update the policy and the operating points with the costs and requests of a report."""
         prompts = [tokens for _, tokens in report.arrivals]
         answers = [tokens for _, tokens in report.answers]
         lengths = fmean(prompts or (0,)), fmean(answers or (0,))
@@ -153,7 +153,7 @@ class Orchestrator:
             self._points.learn(costs, *lengths)
 
     def close_period(self, now: float) -> RoutingTable:
-        """End a period of demand, and place for the next.
+        """End a period of demand, and place adapters for the next.
 
         Raises:
             ValueError: no time has passed since the last call.
@@ -180,7 +180,8 @@ class Orchestrator:
     def resume(self, state: OrchestratorState, now: float, replicas: Sequence[ReplicaId] | None = None) -> RoutingTable:
         """Continue from the state of an earlier orchestrator, possibly with other replicas.
 
-        The table is discarded if another policy made it: a policy that keeps adapters where they are would keep it.
+        A table that another policy made is discarded. A policy that keeps adapters where they are would otherwise keep
+        it.
         """
         if replicas is not None:
             self._set_replicas(replicas)
@@ -197,7 +198,10 @@ class Orchestrator:
         self._replicas = tuple(replicas)
 
     def _begin_base(self, now: float) -> None:
-        """Count the base model's demand from zero. It is not saved; after a restart it is known after one period."""
+        """Count the base model's demand from zero.
+
+        This demand is not saved, so after a restart it is known after one period.
+        """
         self._base = DemandEstimator(now)
         self._base.register(_BASE, rank=0, size_bytes=0)
         self._has_closed = False

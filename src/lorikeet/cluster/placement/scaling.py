@@ -1,4 +1,4 @@
-"""Decides the number of replicas for a load.
+"""Decides how many replicas a load needs.
 
 Source: operating points and utilisation are LoRAServe's (section IV-A). The paper leaves the number of servers open, so
 the rule is ours.
@@ -19,7 +19,10 @@ PATIENCE = 3
 
 
 def load_of(demands: Iterable[AdapterDemand], points: Points) -> float:
-    """Return the number of replicas that the demand fills, each up to its operating point at the demand's rank."""
+    """Return the number of replicas that the demand fills.
+
+    Each replica is filled up to its operating point at the demand's rank.
+    """
     return sum(demand.tokens_per_s / points[demand.rank] for demand in demands)
 
 
@@ -27,7 +30,7 @@ class ScalingPolicy:
     """Scales up immediately and down slowly.
 
     Args:
-        minimum, maximum: number of replicas.
+        minimum, maximum: smallest and largest number of replicas.
 
     Raises:
         ValueError: ``minimum`` is below 1 or above ``maximum``.
@@ -41,10 +44,10 @@ class ScalingPolicy:
         self._enough = deque[int](maxlen=PATIENCE)
 
     def wanted(self, load: float, replicas: int) -> int:
-        """Return the number of replicas that should run. Call it once a period.
+        """Return the number of replicas that should run. Call this method once a period.
 
         Args:
-            load: see :func:`load_of`.
+            load: load as a number of replicas; see :func:`load_of`.
             replicas: number of replicas, including those that are being started.
         """
         enough = min(max(ceil(load / TARGET), self._minimum), self._maximum)

@@ -1,7 +1,7 @@
-"""The interface by which a controller requests placements.
+"""Defines the interface through which a controller requests placements.
 
 :class:`PlacementService` is an orchestrator, in this process or elsewhere. :class:`PlacementClient` reports arrivals
-and answers to it, and follows the routing tables that it returns.
+and answers to the orchestrator, and passes on the routing tables that it returns.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ class OrchestratorUnavailable(RuntimeError):
 
 
 class PlacementService(Protocol):
-    """An orchestrator, in this process or elsewhere.
+    """Defines an orchestrator, in this process or elsewhere.
 
-    Every call returns the current table, the same object until it changes.
+    Every call returns the current table, which is the same object until the table changes.
 
     Raises:
-        OrchestratorUnavailable: the orchestrator does not answer in time; any call raises it.
+        OrchestratorUnavailable: the orchestrator does not answer in time. Any call can raise this error.
     """
 
     async def register(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
@@ -39,24 +39,24 @@ class PlacementService(Protocol):
         ...
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
-        """Forget an adapter."""
+        """Remove an adapter."""
         ...
 
     async def set_replicas(self, replicas: Sequence[ReplicaId]) -> RoutingTable:
-        """Place adapters on these replicas from now on."""
+        """Replace the list of replicas, and place adapters again."""
         ...
 
     async def period(self, report: DemandReport) -> RoutingTable:
-        """Count a demand report, and place again; see ``Orchestrator``."""
+        """Count a demand report, and place adapters again; see ``Orchestrator``."""
         ...
 
     async def load(self) -> float | None:
-        """Return the number of replicas that the demand fills, not a table; see ``Orchestrator``."""
+        """Return the number of replicas that the demand fills; see ``Orchestrator``. This call returns no table."""
         ...
 
 
 class LocalPlacementService:
-    """An orchestrator in this process. It runs on another thread, one call after the other."""
+    """Runs an orchestrator in this process, on another thread, one call after the other."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
@@ -68,17 +68,17 @@ class LocalPlacementService:
             return await asyncio.to_thread(self._orchestrator.register, tuple(adapters), time.monotonic())
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
-        """Forget an adapter."""
+        """Remove an adapter."""
         async with self._lock:
             return await asyncio.to_thread(self._orchestrator.drop, adapter, time.monotonic())
 
     async def set_replicas(self, replicas: Sequence[ReplicaId]) -> RoutingTable:
-        """Place adapters on these replicas from now on."""
+        """Replace the list of replicas, and place adapters again."""
         async with self._lock:
             return await asyncio.to_thread(self._orchestrator.set_replicas, replicas, time.monotonic())
 
     async def period(self, report: DemandReport) -> RoutingTable:
-        """Count a demand report, and place again."""
+        """Count a demand report, and place adapters again."""
         async with self._lock:
             return await asyncio.to_thread(self._orchestrator.period, report, time.monotonic())
 
@@ -94,21 +94,19 @@ _Call = Callable[[], Awaitable[RoutingTable]]
 
 
 class PlacementClient:
-    """Sends demand and changes to an orchestrator, and follows its tables.
+    """Sends demand and changes to an orchestrator, and passes on its tables.
 
-    While it is unavailable, the last table stays.
-
-    Changes that it missed are sent before newer ones: of two calls about one adapter the later must win. Of missed
-    demand only one period is sent along with the newest: a restarted orchestrator would take everything that it gets
-    for the demand of one period.
+    While the orchestrator is unavailable, the last table stays in use. Changes that it missed are sent before newer
+    changes, because of two calls for one adapter the later must win. Of the missed demand, only one period is sent with
+    the newest demand, because a restarted orchestrator would count all of it as one period.
 
     Args:
         service: the orchestrator.
-        period_s: time between two placements, apart from early ones in the first period.
+        period_s: seconds between two placements, except for early placements in the first period.
         on_table: called with every table, in order.
 
     Attributes:
-        table: the last one.
+        table: the last table.
         costs: costs of a replica for the report of the next period; None if they have not changed.
     """
 
@@ -122,7 +120,7 @@ class PlacementClient:
         self._missed: list[_Call] = []
         self._arrivals: list[tuple[AdapterDigest | None, int]] = []
         self._answers: list[tuple[AdapterDigest | None, int]] = []
-        self._unreported = DemandReport()  # demand of the last failed report
+        self._unreported = DemandReport()  # demand of the last report that failed
         self._ended = asyncio.Event()
         self._has_arrivals = asyncio.Event()
 
@@ -140,7 +138,7 @@ class PlacementClient:
         await self._submit(partial(self._service.register, adapters))
 
     async def drop(self, adapter: AdapterDigest) -> None:
-        """Forget an adapter."""
+        """Remove an adapter."""
         await self._submit(partial(self._service.drop, adapter))
 
     async def set_replicas(self, replicas: Sequence[ReplicaId]) -> None:
@@ -152,7 +150,7 @@ class PlacementClient:
         await self._ended.wait()
 
     async def run(self) -> None:
-        """Report the demand of every period. The first request begins a period, which is also reported early."""
+        """Report the demand of every period. The first request begins a period, which also has early reports."""
         began_s = await self._first_arrival_s()
         for part in EARLY_PLACEMENTS:
             await asyncio.sleep(began_s + part * self._period_s - time.monotonic())
@@ -163,7 +161,7 @@ class PlacementClient:
             await asyncio.sleep(self._period_s)
 
     async def _first_arrival_s(self) -> float:
-        """Wait for the first request, end the period before it, and return when it arrived."""
+        """Wait for the first request, end the period before it, and return the time of its arrival."""
         while not self._has_arrivals.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
@@ -184,7 +182,7 @@ class PlacementClient:
         return DemandReport(tuple(arrivals), tuple(answers), is_period_end, costs)
 
     async def _send_report(self, report: DemandReport) -> None:
-        """Send a demand report. A failure is logged, and its demand may or may not be counted."""
+        """Send a demand report. If the report fails, that is logged, and the demand may or may not be counted."""
         before = self._unreported
         self._unreported = DemandReport()
         combined = DemandReport(
@@ -198,7 +196,7 @@ class PlacementClient:
                 if not (await self._catch_up() and await self._follow(partial(self._service.period, combined))):
                     self._unreported = msgspec.structs.replace(report, costs=combined.costs)
                 elif report.is_period_end:
-                    self._ended.set()  # Wake all current waiters; later ones wait for the next period.
+                    self._ended.set()  # Wake all current waiters. Later waiters wait for the next period.
                     self._ended.clear()
         except Exception:
             log.exception("placement failed")
@@ -209,7 +207,7 @@ class PlacementClient:
                 self._missed.append(call)
 
     async def _catch_up(self) -> bool:
-        """Make the calls that were missed, in order. Return False if the orchestrator is still unavailable."""
+        """Repeat the missed calls in order. Return False if the orchestrator is still unavailable."""
         while self._missed:
             try:
                 if not await self._follow(self._missed[0]):
@@ -220,9 +218,9 @@ class PlacementClient:
         return True
 
     async def _follow(self, call: _Call) -> bool:
-        """Make a call and follow the table that it returns. Return False if the orchestrator is unavailable.
+        """Make a call and pass on the table that it returns.
 
-        Needs the lock.
+        Return False if the orchestrator is unavailable. The caller holds the lock.
         """
         try:
             self.table = await call()

@@ -1,4 +1,7 @@
-"""Runs the engines of replicas on Ray: an actor for each replica, which starts an engine process beside it."""
+"""Runs the engines of replicas on Ray.
+
+Each replica has an actor, which starts an engine process on the same machine.
+"""
 
 import asyncio
 from pathlib import Path
@@ -20,12 +23,12 @@ log = structlog.get_logger("lorikeet")
 
 
 class ReplicaResources(NamedTuple):
-    """Resources of a replica.
+    """Names the resources of a replica.
 
     Attributes:
         cpus: CPUs that Ray reserves; may be less than one.
         gpus: GPUs that Ray reserves.
-        threads: threads of each rank of its engine, unless the settings have a number.
+        threads: number of threads of each rank, unless the settings contain a number.
     """
 
     cpus: float
@@ -34,16 +37,16 @@ class ReplicaResources(NamedTuple):
 
 
 class RayProcess:
-    """An engine that an actor runs; implements :class:`~lorikeet.client.supervisor.EngineProcess`.
+    """Controls an engine that an actor runs; implements :class:`~lorikeet.client.supervisor.EngineProcess`.
 
     Args:
-        actor: handle of its actor.
+        actor: handle of the engine's actor.
         pid: process id of the engine.
         node_ip: address of the machine.
 
     Attributes:
         actor, pid, node_ip: see the arguments.
-        returncode: exit code; None while it runs, and if it was lost with its actor.
+        returncode: exit code; None while the engine runs, or if it was lost with its actor.
     """
 
     def __init__(self, actor: Any, pid: int, node_ip: str) -> None:
@@ -72,15 +75,15 @@ class RayProcess:
 class RayHost:
     """Starts one replica's engines in a Ray cluster; implements :class:`~lorikeet.client.supervisor.EngineHost`.
 
-    The engines of a replica share an actor as long as it lives. If it or its machine is lost, the next start creates
-    another one on any machine with enough resources.
+    The engines of a replica share an actor while the actor lives. If the actor or its machine is lost, the next start
+    creates another actor on any machine with enough resources.
 
     Args:
-        ray_info: the cluster.
-        replica: replica whose engines it starts.
-        pool_dir: folder for adapters on every machine of the cluster; made absolute here.
+        ray_info: Ray cluster of this process.
+        replica: replica whose engines this host starts.
+        pool_dir: folder for adapters on every machine of the cluster. A relative path is made absolute.
         resources: resources of the replica.
-        peer_key: key with which adapters are fetched from it.
+        peer_key: key with which other processes fetch adapters from this replica.
     """
 
     def __init__(
@@ -102,22 +105,22 @@ class RayHost:
 
     @property
     def node_id(self) -> str:
-        """Ray's node of the last engine; empty before the first start."""
+        """Ray's node id of the last engine; empty before the first start."""
         return self._node_id
 
     @property
     def address(self) -> str:
-        """The address of the last engine's machine; empty before the first start."""
+        """Address of the last engine's machine; empty before the first start."""
         return self._node_ip
 
     @property
     def peer(self) -> PeerAddress | None:
-        """The address at which its adapters can be fetched; None before the first start."""
+        """Address at which the replica's adapters can be fetched; None before the first start."""
         return self._peer
 
     @property
     def actor(self) -> Any:
-        """The handle of the replica's actor; None if there is none. The actor may have died since its last use."""
+        """Handle of the replica's actor; None if there is none. The actor may have died since its last use."""
         return self._actor
 
     def bind_address(self) -> str:
@@ -125,10 +128,10 @@ class RayHost:
         return f"tcp://{self._ray_info.peer_host}:*"
 
     async def start(self, address: str, settings: bytes) -> RayProcess:
-        """Start an engine that connects to ``address``; ``settings`` is written to its standard input.
+        """Start an engine that connects to ``address``, and write ``settings`` to its standard input.
 
         Raises:
-            RayError: no machine has the resources, or the engine cannot be started.
+            RayError: no machine has enough free resources, or the engine cannot be started.
         """
         if self._actor is not None:
             try:
@@ -183,26 +186,26 @@ class RayHost:
 def environment(threads: int) -> dict[str, str]:
     """Return environment variables for an actor's process and its children.
 
-    By default Ray runs workers at niceness 15, with as many threads as they have CPUs. Setting both here makes them
-    independent of how Ray was started.
+    By default, Ray runs workers at niceness 15, with one thread for each reserved CPU. These variables set both values,
+    whichever way Ray was started.
     """
     return {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)}
 
 
 def cause_of(error: Exception) -> Exception:
-    """Return the exception that an actor's method raised; any other error unchanged."""
+    """Return the exception that an actor's method raised. Any other error is returned unchanged."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
         return error.cause
     return error
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of an error, without Ray's trace of the other process."""
+    """Return the reason of an error, without the stack trace that Ray adds."""
     if (cause := cause_of(error)) is not error:
         return str(cause) or type(cause).__name__
     lines = str(error).strip().splitlines() or [type(error).__name__]
     has_started = not (isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed)
-    return lines[0] if has_started else lines[-1]  # The reason of a failed start is below a trace.
+    return lines[0] if has_started else lines[-1]  # If a start fails, the last line after the trace is the reason.
 
 
 def _cluster_totals() -> str:

@@ -19,7 +19,7 @@ _CPU_OVERCOMMIT = 16
 
 
 class RayParts(NamedTuple):
-    """The parts of a cluster that run on Ray.
+    """Holds the parts of a cluster that run on Ray.
 
     Attributes:
         host: returns the host that runs a replica's engines.
@@ -43,7 +43,7 @@ def open_ray(
         make: builds the orchestrator.
         registry_url: registry for the orchestrator's state.
         identity: name of this server in the registry.
-        stack: closes what was started here.
+        stack: closes everything that this function starts.
 
     Raises:
         RayError: Ray cannot be started or joined.
@@ -72,7 +72,8 @@ def resources_of(settings: Settings, cores: int | None) -> ReplicaResources:
 
     Args:
         settings: all settings.
-        cores: shared among as many replicas as there may ever be; None if the machines of the cluster are unknown.
+        cores: number of cores, shared among the largest possible number of replicas. None if the machines of the
+            cluster are unknown.
     """
     engine = settings.engine
     cluster = settings.cluster

@@ -1,4 +1,4 @@
-"""The orchestrator as a Ray actor, and its client in the controller."""
+"""Runs the orchestrator as a Ray actor, and implements its client in the controller."""
 
 import asyncio
 import time
@@ -30,10 +30,10 @@ It is sent to another process, so it holds plain values only.
 
 
 class PlacementReply(NamedTuple):
-    """A response of the actor.
+    """Holds a response of the actor.
 
     Attributes:
-        incarnation: incarnation of the actor; changes with every restart.
+        incarnation: incarnation of the actor, which changes with every restart.
         table: the current routing table.
     """
 
@@ -44,9 +44,9 @@ class PlacementReply(NamedTuple):
 class OrchestratorActor:
     """Runs an orchestrator; :class:`RayPlacement` makes it a Ray actor. Calls run one after the other.
 
-    The controller names the incarnation that it calls. Another incarnation changes nothing and returns its own name: it
-    may lack what the change refers to, and a period that it has only seen the end of must not be closed with the
-    requests of a whole one.
+    The controller names the incarnation that it calls. If the actor has another incarnation, the call changes nothing
+    and returns the actor's incarnation. A restarted actor may lack the adapters of the change, and may have seen only
+    the end of a period, which must not count as a whole period.
 
     Args:
         make: builds the orchestrator after every start.
@@ -70,7 +70,10 @@ class OrchestratorActor:
         replicas: Sequence[ReplicaId] | None,
         table: RoutingTable | None,
     ) -> PlacementReply:
-        """Take over the controller's state; see ``PersistentOrchestrator``. Works for any incarnation."""
+        """Replace the state by the controller's state; see ``PersistentOrchestrator``.
+
+        Any incarnation accepts this call.
+        """
         return PlacementReply(self._incarnation, self._orchestrator.begin(adapters, replicas, table))
 
     def register(self, incarnation: str, adapters: Iterable[AdapterInfo]) -> PlacementReply:
@@ -78,15 +81,15 @@ class OrchestratorActor:
         return self._if_current(incarnation, lambda: self._orchestrator.register(adapters))
 
     def drop(self, incarnation: str, adapter: AdapterDigest) -> PlacementReply:
-        """Forget an adapter."""
+        """Remove an adapter."""
         return self._if_current(incarnation, lambda: self._orchestrator.drop(adapter))
 
     def set_replicas(self, incarnation: str, replicas: Sequence[ReplicaId]) -> PlacementReply:
-        """Place adapters on these replicas from now on."""
+        """Replace the list of replicas, and place adapters again."""
         return self._if_current(incarnation, lambda: self._orchestrator.set_replicas(replicas))
 
     def period(self, incarnation: str, report: DemandReport) -> PlacementReply:
-        """Count a demand report, and place again."""
+        """Count a demand report, and place adapters again."""
         return self._if_current(incarnation, lambda: self._orchestrator.period(report))
 
     def load(self) -> float | None:
@@ -104,14 +107,15 @@ class OrchestratorActor:
 
 
 class RayPlacement:
-    """A :class:`~lorikeet.cluster.placement.service.PlacementService` whose orchestrator is a Ray actor.
+    """Calls an orchestrator that is a Ray actor; implements ``lorikeet.cluster.placement.service.PlacementService``.
 
-    Ray restarts the actor when it dies, and it continues from the registry. This client sends it what it missed,
-    because it remembers the adapters, the replicas and the last table. So it makes no difference whether the registry
-    had saved everything, or was unavailable. The demand of the period of a restart is not counted, whichever call finds
-    the new incarnation. Calls are made one after the other.
+    Ray restarts the actor when it dies, and the actor continues from the registry. This client remembers the adapters,
+    the replicas and the last table, and sends everything that the actor missed. So the state is complete even if the
+    registry was unavailable. The demand of the period in which the actor restarts is not counted. Calls are made one
+    after the other.
 
-    The actor runs on this machine: it is no use without the controller, and a SQLite registry is a file here.
+    The actor runs on the controller's machine, because only the controller uses it, and a SQLite registry is a file on
+    this machine.
 
     Args:
         make: builds the orchestrator.
@@ -130,16 +134,16 @@ class RayPlacement:
         options = ray.remote(OrchestratorActor).options(
             num_cpus=0,
             max_restarts=-1,
-            max_task_retries=0,  # A new incarnation must be brought in sync before the call is repeated.
+            max_task_retries=0,  # A new incarnation must receive the state before the call is repeated.
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             runtime_env={"env_vars": environment(1)},
         )
         self.actor: Any = options.remote(make, registry_url, cluster)
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
-        self._synced = ""  # the incarnation that has received everything
-        self._is_new = False  # whether it was brought in sync after the last period
-        self._known: dict[AdapterDigest, AdapterInfo] | None = None  # None before the first call
+        self._synced = ""  # incarnation that has received the whole state
+        self._is_new = False  # whether that incarnation received the state after the last period
+        self._known: dict[AdapterDigest, AdapterInfo] | None = None  # None until the first call
         self._replicas: tuple[ReplicaId, ...] | None = None
         self._table: RoutingTable | None = None
 
@@ -154,23 +158,23 @@ class RayPlacement:
             return await self._call("register", new)
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
-        """Forget an adapter."""
+        """Remove an adapter."""
         async with self._lock:
             if self._known is not None:
                 self._known.pop(adapter, None)
             return await self._call("drop", adapter)
 
     async def set_replicas(self, replicas: Sequence[ReplicaId]) -> RoutingTable:
-        """Place adapters on these replicas from now on."""
+        """Replace the list of replicas, and place adapters again."""
         async with self._lock:
             self._replicas = tuple(replicas)
             return await self._call("set_replicas", self._replicas)
 
     async def period(self, report: DemandReport) -> RoutingTable:
-        """Count a demand report, and place again."""
+        """Count a demand report, and place adapters again."""
         async with self._lock:
             if self._is_new and report.arrivals:
-                self._synced = ""  # Its period is shorter than the report, so it begins again.
+                self._synced = ""  # The new incarnation's period is shorter than the report's.
             table = await self._call("period", report)
             self._is_new = False
             return table
@@ -195,9 +199,9 @@ class RayPlacement:
         ray.kill(self.actor)
 
     async def _call(self, method: str, argument: object) -> RoutingTable:
-        """Call the incarnation that is in sync; bring another one in sync.
+        """Call the actor; if it has a new incarnation, send the whole state.
 
-        Needs the lock, and the change remembered.
+        The caller holds the lock and has recorded the change.
         """
         placed: PlacementReply = await self._ask(method, self._synced, argument)
         if placed.incarnation != self._synced:
@@ -208,7 +212,7 @@ class RayPlacement:
         before = self._table
         table = placed.table
         if before is not None and (before.epoch, before.shares) == (table.epoch, table.shares):
-            table = before  # The same object means that nothing has changed.
+            table = before  # An identical object shows that nothing has changed.
         self._table = table
         return table
 

@@ -1,4 +1,4 @@
-"""The actor of one replica: it starts the engine on its machine, watches it, and stores adapter files there."""
+"""Runs one replica as an actor, which starts and watches the engine on its machine and stores adapter files."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,12 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
 class ActorLocation(NamedTuple):
-    """The node and processes of an actor.
+    """Names the node and the processes of an actor.
 
     Attributes:
         node_id, node_ip: id and address of Ray's node.
         pid: process id of the actor.
-        engine_pid: process id of its engine; None if none runs.
+        engine_pid: process id of the actor's engine; None if no engine runs.
         peer: address at which other machines fetch its adapters.
     """
 
@@ -51,7 +51,7 @@ class _Settings(msgspec.Struct):
 
 
 class _Input(msgspec.Struct):
-    """The part of an ``EngineInput`` that names the model's folder."""
+    """Reads the model's folder from an ``EngineInput``."""
 
     settings: _Settings = msgspec.field(default_factory=_Settings)
 
@@ -59,15 +59,15 @@ class _Input(msgspec.Struct):
 class ReplicaActor:
     """Runs a replica's engine; :class:`~lorikeet.cluster.ray.host.RayHost` makes it a Ray actor.
 
-    Tokens do not pass through it: its engine connects to the controller directly. The engine ends with the actor,
-    however that ends, because its standard input is closed then. Files are read and written on threads, so that calls
-    are answered quickly.
+    Tokens do not pass through the actor: the engine connects to the controller directly. The engine ends with the actor
+    in every case, because its standard input is then closed. Files are read and written on threads, so that calls are
+    answered quickly.
 
     Args:
         replica: id of the replica.
-        pool_dir: on its machine; ``<pool_dir>/<replica>/<digest>/`` holds an adapter. It outlives the actor, and the
-            replica's next actor on this machine continues with it.
-        peer_key: key that clients of its peer server must have.
+        pool_dir: folder on the actor's machine; ``<pool_dir>/<replica>/<digest>/`` holds an adapter. The folder
+            outlives the actor, and the replica's next actor on this machine uses it.
+        peer_key: key that clients of the actor's peer server must have.
     """
 
     def __init__(self, replica: ReplicaId, pool_dir: str, peer_key: bytes) -> None:
@@ -77,7 +77,7 @@ class ReplicaActor:
         self._peers = PeerServer(self._node_ip, self._pool.intact, peer_key)
         self._peer_key = peer_key
         self._engine: _Engine | None = None
-        self._replaced: tuple[int, int] | None = None  # process id and exit code of the previous engine
+        self._replaced: tuple[int, int] | None = None  # process id and exit code of the last engine that ended
 
     def __repr__(self) -> str:
         """Return the prefix that Ray writes before each output line of the actor and its engine."""
@@ -86,12 +86,12 @@ class ReplicaActor:
     # --- the engine ----------------------------------------------------------------------------------
 
     async def start(self, address: str, settings: bytes, working_dir: str) -> int:
-        """Kill an engine that still runs, and start another.
+        """Start an engine, after killing one that still runs.
 
         Args:
             address: address at which the controller listens for the engine.
-            settings: a line for its standard input.
-            working_dir: base of relative paths in its settings; empty for the actor's own.
+            settings: a line for the engine's standard input.
+            working_dir: folder to which relative paths in the settings refer; empty for the actor's working directory.
 
         Returns:
             Its process id.
@@ -124,16 +124,16 @@ class ReplicaActor:
             )
 
     async def wait(self, pid: int) -> int | None:
-        """Wait until an engine has ended and return its exit code; None if there is no such engine."""
+        """Wait until an engine has ended and return its exit code. Return None if no engine has this process id."""
         engine = self._engine
         if self._replaced is not None and self._replaced[0] == pid:
-            return self._replaced[1]  # The next engine was started before this call.
+            return self._replaced[1]  # The next engine may have been started before this call.
         if engine is None or engine.process.pid != pid:
             return None
         return await asyncio.shield(engine.ended)
 
     async def kill(self, pid: int) -> None:
-        """Kill an engine, unless another runs by now: the call may have waited for a lost connection."""
+        """Kill an engine, unless another engine runs by now because this call was delayed."""
         if self._engine is not None and self._engine.process.pid == pid:
             self._engine.process.kill()
 
@@ -151,21 +151,23 @@ class ReplicaActor:
 
         Raises:
             PeerUnreachable: no connection to the peer can be made.
-            PeerError: the peer has not got the adapter, or was lost.
+            PeerError: the peer lacks the adapter, or was lost.
             PoolFolderError: the adapter arrived damaged, or cannot be written.
         """
         return str(await asyncio.to_thread(self._pool.fetch, digest, peer, self._peer_key))
 
     async def share(self, digest: AdapterDigest, replica: ReplicaId) -> str:
-        """Share the copy of another replica on this machine, and return its folder; empty if none is visible.
+        """Share the copy of another replica on this machine, and return its folder; empty if there is no readable copy.
 
         Raises:
-            PoolFolderError: the copy cannot be written, or was deleted meanwhile.
+            PoolFolderError: the copy cannot be written, or was deleted during the call.
         """
         return str(await asyncio.to_thread(self._pool.share, digest, replica) or "")
 
     async def read(self, digest: AdapterDigest) -> tuple[int, Files]:
-        """Return the size of an adapter in bytes, and its files, as two values: the caller need not fetch the second.
+        """Return the size of an adapter in bytes, and its files.
+
+        The two values are separate Ray objects, so that a caller can fetch only the size.
 
         Raises:
             PoolFolderError: the adapter is missing or damaged.
@@ -182,7 +184,7 @@ class ReplicaActor:
         return str(await asyncio.to_thread(self._pool.store, digest, files))
 
     async def delete(self, digest: AdapterDigest) -> None:
-        """Delete an adapter. A missing one is no error.
+        """Delete an adapter. A missing adapter is not an error.
 
         Raises:
             PoolFolderError: the folder cannot be written.
@@ -204,12 +206,12 @@ class ReplicaActor:
 
 def _send_settings(process: "subprocess.Popen[bytes]", settings: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # The engine has ended, which its waiter reports.
+    with contextlib.suppress(BrokenPipeError):  # If the engine has ended, the waiting call reports it.
         process.stdin.write(settings + b"\n")
         process.stdin.flush()
 
 
 def _watch(engine: _Engine, loop: asyncio.AbstractEventLoop) -> None:
     code = engine.process.wait()
-    with contextlib.suppress(RuntimeError):  # The loop is closed because the actor is ending.
+    with contextlib.suppress(RuntimeError):  # The event loop may be closed because the actor is ending.
         loop.call_soon_threadsafe(engine.ended.set_result, code)

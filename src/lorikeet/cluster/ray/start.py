@@ -17,23 +17,23 @@ OBJECT_STORE_BYTES = 512 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
 
 _EMBEDDED = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # On one machine, ports listen on loopback only and need no key.
-    "RAY_prestart_worker_first_driver": "0",  # Every actor gets its own process and environment.
-    "RAY_memory_monitor_refresh_ms": "0",  # Engines fill memory as planned, and must not be killed for it.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ports listen on loopback only, so they need no key.
+    "RAY_prestart_worker_first_driver": "0",  # Every actor gets a separate process and environment.
+    "RAY_memory_monitor_refresh_ms": "0",  # Engines fill memory by design, and Ray must not kill them for it.
 }
 
 
 class RayError(OSError):
-    """Ray is missing, or an operation on it failed. The message names the remedy."""
+    """Ray is missing, or an operation on Ray failed. The message names the remedy."""
 
 
 class RayInfo(NamedTuple):
-    """The Ray cluster of this process.
+    """Describes the Ray cluster of this process.
 
     Attributes:
         address: address of its head node.
         node_ip: address of this machine for the others.
-        is_embedded: whether it was started here, for this process alone, and ends with it.
+        is_embedded: whether this process started the cluster, which then serves and ends with this process only.
     """
 
     address: str
@@ -42,7 +42,7 @@ class RayInfo(NamedTuple):
 
     @property
     def peer_host(self) -> str:
-        """The address at which the processes of the cluster reach this machine."""
+        """Address at which the processes of the cluster reach this machine."""
         return "127.0.0.1" if self.is_embedded else self.node_ip
 
 
@@ -52,7 +52,7 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
     Args:
         address: address of the head node of this machine's cluster (``host:port``, or ``auto`` for the local one);
             empty to start Ray on this machine.
-        cpus: number of CPUs that a Ray started here assumes; None for the existing ones.
+        cpus: number of CPUs that Ray assumes if it is started here; None for the machine's number.
 
     Raises:
         RayError: Ray is not installed, does not start, or cannot be joined.
@@ -69,8 +69,8 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
     if not address:
         for name, value in _EMBEDDED.items():
             os.environ.setdefault(name, value)
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # This process has read that variable already.
-        # Ray warns that it requires a token, as it should.
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # This process has already read the environment variable.
+        # Ray warns that it requires a token, which is intended.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     elif address != "auto":
         _check_listening(address)
@@ -95,12 +95,12 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
 
 
 def stop_ray() -> None:
-    """Leave the cluster. All actors of this process end; so does an embedded cluster."""
+    """Leave the cluster. All actors of this process end, and so does an embedded cluster."""
     _installed().shutdown()
 
 
 def _check_listening(address: str) -> None:
-    """Raise if no server listens at an address: Ray would retry for minutes."""
+    """Raise an error if no server listens at an address. Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
@@ -126,8 +126,11 @@ def _installed() -> Any:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Restore the signal handlers that Ray replaces: a server drains on SIGTERM, where Ray exits immediately."""
-    if threading.current_thread() is not threading.main_thread():  # In another thread Ray sets no handlers.
+    """Restore the signal handlers that Ray replaces.
+
+    On SIGTERM a server must drain, but Ray's handler exits immediately.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Ray sets handlers only in the main thread.
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

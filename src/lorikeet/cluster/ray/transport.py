@@ -1,4 +1,4 @@
-"""Copies adapters between replicas of a Ray cluster: as links, over TCP from memory to memory, or as Ray's objects."""
+"""Copies adapters between replicas of a Ray cluster, as links, over TCP from memory to memory, or as Ray objects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -29,25 +29,26 @@ _RETRY_S = 1.0
 
 @dataclass
 class _Shared:
-    """An adapter of this machine that is in the object store while copies are made from it."""
+    """Holds an adapter that is in Ray's object store while copies are made from it."""
 
     put: "asyncio.Task[Any]"
     users: int = 0
 
 
 class RayTransport:
-    """A :class:`~lorikeet.cluster.adapters.transport.Transport` between the actors of replicas.
+    """Copies adapters between the actors of replicas; implements ``lorikeet.cluster.adapters.transport.Transport``.
 
-    Replicas on one node share files. Otherwise a destination fetches an adapter itself, from the actor that has it or
-    from this process. Where it cannot connect to that (because of a firewall, for example), Ray carries the files.
+    Replicas on one node share files. Otherwise the destination fetches an adapter from the actor that has it or from
+    this process. If the destination cannot connect to the source (because of a firewall, for example), Ray sends the
+    files.
 
     Args:
-        hosts: hosts of all replicas; read at every call. Released replicas are removed from it.
+        hosts: hosts of all replicas; read at every call. Released replicas are removed from the mapping.
         host: address at which actors reach this process.
-        peer_key: key of the actors.
+        peer_key: key that the actors share.
 
     Attributes:
-        traffic: so far.
+        traffic: bytes moved so far.
     """
 
     def __init__(self, hosts: MutableMapping[ReplicaId, RayHost], host: str, peer_key: bytes) -> None:
@@ -96,7 +97,7 @@ class RayTransport:
         """Let a destination fetch an adapter from a replica, or from this process if ``source`` is None.
 
         Returns:
-            The copy; None if no connection to ``peer``, the source's address, can be made.
+            The copy; None if no connection to the source at ``peer`` can be made.
         """
         if (peer, destination) in self._unreachable:
             return None
@@ -158,7 +159,7 @@ class RayTransport:
         self._hosts.pop(replica, None)
 
     def close(self) -> None:
-        """Stop to serve adapters of this machine. Hosts own the actors."""
+        """Stop sending adapters of this machine. The actors belong to the hosts."""
         self._peers.close()
 
     def _actor(self, what: str, replica: ReplicaId) -> Any:
@@ -200,7 +201,7 @@ class RayTransport:
 
     @asynccontextmanager
     async def _in_object_store(self, adapter: AdapterRef) -> AsyncIterator[Any]:
-        """Yield a reference to an adapter's files. They are dropped when their last user is done."""
+        """Yield a reference to an adapter's files. The files are removed from the object store after their last use."""
         shared = self._shared.get(adapter.digest)
         if shared is None:
             shared = self._shared[adapter.digest] = _Shared(asyncio.create_task(_put(Path(adapter.folder))))

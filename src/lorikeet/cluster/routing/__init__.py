@@ -1,1 +1,1 @@
-"""Routing policies, each in one file; ``lorikeet.policies`` has their names."""
+"""Holds the routing policies, each in one file. ``lorikeet.policies`` lists their names."""

@@ -1,6 +1,6 @@
 """Routes a request to a replica that holds its adapter or the KV of its prefix, unless that replica is overloaded.
 
-:class:`SentPrefixes` remembers which prefixes were sent where.
+:class:`SentPrefixes` remembers the replicas to which prefixes were sent.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
 MAX_PREFIXES = 1 << 17
-"""Number of prefixes that are remembered by default; each takes about 170 bytes."""
+"""Default number of remembered prefixes. Each prefix takes about 170 bytes."""
 
 _MAX_STALE = 64
 """Number of forgotten replicas after which all prefixes are forgotten."""
@@ -31,9 +31,11 @@ Home = tuple[ReplicaId, int]
 
 
 class PrefixDepths:
-    """The prefix lengths to remember, in blocks: from 16 on, each at most an eighth longer than the last.
+    """Lists the prefix lengths to remember, in blocks.
 
-    A prompt of 100,000 tokens has thousands of blocks, and routing it must stay fast.
+    From 16 blocks on, each length is at most an eighth longer than the last.
+
+    This limits their number: a prompt of 100,000 tokens has thousands of blocks, and its routing must stay fast.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,7 @@ class PrefixDepths:
         self._upto = 0
 
     def of(self, blocks: int) -> list[int]:
-        """Return the lengths for a prompt with so many whole blocks, ascending."""
+        """Return the lengths for a prompt in ascending order, given its number of whole blocks."""
         for depth in range(self._upto + 1, blocks + 1):
             if depth % (1 << max(0, depth.bit_length() - _EXACT_BITS)) == 0:
                 self._depths.append(depth)
@@ -53,23 +55,23 @@ class SentPrefixes:
     """Remembers the replicas to which requests with a prefix were sent, for the most recently used prefixes.
 
     A prefix is identified by the key of its last block, which depends on the adapter version and all tokens before. A
-    replica that has a prefix has all shorter ones; of a prompt, the longest prefixes are forgotten first. Replicas do
-    not report their KV, so a prefix that is remembered here may have been evicted there.
+    replica that has a prefix also has all shorter prefixes, and a prompt's longest prefixes are forgotten first.
+    Replicas do not report their KV, so a replica may have evicted a prefix that is remembered here.
 
     Args:
-        max_prefixes: number of prefixes that are remembered.
+        max_prefixes: largest number of remembered prefixes.
     """
 
     def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
-        self._masks: OrderedDict[bytes, int] = OrderedDict()  # a bit for each replica incarnation
+        self._masks: OrderedDict[bytes, int] = OrderedDict()  # bit of each replica incarnation
         self._bits: dict[Home, int] = {}
         self._homes: dict[int, Home] = {}  # by bit
-        self._stale_bits = 0  # bits of forgotten replicas, which may still be set in masks
+        self._stale_bits = 0  # bits of forgotten replicas, which masks may still contain
         self._depths = PrefixDepths()
 
     def __len__(self) -> int:
-        """Return the number of prefixes that are remembered."""
+        """Return the number of remembered prefixes."""
         return len(self._masks)
 
     def homes(self) -> list[Home]:
@@ -77,7 +79,9 @@ class SentPrefixes:
         return list(self._bits)
 
     def match(self, keys: Sequence[bytes]) -> dict[Home, int]:
-        """Return the number of leading blocks of a prompt that each replica was sent; only replicas with at least one.
+        """Return the number of a prompt's leading blocks that were sent to each replica.
+
+        Replicas without a block are left out.
 
         Args:
             keys: keys of the prompt's whole blocks.
@@ -99,10 +103,10 @@ class SentPrefixes:
         """Remember that a request with these block keys was sent to a replica."""
         masks = self._masks
         bit = 1 << self._bit(home)
-        for depth in reversed(self._depths.of(len(keys))):  # Backwards, so that the shortest prefix is the last used.
+        for depth in reversed(self._depths.of(len(keys))):  # In reverse, so that the shortest prefix is used last.
             key = keys[depth - 1]
             mask = masks.get(key)
-            if mask is None:  # A new key is inserted last anyway.
+            if mask is None:  # A new key is already the last one.
                 masks[key] = bit
                 continue
             if not mask & bit:
@@ -114,8 +118,8 @@ class SentPrefixes:
     def forget(self, home: Home) -> None:
         """Forget everything that was sent to a replica.
 
-        Its bit is masked out. When many bits are masked, all prefixes are forgotten and all bits are free again:
-        removing a bit from every prefix would take a tenth of a second.
+        The replica's bit is masked out, because removing it from every prefix would take a tenth of a second. When many
+        bits are masked out, all prefixes are forgotten and all bits become free again.
         """
         bit = self._bits.pop(home)
         del self._homes[bit]
@@ -152,10 +156,11 @@ MIN_BOUND_REQUESTS = 4
 
 
 def not_overloaded(candidates: Indices, fleet: Fleet, bound: float) -> Indices:
-    """Return the candidates that stay within ``bound`` times the mean number of requests, rounded up, with one more.
+    """Return the candidates that have at most ``bound`` times the mean number of requests after one more request.
 
-    There is always one: the least loaded has no more than the mean. Without the bound a popular adapter would keep one
-    replica overloaded; with it, as many replicas come to hold the adapter as its load needs.
+    The limit is rounded up. At least one candidate is returned, because the least loaded replica does not exceed the
+    mean. Without the bound, a popular adapter would keep one replica overloaded. With the bound, the number of replicas
+    that hold the adapter grows with its load.
 
     Source: V. Mirrokni, M. Thorup and M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
@@ -166,14 +171,15 @@ def not_overloaded(candidates: Indices, fleet: Fleet, bound: float) -> Indices:
 
 
 def _best(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.generic]) -> ReplicaInfo:
-    """Return the least loaded candidate, among equals the one with the fewest adapters.
+    """Return the least loaded candidate; among equals, the one with the fewest adapters.
 
-    So adapters spread over idle replicas, and no replica must evict one while another has room.
+    This rule spreads adapters over idle replicas, so that no replica must evict an adapter while another replica has
+    free memory.
 
     Args:
         candidates: indices, at least one, ascending.
         fleet: state of all replicas.
-        before: keys by replica that are compared first.
+        before: sort keys by replica that are compared before the load.
     """
     loads = fleet.loads
     return fleet.info(least(candidates, *before, loads.requests, loads.pending_tokens, loads.adapters))
@@ -183,14 +189,14 @@ class AdapterAffinity(RoutingPolicy):
     """Prefers the least loaded replica that holds the adapter or is loading it, unless it is overloaded.
 
     Args:
-        bound: see :data:`BOUND`.
+        bound: largest load relative to the mean; see :data:`BOUND`.
     """
 
     def __init__(self, bound: float = BOUND) -> None:
         self._bound = bound
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Prefer holders of the adapter."""
+        """Choose a replica, preferring holders of the adapter."""
         candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
@@ -204,8 +210,8 @@ class KvAffinity(RoutingPolicy):
     Among equals it prefers holders of the adapter.
 
     Args:
-        bound: see :data:`BOUND`.
-        max_prefixes: number of prefixes that are remembered.
+        bound: largest load relative to the mean; see :data:`BOUND`.
+        max_prefixes: largest number of remembered prefixes.
     """
 
     wants_keys = True
@@ -216,7 +222,7 @@ class KvAffinity(RoutingPolicy):
         self._changes = 0
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Prefer the longest known prefix, then holders of the adapter."""
+        """Choose a replica, preferring the longest known prefix, then holders of the adapter."""
         if self._changes != fleet.changes:
             self._prefixes.forget_gone(fleet)
             self._changes = fleet.changes
@@ -230,7 +236,10 @@ class KvAffinity(RoutingPolicy):
         return Choice(info.replica)
 
     def _unknown_blocks(self, request: RoutingRequest, fleet: Fleet) -> list[Indices]:
-        """Return the negated number of known blocks by replica as a sort key; an empty list if there are none."""
+        """Return the negated number of known blocks by replica as a sort key.
+
+        Return an empty list if no block is known.
+        """
         matched = self._prefixes.match(request.keys)
         if not matched:
             return []

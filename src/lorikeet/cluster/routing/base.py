@@ -1,4 +1,4 @@
-"""The interface of a routing policy, and the comparisons of load that the policies share."""
+"""Defines the interface of a routing policy, and the comparisons of load that the policies share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Set
@@ -16,12 +16,12 @@ from lorikeet.core.replica_costs import ReplicaCosts
 
 
 class Choice(NamedTuple):
-    """The replica for a request.
+    """Holds the replica that a policy chose for a request.
 
     Attributes:
-        replica: an open one.
-        saved_s: seconds, over all requests, by which it is cheaper than the mean of the open replicas; 0 if the policy
-            does not compare seconds.
+        replica: an open replica.
+        saved_s: seconds that the choice saves over all requests, compared with the mean of the open replicas. 0 if the
+            policy does not compare seconds.
     """
 
     replica: ReplicaId
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
 
 
 class AdapterPlaces(NamedTuple):
-    """Where a request's adapter should be, and where it is.
+    """Holds the replicas that should have a request's adapter and the replicas that have it.
 
     Attributes:
         table: the routing table to follow; None if any replica may serve any adapter.
@@ -47,13 +47,14 @@ ANYWHERE = AdapterPlaces()
 class RoutingPolicy(ABC):
     """Chooses the replica of each request.
 
-    The caller sends the request there and informs the fleet (``Fleet.dispatched``), so that the next choice counts it.
-    A policy may remember its choices, and assumes that they are followed.
+    The caller sends the request to the chosen replica and informs the fleet (``Fleet.dispatched``), so that the next
+    choice counts the request. A policy may remember its choices, and assumes that callers follow them.
 
     Attributes:
         wants_keys: whether ``RoutingRequest.keys`` must be filled.
         may_leave_table: whether it may choose a replica that the table does not name.
-        needs: names of what its owner must measure for it: ``learned_costs``, the costs of replicas in a simulation.
+        needs: names of inputs that the cluster must measure for the policy: ``learned_costs``, the costs of replicas in
+            a simulation.
     """
 
     wants_keys: bool = False
@@ -63,14 +64,14 @@ class RoutingPolicy(ABC):
 
     @classmethod
     def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
-        """Create the policy for a cluster. Policies that need more than their parameters take it from ``setup``.
+        """Create the policy for a cluster. Policies read everything except their parameters from ``setup``.
 
         Args:
             setup: the facts about the cluster.
             parameters: keyword-only arguments of the constructor that the preset sets.
 
         Raises:
-            ConfigError: profile and options lack something that the policy needs.
+            ConfigError: profile and options lack a value that the policy needs.
         """
         return cls(**parameters)
 
@@ -81,27 +82,28 @@ class RoutingPolicy(ABC):
         Args:
             request: the request to route.
             fleet: state of all replicas.
-            places: places of its adapter.
+            places: desired and actual replicas of the request's adapter.
             now: seconds on the caller's clock.
 
         Returns:
-            The choice; None if the request should wait until a request ends or a replica joins, and be routed then.
+            The choice; None if the request should wait. A waiting request is routed again when a request ends or a
+            replica joins.
         """
 
     def learn(self, costs: ReplicaCosts) -> None:  # noqa: B027  # optional
-        """Use other costs of a replica from now on. Policies that do not compare costs ignore them."""
+        """Update the costs of a replica. Policies that do not compare costs ignore them."""
 
     def candidates(self, request: RoutingRequest, fleet: Fleet, table: RoutingTable | None) -> Indices:
         """Return the indices of the open replicas that may serve a request, ascending.
 
-        These are the ones that the table names for its adapter. If none of them is open, and for the base model, all
-        open replicas may serve it.
+        The table names the replicas for the request's adapter. If none of these replicas is open, or if the request is
+        for the base model, any open replica may serve the request.
         """
         if table is None or request.adapter is None or request.adapter not in table.shares:
             return fleet.open
         if self._homes is None or self._homes.table is not table or self._homes.changes != fleet.changes:
             self._homes = _Homes(table, fleet.changes, {})
-        # Cached by tuple: with full replication all adapters share one.
+        # The cache is by tuple, because all adapters share one tuple under full replication.
         shares = table.shares[request.adapter]
         homes = self._homes.by_shares.get(id(shares))
         if homes is None:
@@ -113,7 +115,7 @@ class RoutingPolicy(ABC):
 
 
 class _Homes(NamedTuple):
-    """The candidates of adapters, valid for one table while the fleet does not change; by the id of their shares."""
+    """Caches the candidates of adapters for one table and an unchanged fleet, by the id of their shares."""
 
     table: RoutingTable
     changes: int
@@ -121,14 +123,14 @@ class _Homes(NamedTuple):
 
 
 class LeastCost(RoutingPolicy):
-    """Chooses the replica with the lowest cost, the first among equals. Subclasses define the cost."""
+    """Chooses the replica with the lowest cost, or the first among equals. Subclasses define the cost."""
 
     @abstractmethod
     def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
         """Return the cost of a request at each replica."""
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Choose the cheapest replica."""
+        """Choose the replica with the lowest cost."""
         candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
@@ -136,7 +138,7 @@ class LeastCost(RoutingPolicy):
 
 
 def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:
-    """Return the candidate with the smallest first key; among equals by the next key, then the first.
+    """Return the candidate with the smallest first key. Ties are decided by the next key, then by order.
 
     Args:
         candidates: indices, at least one, ascending.
@@ -151,7 +153,7 @@ def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:
 
 
 def least_loaded(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.generic]) -> int:
-    """Return the candidate with the fewest requests, among equals the one with the fewest tokens to compute.
+    """Return the candidate with the fewest requests; among equals, the one with the fewest tokens to compute.
 
     Args:
         candidates: indices, at least one, ascending.
@@ -162,10 +164,10 @@ def least_loaded(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.gene
 
 
 def with_capacity(request: RoutingRequest, fleet: Fleet, candidates: Indices) -> Indices:
-    """Return the candidates that have free memory for a request behind the requests that they have.
+    """Return the candidates that have enough free memory for one more request.
 
-    If the request would not even fit an empty candidate, waiting does not help: then all are returned, and the engine
-    that gets it rejects it with a reason.
+    If the request would not fit even an empty candidate, waiting does not help. In that case all candidates are
+    returned, and the chosen engine rejects the request with a reason.
     """
     loads = fleet.loads
     needed_tokens = fleet.needed_tokens(request, fleet.is_warm(request.adapter))

@@ -10,10 +10,10 @@ from lorikeet.cluster.setup import PolicySetup
 
 
 class ByTable(RoutingPolicy):
-    """Draws a replica with the probability of its share of the adapter.
+    """Draws a replica with a probability equal to its share of the adapter.
 
     If the drawn replica is not open, it draws among the open ones in proportion to their shares. Requests of the base
-    model, of an adapter that is not in the table, and of one without an open replica go to the least loaded replica.
+    model, and of an adapter without an open replica in the table, go to the least loaded replica.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -21,7 +21,7 @@ class ByTable(RoutingPolicy):
 
     @classmethod
     def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
-        """Create the policy with the seed of the options."""
+        """Create the policy with the seed from the options."""
         return cls(setup.options.seed, **parameters)
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:

@@ -1,7 +1,8 @@
-"""Tracks the state of all replicas for routing: their requests, their load and their resident adapters.
+"""Tracks the requests, load and resident adapters of all replicas for routing.
 
-Loads are arrays with one element per replica, so that a policy looks at all replicas at once. The fleet is updated by
-dispatched requests, by the outputs of the engines (:func:`apply_outputs`) and by the gauges that they report.
+Loads are arrays with one element per replica, so that a policy compares all replicas by array operations. The fleet is
+updated by dispatched requests, by the outputs of the engines (:func:`apply_outputs`) and by the gauges that they
+report.
 """
 
 from collections import Counter, OrderedDict
@@ -23,11 +24,10 @@ Indices = npt.NDArray[np.intp]
 
 
 class RankCounts:
-    """Counts the ranks of a changing set of requests: their number, the largest, the sum.
+    """Tracks the number, the maximum and the sum of the ranks of a changing set of requests.
 
-    Requests without a rank are ignored.
-
-    The largest is searched only when the last request of that rank leaves, and only among distinct ranks.
+    Requests without a rank are ignored. The maximum is recomputed only when the last request of the largest rank
+    leaves, and only among distinct ranks.
     """
 
     __slots__ = ("_counts", "largest", "rows", "total")
@@ -39,7 +39,7 @@ class RankCounts:
         self.total = 0
 
     def add(self, rank: int) -> None:
-        """Count one more request of that rank."""
+        """Add a request with a rank."""
         if rank:
             self._counts[rank] = self._counts.get(rank, 0) + 1
             self.rows += 1
@@ -47,7 +47,7 @@ class RankCounts:
             self.largest = max(self.largest, rank)
 
     def remove(self, rank: int) -> None:
-        """Count one request less of that rank."""
+        """Remove a request with a rank."""
         if rank:
             self._counts[rank] -= 1
             self.rows -= 1
@@ -59,26 +59,30 @@ class RankCounts:
 
 
 class ReplicaLoads:
-    """Counters by replica, in the fleet's order. Arrays are replaced when a replica joins or leaves.
+    """Counts requests, tokens and memory by replica, in the fleet's order.
+
+    Arrays are replaced when a replica joins or leaves.
 
     Attributes:
         requests: all requests at the replica: running, queued and others.
-        running, queued: requests that were sent from here.
-        others: requests that the replica counts and that were not sent from here.
-        rows, largest_rank, total_rank: ranks of running and queued requests that have an adapter.
-        queued_rows, queued_largest_rank, queued_total_rank: ranks of queued requests that have an adapter.
+        running, queued: requests that this process sent.
+        others: requests that the replica reports and that other clients sent.
+        rows, largest_rank, total_rank: number, maximum and sum of the ranks of running and queued requests with an
+            adapter.
+        queued_rows, queued_largest_rank, queued_total_rank: number, maximum and sum of the ranks of queued requests
+            with an adapter.
         prefill_tokens: tokens of requests that have generated no token since they were queued.
-        decode_tokens: expected tokens that are not generated yet.
-        queued_s: execution time of the queued requests, one after another, as expected when they were sent.
+        decode_tokens: expected number of tokens that are not yet generated.
+        queued_s: sum of the queued requests' execution times, as expected when they were sent.
         held_tokens: tokens of running requests.
         queued_tokens: tokens of queued requests, which hold no memory yet.
-        capacity_tokens: what running requests could hold altogether. ``total_tokens`` while there are none, because
-            then only evictable cache fills the memory.
+        capacity_tokens: number of tokens that running requests could hold together. Equal to ``total_tokens`` while no
+            request runs, because then only evictable cache fills the memory.
         total_tokens: capacity of an empty replica.
-        max_batch: most requests in a step.
-        kv_token_bytes: KV of one token; 0 if unknown.
+        max_batch: largest number of requests in a step.
+        kv_token_bytes: bytes of one token's KV; 0 if unknown.
         tokens_per_byte: inverse of ``kv_token_bytes``; 0 if unknown.
-        adapters: number of adapters that are resident or needed there.
+        adapters: number of adapters that are resident at the replica or needed by its requests.
     """
 
     requests: Numbers
@@ -115,7 +119,7 @@ class ReplicaLoads:
         self.tokens_per_byte[-1] = 1 / kv_token_bytes if kv_token_bytes else 0.0
 
     def delete(self, index: int) -> None:
-        """Remove a replica; those behind it move up."""
+        """Remove a replica; the following replicas move up by one index."""
         self._replace(lambda counter: np.delete(counter, index))
 
     def _replace(self, change: Callable[[Numbers], Numbers]) -> None:
@@ -124,12 +128,12 @@ class ReplicaLoads:
 
     @property
     def free_tokens(self) -> Numbers:
-        """The capacity that running requests do not hold and the known tokens of queued ones do not need."""
+        """Capacity in tokens that running requests do not hold and the known tokens of queued requests do not need."""
         return self.capacity_tokens - self.held_tokens - self.queued_tokens
 
     @property
     def pending_tokens(self) -> Numbers:
-        """The tokens to prefill and to generate."""
+        """Number of tokens to prefill and to generate."""
         return self.prefill_tokens + self.decode_tokens
 
     def set_ranks(self, index: int, ranks: RankCounts) -> None:
@@ -146,15 +150,15 @@ class ReplicaLoads:
 
 
 class ReplicaGauges(msgspec.Struct, frozen=True):
-    """The counts that a replica reports at one moment.
+    """Holds the counts that a replica reports at one moment.
 
     Attributes:
         replica: id of the replica.
         epoch: incarnation of the replica.
-        number: rises with every report of an incarnation.
-        requests: running and queued ones, from any client.
+        number: number of the report; rises within an incarnation.
+        requests: number of running and queued requests, from any client.
         free_tokens: KV capacity that is free or evictable; None if the replica does not report it.
-        resident: adapters on its device; None if the replica does not report them.
+        resident: adapters on the replica's device; None if the replica does not report them.
     """
 
     replica: ReplicaId
@@ -173,11 +177,11 @@ _MAX_ADAPTERS = 65_536
 
 
 class RequestAverages:
-    """Average lengths of answers and execution times of requests.
+    """Averages the lengths of answers and the execution times of requests.
 
     Args:
-        output_tokens: length of an answer before any has finished.
-        execution_s: time from admission to the end before any has finished.
+        output_tokens: assumed length of an answer until the first answer has finished.
+        execution_s: assumed time from admission to the end until the first request has finished.
 
     Attributes:
         output_tokens: exponential average (TOPPINGS' ``avg_resp_len``).
@@ -190,9 +194,10 @@ class RequestAverages:
         self._by_adapter = OrderedDict[AdapterDigest | None, tuple[int, float]]()
 
     def finished(self, adapter: AdapterDigest | None, output_tokens: int, execution_s: float | None) -> None:
-        """Add an answer that was not cut short. ``execution_s`` is None if its admission was not seen.
+        """Add a complete answer.
 
-        The first 50 answers weigh the same, so that the first few count.
+        ``execution_s`` is None if the time of its admission is unknown. The first 50 answers have equal weights, so
+        that the average is useful early.
         """
         self._seen += 1
         weight = max(ALPHA, 1 / self._seen)
@@ -205,20 +210,24 @@ class RequestAverages:
             self._execution_s += weight * (execution_s - self._execution_s)
 
     def execution_s(self, adapter: AdapterDigest | None) -> float:
-        """Return an adapter's mean over finished requests (dLoRA's L); before any, the average over all."""
+        """Return an adapter's mean over finished requests (dLoRA's L).
+
+        If none has finished, return the average over all adapters.
+        """
         entry = self._by_adapter.get(adapter)
         return self._execution_s if entry is None else entry[1]
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
-    """The sizes of a replica that joins.
+    """Holds the sizes of a replica that joins.
 
     Attributes:
         replica: id of the replica.
         epoch: incarnation of the replica; rises with every restart.
         total_tokens: KV capacity in tokens; infinity if unknown.
-        max_batch: most requests in a step.
-        kv_token_bytes: KV of one token, over all ranks; 0 if unknown: adapters then count as taking no memory.
+        max_batch: largest number of requests in a step.
+        kv_token_bytes: bytes of one token's KV, over all ranks; 0 if unknown. If unknown, adapters count as needing no
+            memory.
     """
 
     replica: ReplicaId
@@ -230,16 +239,16 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class FleetReplica:
-    """A replica of the fleet.
+    """Tracks a replica of the fleet.
 
     Attributes:
         info: sizes of the replica.
         index: index of the replica in all arrays.
-        is_open: whether it may be sent requests.
-        number: number of its last report.
-        requests: its requests, in the order of their arrival.
-        resident: adapters on its device, as it reported.
-        wanted: requests by adapter.
+        is_open: whether requests may be sent to the replica.
+        number: number of the replica's last report.
+        requests: requests of the replica, in the order of their arrival.
+        resident: adapters on the replica's device, as reported.
+        wanted: number of requests by adapter.
         ranks, queued_ranks: ranks of all requests and of queued requests.
     """
 
@@ -259,13 +268,13 @@ class FleetRequest:
     """A request at a replica.
 
     Attributes:
-        request: the request as it was sent.
+        request: the request as it was sent to the replica.
         replica: its replica.
-        execution_s: expected execution time. It never changes, so that sums over requests stay right.
-        is_running: whether it has been admitted.
-        is_prefilled: whether it has generated a token since it was queued last.
-        output_tokens: generated at this replica.
-        admitted_s: when it was admitted first, on the replica's clock.
+        execution_s: expected execution time, which never changes, so that sums over requests stay consistent.
+        is_running: whether the request has been admitted.
+        is_prefilled: whether the request has generated a token since it was last queued.
+        output_tokens: number of tokens generated at this replica.
+        admitted_s: time of the first admission, on the replica's clock.
     """
 
     request: RoutingRequest
@@ -278,7 +287,7 @@ class FleetRequest:
 
     @property
     def remaining_tokens(self) -> int:
-        """The expected tokens that are not generated yet."""
+        """Expected number of tokens that are not yet generated."""
         return max(0, self.request.expected_tokens - self.output_tokens)
 
     def count(self, loads: ReplicaLoads, sign: int) -> None:
@@ -299,7 +308,7 @@ class FleetRequest:
             return
         loads.queued[index] += sign
         loads.queued_tokens[index] += tokens
-        # Reset with an empty queue: sums of floats are not exact, and ties between idle replicas matter.
+        # An empty queue resets the sum, because sums of floats are not exact and ties between idle replicas matter.
         loads.queued_s[index] = loads.queued_s[index] + sign * self.execution_s if loads.queued[index] else 0.0
         (replica.queued_ranks.add if sign > 0 else replica.queued_ranks.remove)(rank)
         loads.set_queued_ranks(index, replica.queued_ranks)
@@ -308,19 +317,19 @@ class FleetRequest:
 class Fleet:
     """Tracks the state of all replicas.
 
-    Replicas have indices in the order in which they joined; ties between them go to the lowest index. Events of a
-    request that is not at the replica (any more), and of an earlier incarnation, are ignored: they were in flight when
-    the request ended or moved.
+    Replicas have indices in the order in which they joined; ties between them go to the lowest index. Events of an
+    earlier incarnation, or of a request that is not at the replica, are ignored. Such events were in flight when the
+    request ended or moved.
 
     Args:
         averages: averages over finished requests.
 
     Attributes:
-        loads: counters by replica. Read them through the fleet: arrays are replaced.
+        loads: counters by replica. Read them through the fleet, because arrays are replaced.
         averages: averages over finished requests.
-        open: indices of the replicas that may be sent requests.
-        open_index: index of each such replica, by id.
-        changes: rises when replicas join, leave or drain.
+        open: indices of the replicas to which requests may be sent.
+        open_index: index of each open replica, by id.
+        changes: counter that rises when replicas join, leave or drain.
     """
 
     def __init__(self, averages: RequestAverages | None = None) -> None:
@@ -337,7 +346,7 @@ class Fleet:
     # --- replicas ------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the number of replicas, drained ones included."""
+        """Return the number of replicas, including drained replicas."""
         return len(self._replicas)
 
     def infos(self) -> list[ReplicaInfo]:
@@ -389,12 +398,12 @@ class Fleet:
         return list(replica.requests)
 
     def drain(self, replica_id: ReplicaId) -> None:
-        """Send a replica no more requests."""
+        """Stop sending requests to a replica."""
         self._by_id[replica_id].is_open = False
         self._update_open()
 
     def reopen(self, replica_id: ReplicaId) -> None:
-        """Send a replica requests again.
+        """Resume sending requests to a replica.
 
         Raises:
             KeyError: unknown replica.
@@ -427,7 +436,7 @@ class Fleet:
             self._set(entry, True, entry.is_prefilled, entry.output_tokens)
 
     def preempted(self, replica_id: ReplicaId, request_id: RequestId) -> None:
-        """Record that a request is queued again and must be prefilled again."""
+        """Record that a request was preempted, so that it is queued and must be prefilled again."""
         if (entry := self._find(replica_id, request_id)) is not None:
             self._set(entry, False, False, entry.output_tokens)
 
@@ -436,7 +445,7 @@ class Fleet:
         self.generated_together(replica_id, [(request_id, tokens)])
 
     def generated_together(self, replica_id: ReplicaId, counts: Iterable[tuple[RequestId, int]]) -> None:
-        """Record how many tokens some requests of a replica have generated."""
+        """Record the number of tokens that each of several requests of a replica has generated."""
         replica = self._by_id.get(replica_id)
         if replica is None:
             return
@@ -466,7 +475,7 @@ class Fleet:
         """
         if (entry := self._find(replica_id, request_id)) is not None:
             if is_complete:
-                before = entry.request.generated_tokens  # It ran at other replicas for an unknown time.
+                before = entry.request.generated_tokens  # The request ran at other replicas for an unknown time.
                 ran_s = None if entry.admitted_s is None or before else now - entry.admitted_s
                 self.averages.finished(entry.request.adapter, before + entry.output_tokens, ran_s)
             self.withdraw(request_id)
@@ -511,7 +520,7 @@ class Fleet:
             self._check_holder(replica, adapter)
 
     def is_warm(self, adapter: AdapterDigest | None) -> Flags:
-        """Return by replica whether an adapter is resident or needed there; True for the base model."""
+        """Return by replica whether an adapter is resident or needed. The base model is always resident."""
         if adapter is None:
             return np.ones(len(self), np.bool_)
         warm = np.zeros(len(self), np.bool_)
@@ -520,19 +529,19 @@ class Fleet:
         return warm
 
     def needed_tokens(self, request: RoutingRequest, is_warm: Flags) -> Numbers:
-        """Return by replica the capacity that a request needs at first, in tokens.
+        """Return by replica the capacity that a request needs initially, in tokens.
 
-        That is its known tokens, and its adapter where it is not resident.
+        The capacity is the number of known tokens, plus the size of the adapter if it is not resident.
         """
         return request.known_tokens + ~is_warm * (request.adapter_bytes * self.loads.tokens_per_byte)
 
     # --- gauges --------------------------------------------------------------------------------------
 
     def gauges(self, gauges: ReplicaGauges) -> bool:
-        """Apply the counts of a replica. Return False if they are outdated and ignored.
+        """Apply the counts of a replica. Return False if the counts are outdated and were ignored.
 
-        Requests that were sent from here are assumed to be among those counted, so that none counts twice. Requests of
-        other clients are undercounted by the number of requests in flight to the replica.
+        The report is assumed to include all requests that this process sent, so that no request counts twice. Requests
+        of other clients are undercounted by the number of requests in flight to the replica.
         """
         replica = self._by_id.get(gauges.replica)
         if replica is None or gauges.epoch != replica.info.epoch or gauges.number <= replica.number:
@@ -607,7 +616,7 @@ class Fleet:
 
 
 def replica_gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_size: int) -> ReplicaGauges:
-    """Return an engine's statistics as gauges. KV and adapters that no request needs count as free."""
+    """Return an engine's statistics as gauges. KV and adapters that no request needs count as free memory."""
     needed = {*stats.running_adapters, *stats.waiting_adapters}
     idle_blocks = sum(blocks for digest, blocks in stats.resident_adapters.items() if digest not in needed)
     return ReplicaGauges(

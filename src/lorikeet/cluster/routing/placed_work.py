@@ -1,4 +1,4 @@
-"""Routing by work that is slowed down by the largest rank, among the replicas of the table."""
+"""Routes by the work at each replica of the table, slowed down by the largest rank."""
 
 import numpy as np
 
@@ -14,13 +14,13 @@ OVERFLOW = 1.5
 
 
 class LeastWork(LeastCost):
-    """Chooses the least work including the request, slowed down by the largest rank; the first among equals.
+    """Chooses the replica with the least work including the request, slowed down by the largest rank.
 
     With the request, a replica with largest rank R and T tokens to compute needs ``m(max(R, r)) * (T + t)``, where
     ``m(r) = 1 + c * r``.
 
     Args:
-        rank_slowdown: c.
+        rank_slowdown: the factor c.
     """
 
     def __init__(self, rank_slowdown: float = RANK_SLOWDOWN) -> None:
@@ -34,16 +34,18 @@ class LeastWork(LeastCost):
 
 
 class PlacedWork(LeastWork):
-    """Chooses the least work among the replicas of the table, unless it exceeds ``OVERFLOW`` times the least of all.
+    """Chooses the table's replica with the least work, unless its work is too high.
 
-    The shares that LoRAServe draws by ignore the queues. A placement holds for a period and is made from expected
-    demand; if much more arrives for the replicas of an adapter than for others, the others take some of it.
+    The limit is ``OVERFLOW`` times the least work of all replicas.
+
+    LoRAServe draws replicas by shares, which ignore the queues. A placement is based on the expected demand of a
+    period. If much more demand arrives for an adapter's replicas than for others, other replicas serve a part of it.
     """
 
     may_leave_table = True
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Choose among the replicas of the table, unless another one has far less work."""
+        """Choose a replica of the table, unless another replica has far less work."""
         candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None

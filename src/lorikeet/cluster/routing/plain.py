@@ -1,4 +1,4 @@
-"""Policies that ignore adapters: random, round robin, least loaded."""
+"""Implements routing policies that ignore adapters: random, round robin, and least loaded."""
 
 from collections import OrderedDict
 from random import Random
@@ -34,13 +34,13 @@ class RandomChoice(RoutingPolicy):
 
 
 class RoundRobin(RoutingPolicy):
-    """Chooses one replica after the other; with a table, each adapter cycles through its own (dLoRA's RR)."""
+    """Chooses one replica after the other. With a table, each adapter cycles through its replicas (dLoRA's RR)."""
 
     def __init__(self) -> None:
         self._turns = OrderedDict[AdapterDigest | None, int]()
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Take the next candidate."""
+        """Choose the next candidate."""
         candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
@@ -53,9 +53,9 @@ class RoundRobin(RoutingPolicy):
 
 
 class LeastLoaded(RoutingPolicy):
-    """Chooses the fewest requests, running and queued; among equals the fewest tokens to compute."""
+    """Chooses the replica with the fewest requests, running and queued; among equals, the fewest tokens to compute."""
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Take the least loaded candidate."""
+        """Choose the least loaded candidate."""
         candidates = self.candidates(request, fleet, places.table)
         return Choice(fleet.info(least_loaded(candidates, fleet)).replica) if len(candidates) else None

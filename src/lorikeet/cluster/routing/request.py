@@ -8,16 +8,17 @@ from lorikeet.memory.tree import block_keys
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """The properties of a request that routing needs.
+    """Holds the properties of a request that routing needs.
 
     Attributes:
         request_id: id of the request.
         adapter: version of its adapter; None for the base model.
         rank: largest rank of the adapter; 0 for the base model.
         adapter_bytes: size of its weights.
-        known_tokens: tokens of the prompt and of earlier attempts.
-        expected_tokens: tokens that are still to be generated.
-        keys: keys of its whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the policy uses them.
+        known_tokens: number of tokens of the prompt and of earlier attempts.
+        expected_tokens: expected number of tokens that are not yet generated.
+        keys: keys of the request's whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the policy uses
+            keys.
         generated_tokens: number of the known tokens that earlier attempts generated.
     """
 

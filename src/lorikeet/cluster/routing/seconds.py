@@ -1,4 +1,4 @@
-"""Routes a request to the replica where it costs all requests together the fewest seconds."""
+"""Routes a request to the replica where it adds the fewest seconds to all requests together."""
 
 from collections.abc import Set
 from typing import Any, Self
@@ -21,19 +21,19 @@ COPY_TIMES = 3.0
 class FewestSeconds(RoutingPolicy):
     """Chooses the replica where a request adds the fewest seconds: its own latency, and the delays of other requests.
 
-    Its own are the prompts before it, its prompt without the prefix that was sent there before, and the steps of its
-    answer in the batch there. Loading its adapter runs beside the prompts before it, and displaces what must be
-    loaded again. Others wait for its prompt, and for one more sequence in each step of its answer. If the replica's
-    memory is short, it waits for as long as the requests there need to free as much.
+    The request's latency consists of the prefills before it, the prefill of its prompt without the prefix that was sent
+    to the replica before, and the decode steps of its answer. The load of its adapter overlaps the prefills before it,
+    and evicts adapters that must be loaded again. Other requests wait for its prefill, and for one more sequence in
+    each step of its answer. If the replica's memory is short, the request waits until the replica's requests have freed
+    enough.
 
-    Any open replica may be chosen, whatever the table names: where requests are sent decides where copies of their
-    adapter are, and the pool deletes those that were unused for longest (``pool_share``).
+    Any open replica may be chosen, even if the table does not name it. Copies of an adapter follow its requests, and
+    the pool deletes the copies that were unused for longest (``pool_share``).
 
-    Padded kernels compute every row with the largest rank there. So a small rank costs more beside large ones, and a
-    large one makes all others slower where it is the first.
+    Padded kernels compute every row with the largest rank at the replica. So a small rank costs more beside large
+    ranks, and the first large rank slows down all other requests.
 
-    Source: the sum over all requests is that of TOPPINGS, Algorithm 1; a prefix, an adapter and their loads are
-    counted in the same seconds.
+    Source: TOPPINGS, Algorithm 1, for the sum over all requests. Prefixes, adapters and their loads are our additions.
 
     Args:
         costs: costs of a replica.
@@ -47,7 +47,7 @@ class FewestSeconds(RoutingPolicy):
 
     @classmethod
     def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
-        """Create the policy with the costs of a replica."""
+        """Create the policy with the costs from ``setup``."""
         return cls(setup.costs(), setup.preset.kernel_form, **parameters)
 
     def __init__(
@@ -62,11 +62,14 @@ class FewestSeconds(RoutingPolicy):
         self._changes = 0
 
     def learn(self, costs: ReplicaCosts) -> None:
-        """Use other costs from now on."""
+        """Update the costs of a replica."""
         self._costs = costs
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Choose the replica with the fewest added seconds; of equals a holder, then the least loaded."""
+        """Choose the replica with the fewest added seconds.
+
+        Among equals, a holder of the adapter is preferred, then the least loaded replica.
+        """
         if self._changes != fleet.changes:
             self._prefixes.forget_gone(fleet)
             self._changes = fleet.changes
@@ -80,15 +83,16 @@ class FewestSeconds(RoutingPolicy):
         return Choice(info.replica, saved_s=float(seconds[fleet.open].mean() - seconds[index]))
 
     def seconds(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags, holders: Set[ReplicaId] | None) -> Numbers:
-        """Return by replica the seconds that a request adds.
+        """Return, by replica, the seconds that a request adds.
 
         Args:
             request: the request to route.
             fleet: state of all replicas.
             is_warm: whether the request's adapter is on the device, by replica.
-            holders: replicas whose machine has a copy of it; None if all machines have one.
+            holders: replicas whose machine has a copy of the adapter; None if all machines have one.
         """
-        # Few array operations: with 64 replicas each takes a microsecond, and a route may take a hundred.
+        # The number of array operations is kept low: with 64 replicas each takes a microsecond, and a route may take
+        # 100.
         costs = self._costs
         loads = fleet.loads
         rank = request.rank
@@ -98,7 +102,7 @@ class FewestSeconds(RoutingPolicy):
         left = loads.decode_tokens / some
         ranks = loads.total_rank
         largest: Numbers | int = rank
-        rows_rank: Numbers | int = rank  # growth of the work of a decode step
+        rows_rank: Numbers | int = rank  # growth of the work in a decode step
         if self._is_padded:
             ranks = loads.largest_rank * loads.rows
             largest = np.maximum(loads.largest_rank, rank)
@@ -134,7 +138,10 @@ class FewestSeconds(RoutingPolicy):
         return seconds
 
     def _new_tokens(self, request: RoutingRequest, fleet: Fleet) -> Numbers | int:
-        """Return by replica the tokens behind the longest prefix that it was sent; at least the last block."""
+        """Return, by replica, the number of tokens to prefill after the known prefix.
+
+        The known prefix is the longest one that was sent to the replica. At least the last block counts as new.
+        """
         matched = self._prefixes.match(request.keys)
         if not matched:
             return request.known_tokens
