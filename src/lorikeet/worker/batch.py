@@ -1,4 +1,4 @@
-"""The state of sequences between steps, and the tensors of a batch built from it."""
+"""The state of sequences between steps, and the tensors of a step's batch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -19,10 +19,12 @@ Ints = npt.NDArray[np.int64]
 
 
 class GrowingInts:
-    """An int64 array that grows at its end; slices of it are views.
+    """An int64 array that grows at its end.
+
+    Slices of the array are views.
 
     Args:
-        values: the first ones; an array is not copied before it grows.
+        values: the first values. An array is copied only when it has to grow.
     """
 
     def __init__(self, values: Iterable[int] = ()) -> None:
@@ -33,7 +35,7 @@ class GrowingInts:
         return self._length
 
     def extend(self, values: Iterable[int]) -> None:
-        """Append ``values``; amortised constant time for each."""
+        """Append ``values``, in amortised constant time per value."""
         added = np.fromiter(values, dtype=np.int64)
         length = self._length + len(added)
         self._reserve(length)
@@ -41,14 +43,14 @@ class GrowingInts:
         self._length = length
 
     def append(self, value: int) -> None:
-        """Append one value; ten times as fast as :meth:`extend`."""
+        """Append one value. This is ten times as fast as :meth:`extend`."""
         self._reserve(self._length + 1)
         self._buffer[self._length] = value
         self._length += 1
 
     @property
     def values(self) -> Ints:
-        """The content, int64 ``[len]``, as a view."""
+        """View of the values, int64 ``[len]``."""
         return self._buffer[: self._length]
 
     def _reserve(self, length: int) -> None:
@@ -59,21 +61,21 @@ class GrowingInts:
 
 
 class RankSequence:
-    """State of one sequence on a rank.
+    """The state of one sequence on a rank.
 
     Attributes:
         request_id: the sequence's request.
-        sampling: how its tokens are chosen.
-        adapter: adapter version it runs with, None for the base model.
+        sampling: the request's sampling parameters.
+        adapter: the sequence's adapter version, None for the base model.
         adapter_start: position of the first token on which the adapter acts.
-        prompt_tokens: how many of ``token_ids`` are prompt.
-        token_ids: prompt and outputs, including outputs of earlier attempts.
-        blocks: its block table.
-        embeds: embeddings of the prompt's tokens, ``[tokens, hidden]``; None for the model's.
-        scores_prompt: whether the log probabilities of its prompt are wanted. Those of a sequence with outputs of
-            earlier attempts have been reported.
-        pooling: how one vector is made of its prompt, None if tokens are sampled.
-        pooled_sum: weighted sum so far of the hidden states that are averaged, fp32 ``[hidden]``.
+        prompt_tokens: the number of prompt tokens in ``token_ids``.
+        token_ids: prompt and output tokens, including outputs from before a preemption.
+        blocks: the sequence's block table.
+        embeds: embeddings given with the prompt, ``[tokens, hidden]``. None if the model embeds the tokens.
+        scores_prompt: whether to compute log probabilities of the prompt. False if they were reported before a
+            preemption.
+        pooling: how to make a vector from the prompt. None if tokens are sampled.
+        pooled_sum: weighted sum of the hidden states pooled so far, fp32 ``[hidden]``.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -91,26 +93,26 @@ class RankSequence:
 
     @property
     def origin(self) -> "RankSequence":
-        """The sequence itself, or that of a :class:`DraftedSequence`."""
+        """The sequence without drafted tokens."""
         return self
 
     @property
     def embedded_tokens(self) -> int:
-        """Number of first tokens that have embeddings of their own."""
+        """Number of leading tokens whose embeddings were given with the prompt."""
         return 0 if self.embeds is None else len(self.embeds)
 
     def scored_tokens(self, start: int, tokens: int) -> int:
-        """Return the number of ``tokens`` from ``start`` on whose next token is a prompt token to score."""
+        """Return how many of the ``tokens`` from ``start`` on are followed by a prompt token to score."""
         return max(0, min(tokens, self.prompt_tokens - 1 - start)) if self.scores_prompt else 0
 
     def pooled_tokens(self, start: int, tokens: int) -> int:
-        """Return the number of ``tokens`` from ``start`` on whose hidden states are pooled; they are the last."""
+        """Return how many of the ``tokens`` from ``start`` on, counted from the end, have hidden states to pool."""
         if self.pooling is None:
             return 0
         return tokens if self.pooling.needs_all_tokens else int(start + tokens == self.prompt_tokens)
 
     def add_blocks(self, blocks: Iterable[BlockId]) -> None:
-        """Append to the block table."""
+        """Append blocks to the block table."""
         self.blocks.extend(blocks)
 
     def add_token(self, token_id: int) -> None:
@@ -123,7 +125,7 @@ class DraftedSequence:
 
     Args:
         origin: the sequence.
-        token_ids: its tokens and those drafted ones.
+        token_ids: the sequence's tokens and the drafted tokens.
     """
 
     def __init__(self, origin: RankSequence, token_ids: Ints) -> None:
@@ -135,7 +137,7 @@ class DraftedSequence:
 
 
 def drafted_sequences(sequence: RankSequence, draft: Sequence[int]) -> list[DraftedSequence]:
-    """Return the sequence before each token of a step with a draft, by the number of accepted draft tokens."""
+    """Return the sequence extended by 0, 1, 2 ... tokens of the draft."""
     known = len(sequence.token_ids)
     token_ids = np.concatenate((sequence.token_ids.values, np.array(draft, dtype=np.int64)))
     return [DraftedSequence(sequence, token_ids[: known + came]) for came in range(len(draft) + 1)]
@@ -152,11 +154,11 @@ class BatchRow(NamedTuple):
     Attributes:
         sequence: token ids and block table.
         start: position of the first token computed.
-        tokens: how many tokens are computed.
-        samples: whether the last token's logits are sampled.
-        scored: how many of the tokens, from the first on, have logits that score the prompt.
-        pooled: how many of the tokens, the last ones, have hidden states that are pooled; then nothing is sampled.
-        draft: the last of the tokens, which are not known yet; logits before and after each are sampled.
+        tokens: number of tokens to compute.
+        samples: whether to sample from the last token's logits.
+        scored: number of tokens, from the first on, whose logits score the prompt.
+        pooled: number of tokens at the end whose hidden states are pooled. If above 0, nothing is sampled.
+        draft: the drafted tokens, which come last. A token is sampled before the draft and after each drafted token.
     """
 
     sequence: RankSequence
@@ -169,7 +171,7 @@ class BatchRow(NamedTuple):
 
     @property
     def token_ids(self) -> Ints:
-        """The tokens that are computed."""
+        """Ids of the tokens to compute."""
         known = self.sequence.token_ids.values[self.start : self.start + self.tokens - len(self.draft)]
         return np.concatenate((known, np.array(self.draft, dtype=np.int64))) if self.draft else known
 
@@ -190,7 +192,7 @@ def adapter_rows(adapters: Sequence[AdapterDigest | None], tokens: Sequence[int]
         tokens: rows of each sequence, at least 1.
 
     Returns:
-        Ranges in row order. No two adjacent ranges have the same adapter; rows of the base model are in none.
+        Ranges in row order. Adjacent ranges have different adapters. Rows of the base model are in no range.
     """
     ranges: list[AdapterRows] = []
     row = 0
@@ -220,8 +222,8 @@ def build_batch(
         weights: weights of each adapter in use.
         block_size: tokens of KV in a block.
         device: device of the tensors.
-        form: how mixed ranks are computed.
-        merged: adapter that is merged into the base weights: its rows need no LoRA.
+        form: the form in which the kernels compute mixed ranks.
+        merged: the adapter that is merged into the base weights. Rows with this adapter need no LoRA.
 
     Raises:
         ValueError: a sequence has fewer tokens or blocks than the step computes.
@@ -266,7 +268,7 @@ def build_batch(
 
 
 def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the rows of a batch with given embeddings, and these embeddings; None without such rows."""
+    """Return the rows whose embeddings were given with the prompt, and the embeddings; None without such rows."""
     at = list[Ints]()
     values = list[Tensor]()
     for row, first in zip(rows, firsts, strict=True):
@@ -280,8 +282,8 @@ def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tup
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:
     """Return the rows of a batch whose hidden states are needed.
 
-    Of each sequence these are those that score its prompt, its last and those of a draft if it samples, and those that
-    are pooled.
+    A sequence needs the rows that score its prompt, the rows that are pooled, and, if it samples, its last row and the
+    rows of its draft.
     """
     last = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
     if not any(row.scored or row.pooled or row.draft for row in rows):
@@ -298,7 +300,7 @@ def lora_batch(
     form: KernelForm = KernelForm.UNPADDED,
     merged: AdapterDigest | None = None,
 ) -> LoraBatch | None:
-    """Return the LoRA part of a batch, None if no row needs any; see :func:`build_batch` for the arguments."""
+    """Return the LoRA part of a batch, None if no row needs LoRA. See :func:`build_batch` for the arguments."""
     added = list[AdapterDigest | None]()
     counts = list[int]()
     for row in rows:
@@ -317,7 +319,7 @@ def check_rows(rows: Sequence[BatchRow], block_size: int, more: int = 0) -> None
     Args:
         rows: sequences of a batch.
         block_size: tokens of KV in a block.
-        more: further tokens for which each sequence must have blocks.
+        more: number of further tokens for which each sequence must have blocks.
 
     Raises:
         ValueError: a sequence has too few; the message names its request.

@@ -1,8 +1,10 @@
-"""Decode steps as CUDA graphs: a step is captured once per number of rows and replayed with one call.
+"""Runs decode steps as CUDA graphs.
+
+A step is captured once per number of rows and replayed with one call.
 
 Inputs that change between steps, the table of the batch's adapters among them, are in device tensors at fixed
-addresses, so any mix of sequences and adapters replays the same graph (as in vLLM and SGLang). A graph also
-samples the tokens and prepares the inputs of the next step, which can so start without the host.
+addresses, so any mix of sequences and adapters replays the same graph (as in vLLM and SGLang). A graph also samples the
+tokens and prepares the inputs of the next step, so the next step can start without the host.
 """
 
 from collections import deque
@@ -48,7 +50,7 @@ class _Inputs(NamedTuple, Generic[Array]):
 
     Attributes:
         token_ids: int64 ``[rows]``, the newest token of each sequence.
-        contexts: int64 ``[rows]``, number of tokens including that one; 0 for padding rows.
+        contexts: int64 ``[rows]``, number of tokens including the newest one; 0 for padding rows.
         segments: int64 ``[rows, 4]``, the table of ``LoraBatch``.
         temperature, top_k, top_p, min_p, seed: ``[rows]``, see ``SamplingTensors``.
     """
@@ -76,13 +78,13 @@ class _Variant(NamedTuple):
 
     Attributes:
         rows: number of rows, padding included.
-        modules: modules that adapters may change; empty for the base model without LoRA.
+        modules: the modules that adapters may change. Empty for the base model without LoRA.
         form: how mixed ranks are computed.
         ranks: largest rank of an adapter; with ``PADDED``, the rank to which all are padded.
-        segments: size of the segment table.
-        segment_rows: most rows of a segment.
+        segments: number of segments in the table.
+        segment_rows: maximum number of rows of a segment.
         is_aligned: whether all weights start at multiples of 16 bytes.
-        is_long: whether a context may be longer than ``LONG_TOKENS``.
+        is_long: whether a context may have more than ``LONG_TOKENS`` tokens.
     """
 
     rows: int
@@ -96,7 +98,7 @@ class _Variant(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
-        """Return the variant for a batch with these numbers of rows, and of segments after splitting."""
+        """Return the variant for these numbers of rows and of segments after splitting."""
         padded = padded_rows(rows)
         if lora is None:
             return cls(padded)
@@ -109,17 +111,19 @@ class _Variant(NamedTuple):
 
 
 class DecodeGraphs:
-    """One rank's decode graphs. Each is captured when it is first needed.
+    """One rank's decode graphs.
+
+    Each graph is captured when a step first needs it.
 
     Args:
         device: captures and replays graphs.
-        model: the rank's model, whose kernels fit graphs.
+        model: the rank's model. Its kernels can be captured in graphs.
         kv: KV view of the arena, as for ``Decoder.forward``.
-        most_rows: most sequences of a step.
-        sequence_blocks: most blocks of a sequence.
+        most_rows: maximum number of sequences in a step.
+        sequence_blocks: maximum number of blocks of a sequence.
 
     Attributes:
-        logits: ``[>= most_rows, vocab]``, of the last step.
+        logits: the last step's logits, ``[>= most_rows, vocab]``.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class DecodeGraphs:
         place = model.device
         rows = padded_rows(most_rows)
         zeros = partial(torch.zeros, dtype=torch.int64, device=place)
-        # One registered piece of host memory: inputs, block tables without gaps, and the tokens of two steps.
+        # One registered piece of host memory holds inputs, block tables without gaps, and the tokens of two steps.
         sent = (10 + sequence_blocks) * rows
         received = _MAX_INFLIGHT * rows
         self._host = torch.zeros(sent + received, dtype=torch.int64)
@@ -158,16 +162,18 @@ class DecodeGraphs:
         self._inflight: deque[StreamEvent] = deque()
 
     def start(self, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: SamplingTensors) -> None:
-        """Prepare for steps of these sequences. All tokens of earlier steps must have been taken.
+        """Prepare steps of these sequences.
+
+        The caller must have taken all tokens of earlier steps.
 
         Args:
-            rows: sequences in batch order; each decodes.
-            lora: their adapters, None if there are none; not in einsum form.
+            rows: the decoding sequences in batch order.
+            lora: the sequences' adapters, None if they have none. The einsum form is not supported.
             parameters: sampling parameters; positions are taken from the rows.
         """
         assert not self._inflight
         self._rows = len(rows)
-        self._lora = lora  # keeps its weights alive: the device reads them through the table
+        self._lora = lora  # The reference keeps the weights alive, which the device reads through the table.
         most = 0 if lora is None else _segment_rows(lora.segment_rows)
         segments = [] if lora is None else split_segments(lora.rows_on(self._model.device), most)
         is_long = max(len(row.sequence.blocks) for row in rows) > self._short_blocks
@@ -178,7 +184,7 @@ class DecodeGraphs:
         self._send_inputs(rows, segments, parameters)
 
     def launch(self) -> None:
-        """Queue the next step and the copy of its tokens to the host. Does not wait for the device."""
+        """Queue the next step and the copy of its tokens to the host, without waiting for the device."""
         assert self._graph is not None
         assert len(self._inflight) < _MAX_INFLIGHT
         self._graph.replay()
@@ -188,9 +194,9 @@ class DecodeGraphs:
         self._launched += 1
 
     def take(self) -> list[int]:
-        """Wait for the oldest step that was launched and not taken; return its tokens.
+        """Wait for the oldest launched step whose tokens were not taken yet, and return its tokens.
 
-        A token is -1 if its logits were not finite.
+        A token is -1 if the logits were not finite.
 
         Raises:
             RuntimeError: the device has failed.
@@ -200,11 +206,14 @@ class DecodeGraphs:
         return self._received[at, : self._rows].tolist()
 
     def close(self) -> None:
-        """Unregister the host memory. No step may be running."""
+        """Unregister the host memory. No step may be running during the call."""
         self._unregister()
 
     def _send_inputs(self, rows: Sequence[BatchRow], segments: Sequence[Segment], parameters: SamplingTensors) -> None:
-        """Write the inputs and copy them to the device. It has read the last ones: their tokens were taken."""
+        """Write the inputs and copy them to the device.
+
+        The device has read the previous inputs, since their tokens were taken.
+        """
         inputs = self._host_inputs
         count = len(rows)
         host = self._host.numpy()
@@ -226,7 +235,7 @@ class DecodeGraphs:
         steps.copy(self._sent[input_words:used].view(count, width), self._tables[:count, :width])
 
     def _capture(self, variant: _Variant) -> Graph:
-        """Capture a step of padding rows only, which store nothing."""
+        """Capture a step that has only padding rows, which store no keys and values."""
         self._sent.zero_()
         lora = None
         if variant.modules:
@@ -285,7 +294,7 @@ def _segment_rows(longest: int) -> int:
 def build_graphs(
     engine: EngineSettings, model: RankModel, arena: Tensor, device: DeviceBackend, longest_tokens: int
 ) -> DecodeGraphs | None:
-    """Return a rank's decode graphs; None if device or kernels do not support them, with several ranks, or if eager."""
+    """Return a rank's decode graphs. None if graphs are off or unsupported, or if there are several ranks."""
     can_capture = device.has_graphs and model.kernels.fits_graphs and model.decoder.fits_graphs
     fits = can_capture and engine.ranks == 1
     if not fits or engine.enforce_eager:
@@ -295,7 +304,7 @@ def build_graphs(
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows of the graph that serves a batch of ``rows`` rows."""
+    """Return the number of rows of the graph that runs a batch of ``rows`` rows."""
     for small in _SMALL_ROWS:
         if rows <= small:
             return small

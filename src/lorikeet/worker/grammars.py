@@ -1,8 +1,8 @@
-"""Grammars that answers follow: compiled once; a matcher for each sequence; masks of the tokens that may come next.
+"""Compiles grammars, keeps a matcher for each sequence, and computes masks of the tokens that may come next.
 
-llguidance (https://github.com/guidance-ai/llguidance) parses. This module decides when: grammars are compiled on one
-thread, and masks are computed on another, beside the step whose logits they are for. The state of a matcher follows
-from the output tokens of its sequence, so that a resumed sequence gets a new matcher, which reads them.
+llguidance (https://github.com/guidance-ai/llguidance) does the parsing. Grammars are compiled on one thread. Masks are
+computed on another thread while the device computes the logits that they apply to. The state of a matcher follows from
+the output tokens of its sequence. A resumed sequence gets a new matcher, which reads its output tokens again.
 """
 
 import threading
@@ -56,7 +56,7 @@ class SingleThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
         usual = threading.stack_size(stack_bytes)
         try:
-            self.submit(int).result()  # a thread starts with its first task
+            self.submit(int).result()  # The thread starts with the first task.
         finally:
             threading.stack_size(usual)
 
@@ -65,15 +65,15 @@ class SingleThread:
         return self._executor.submit(task, *args)
 
     def close(self) -> None:
-        """Drop the tasks that have not begun, and wait for the running one."""
+        """Drop the tasks that have not begun, and wait for the running task."""
         self._executor.shutdown(cancel_futures=True)
 
 
 class GrammarCompiler:
-    """Compiles grammars on a thread of its own, and keeps them.
+    """Compiles grammars on a separate thread and caches the results.
 
     Args:
-        tokenizer_file: ``tokenizer.json`` of the model. It is read when it is first needed.
+        tokenizer_file: the model's ``tokenizer.json``, which is read when a grammar first needs it.
         vocabulary: width of the logits.
         eos_token_ids: tokens that may follow a complete answer.
     """
@@ -88,15 +88,16 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def read_tokenizer(self) -> "Future[LLTokenizer]":
-        """Begin to read the tokenizer. It takes half a second or more, in which no other Python code runs."""
+        """Begin to read the tokenizer. Reading takes half a second or more, during which no other Python code runs."""
         with self._lock:
             return self._submit(self._read_tokenizer)
 
     def compile(self, grammar: str) -> "Future[LLMatcher]":
-        """Begin to compile a grammar, if it is not known.
+        """Begin to compile a grammar unless it is in the cache.
 
         Returns:
-            Its matcher, which must not be changed. The future fails with a ``GrammarError``.
+            A future of the grammar's matcher, which callers must not change. If compiling fails, the future raises
+            ``GrammarError``.
         """
         with self._lock:
             compiled = self._compiled.pop(grammar, None) or self._submit(self._compile, grammar)
@@ -106,15 +107,15 @@ class GrammarCompiler:
         return compiled
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the beginning of an answer; wait until the grammar is compiled.
+        """Return a matcher at the beginning of an answer, after waiting until the grammar is compiled.
 
         Raises:
-            GrammarError: it cannot be compiled.
+            GrammarError: the grammar cannot be compiled.
         """
         return self.compile(grammar).result().deep_copy()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         if self._thread is not None:
             self._thread.close()
 
@@ -136,14 +137,14 @@ class GrammarCompiler:
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._read_tokenizer(), grammar, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask takes milliseconds; copies of the matcher share its result
+            matcher.compute_bitmask()  # The first mask takes milliseconds. Copies of the matcher share it.
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be used: {matcher.get_error()}")
         return matcher
 
 
 class Follower(Protocol):
-    """The part of a sequence that masks need; ``worker.sampler.Sampled`` documents the attributes."""
+    """The part of a sequence that masks need. ``worker.sampler.Sampled`` documents the attributes."""
 
     sampling: SamplingParams
     token_ids: GrowingInts
@@ -156,15 +157,16 @@ class Follower(Protocol):
 
 
 class Masks(NamedTuple):
-    """The tokens that may come next in each of some sequences.
+    """The tokens that may come next in each sequence of a step.
 
     Attributes:
-        bits: int32 ``[rows, words]``, a bit for each token that may come next; none if they could not be computed.
-        addends: ``[rows, vocab]`` in host memory, of the logits' dtype: 0 for such a token, else -inf. None for logits
-            on a device.
-        end: whether none but stop tokens may come next.
-        forced: tokens that must follow the next one, which then is the only one that may come. Empty where there are
-            several ways to go on.
+        bits: int32 ``[rows, words]``, with a bit set for each token that may come next. A row has no bits set if its
+            mask could not be computed.
+        addends: numbers to add to the logits: 0 for a token that may come next, else -inf. ``[rows, vocab]`` in host
+            memory, of the logits' dtype. None for logits on a device.
+        end: whether only stop tokens may come next.
+        forced: the tokens that must follow the next token, if the grammar leaves only one choice. Empty if the grammar
+            leaves several.
     """
 
     bits: NDArray[np.int32]
@@ -173,38 +175,38 @@ class Masks(NamedTuple):
     forced: tuple[tuple[int, ...], ...]
 
     def addends_for(self, logits: Tensor) -> Tensor:
-        """Return the addends on the device of ``logits``, as wide as these."""
+        """Return the addends on the device of ``logits`` and with the same width."""
         return device_addends(self.bits, logits) if self.addends is None else self.addends[:, : logits.shape[-1]]
 
 
 @lru_cache
 def _addends_of_byte(dtype: torch.dtype) -> NDArray[Any]:
-    """Return for each byte of a mask the addends of its eight tokens, ``[256, 8]``, as integers of the same bits."""
+    """Return the addends of the eight tokens of each byte value, ``[256, 8]``, as integers with the same bits."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     addends = torch.where(torch.from_numpy(bits) == 1, 0.0, -torch.inf).to(dtype)
     return addends.view(torch.int16 if dtype.itemsize == 2 else torch.int32).numpy()
 
 
 def host_addends(bits: NDArray[np.int32], dtype: torch.dtype) -> Tensor:
-    """Return ``[rows, 32 * words]``: 0 for each bit that is set, else -inf."""
+    """Return addends ``[rows, 32 * words]``: 0 for each bit that is set, else -inf."""
     addends = np.take(_addends_of_byte(dtype), bits.view(np.uint8), axis=0).reshape(len(bits), -1)
     return torch.from_numpy(addends).view(dtype)
 
 
 def device_addends(bits: NDArray[np.int32], logits: Tensor) -> Tensor:
-    """Return the same in fp32, on the device of ``logits`` and as wide; a copy of the bits is a 32nd of the size."""
+    """Return fp32 addends on the device of ``logits``. Only the bits are copied, which are a 32nd of the size."""
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     is_set = (to_device(torch.from_numpy(bits), logits.device).unsqueeze(-1) >> shifts) & 1
     return torch.where(is_set.flatten(1)[:, : logits.shape[-1]] == 1, 0.0, -torch.inf)
 
 
 class GrammarMasks:
-    """Computes masks on a thread of its own.
+    """Computes masks on a separate thread.
 
     Args:
         compiler: compiles the grammars.
         device, dtype: device and dtype of the logits.
-        forces: whether tokens that must come are taken at once.
+        forces: whether to take the tokens that a grammar forces without computing their logits.
 
     Attributes:
         on_host: whether the logits are in host memory.
@@ -224,19 +226,19 @@ class GrammarMasks:
     def begin(self, sequences: Sequence[Follower]) -> "Future[Masks]":
         """Begin to compute the masks for the next token of sequences that have a grammar.
 
-        Their token ids may not change before the result is there.
+        The token ids must not change before the future is done.
         """
         if self._thread is None:
             self._thread = SingleThread("masks")
         return self._thread.submit(self._masks, sequences)
 
     def error(self, sequence: Follower) -> str:
-        """Return the reason for a missing mask of a sequence; empty if there is a mask."""
+        """Return why a sequence has no mask; empty if it has one."""
         state = self._states.get(sequence.origin)
         return "" if state is None else state.error
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         if self._thread is not None:
             self._thread.close()
 
@@ -255,15 +257,16 @@ class GrammarMasks:
 
 
 class _State:
-    """The matcher of one sequence, and the number of tokens that it has read.
+    """The matcher of one sequence, and the number of tokens that the matcher has read.
 
     Attributes:
-        error: reason for a missing mask; empty if there is one.
+        error: why there is no mask; empty if there is one.
     """
 
     def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
         self._read = 0
-        self._drafted: list[int] = []  # the last tokens that it has read, if they may not come
+        # These are the last tokens that the matcher has read, if the grammar forbids them.
+        self._drafted: list[int] = []
         self.error = ""
         try:
             self._matcher = compiler.matcher(grammar)
@@ -273,7 +276,7 @@ class _State:
     def fill(self, row: NDArray[np.int32], sequence: Follower) -> None:
         """Read the sequence's new tokens, and set the bits of the tokens that may come next.
 
-        None are set after an error, and after a drafted token that may not come.
+        No bits are set after an error or after a drafted token that the grammar forbids.
         """
         if self.error:
             return
@@ -299,11 +302,11 @@ class _State:
         if self.error:
             row[:] = 0
         elif self._matcher.is_accepting():
-            for token_id in sequence.sampling.stop_token_ids:  # an adapter and a request have end tokens of their own
+            for token_id in sequence.sampling.stop_token_ids:  # Adapters and requests may have further end tokens.
                 row[token_id // 32] |= _bit(token_id)
 
     def _forget_drafted(self, outputs: NDArray[np.int64]) -> None:
-        """Go back to before the first drafted token that is not among the outputs."""
+        """Roll the matcher back to before the first drafted token that was rejected."""
         first = self._read - len(self._drafted)
         pairs = zip(self._drafted, outputs[first:].tolist(), strict=False)
         came = next((at for at, (drafted, token_id) in enumerate(pairs) if drafted != token_id), None)
@@ -314,7 +317,7 @@ class _State:
         self._drafted = self._drafted[:came]
 
     def force(self, row: NDArray[np.int32]) -> tuple[int, ...]:
-        """Leave only the first of several tokens that must come next in the row, and return some of the others."""
+        """If several tokens must come next, leave only the first in the row's mask, and return some of the others."""
         tokens = [] if self.error else self._matcher.compute_ff_tokens()
         if len(tokens) < 2:
             return ()
@@ -324,16 +327,16 @@ class _State:
 
 
 def _bit(token_id: int) -> np.int32:
-    """Return the bit of a token in its word of a mask."""
+    """Return the bit of a token within its word of the mask."""
     return np.uint32(1 << (token_id % 32)).astype(np.int32)
 
 
 def _may_force(params: SamplingParams) -> bool:
-    """Whether tokens may be taken without their logits: these are not reported, and forbid none of them."""
+    """Whether tokens may be taken without computing their logits, since nothing reports or edits the logits."""
     return params.logprobs is None and not (params.allowed_token_ids or params.bad_words)
 
 
 def _is_end(row: NDArray[np.int32], stop_token_ids: Sequence[int]) -> bool:
-    """Return whether only bits of stop tokens are set."""
+    """Return whether only the bits of stop tokens are set."""
     stops = sum(bool(row[token_id // 32] >> (token_id % 32) & 1) for token_id in stop_token_ids)
     return 0 < stops == int.from_bytes(row.tobytes(), "little").bit_count()

@@ -43,16 +43,18 @@ SEND_TIMEOUT_S = 5.0
 
 
 class HelperProcess:
-    """A started process and the connection to it. The process ends when the connection is closed.
+    """A started helper process and its connection.
+
+    The process ends when the connection is closed.
 
     Args:
-        module: the Python module that it runs.
+        module: the Python module that the process runs.
         process: the process.
         connection: connection to the process.
 
     Attributes:
-        ready_s: when it became ready, on the monotonic clock; ``inf`` until then.
-        has_ended: set once it has ended and cannot write to shared memory any more.
+        ready_s: time at which the process became ready, in seconds of the monotonic clock; ``inf`` until then.
+        has_ended: set once the process has ended and cannot write to shared memory any more.
     """
 
     def __init__(self, module: str, process: "subprocess.Popen[bytes]", connection: Connection) -> None:
@@ -65,13 +67,13 @@ class HelperProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is ready and has not ended."""
+        """Whether the process is ready and has not ended."""
         return self.ready_s < math.inf and not self.has_ended.is_set()
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Send a message and file descriptors.
 
-        If the process has ended or does not read, it is killed, and the listener thread handles its end.
+        A process that has ended or does not read is killed, and the listener thread handles its end.
         """
         with self._sending:
             try:
@@ -101,13 +103,15 @@ class HelperProcess:
         return status
 
     def disconnect(self) -> None:
-        """Close the connection, but not during a send: the file descriptor may be reused immediately."""
+        """Close the connection. A send in progress ends first, since the file descriptor may be reused immediately."""
         with self._sending:
             self._connection.close()
 
 
 def start_helper_process(module: str, name: str) -> HelperProcess:
-    """Start ``python -m module FD``, where FD is its end of a connection. It becomes ready in the background.
+    """Start ``python -m module FD``, where FD is the process's end of a connection.
+
+    The process becomes ready in the background.
 
     Args:
         module: the Python module.
@@ -125,7 +129,7 @@ def start_helper_process(module: str, name: str) -> HelperProcess:
             [sys.executable, "-m", module, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            # Otherwise its libraries start a thread per core.
+            # Otherwise the libraries of the process start a thread per core.
             env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
     except OSError as error:
@@ -137,21 +141,21 @@ def start_helper_process(module: str, name: str) -> HelperProcess:
 
 
 class Helper:
-    """Keeps one helper process running: sets it up, and starts another when it dies.
+    """Keeps one helper process running: sets up the process, and replaces it when it dies.
 
     The first message of a process reports that it is ready. Subclasses override :meth:`_on_message` to handle further
-    messages, :meth:`_is_reply_overdue` to have a process killed that does not reply, and :meth:`_on_death` to clean up
-    after it. All are called on a thread of this object.
+    messages, :meth:`_is_reply_overdue` to detect a process that does not reply and must be killed, and
+    :meth:`_on_death` to clean up. The helper calls all three on its own thread.
 
     Args:
         process: the first process; owned by this object.
         name: name of the helper, for messages.
-        setup: sent to every process first.
-        fds: file descriptors that are sent after it.
+        setup: the first message to every process.
+        fds: file descriptors that are sent after the setup.
 
     Attributes:
         lost: number of processes that died.
-        silence_timeout_s: a ready process that has sent nothing for so long is killed; for helpers with heartbeats.
+        silence_timeout_s: seconds without a message after which a ready process is killed, for helpers with heartbeats.
     """
 
     silence_timeout_s = math.inf
@@ -174,7 +178,10 @@ class Helper:
 
     @property
     def ready(self) -> HelperProcess | None:
-        """The process if it is ready, else None. Starts a process if there is none and the delay is over."""
+        """The process if it is ready, else None.
+
+        If there is no process and the restart delay is over, one is started.
+        """
         with self._changed:
             running = self._ensure_started()
         return running if running is not None and running.is_ready else None
@@ -191,7 +198,7 @@ class Helper:
                 raise ExecutorError(self._reason)
 
     def note_success(self) -> None:
-        """Record that the process has finished some work, which resets the count of failed starts."""
+        """Record that the process has finished some work, and reset the count of failed starts."""
         with self._changed:
             self._failed_starts = 0
 
@@ -208,28 +215,31 @@ class Helper:
         """Handle a message of a ready process."""
 
     def _is_reply_overdue(self, process: HelperProcess, since_s: float) -> bool:
-        """Return whether a ready process has owed a reply since ``since_s`` or longer."""
+        """Return whether a ready process has owed a reply since ``since_s`` or an earlier time."""
         return False
 
     def _on_death(self, process: HelperProcess, reason: str) -> None:
-        """Handle the death of a process. Another may have been started already."""
+        """Handle the death of a process. Its replacement may have been started already."""
         _LOG.error("%s", reason)
 
     def _ensure_started(self) -> HelperProcess | None:
-        """Return the process if it is ready, else None. Start one if there is none and the delay is over."""
+        """Return the process if it is ready, else None.
+
+        If there is no process and the restart delay is over, start one.
+        """
         if self._running is None and not self._is_closing and time.monotonic() >= self._next_start_s:
             self._start()
         return self._running
 
     def _start(self) -> None:
-        """Start a process. Under the lock."""
+        """Start a process. The caller holds the lock."""
         try:
             self._set_up(start_helper_process(self._module, self._name))
         except ExecutorError as error:
             self._delay_start(str(error))
 
     def _set_up(self, process: HelperProcess) -> None:
-        """Send a process its setup and start its listener thread. Under the lock."""
+        """Send a process its setup and start its listener thread. The caller holds the lock."""
         self._running = process
         process.send(self._setup, self._fds)
         self._listener = threading.Thread(target=self._listen, args=(process,), name="helper-listener", daemon=True)
@@ -250,7 +260,7 @@ class Helper:
         timeout_s = REPLY_TIMEOUT_S if is_ready else START_TIMEOUT_S
         began_s = time.monotonic()
         silent_s = 0.0
-        while process.is_silent(0.0):  # nothing is left to read, so an overdue reply is missing
+        while process.is_silent(0.0):  # No message is left to read, so an overdue reply is really missing.
             since_s = time.monotonic() - timeout_s
             is_overdue = process.ready_s <= since_s and self._is_reply_overdue(process, since_s)
             if is_overdue or (not is_ready and began_s <= since_s):
@@ -260,11 +270,12 @@ class Helper:
                 _LOG.error("%s has sent no heartbeat for %g s", self._name, silent_s)
                 return None
             process.is_silent(CHECK_EVERY_S)
-            silent_s += CHECK_EVERY_S  # counted in checks, since this process may have been stopped itself
+            # The silence is counted in checks, not seconds, since the engine's process may have been suspended too.
+            silent_s += CHECK_EVERY_S
         return process.receive()
 
     def _replace(self, process: HelperProcess) -> None:
-        """End a process and start another in its place."""
+        """End a process and start its replacement."""
         status = process.end()
         reason = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         reason = f"{self._name} {reason}"
@@ -283,6 +294,6 @@ class Helper:
         self._on_death(process, reason)
 
     def _delay_start(self, reason: str) -> None:
-        """Start no process before ``RESTART_DELAY_S`` is over."""
+        """Forbid new processes until ``RESTART_DELAY_S`` is over."""
         self._reason = reason
         self._next_start_s = time.monotonic() + RESTART_DELAY_S

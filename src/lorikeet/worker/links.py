@@ -1,9 +1,9 @@
-"""Models of the transfer link: when each transfer ends, from the times of its parts.
+"""Models the transfer link: computes the end of each transfer from the times of its parts.
 
 Each direction (:class:`lorikeet.costs.transfer_model.LinkDirection`) carries one transfer at a time, the most urgent
 first: demanded transfers, then prefetches, each in the order of their start. A more urgent transfer preempts the
-running one, which continues afterwards. (Live copies are preempted between groups of blocks; here at any time.) The
-directions are independent of each other.
+running one, which continues afterwards. (Real copies are preempted only between groups of blocks, modelled transfers at
+any time.) The directions are independent of each other.
 """
 
 import threading
@@ -17,7 +17,7 @@ from lorikeet.costs.transfer_model import LinkDirection, TransferLeg, TransferPa
 
 
 class TransferLink(Protocol):
-    """Runs transfers in the background of the steps."""
+    """Runs transfers in the background while steps are computed."""
 
     def begin(self, transfer: Transfer, now: float) -> None:
         """Start a transfer."""
@@ -28,27 +28,29 @@ class TransferLink(Protocol):
         ...
 
     def next_s(self) -> float | None:
-        """Return when the next transfer ends if nothing else starts; None without transfers."""
+        """Return the time in seconds at which the next transfer ends if nothing else starts. None without transfers."""
         ...
 
     def take_done(self, now: float) -> list[TransferDone]:
-        """Return the transfers that have ended by ``now`` since the last call, in the order of their ends."""
+        """Return the transfers that have ended by ``now`` and were not returned before, in the order of their ends."""
         ...
 
     def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
-        """Return when each group of a transfer's blocks has arrived or will arrive if nothing else starts.
+        """Return the time at which each group of a transfer's blocks arrives if nothing else starts.
 
-        The transfer has been started, and :meth:`take_done` has not returned it.
+        The transfer must have been started and not yet returned by :meth:`take_done`.
         """
         ...
 
 
 class ModelledTransferLink:
-    """Computes the ends of transfers from a cost model. Implements ``TransferLink``.
+    """Computes the ends of transfers with a cost model.
+
+    Implements ``TransferLink``.
 
     Args:
-        course: returns the path of a transfer, with its times.
-        on_done: on the real clock, called on another thread when a transfer has ended.
+        course: returns the parts of a transfer, with the times of each.
+        on_done: called on another thread when a transfer has ended, if the clock is real.
     """
 
     def __init__(self, course: Callable[[Transfer], TransferPath], on_done: Callable[[], None] | None = None) -> None:
@@ -76,7 +78,10 @@ class ModelledTransferLink:
         self._schedule_changed(now)
 
     def next_s(self) -> float | None:
-        """Return when the next transfer ends, None without transfers; a past time if its end was not taken yet."""
+        """Return the time at which the next transfer ends.
+
+        None without transfers; a past time if a transfer has ended and was not taken.
+        """
         if self._ended:
             return self._ended[0][0]
         if not self._is_next_known:
@@ -85,7 +90,7 @@ class ModelledTransferLink:
         return self._next_s
 
     def take_done(self, now: float) -> list[TransferDone]:
-        """Return the transfers that have ended by ``now`` since the last call."""
+        """Return the transfers that have ended by ``now`` and were not returned before."""
         self._settle(now)
         done = []
         while self._ended and self._ended[0][0] <= now:
@@ -95,7 +100,7 @@ class ModelledTransferLink:
         return done
 
     def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
-        """Return when each group of a transfer has arrived, or will if nothing else starts."""
+        """Return the time at which each group of a transfer arrives if nothing else starts."""
         self._settle(now)
         return self._lanes.group_ends_s(transfer_id)
 
@@ -117,13 +122,15 @@ class ModelledTransferLink:
 
 
 class _Job(NamedTuple):
-    """A part of a transfer. The first three fields are its priority, lowest first.
+    """A part of a transfer.
+
+    The first three fields are its sort key, most urgent first.
 
     Attributes:
-        is_prefetch: whether no request waits for it.
-        transfer_id, part: its transfer and its number within it.
-        legs: remaining legs; the first has its remaining seconds.
-        alone_s: duration of the whole transfer on an idle link.
+        is_prefetch: whether no request waits for the transfer.
+        transfer_id, part: the transfer's id, and the part's number within it.
+        legs: the remaining legs. The first leg has its remaining seconds.
+        alone_s: seconds that the whole transfer takes on an idle link.
     """
 
     is_prefetch: bool
@@ -137,9 +144,9 @@ class _Lane:
     """One direction of the link.
 
     Attributes:
-        running: the running job, None if the lane is idle.
-        end_s: when the running job's leg ends.
-        waiting: other jobs, most urgent first.
+        running: the running job; None if the lane is idle.
+        end_s: time at which the running job's leg ends.
+        waiting: the other jobs, most urgent first.
     """
 
     __slots__ = ("end_s", "running", "waiting")
@@ -157,7 +164,7 @@ class _Lane:
         return copied
 
     def add(self, job: _Job, now: float) -> None:
-        """Add a job; it preempts the running job if it is more urgent."""
+        """Add a job, which preempts the running job if it is more urgent."""
         running = self.running
         if running is None:
             self._run(job, now)
@@ -201,7 +208,7 @@ class _Lanes:
         self._group_ends_s: dict[int, tuple[float, ...]] = {}
 
     def begin(self, transfer: Transfer, course: TransferPath, now: float) -> None:
-        """Let the parts of a transfer go their first leg."""
+        """Start the first leg of each part of a transfer."""
         way = course.legs[0].direction
         number = transfer.transfer_id
         parts: list[tuple[TransferLeg, ...]] = [(TransferLeg(way, seconds),) for seconds in course.groups_s]
@@ -213,17 +220,17 @@ class _Lanes:
             self._lanes[way].add(_Job(not transfer.demand, number, part, legs, course.alone_s), now)
 
     def promote(self, transfer_ids: frozenset[int], now: float) -> None:
-        """Make transfers demanded in all lanes."""
+        """Mark transfers as demanded in all lanes."""
         for lane in self._lanes.values():
             lane.promote(transfer_ids, now)
 
     def next_end_s(self) -> float | None:
-        """Return when the next leg ends, None if all lanes are idle."""
+        """Return the time at which the next leg ends, None if all lanes are idle."""
         lane = self._next()
         return None if lane is None else lane.end_s
 
     def end_next(self) -> TransferDone | None:
-        """End the next leg; return the completion of its transfer if that was the last leg."""
+        """End the leg that ends next. If it was its transfer's last leg, return the completion of the transfer."""
         lane = self._next()
         assert lane is not None
         end_s = lane.end_s
@@ -240,7 +247,7 @@ class _Lanes:
         return TransferDone(job.transfer_id, duration_s=job.alone_s)
 
     def next_done_s(self) -> float | None:
-        """Return when the next transfer ends if nothing else starts, None if there is none."""
+        """Return the time at which the next transfer ends if nothing else starts, None without transfers."""
         ahead = self._copy()
         while (end_s := ahead.next_end_s()) is not None:
             if ahead.end_next() is not None:
@@ -248,18 +255,21 @@ class _Lanes:
         return None
 
     def group_ends_s(self, transfer_id: int) -> tuple[float, ...]:
-        """Return when each group of a transfer has ended, or will end if nothing else starts."""
+        """Return the time at which each group of a transfer ends if nothing else starts."""
         ahead = self._copy()
         while transfer_id in ahead._parts:
             ahead.end_next()
         return ahead._group_ends_s[transfer_id]
 
     def forget(self, transfer_id: int) -> None:
-        """Forget a transfer whose end was taken."""
+        """Forget a transfer whose completion was taken."""
         self._group_ends_s.pop(transfer_id, None)
 
     def _next(self) -> _Lane | None:
-        """Return the lane whose leg ends first. Ties go to a copy, so that a read that ends now does not preempt it."""
+        """Return the lane whose leg ends first.
+
+        Copies win ties, so that a read that ends now does not preempt a copy.
+        """
         first: _Lane | None = None
         for lane in self._lanes.values():
             if lane.running is not None and (first is None or lane.end_s < first.end_s):
@@ -275,7 +285,7 @@ class _Lanes:
 
 
 class _Alarm:
-    """Calls a function at a time that can be changed."""
+    """Calls a function at a set time, which can be changed."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -283,7 +293,7 @@ class _Alarm:
         self._due_s: float | None = None
 
     def set(self, due_s: float | None, now: float) -> None:
-        """Call at ``due_s`` (None: not at all) instead of the time set before."""
+        """Set the time of the call to ``due_s``, or cancel the call if it is None."""
         if due_s == self._due_s:
             return
         if self._timer is not None:
@@ -295,5 +305,5 @@ class _Alarm:
             self._timer.start()
 
     def _ring(self) -> None:
-        self._due_s = None  # before the call, which may set the same time again
+        self._due_s = None  # The time is cleared before the call, which may set the same time again.
         self._call()

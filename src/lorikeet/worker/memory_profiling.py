@@ -36,13 +36,13 @@ _MANY_ROWS = 17
 
 
 def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
-    """Return the peak bytes of the largest step on the model's GPU. Then run steps of all kinds to compile kernels.
+    """Return the peak bytes of the largest step on the model's GPU, and run steps of all kinds to compile kernels.
 
     Args:
-        model: runs the steps.
+        model: the model that runs the steps.
         engine: engine settings with the limits of a step.
-        rank: rank of the adapters; 0 for no adapters.
-        longest_tokens: tokens of the longest sequence.
+        rank: the adapters' rank; 0 for no adapters.
+        longest_tokens: number of tokens of the longest sequence.
     """
     torch.cuda.reset_peak_memory_stats(model.device)
     before_bytes = torch.cuda.memory_allocated(model.device)
@@ -56,7 +56,10 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
 
 
 def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
-    """Return prompt lengths with the most tokens and sequences of a step; the first prompt is as long as possible."""
+    """Return the prompt lengths of a step with the most tokens and sequences.
+
+    The first prompt is as long as possible.
+    """
     lengths: list[int] = []
     tokens = engine.max_num_batched_tokens
     sequences = engine.max_num_seqs
@@ -68,13 +71,13 @@ def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
 
 
 def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> None:
-    """Run steps that need different kernels: by tokens, by sequences, and by number and ranks of adapters.
+    """Run steps that need different kernels: with different numbers of tokens, sequences, adapters and ranks.
 
     Args:
-        model: runs the steps.
+        model: the model that runs the steps.
         engine: engine settings with the limits of a step.
         rank: rank of the largest adapters; 0 for no adapters.
-        longest_tokens: tokens of the longest sequence.
+        longest_tokens: number of tokens of the longest sequence.
     """
     most_tokens = min(engine.max_num_batched_tokens, longest_tokens)
     most_rows = min(engine.max_num_seqs, engine.max_num_batched_tokens)
@@ -89,7 +92,7 @@ def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest
         for each in ranks:
             run_decodes(model, engine, each, rows, longest_tokens)
     for rows in _multiples(1, 2, most_rows):
-        logits = torch.zeros(rows, model.config.vocab_size, device=model.device)  # edited logits are fp32
+        logits = torch.zeros(rows, model.config.vocab_size, device=model.device)  # Edited logits are fp32.
         model.kernels.choose(logits, _sampling_tensors(rows).on(model.device))
 
 
@@ -101,21 +104,21 @@ def _multiples(least: int, factor: int, most: int) -> list[int]:
 def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]) -> int:
     """Prefill sequences, each with its own adapter of all modules, and sample a token for each.
 
-    The adapters share their blocks, but kernels treat them as different: einsums pad and copy each.
+    The adapters share their blocks, but kernels treat them as different adapters: einsums pad and copy each.
 
     Args:
-        model: runs the step.
+        model: the model that runs the step.
         engine: settings.
-        rank: rank of the adapters; 0 for no adapters.
-        lengths: tokens of each sequence.
+        rank: the adapters' rank; 0 for no adapters.
+        lengths: number of tokens of each sequence.
 
     Returns:
-        Bytes of the temporary arena that the step used.
+        The bytes of the temporary arena that the step used.
     """
     arena, rows, adapters = _sequences(model, engine, rank, lengths)
     batch = build_batch(rows, adapters, engine.block_size, model.device, _form(engine))
     hidden = model.decoder.hidden(batch, model.decoder.view_kv(arena, engine.block_size))
-    if len(hidden):  # all pipeline stages but the last have none
+    if len(hidden):  # Only the last pipeline stage has logits.
         logits = model.decoder.head(hidden, batch.head_lora)
         model.kernels.choose(logits, _sampling_tensors(len(lengths)).on(model.device))
     return arena.nbytes
@@ -127,11 +130,11 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
     Without graphs, run one eager decode step with :func:`run_step`.
 
     Args:
-        model: runs the steps.
+        model: the model that runs the steps.
         engine: settings.
-        rank: rank of the adapters; 0 for no adapters.
+        rank: the adapters' rank; 0 for no adapters.
         sequences: number of sequences.
-        longest_tokens: tokens of the longest sequence. If long contexts have their own graphs, these are run too.
+        longest_tokens: number of tokens of the longest sequence. If long contexts have their own graphs, these run too.
     """
     arena, rows, adapters = _sequences(model, engine, rank, [1] * sequences)
     device: Any = EagerDevice()
@@ -161,7 +164,7 @@ class EagerDevice:
 
     @property
     def steps(self) -> "EagerDevice":
-        """This object."""
+        """This object, which is also the stream of steps."""
         return self
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -172,7 +175,7 @@ class EagerDevice:
         return lambda: None
 
     def capture(self, work: Callable[[], None]) -> "EagerDevice":
-        """Run the work; the returned object cannot be replayed."""
+        """Run the work once. The returned object cannot be replayed."""
         work()
         return self
 
@@ -184,7 +187,7 @@ def _form(engine: EngineSettings) -> KernelForm:
 def _sequences(
     model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]
 ) -> tuple[Tensor, list[BatchRow], dict[AdapterDigest, LoraWeights]]:
-    """Return an arena, sequences to prefill with blocks in it, and their adapters, which share their blocks."""
+    """Return an arena, sequences to prefill with blocks in the arena, and adapters that share their blocks."""
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_size)
     packing = pack(geometry.full_ranks(rank), geometry, elements)
@@ -206,7 +209,7 @@ def _sequences(
 
 
 def _sampling_tensors(rows: int) -> SamplingTensors:
-    """Return parameters that exercise all sampling filters."""
+    """Return sampling parameters that use all filters."""
     ones = torch.ones(rows)
     numbers = torch.ones(rows, dtype=torch.int64)
     return SamplingTensors(ones, 2 * numbers, ones / 2, ones / 2, numbers, numbers)
@@ -224,10 +227,11 @@ _LARGE_RANK = 128
 def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> int:
     """Return the number of blocks of this rank's device arena.
 
-    ``memory_bytes`` sets it if given. Otherwise it is the rest that weights and the largest step leave of
-    ``gpu_memory_utilization`` of a GPU, or a share of the free memory of a CPU. It is limited to what all running
-    sequences could fill at full length plus some adapters, and on a CPU, whose memory other programs use too, to 4 GiB
-    or the least that works.
+    The setting ``memory_bytes`` determines the number if given. Otherwise, on a GPU, the arena gets the share
+    ``gpu_memory_utilization`` of the memory less weights and the largest step. On a CPU, the arena gets a share of the
+    free memory. The arena is limited to the blocks that all running sequences need at full length, plus some adapters.
+    On a CPU, whose memory other programs use too, it is also limited to 4 GiB, or to the minimum that works if that is
+    more.
 
     Raises:
         ConfigError: the arena cannot hold the longest sequence and a small adapter.
@@ -256,8 +260,8 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
 def host_arena_blocks(settings: Settings, model: RankModel, device_blocks: int) -> int:
     """Return the number of blocks of this rank's host arena.
 
-    That is ``host_memory_bytes`` if set. Otherwise it is twice as many as on the device, limited to this rank's part of
-    a share of the free memory.
+    The setting ``host_memory_bytes`` determines the number if given. Otherwise the host arena has twice as many blocks
+    as the device arena, limited to this rank's part of a share of the free memory.
     """
     engine = settings.engine
     block_bytes = model.geometry.block_bytes(engine.block_size)
@@ -268,17 +272,19 @@ def host_arena_blocks(settings: Settings, model: RankModel, device_blocks: int) 
 
 
 def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes: int) -> int:
-    """Return the bytes that are left of ``share`` of a GPU after all present allocations, of any process, and steps.
+    """Return the bytes that remain of ``share`` of a GPU after all processes' present allocations and after steps.
 
-    Eager steps take at most ``step_bytes``. Graphs are given as much again: they take less, but keep it.
+    Eager steps take at most ``step_bytes``. The same amount is reserved for graphs, which need less but keep it.
     """
     return max(0, int(share * total_bytes) - (total_bytes - free_bytes) - 2 * step_bytes)
 
 
 def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: int) -> int:
-    """Run profiling steps on this rank's GPU and return the bytes of the largest; 0 on a CPU. All ranks must call this.
+    """Run profiling steps on this rank's GPU and return the bytes of the largest; 0 on a CPU.
 
-    The steps also compile kernels and load libraries, so that failures show before there are requests.
+    All ranks must call this.
+
+    The steps also compile kernels and load libraries, so that failures show before the first request.
 
     Raises:
         ExecutorError: a step cannot be run.
@@ -288,7 +294,7 @@ def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: in
     rank = (settings.adapters.max_rank or _LARGE_RANK) if settings.adapters.enabled else 0
     try:
         return measure_step_bytes(model, settings.engine, rank, longest_tokens)
-    except Exception as error:  # from torch, Triton's compiler or a library
+    except Exception as error:  # The error comes from torch, Triton's compiler or a library.
         raise ExecutorError(
             f"a step of {settings.engine.max_num_batched_tokens} tokens in {settings.engine.max_num_seqs} sequences "
             f"cannot be run by the kernels {model.kernels.name!r}: {type(error).__name__}: {error}"

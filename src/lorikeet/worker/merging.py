@@ -18,7 +18,7 @@ from lorikeet.presets import MergeBy
 
 
 class _Linear(NamedTuple):
-    """A fused linear weight: its layer, the modules stacked in it, and its pristine and packed copies."""
+    """A fused linear weight: its layer, its stacked modules, and its pristine and packed copies."""
 
     layer: int
     targets: LoraTargets
@@ -32,15 +32,15 @@ class _Linear(NamedTuple):
 class Merger:
     """Merges adapters into the weights that one rank's decoder reads, in place.
 
-    Every rank merges its own share: A is split by input and B by output like the weights. Biases are not changed.
+    Every rank merges its own share. A is split by input and B by output like the weights. Biases are not changed.
 
     Args:
-        plain: the rank's weights as loaded. They can be freed afterwards, except copies that are at ``place`` already.
-        packed: the same weights in the kernels' layout, from ``pack_weights`` with ``keep_plain``; the decoder reads
-            these.
-        kernels: the backend of ``packed``.
+        plain: the rank's weights as loaded. They can be freed afterwards, except tensors that are on ``place`` already.
+        packed: the same weights in the kernels' layout, from ``pack_weights`` with ``keep_plain``. The decoder reads
+            the packed weights.
+        kernels: the kernel backend of ``packed``.
         geometry: sizes of the rank's share.
-        merge_by: whether a switch writes only weights that the old or the new adapter changes, or all linear weights.
+        merge_by: whether a switch writes all linear weights, or only those that the old or the new adapter changes.
         place: device of the pristine copies. Copies in host memory for a CUDA device are pinned.
 
     Attributes:
@@ -72,11 +72,13 @@ class Merger:
 
     @torch.inference_mode()
     def switch(self, digest: AdapterDigest | None, adapter: LoraWeights | None) -> None:
-        """Unmerge the merged adapter and merge another; return when the weights can be used.
+        """Unmerge the merged adapter and merge another.
+
+        Returns when the weights can be used.
 
         Args:
-            digest: the new adapter; None restores the pristine weights.
-            adapter: its weights, read only during the call; None to unmerge.
+            digest: digest of the new adapter. None restores the pristine weights.
+            adapter: the new adapter's weights, which are read only during the call. None to unmerge.
         """
         changed = frozenset(i for i, linear in enumerate(self._linears) if linear.is_changed_by(adapter))
         written = range(len(self._linears)) if self._writes_all else sorted(self._changed | changed)
@@ -106,7 +108,7 @@ def _linear(layer: int, targets: LoraTargets, plain: Weight, packed: Weight, pla
 
 
 def _merged(pristine: Tensor, linear: _Linear, adapter: LoraWeights) -> Tensor:
-    """Return a weight with an adapter merged, ``[out, in]``. Sums are in fp32; the result is rounded once."""
+    """Return a weight with an adapter merged, ``[out, in]``. The sum is computed in fp32 and rounded once."""
     wide = pristine.to(torch.float32, copy=True)
     for module, column, outputs in linear.targets.each:
         if pieces := adapter.pieces.get((linear.layer, module)):

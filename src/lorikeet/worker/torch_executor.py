@@ -38,8 +38,8 @@ class StepRunner(Protocol):
     """Runs the steps of one plan.
 
     Attributes:
-        lead: number of steps that can be launched before the tokens of the previous step are known.
-        prompt_logprobs, pooled: results of the steps launched so far.
+        lead: number of steps that can be launched before the previous step's tokens are known.
+        prompt_logprobs, pooled: the results of the steps launched so far.
     """
 
     lead: int
@@ -51,7 +51,7 @@ class StepRunner(Protocol):
         ...
 
     def take(self) -> "list[StepTokens]":
-        """Wait for the oldest launched step, and return its result for each sampling sequence.
+        """Wait for the oldest launched step, and return the step's result for each sampling sequence.
 
         The caller appends the tokens to the sequences before it launches
         another step beyond the lead.
@@ -60,11 +60,11 @@ class StepRunner(Protocol):
 
 
 class StepTokens(NamedTuple):
-    """The tokens of a step for a sequence: one, or more if a draft was right or a grammar leaves no choice.
+    """A sequence's tokens of a step: one, or more if a draft was right or a grammar leaves no choice.
 
     Attributes:
-        tokens: tokens in order.
-        failure: reason for missing tokens; empty if there are tokens.
+        tokens: the tokens in order.
+        failure: why there are no tokens; empty if there are tokens.
     """
 
     tokens: list[Token]
@@ -80,10 +80,10 @@ class EagerRunner:
     """Runs steps of any kind, one kernel launch at a time.
 
     Args:
-        rank: computes the steps.
-        sampler: samples the tokens.
+        rank: the rank that computes the steps.
+        sampler: the sampler of the tokens.
         plan: the plan, already applied to the rank.
-        sequences: the sequences that sample.
+        sequences: the sequences that yield tokens.
     """
 
     lead = 0
@@ -113,7 +113,10 @@ class EagerRunner:
         self._ran += 1
 
     def take(self) -> list[StepTokens]:
-        """Sample. Without sampling sequences, still wait for the device, so that the plan's duration is right."""
+        """Sample the tokens of the oldest step.
+
+        Without sampling sequences, wait for the device, so that the plan's duration is right.
+        """
         assert self._logits is not None
         if not self._sampled:
             self._rank.wait()
@@ -135,13 +138,13 @@ class EagerRunner:
 def _accepted(
     sampled: Sequence[Token | str], draft: Sequence[int], first: int, forced: Mapping[int, tuple[int, ...]]
 ) -> StepTokens:
-    """Return the tokens that came: those before the first that differs from the draft, that one, and forced ones.
+    """Return a step's accepted tokens: the draft up to the first difference, the token there, and forced tokens.
 
     Args:
-        sampled: the token before and after each drafted one, if that came; or why there is none.
+        sampled: the sampled token before the draft and after each drafted token, or the reason why there is none.
         draft: the drafted tokens.
-        first: row of the first of ``sampled``.
-        forced: tokens that must follow the sampled tokens of some rows.
+        first: the row of the first token in ``sampled``.
+        forced: by row, the tokens that must follow the sampled token.
     """
     tokens: list[Token] = []
     for at, token in enumerate(sampled):
@@ -157,11 +160,11 @@ def _accepted(
 class GraphRunner:
     """Runs steps in which every sequence decodes, as CUDA graphs.
 
-    The device feeds the tokens of one step to the next. Where the host edits logits or reports log probabilities, it
+    The device feeds the tokens of one step to the next. If the host edits logits or reports log probabilities, the host
     sends the inputs of every step instead, and no step is launched ahead.
 
     Args:
-        graphs: graphs of the rank.
+        graphs: the rank's graphs.
         rank, sampler, plan, sequences: see :class:`EagerRunner`.
     """
 
@@ -186,7 +189,7 @@ class GraphRunner:
         self.pooled: tuple[Pooled, ...] = ()
 
     def keep(self, sequences: Sequence[RankSequence]) -> None:
-        """Return tokens for these sequences only. If some have ended, no further step may be launched."""
+        """Keep only these sequences in later results. If some sequences have ended, no further step may be launched."""
         rows = {sequence.request_id: row for row, sequence in enumerate(self._sequences)}
         self._kept_rows = [rows[sequence.request_id] for sequence in sequences]
 
@@ -218,10 +221,10 @@ class _PlanRun(NamedTuple):
 
     Attributes:
         tokens: tokens of each sampling sequence.
-        failed: the requests that got none, and why.
-        steps_run: number of steps.
-        prompt_logprobs: log probabilities of the prompts that were scored.
-        pooled: vectors of prompts.
+        failed: the requests that got no tokens, and why.
+        steps_run: number of steps that ran.
+        prompt_logprobs: log probabilities of the scored prompts.
+        pooled: vectors of the pooled prompts.
     """
 
     tokens: list[list[Token]]
@@ -236,24 +239,24 @@ _DEAD_RANK_TIMEOUT_S = 5.0
 
 
 class OtherRanks(Protocol):
-    """The other ranks, as rank 0 uses them."""
+    """Rank 0's interface to the other ranks."""
 
     size: int
     """Number of ranks, rank 0 included."""
 
     def send(self, plan: StepPlan) -> None:
-        """Send the plan to every rank, which starts it."""
+        """Send a plan to every rank. Each rank starts it immediately."""
         ...
 
     def broadcast(self, token_ids: Sequence[int], *, has_more: bool) -> None:
-        """Send the tokens of a step to every rank, and whether another step of the plan follows."""
+        """Send a step's tokens to every rank, and whether another step of the plan follows."""
         ...
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Return if no rank has died, nor dies within ``grace_s`` seconds.
+        """Check that no rank has died or dies within ``grace_s`` seconds.
 
         Raises:
-            ExecutorError: a rank has died; the message names the rank and the reason.
+            ExecutorError: a rank has died. The message names the rank and the reason.
         """
         ...
 
@@ -263,7 +266,7 @@ class OtherRanks(Protocol):
 
 
 class NoOtherRanks:
-    """There is only rank 0; all methods do nothing."""
+    """Stands for the other ranks if there is only rank 0. All methods do nothing."""
 
     size = 1
 
@@ -281,20 +284,22 @@ class NoOtherRanks:
 
 
 class TorchExecutor:
-    """Runs rank 0's share of every step, samples, and leads the ranks. Implements ``core.executor.Executor``.
+    """Runs rank 0's share of every step, samples tokens, and leads the other ranks.
+
+    Implements ``core.executor.Executor``.
 
     Args:
-        model: rank 0's share.
+        model: rank 0's share of the model.
         arena: the device arena, ``[blocks, elements]`` of the model's dtype.
         block_size: tokens of KV in a block.
         cores: rank 0's share of the machine's cores.
-        finished: collects finished transfers of all ranks.
-        transfers: rank 0's transfers, which report to ``finished``; also an attribute, for tests.
-        others: all other ranks; None for a single rank.
-        host_lora: computes LoRA on the host for adapters that are being loaded; also an attribute, for its counters.
-            None if no plan has assisted prefills.
-        graphs: runs decode steps as CUDA graphs; None if all steps run eagerly.
-        grammars: compiles the grammars of requests; also an attribute. None if no request has one.
+        finished: the collector of all ranks' finished transfers.
+        transfers: rank 0's transfers, which report to ``finished``. It is also an attribute, for tests.
+        others: the other ranks; None for a single rank.
+        host_lora: the host LoRA for adapters that are being loaded; None if no plan has assisted prefills. It is also
+            an attribute, for its counters.
+        graphs: the CUDA graphs of decode steps; None if all steps run eagerly.
+        grammars: the compiler of requests' grammars; None if no request can have a grammar. It is also an attribute.
     """
 
     def __init__(
@@ -341,7 +346,8 @@ class TorchExecutor:
         except ExecutorError:
             raise
         except (RuntimeError, OSError) as error:
-            # When a rank dies, a collective or a pipe fails first. The reason of the death is the better message.
+            # When a rank dies, a collective operation or a pipe fails first. The reason of the death is the better
+            # message.
             self._others.check(grace_s=_DEAD_RANK_TIMEOUT_S)
             raise ExecutorError(f"step {plan.step}: {error}") from error
         by_request = {step.request_id: each for step, each in zip(sampling_steps(plan), ran.tokens, strict=True)}
@@ -359,7 +365,7 @@ class TorchExecutor:
         )
 
     def assist_counters(self) -> AssistCounters | None:
-        """Return the counters of host workers; None if there are none."""
+        """Return the counters of host workers; None without host workers."""
         return None if self.host_lora is None else self.host_lora.counters
 
     def completed_transfers(self) -> list[TransferDone]:
@@ -376,12 +382,12 @@ class TorchExecutor:
         self._finished.wait(timeout_s)
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """Return the bytes of host blocks that no transfer writes. Not with several ranks."""
+        """Return the bytes of host blocks, which no transfer may be writing. Several ranks are not supported."""
         assert self._others.size == 1, "every rank has a part of each block"
         return tuple(self.transfers.host_arena.bytes[block].tobytes() for block in blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """Write host blocks that no transfer uses. Not with several ranks."""
+        """Write host blocks, which no transfer may be using. Several ranks are not supported."""
         assert self._others.size == 1, "every rank has a part of each block"
         for block, content in zip(blocks, contents, strict=True):
             self.transfers.host_arena.bytes[block] = np.frombuffer(content, np.uint8)
@@ -389,7 +395,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Stop threads, loader processes, host workers and ranks. Running transfers are abandoned."""
         self._others.close()
-        with suppress(RuntimeError):  # the device has failed, and so runs nothing
+        with suppress(RuntimeError):  # The device has failed, so it runs nothing any more.
             self._discard_running()
         if self.host_lora is not None:
             self.host_lora.close()
@@ -419,21 +425,21 @@ class TorchExecutor:
             taken += 1
             for sequence, new, collected in zip(sequences, found, tokens, strict=True):
                 if sequence.request_id in ended:
-                    continue  # the step was launched before the end was known
+                    continue  # The step was launched before the end was known.
                 collected += new.tokens
                 if new.failure:
                     failed[sequence.request_id] = new.failure
                 if new.failure or any(token.token_id in sequence.sampling.stop_token_ids for token in new.tokens):
                     ended.add(sequence.request_id)
             if plan.overlapped:
-                wanted = taken  # steps that were launched run on
+                wanted = taken  # Launched steps keep running.
             elif (
                 ended
                 or any(len(new.tokens) > 1 for new in found)
                 or time.monotonic() - started_s >= plan.max_duration_s
             ):
                 wanted = launched
-            # A sequence that failed gets token 0 for the bookkeeping of this step. The engine drops it next.
+            # A sequence that failed gets token 0 for the bookkeeping of this step. The engine drops the sequence next.
             chosen = [0 if new.failure else new.tokens[0].token_id for new in found]
             self._others.broadcast(chosen, has_more=taken < wanted)
             self._rank.append(steps, chosen)
@@ -444,7 +450,7 @@ class TorchExecutor:
         return _PlanRun(tokens, failed, taken, runner.prompt_logprobs, runner.pooled)
 
     def _start(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[StepRunner, int]:
-        """Return the runner of a plan's steps, and how many of them have been launched already."""
+        """Return the runner of a plan's steps, and the number of steps that have been launched already."""
         if plan.continues:
             assert self._running is not None, "no step is running"
             self._running.keep(sequences)
@@ -459,11 +465,11 @@ class TorchExecutor:
         return EagerRunner(self._rank, self._sampler, plan, sequences), 0
 
     def _has_embeds(self, plan: StepPlan) -> bool:
-        """Whether a step computes a token with a given embedding, which graphs do not support."""
+        """Return whether a step computes a token whose embedding was given, which graphs do not support."""
         return any(step.start < self._rank.sequence(step.request_id).embedded_tokens for step in plan.sequences)
 
     def _discard_running(self) -> None:
-        """Wait for a step that runs ahead, and discard its tokens."""
+        """Wait for a step that was launched ahead, and discard its tokens."""
         if self._running is not None:
             self._running.take()
             self._running = None
@@ -479,9 +485,9 @@ def build_torch_executor(
 
     Args:
         settings: all settings.
-        model_folder: the checkpoint.
+        model_folder: folder of the checkpoint.
         progress: called with (stage, done, total) while loading.
-        on_transfer_done: called, on another thread, when ``completed_transfers`` has something new or a rank has died.
+        on_transfer_done: called on another thread when a transfer has completed or a rank has died.
 
     Returns:
         The executor, the model's config, and the sizes for the engine.
@@ -539,7 +545,7 @@ def build_torch_executor(
                 host_lora, assist = build_host_lora(
                     workers, settings, preset, model, arena, transfers, other_arenas, longest_tokens
                 )
-            except ConfigError:  # the host tier is too small
+            except ConfigError:  # The host arena is too small.
                 if preset.cold_start is ColdStart.ASSIST or others is not None:
                     raise
             else:
@@ -574,7 +580,7 @@ def build_torch_executor(
 
 @contextmanager
 def _device_errors(device: str) -> Iterator[None]:
-    """Turn errors of a device, such as out of memory, into ``ExecutorError``."""
+    """Turn device errors, such as out of memory, into ``ExecutorError``."""
     try:
         yield
     except ExecutorError:

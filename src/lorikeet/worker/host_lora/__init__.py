@@ -1,1 +1,1 @@
-"""LoRA of prefills computed by host workers while the adapter is being loaded to the device (TOPPINGS)."""
+"""Host workers that compute the LoRA part of prefills while the adapter is being loaded to the device (TOPPINGS)."""

@@ -24,7 +24,9 @@ from lorikeet.worker.transfer.state import PartialAdapter
 
 
 class HostLoraSide(Protocol):
-    """A rank's side of host LoRA. For each layer the methods are called in the order in which they are listed here.
+    """One rank's interface to host LoRA.
+
+    For each layer the rank calls the methods in the order listed here.
 
     All ranks make the same calls, except that ``assign`` is called once per distinct choice of a step.
     """
@@ -34,12 +36,15 @@ class HostLoraSide(Protocol):
 
         Args:
             lora: all adapters of the batch.
-            arrivals: the adapters that are being loaded; the ``weights`` of each are in a segment of ``lora``.
+            arrivals: the adapters that are being loaded. A segment of ``lora`` has the ``weights`` of each.
         """
         ...
 
     def choose(self, arrivals: Sequence[PartialAdapter], layer: int, tokens: Sequence[int]) -> frozenset[int]:
-        """Return the indices of the adapters whose delta the host computes on a layer, given the tokens of each."""
+        """Return the indices of the adapters whose delta the host computes on a layer.
+
+        ``tokens`` has each adapter's tokens.
+        """
         ...
 
     def assign(self, parts: Sequence[HostRows]) -> RowAssignment:
@@ -47,23 +52,26 @@ class HostLoraSide(Protocol):
         ...
 
     def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
-        """Start the host workers on rows of ``x [rows, in]``; None if they have nothing to compute on this layer."""
+        """Start the host workers on rows of ``x [rows, in]``.
+
+        None if the workers have nothing to compute on this layer.
+        """
         ...
 
     def add_to(self, out: Tensor) -> None:
-        """Wait for the submitted rows, and add their delta to ``out [rows, out]``."""
+        """Wait for the submitted rows, and add the delta to ``out [rows, out]``."""
         ...
 
 
 class _Shares(NamedTuple):
-    """The division of a layer's LoRA: adapters for the device and rows for the host; None for none."""
+    """The division of a layer's LoRA into adapters for the device and rows for the host. None if a side has none."""
 
     device: LoraBatch | None
     host: RowAssignment | None
 
 
 class _Rows:
-    """The adapters of all or of the sampling rows of a step, and their division so far."""
+    """The adapters of a step's rows, or of only its sampling rows, and their latest division."""
 
     def __init__(self, lora: LoraBatch, numbers: dict[int, int]) -> None:
         self.segments: list[tuple[LoraSegment, int | None]] = [
@@ -74,10 +82,11 @@ class _Rows:
 
 
 class AssistedStep:
-    """Host LoRA of one step; implements ``kernels.interface.Assist``. Made by :meth:`HostLoraSide.assisting`.
+    """Host LoRA for one step.
 
-    The choice between host and device is made once for each layer, since an adapter arrives by layers. Then each
-    product that such an adapter changes is handed over separately.
+    Implements ``kernels.interface.Assist``. :meth:`HostLoraSide.assisting` creates it. The choice between host and
+    device is made once for each layer, since an adapter arrives layer by layer. Each product that the adapter changes
+    is handed over separately.
     """
 
     def __init__(self, host: HostLoraSide, lora: LoraBatch, arrivals: Sequence[PartialAdapter]) -> None:
@@ -97,7 +106,7 @@ class AssistedStep:
         self._submitted: RowAssignment | None = None
 
     def begin(self, product: str, layer: int, x: Tensor, lora: LoraBatch | None) -> LoraBatch | None:
-        """Send the host its rows of a product; return the adapters for the device, None for none."""
+        """Send a product's rows to the host, and return the adapters for the device; None for none."""
         self._submitted = None
         if product not in self._products:
             return lora
@@ -127,7 +136,7 @@ class AssistedStep:
         return rows.shares[self._on_host]
 
     def _divide(self, rows: _Rows) -> _Shares:
-        """Divide the segments: the host gets those of the chosen adapters, the device gets the rest."""
+        """Divide the segments. The host gets the chosen adapters' segments, and the device gets the rest."""
         on_host = []
         on_device = []
         for segment, number in rows.segments:
@@ -140,12 +149,14 @@ class AssistedStep:
 
 
 class HostLoraLeader:
-    """Rank 0's side: chooses between host and device. Implements ``HostLoraSide``.
+    """Rank 0's side: chooses between host and device.
+
+    Implements ``HostLoraSide``.
 
     Args:
-        pool: the workers; owned by this object.
+        pool: the workers. This object owns the pool.
         layers: rule for the layers on which the host computes.
-        costs: decide whether to wait for a layer (``HostLayers.PATIENT``).
+        costs: the costs that decide whether to wait for a layer (``HostLayers.PATIENT``).
     """
 
     def __init__(self, pool: HostPool, layers: HostLayers, costs: AssistCosts) -> None:
@@ -161,7 +172,7 @@ class HostLoraLeader:
 
     @property
     def counters(self) -> AssistCounters:
-        """Counts since the start."""
+        """Counters since the start."""
         return AssistCounters(
             self._host_layers,
             self._device_layers,
@@ -172,7 +183,7 @@ class HostLoraLeader:
 
     @contextmanager
     def assisting(self, lora: LoraBatch, arrivals: Sequence[PartialAdapter]) -> Iterator[AssistedStep]:
-        """Begin a step in the pool, and end it.
+        """Begin a step in the pool, and end it with the context.
 
         Raises:
             ExecutorError: an adapter that is being loaded changes modules that the host does not compute.
@@ -203,7 +214,7 @@ class HostLoraLeader:
         return frozenset(chosen)
 
     def is_for_host(self, arrival: PartialAdapter, layer: int, tokens: int) -> bool:
-        """Return whether the host computes an adapter's delta for its tokens on a layer that starts now."""
+        """Return whether the host computes an adapter's delta on a layer that starts now."""
         if self._layers is HostLayers.STATIC:
             return layer in arrival.left_to_host or not self._wait_for(arrival, layer)
         if self._has(arrival, layer):
@@ -251,15 +262,15 @@ class HostLoraLeader:
         return all(blocks >= needed for blocks in self._others(arrival)) if needed else True
 
     def _others(self, arrival: PartialAdapter) -> Iterator[int]:
-        """Yield how many blocks of a transfer have arrived on each other rank; -1 if the transfer has failed there."""
+        """Yield the number of a transfer's blocks that each other rank has, or -1 if the transfer failed there."""
         ring = self.pool.ring
         return (ring.arrived(rank, arrival.transfer_id) for rank in range(1, ring.shape.ranks))
 
     def _wait_for(self, arrival: PartialAdapter, layer: int, timeout_s: float | None = None) -> bool:
         """Block until a layer has arrived on all ranks; return False after a failure or the timeout.
 
-        The wait for other ranks is limited to ``TIMEOUT_S``: a dead rank publishes nothing, and the next collective
-        finds out.
+        The wait for other ranks is limited to ``TIMEOUT_S``, since a dead rank publishes nothing. The next collective
+        operation reports the death.
         """
         began_s = time.monotonic()
         if not arrival.wait_for(layer, timeout_s):
@@ -276,13 +287,15 @@ _T = TypeVar("_T")
 
 
 class HostLoraFollower:
-    """The side of ranks above 0: follows rank 0's choices. Implements ``HostLoraSide``.
+    """The side of ranks above 0: follows rank 0's choices.
 
-    Its waits have no timeout, since this process ends when rank 0 does.
+    Implements ``HostLoraSide``.
+
+    The follower waits without a timeout, since its process ends when rank 0 does.
 
     Args:
-        ring: ring of rank 0; owned by this object.
-        rank: this rank, whose columns of y are read.
+        ring: rank 0's ring. This object owns the mapping.
+        rank: number of this rank, which reads its own columns of y.
         geometry: sizes of a rank's share of the model.
     """
 
@@ -314,11 +327,11 @@ class HostLoraFollower:
         return frozenset(part.adapter for part in slices)
 
     def assign(self, parts: Sequence[HostRows]) -> RowAssignment:
-        """Return the places of these rows' results for this rank."""
+        """Return where the ring holds this rank's results for the rows."""
         return RowAssignment(parts, 0, [], {}, self._y)
 
     def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
-        """Send nothing: rank 0 has the same x, and sends it. The tickets of a layer follow each other."""
+        """Send nothing, since rank 0 sends the same x. The tickets of a layer have consecutive numbers."""
         self._ticket += assignment is not None and not self._is_first
         self._is_first = False
         self._product = product
@@ -338,7 +351,7 @@ class HostLoraFollower:
 
 
 def _wait(look: Callable[[], _T | None]) -> _T:
-    """Poll ``look`` until it returns a value; return that."""
+    """Poll ``look`` until it returns a value, and return the value."""
     backoff = Backoff()
     while True:
         for _ in range(POLLS):

@@ -1,4 +1,4 @@
-"""Measures the costs of assisted prefills on this machine, in a fraction of a second when the engine starts."""
+"""Measures the costs of assisted prefills on this machine when the engine starts, in a fraction of a second."""
 
 import time
 from collections.abc import Iterable
@@ -54,7 +54,7 @@ class HostTimes(NamedTuple):
 
     Attributes:
         fixed_s: constant part.
-        token_s: hand-over of a token's row.
+        token_s: time to hand over a token's row.
         token_rank_s: compute time per token and rank.
         rank: the largest rank that was measured.
     """
@@ -82,18 +82,21 @@ def measure(
     *,
     cores_shared: bool,
 ) -> AssistCosts:
-    """Measure the costs of assisted prefills. Both arenas must be empty; their content is undefined afterwards.
+    """Measure the costs of assisted prefills.
+
+    Both arenas must be empty; their content is undefined afterwards.
 
     Args:
         pool: workers that are ready.
         model: runs prefills on the device.
-        arena, host: device and host tier, ``[blocks, elements]``.
-        steps: the device's stream of steps.
+        arena, host: the arenas of the device and the host, ``[blocks, elements]``.
+        steps: the stream in which the device computes steps.
         block_size: tokens of KV in a block.
-        most_tokens: longest prefill to measure.
-        preset: preset with the options of assisted prefills.
+        most_tokens: length in tokens of the longest prefill to measure.
+        preset: the preset, which has the options of assisted prefills.
         link_bytes_per_s: bandwidth of the declared link, 0 to measure it.
-        cores_shared: whether workers share the cores that compute the base model, so that nothing hides them.
+        cores_shared: whether workers share the cores that compute the base model, so that their time adds to the
+            step's.
 
     Raises:
         ConfigError: the host tier is too small for one layer of an adapter.
@@ -126,7 +129,7 @@ def measure(
 
 
 def tokens_per_worker(times: HostTimes, geometry: ModelGeometry, layer_s: float, bandwidth: float) -> int:
-    """Return how many tokens a worker gets (TOPPINGS, section 4.2): as many as it computes while a layer is loaded.
+    """Return the number of tokens that a worker computes while a layer is loaded (TOPPINGS, section 4.2).
 
     Args:
         times: measured times of a worker.
@@ -141,13 +144,13 @@ def tokens_per_worker(times: HostTimes, geometry: ModelGeometry, layer_s: float,
 
 
 def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: torch.device) -> HostTimes:
-    """Measure one worker.
+    """Measure the times of one worker.
 
     Args:
-        pool: its first worker is measured.
+        pool: the workers, the first of which is measured.
         geometry: sizes of the rank's share of the model.
-        host: the host tier, ``[blocks, elements]``, in which test adapters are placed.
-        place: device of the model.
+        host: the host arena, ``[blocks, elements]``, which gets test adapters.
+        place: the model's device.
 
     Raises:
         ConfigError: the host tier is too small for one layer of an adapter.
@@ -163,7 +166,7 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
             adapters[rank] = HostAdapter(ranks, tuple(BlockId(block) for block in range(blocks)))
     if not adapters:
         raise ConfigError(f"host_memory_bytes: {len(host)} blocks cannot hold a layer of an adapter; raise it")
-    pool.worker_tokens = pool.ring.shape.rows  # so that one worker gets all rows
+    pool.worker_tokens = pool.ring.shape.rows  # This way one worker gets all rows.
     rescued = pool.rescued_slices
     pool.begin(list(adapters.values()))
     computed = []
@@ -180,7 +183,7 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
             pool.add_to(qkv)
             pool.settle()
             seconds.append(pool.computed_s)
-        if pool.rescued_slices > rescued:  # the rank has computed a part, which was not timed
+        if pool.rescued_slices > rescued:  # The rank has computed a part itself, which was not timed.
             raise ExecutorError("a host worker was lost during its measurement")
         computed.append((tokens * rank, min(seconds)))
         handed_over.append((tokens, median(list(pool.handovers_s)[-_REPEATS:])))
@@ -195,10 +198,10 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
 def measure_device(
     model: RankModel, arena: Tensor, steps: Stream, block_size: int, most_tokens: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return (tokens, seconds) of a layer in prefills of some lengths.
+    """Return (tokens, seconds of a layer) for prefills of several lengths.
 
-    It is the difference of a step with several layers and one with one layer: a step also has an embedding, a last norm
-    and a wait, which on a GPU take as long as a layer of few tokens.
+    The time of a layer is the difference between a step with several layers and a step with one layer. A step also has
+    an embedding, a last norm and a wait, which on a GPU take as long as a layer with few tokens.
     """
     geometry = model.geometry
     most_layers = min(_DEVICE_LAYERS, geometry.layers)
@@ -223,13 +226,14 @@ def measure_device(
         layer_s = best_s[1]
         if most_layers > 1:
             more_s = (best_s[most_layers] - layer_s) / (most_layers - 1)
-            layer_s = min(layer_s, max(more_s, layer_s / 3))  # against noise: a layer is at least a third of its step
+            # The measurement is noisy, so a layer counts as at least a third of its step.
+            layer_s = min(layer_s, max(more_s, layer_s / 3))
         times.append((tokens, layer_s))
     return tuple(times)
 
 
 def _fit_line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Return slope and intercept of a least-squares line through points, each at least 0."""
+    """Return slope and intercept of a least-squares line through points. Both are at least 0."""
     at, seconds = np.array(list(points)).T
     slope, start = np.polyfit(at, seconds, 1)
     return max(0.0, float(slope)), max(0.0, float(start))

@@ -1,4 +1,4 @@
-"""Rank 0's pool of host workers: assigns rows to workers and collects their results, for CPU ranks and for a GPU."""
+"""Rank 0's pools of host workers for CPU ranks and for a GPU: they assign rows and collect the results."""
 
 import ctypes
 import time
@@ -39,7 +39,9 @@ _RANK = -1
 
 
 def start_worker_process() -> HelperProcess:
-    """Start a worker process. It becomes ready in the background, within a few seconds.
+    """Start a worker process.
+
+    The process becomes ready in the background within a few seconds.
 
     Raises:
         ExecutorError: the process cannot be started.
@@ -48,7 +50,7 @@ def start_worker_process() -> HelperProcess:
 
 
 class HostRows(NamedTuple):
-    """Rows ``start`` to ``stop`` (half-open) of the batch for the host; ``adapter`` is an index in the step's list."""
+    """Rows ``start`` to ``stop`` (half-open) for the host. ``adapter`` is an index in the step's list of adapters."""
 
     adapter: int
     start: int
@@ -64,13 +66,15 @@ class _RowCopy(NamedTuple):
 
 
 class RowAssignment:
-    """An assignment of a batch's rows to workers. Many layers of a step share one, so it is made once.
+    """An assignment of a batch's rows to workers.
+
+    Many layers of a step share an assignment, so it is made once.
 
     Attributes:
         parts: the assigned rows.
         number: number of the cut in the ring.
-        slices: the slices of the cut.
-        workers: workers that have slices.
+        slices: the cut's slices.
+        workers: numbers of the workers that have slices.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class RowAssignment:
         self._first_rows = list(accumulate((part.stop - part.start for part in parts), initial=0))
 
     def copies(self, product: str) -> list[_RowCopy]:
-        """Return the copies of rows of a product's x into a slot."""
+        """Return the copies that put the rows of a product's x into a slot."""
         if product not in self._copies:
             size = self._row_bytes[product]
             self._copies[product] = [
@@ -102,7 +106,7 @@ class RowAssignment:
         return self._copies[product]
 
     def y(self, product: str, slot: int) -> list[Tensor]:
-        """Return the results of each part in a slot."""
+        """Return views of each part's results in a slot."""
         if (product, slot) not in self._y:
             y = self._all_y[product][slot]
             self._y[product, slot] = [y[first:stop] for first, stop in pairwise(self._first_rows)]
@@ -110,7 +114,10 @@ class RowAssignment:
 
 
 def y_of(ring: Ring, rank: int, outputs: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the y of a rank by product: ``[slots, rows, out]`` of the model's dtype; ``outputs`` has their widths."""
+    """Return a rank's y by product: ``[slots, rows, out]`` of the model's dtype.
+
+    ``outputs`` has the widths of the products.
+    """
     y = torch.from_numpy(ring.y).view(torch_dtype(ring.shape.dtype))[:, rank]
     return {product: narrowed(y, width) for product, width in outputs.items()}
 
@@ -121,9 +128,9 @@ class PoolSizes(NamedTuple):
     Attributes:
         dtype: dtype of the model.
         geometry: sizes of a rank's share of the model.
-        rows: most rows of a step.
-        parts: most parts (sequences) of a step.
-        timeout_s: a worker that does not answer for so long counts as lost.
+        rows: maximum number of rows in a step.
+        parts: maximum number of parts (sequences) in a step.
+        timeout_s: seconds without an answer after which a worker counts as lost.
     """
 
     dtype: torch.dtype
@@ -134,24 +141,24 @@ class PoolSizes(NamedTuple):
 
 
 class HostPool:
-    """Sends rows to workers and collects their results, on a CPU rank. Used by one thread.
+    """Sends rows to workers and collects the results, on a CPU rank.
 
-    A step is enclosed by :meth:`begin` and :meth:`end`. In it each :meth:`submit` is followed by :meth:`add_to`; the
-    caller computes the base model in between. No rows are lost: the rows of a worker that dies, fails or does not
-    answer are computed by the caller, once that worker has ended and writes nothing.
+    One thread uses the pool. A step is enclosed by :meth:`begin` and :meth:`end`. Within a step each :meth:`submit` is
+    followed by :meth:`add_to`, and the caller computes the base model in between. No rows are lost: if a worker dies,
+    fails or does not answer, the caller computes its rows once the worker has ended and cannot write any more.
 
     Args:
-        processes: the workers; owned by this object.
+        processes: the worker processes. The pool owns them.
         cores: the core of each worker, None for any core.
-        arenas: host arena of each rank, this rank's first; this object owns those of other ranks.
+        arenas: the host arena of each rank, starting with this rank's. The pool owns the other ranks' arenas.
         sizes: sizes of the pool.
 
     Attributes:
-        worker_tokens: rows of one request per worker while there are enough workers.
-        handovers_s: hand-over times of the latest tickets: from x in the batch to the first worker's start, plus from
-            the last worker's end to the sums in the batch; without computing and other work of the caller.
-        computed_s: compute time of the latest ticket, the maximum over workers.
-        rescued_slices: slices of lost workers that the rank has computed itself.
+        worker_tokens: number of rows of one request that a worker gets while there are enough workers.
+        handovers_s: seconds spent on hand-over for the latest tickets: from x in the batch to the first worker's start,
+            plus from the last worker's end to the sums in the batch. The caller's other work in between does not count.
+        computed_s: compute time of the latest ticket in seconds, the maximum over workers.
+        rescued_slices: number of slices that the rank has computed itself because their worker was lost.
         ring: shared memory with the workers.
         ticket: number of the latest ticket.
     """
@@ -174,7 +181,7 @@ class HostPool:
             outputs=max(widths.outputs.values()),
             ranks=len(arenas),
             workers=len(processes),
-            cuts=4 * geometry.layers,  # at most one per layer of a step, and one of the rows that sample
+            cuts=4 * geometry.layers,  # A step has at most one cut per layer, and one for the rows that sample.
             slices=parts + len(processes),
             dtype=str(dtype).removeprefix("torch."),
         )
@@ -238,7 +245,7 @@ class HostPool:
             helper.wait_until_ready()
 
     def begin(self, adapters: Sequence[HostAdapter]) -> None:
-        """Begin a step: wake the workers and send them its adapters."""
+        """Begin a step: wake the workers and send them the step's adapters."""
         self._steps += 1
         self._fallback.begin(adapters)
         message = BeginStep(self._steps, self.ticket + 1, tuple(adapters))
@@ -272,13 +279,13 @@ class HostPool:
     def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment) -> None:
         """Let workers compute the LoRA delta of a product of a layer.
 
-        This and :meth:`add_to` are the cost of assistance for the rank on every layer, so they do little.
+        The rank pays for this call and for :meth:`add_to` on every layer, so both do little work.
 
         Args:
             product: a key of ``core.geometry.PRODUCTS``.
             layer: index of the layer.
             x: ``[rows, in]`` of the batch, contiguous.
-            assignment: rows of x of each worker.
+            assignment: the rows of x that each worker computes.
         """
         self._submitted_ns = time.monotonic_ns()
         ticket = self.ticket = self.ticket + 1
@@ -294,12 +301,12 @@ class HostPool:
         self._submitted = site, product, assignment
 
     def add_to(self, out: Tensor) -> None:
-        """Wait for the results of the latest :meth:`submit`, and add them to their rows of ``out [rows, out]``."""
+        """Wait for the results of the latest :meth:`submit`, and add them to the rows of ``out [rows, out]``."""
         collecting_ns = time.monotonic_ns()
         assert self._submitted is not None
         site, product, assignment = self._submitted
         ticket = self.ticket
-        sums = [out[part.start : part.stop] for part in assignment.parts]  # while workers may still compute
+        sums = [out[part.start : part.stop] for part in assignment.parts]  # Workers may still be computing here.
         is_whole = self._finish(ticket, site, assignment)
         self.ring.signal_collected(ticket)
         for total, y in zip(sums, assignment.y(product, ticket % SLOTS), strict=True):
@@ -311,7 +318,7 @@ class HostPool:
             self._note_times(ticket, assignment, self._submitted_ns, collecting_ns, now_ns)
 
     def settle(self) -> None:
-        """Do nothing, since all results are added when :meth:`add_to` returns."""
+        """Do nothing: :meth:`add_to` has added all results when it returns."""
 
     def close(self) -> None:
         """Stop the workers."""
@@ -323,13 +330,13 @@ class HostPool:
         self.ring.close()
 
     def _collect_all(self) -> None:
-        """Wait for workers that may still compute."""
-        if self._submitted is not None:  # the step has failed in between
+        """Wait for workers that may still be computing."""
+        if self._submitted is not None:  # The step failed between submit and add_to.
             _, product, assignment = self._submitted
             self.add_to(torch.empty(max(part.stop for part in assignment.parts), self._widths.outputs[product]))
 
     def _finish(self, ticket: int, site: int, assignment: RowAssignment) -> bool:
-        """Wait until y of a ticket is complete; return False if this thread computed a part of it."""
+        """Wait until y of a ticket is complete. Return False if this thread computed a part of y."""
         lost = [worker for worker in assignment.workers if not self._wait_for(ticket, worker)]
         slices = [part for part in assignment.slices if part.worker in lost]
         began_ns = time.monotonic_ns()
@@ -349,7 +356,7 @@ class HostPool:
         self.handovers_s.append(handover_ns / 1e9)
 
     def _wait_for(self, ticket: int, number: int) -> bool:
-        """Wait for a worker's slices of a ticket; return False if the worker is lost, in which case it has ended."""
+        """Wait for a worker's slices of a ticket. Return False if the worker is lost; its process has ended then."""
         worker = self._active.get(number)
         if worker is None:
             return self.ring.has_y(ticket, number)
@@ -361,7 +368,7 @@ class HostPool:
                     return True
             has_ended = worker.has_ended.is_set() and not self.ring.has_y(
                 ticket, number
-            )  # it may have written y before it ended
+            )  # The worker may have written y before it ended.
             if has_ended or time.monotonic() >= deadline_s or self.ring.has_error(ticket, number):
                 worker.end()
                 del self._active[number]
@@ -370,15 +377,14 @@ class HostPool:
 
 
 class _OpenTicket(NamedTuple):
-    """A ticket whose y may not be complete.
+    """A submitted ticket whose y may not be complete yet.
 
     Attributes:
-        ticket: its number.
-        site: product of a layer.
+        ticket: its number. site: product of a layer.
         product: a key of ``core.geometry.PRODUCTS``.
         assignment: rows of each worker.
-        x_copied: event after the copy of x.
-        at_ns: when it was queued.
+        x_copied: the event after the copy of x.
+        at_ns: time at which the ticket was queued, in nanoseconds of the monotonic clock.
     """
 
     ticket: int
@@ -390,22 +396,24 @@ class _OpenTicket(NamedTuple):
 
 
 class DevicePool(HostPool):
-    """A pool for a GPU: the steps' stream copies x, waits for y and adds it, so the calling thread need not wait.
+    """A pool for a GPU.
 
-    The calling thread runs at most ``SLOTS`` tickets ahead of the workers. Before it runs further, and at the end of a
-    step, it waits for them: it computes and signals the rows of a lost worker, since the stream waits for that signal.
-    A slot is reused without a check: the stream reads y before it writes the next x.
+    The stream of steps copies x, waits for y and adds it, so the calling thread need not wait.
+
+    The calling thread runs at most ``SLOTS`` tickets ahead of the workers. At this limit, and at the end of a step, the
+    thread waits for the workers. The thread computes and signals the rows of a lost worker itself, since the stream
+    waits for the signal. A slot can be reused without a check, since the stream reads y before it writes the next x.
 
     Args:
-        device: the device; the steps' stream is the calling thread's.
-        signals: signals of the steps' stream.
-        processes, cores, arenas, sizes: see ``HostPool``; there is one arena.
+        device: the device. Its stream of steps is the calling thread's stream.
+        signals: the signals of the stream of steps.
+        processes, cores, arenas, sizes: see ``HostPool``. There is one arena.
 
     Raises:
         ExecutorError: the device cannot register the ring.
 
     Attributes:
-        handovers_s: times of tickets for which only :meth:`settle` waited.
+        handovers_s: hand-over seconds of the tickets for which only :meth:`settle` waited.
     """
 
     def __init__(
@@ -431,7 +439,7 @@ class DevicePool(HostPool):
             raise ExecutorError(f"the device cannot register the shared memory of host workers: {error}") from error
 
     def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment) -> None:
-        """Submit rows of ``x``, which is on the device; the stream copies them."""
+        """Submit rows of ``x``, which is on the device. The stream copies the rows."""
         while len(self._open) >= SLOTS:
             self._collect()
         at_ns = time.monotonic_ns()
@@ -448,7 +456,7 @@ class DevicePool(HostPool):
         self._open.append(_OpenTicket(ticket, site, product, assignment, self._stream.record_event(), at_ns))
 
     def add_to(self, out: Tensor) -> None:
-        """Let the stream wait for the results and add them to their rows of ``out [rows, out]``."""
+        """Queue the wait for the results and their addition to the rows of ``out [rows, out]``."""
         ticket, _, product, assignment, _, _ = self._open[-1]
         for worker in assignment.workers:
             self._signals.wait_for(torch.from_numpy(self.ring.y_word(ticket, worker)), ticket)
@@ -468,7 +476,7 @@ class DevicePool(HostPool):
             self._last = None
 
     def close(self) -> None:
-        """Stop the workers. The device must have finished all steps."""
+        """Stop the workers. The device must have finished all steps before."""
         self._unregister()
         super().close()
 
@@ -477,7 +485,7 @@ class DevicePool(HostPool):
             self._collect()
 
     def _collect(self) -> None:
-        """Wait for the workers of the oldest ticket, and compute the slices of lost ones."""
+        """Wait for the workers of the oldest ticket, and compute the slices of lost workers."""
         ticket = self._open.popleft()
         ticket.x_copied.wait()
         self._last = ticket if self._finish(ticket.ticket, ticket.site, ticket.assignment) else None

@@ -1,4 +1,4 @@
-"""Shared memory between a rank and its host workers: a ring of slots for x and y, and tickets that describe them.
+"""Shared memory between a rank and its host workers: a ring of slots for x and y, and tickets that describe the slots.
 
 The rank writes x of a layer into a slot and signals a ticket; each worker computes its slices of y and signals them.
 Flags are words that one process writes and others poll. A flag is written after the data that it announces; readers
@@ -26,13 +26,13 @@ _SPIN_S = 200e-6
 
 
 class Backoff:
-    """The pauses of one wait, which begins now: first they only yield, later they sleep."""
+    """The pauses of one wait, which begins now. The first pauses only yield, later pauses sleep."""
 
     def __init__(self) -> None:
         self._sleep_at_s = time.monotonic() + _SPIN_S
 
     def pause(self) -> None:
-        """Let other threads run, copy threads above all; sleep a little once the wait has become long.
+        """Let other threads run, such as copy threads, and sleep a little once the wait has become long.
 
         Since Python 3.11 ``time.sleep(0)`` takes as long as a short sleep (python/cpython issue 125997); a select
         without file descriptors takes a microsecond.
@@ -41,7 +41,7 @@ class Backoff:
 
 
 def short_sleep(seconds: float = SLEEP_S) -> None:
-    """Sleep for a time far below a millisecond."""
+    """Sleep for much less than a millisecond."""
     select.select((), (), (), seconds)
 
 
@@ -64,15 +64,15 @@ class RingShape(msgspec.Struct, frozen=True):
     """Sizes of a ring.
 
     Attributes:
-        slots: number of tickets whose x and y are kept.
+        slots: the number of tickets whose x and y are kept.
         descriptors: number of tickets whose descriptions are kept.
-        rows: most rows of x in a ticket.
+        rows: the maximum number of rows of x in a ticket.
         inputs: elements of a row of x of the widest product.
         outputs: elements of a row of y of the widest product on one rank, its modules concatenated.
-        ranks: tensor-parallel ranks. All share one x; each has a y with its own columns.
+        ranks: tensor-parallel ranks. The ranks share one x. Each rank has a y with its own columns.
         workers: number of workers that share the rows.
         cuts: number of cuts that are kept. A cut is a division of rows among workers.
-        slices: most slices in a cut.
+        slices: the maximum number of slices in a cut.
         dtype: dtype of x and y, a key of ``adapters.numbers.KEPT_AS``.
     """
 
@@ -89,7 +89,7 @@ class RingShape(msgspec.Struct, frozen=True):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All sizes, as stored in the header."""
+        """All sizes, in the order in which the header stores them."""
         sizes = (self.slots, self.descriptors, self.rows, self.inputs, self.outputs)
         return (*sizes, self.ranks, self.workers, self.cuts, self.slices, list(KEPT_AS).index(self.dtype))
 
@@ -98,8 +98,8 @@ class RingSlice(NamedTuple):
     """Rows of a ticket for one worker.
 
     Attributes:
-        worker: number of the worker, -1 for the rank itself.
-        adapter: index in the list of the step's adapters.
+        worker: the worker's number, -1 for the rank itself.
+        adapter: index of the adapter in the step's list.
         start: first row of x and y.
         rows: number of rows.
     """
@@ -111,20 +111,20 @@ class RingSlice(NamedTuple):
 
 
 class SlotError(RuntimeError):
-    """Data does not fit, or would overwrite data that is still in use."""
+    """Raised when data does not fit, or would overwrite data that is still in use."""
 
 
 class Ring:
-    """The ring. The rank and each worker map the same memory.
+    """A ring of slots, which the rank and each worker map from the same shared memory.
 
     Args:
-        fd: an anonymous file of the right size; owned by this object.
+        fd: an anonymous file of the right size. The ring owns the descriptor.
         shape: sizes.
 
     Attributes:
         fd: file descriptor.
         shape: sizes.
-        memory: all of it, as bytes.
+        memory: the whole memory, as bytes.
         x: ``[slots, rows, inputs]``, of the storage type in ``KEPT_AS``.
         y: ``[slots, ranks, rows, outputs]``, of the same type.
     """
@@ -138,7 +138,7 @@ class Ring:
         self._words: NDArray[np.int64] = np.frombuffer(memory, np.int64, offsets.words)
         self._flags = memoryview(memory)[: offsets.words * _WORD_BYTES].cast(
             "q"
-        )  # access takes a third of the time of a numpy array's
+        )  # Access to a memoryview takes a third of the time of access to a numpy array.
         kept_as = np.dtype(KEPT_AS[shape.dtype])
         sizes = (shape.slots, shape.rows, shape.inputs), (shape.slots, shape.ranks, shape.rows, shape.outputs)
         self.x: NDArray[Any]
@@ -164,7 +164,7 @@ class Ring:
         """Map the ring behind a file descriptor.
 
         Raises:
-            ValueError: it is not a ring, or has another shape.
+            ValueError: the memory is not a ring, or has another shape.
         """
         found = cls(fd, shape)
         expected = (MAGIC, VERSION, *shape.numbers)
@@ -173,7 +173,7 @@ class Ring:
         return found
 
     def close(self) -> None:
-        """Close the file; arrays that are in use keep the memory."""
+        """Close the file. Arrays that are in use keep the memory."""
         os.close(self.fd)
 
     # --- steps ---------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Ring:
         return bool(self._flags[self._offsets.shutdown])
 
     def shut_down(self) -> None:
-        """Tell polling workers to stop."""
+        """Make polling workers stop."""
         self._flags[self._offsets.shutdown] = 1
 
     # --- tickets -------------------------------------------------------------------------------------
@@ -213,11 +213,13 @@ class Ring:
             raise SlotError(f"ticket {ticket} needs the slot of ticket {before}, which is still in use")
 
     def write_cut(self, cut: int, slices: Sequence[RingSlice]) -> None:
-        """Write a cut, which tickets refer to. Often all layers of a step use the same cut.
+        """Write a cut, to which tickets refer.
+
+        Often all layers of a step use the same cut.
 
         Args:
-            cut: its number, counting from 1 like tickets.
-            slices: together all rows of x.
+            cut: the cut's number, counting from 1 like tickets.
+            slices: the cut's slices, which together are all rows of x.
 
         Raises:
             SlotError: there are too many slices.
@@ -225,16 +227,16 @@ class Ring:
         if len(slices) > self.shape.slices:
             raise SlotError(f"cut {cut} has {len(slices)} slices, at most {self.shape.slices} fit")
         at = self._offsets.cut(cut)
-        self._flags[at] = 0  # invalid while it is written: a slow worker may be reading the old cut
+        self._flags[at] = 0  # The entry is invalid while it is written, since a slow worker may be reading the old cut.
         first = at + _CUT_WORDS
         self._words[first : first + _SLICE_WORDS * len(slices)] = np.array(slices, np.int64).ravel()
         self._flags[at + 1] = len(slices)
         self._flags[at] = cut
 
     def cut(self, cut: int) -> list[RingSlice] | None:
-        """Return the slices of a cut; None if it was overwritten.
+        """Return the slices of a cut; None if the cut was overwritten.
 
-        It is not overwritten while the rank waits for one of its slices.
+        A cut is not overwritten while the rank waits for one of its slices.
         """
         at = self._offsets.cut(cut)
         if self._flags[at] != cut:
@@ -248,13 +250,12 @@ class Ring:
         """Write the description of a ticket, before :meth:`signal_x`.
 
         Args:
-            ticket: its number.
-            step: its step, whose adapters the slices refer to.
+            ticket: its number. step: its step, whose adapters the slices refer to.
             site: number of a product of a layer (``worker.host_lora.worker.site_of``).
             cut: number of the cut of its rows.
         """
         at = self._offsets.descriptor(ticket)
-        self._flags[at] = 0  # invalid while it is written
+        self._flags[at] = 0  # The entry is invalid while it is written.
         self._flags[at + 1] = step
         self._flags[at + 2] = site
         self._flags[at + 3] = cut
@@ -265,7 +266,7 @@ class Ring:
         return self._flags[self._offsets.descriptor(ticket) + 1]
 
     def description(self, ticket: int) -> tuple[int, int] | None:
-        """Return site and cut of a ticket whose x is ready; None if it was overwritten."""
+        """Return site and cut of a ticket whose x is ready; None if the description was overwritten."""
         at = self._offsets.descriptor(ticket)
         found = self._flags[at]
         site = self._flags[at + 2]
@@ -277,7 +278,7 @@ class Ring:
         self._flags[self._offsets.x_ready[ticket % self.shape.slots]] = ticket
 
     def x_word(self, ticket: int) -> NDArray[np.int64]:
-        """Return the word that :meth:`signal_x` writes, for a device that writes it itself."""
+        """Return the word that :meth:`signal_x` writes, for a device that writes the word itself."""
         return self._word(self._offsets.x_ready[ticket % self.shape.slots])
 
     def has_x(self, ticket: int) -> bool:
@@ -292,7 +293,7 @@ class Ring:
         self._flags[at] = ticket
 
     def y_word(self, ticket: int, worker: int) -> NDArray[np.int64]:
-        """Return the word that is at least the ticket once a worker has written its rows of y."""
+        """Return the word that a worker sets to the ticket's number once it has written its rows of y."""
         return self._word(self._offsets.y_ready(ticket % self.shape.slots, worker))
 
     def has_y(self, ticket: int, worker: int) -> bool:
@@ -313,13 +314,13 @@ class Ring:
         return bool(self._flags[self._offsets.error[worker]] == ticket)
 
     def free(self, ticket: int) -> None:
-        """Free the slot of a ticket: y has been read."""
+        """Free the slot of a ticket whose y has been read."""
         self._flags[self._offsets.slot_free[ticket % self.shape.slots]] = ticket
 
     # --- between ranks -------------------------------------------------------------------------------
 
     def signal_turn(self, turn: int, ticket: int) -> None:
-        """Publish to the other ranks the first ticket of the next layer of an assisted step, 0 for none."""
+        """Publish the first ticket of the next layer of an assisted step to the other ranks; 0 for none."""
         at = self._offsets.turns[turn % _TURNS]
         self._flags[at + 1] = ticket
         self._flags[at] = turn
@@ -338,14 +339,14 @@ class Ring:
         return bool(self._flags[self._offsets.collected] >= ticket)
 
     def note_arrived(self, rank: int, transfer_id: int, blocks: int) -> None:
-        """Publish how many blocks of a transfer have arrived on a rank; -1 if the transfer has failed."""
+        """Publish the number of a transfer's blocks that have arrived on a rank; -1 if the transfer has failed."""
         at = self._offsets.arrived(rank, transfer_id)
-        self._flags[at] = -1  # invalid while it is written
+        self._flags[at] = -1  # The entry is invalid while it is written.
         self._flags[at + 1] = blocks
         self._flags[at] = transfer_id
 
     def arrived(self, rank: int, transfer_id: int) -> int:
-        """Return how many blocks of a transfer have arrived on a rank, 0 if unknown; -1 if the transfer has failed."""
+        """Return the number of a transfer's blocks on a rank: 0 if unknown, -1 if the transfer has failed."""
         at = self._offsets.arrived(rank, transfer_id)
         found = self._flags[at]
         blocks = self._flags[at + 1]
@@ -379,9 +380,9 @@ class _Offsets:
         self.bytes = self.y_bytes + shape.slots * shape.ranks * shape.rows * shape.outputs * item_bytes
 
     def y_ready(self, slot: int, worker: int) -> int:
-        """Return the place of a worker's flag for y of a slot; the rank itself is worker -1.
+        """Return the index of a worker's flag for y of a slot.
 
-        The times of a ticket share the cache line of its flag, which is read first.
+        The rank itself is worker -1. The times of a ticket share the cache line of its flag, which readers read first.
         """
         return self._y_ready + (slot * (1 + self._shape.workers) + 1 + worker) * _LINE
 

@@ -26,11 +26,11 @@ _ORDERED_CPUS = ("x86_64", "AMD64")
 def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
     """Return the number of host workers of a replica.
 
-    It is 0 with several GPUs, which would have to synchronise on every layer, with pipeline stages or ranks on other
-    machines, and on CPUs whose stores may become visible in another order (the ring relies on it). Then requests wait
-    for their adapters. Where ``AUTO`` does not pay it is 0, too: on a CPU whose copies no declared link slows down, a
-    whole adapter is copied within memory in the time that the host takes for one or two layers; and on a CPU whose
-    cores all compute steps, a worker only takes time from them.
+    The number is 0 with several GPUs, which would have to synchronise on every layer, and with pipeline stages or ranks
+    on other machines. It is 0 on CPUs that may reorder stores, since the ring relies on their order. Requests then wait
+    for their adapters. With ``AUTO`` the number is also 0 where workers would save no time. Without a declared link, a
+    CPU copies a whole adapter within memory in the time that a worker takes for one or two layers. If all cores compute
+    steps, a worker only takes time from them.
     """
     is_assisted = preset.cold_start is ColdStart.ASSIST or (preset.cold_start is ColdStart.AUTO and _may_pay(settings))
     shares_memory = settings.device == "cpu" and settings.pipeline_parallel == 1 and not settings.rank_address
@@ -48,11 +48,13 @@ def _may_pay(settings: EngineSettings) -> bool:
 
 
 def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None]:
-    """Return the core of each worker: its own core if the ranks' threads leave enough, else None (any core).
+    """Return the core of each worker.
+
+    None (any core) for all workers if the ranks' threads leave too few cores.
 
     Args:
         workers: number of workers.
-        threads: fixed number of threads of all ranks; 0 if they take a fair share.
+        threads: fixed number of threads of all ranks; 0 if the ranks take a fair share.
         cores: cores that workers and ranks may run on.
     """
     if threads and threads + workers <= len(cores):
@@ -61,7 +63,7 @@ def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None
 
 
 def start_worker_processes(settings: EngineSettings, preset: Preset) -> list[HelperProcess]:
-    """Start the worker processes. They become ready in the background.
+    """Start the worker processes, which become ready in the background.
 
     Raises:
         ExecutorError: a process cannot be started.
@@ -85,15 +87,15 @@ def open_pool(
     cores: set[int],
     others: Sequence[HostArena] = (),
 ) -> tuple[HostPool, bool]:
-    """Return a pool of ready workers, and whether they share cores with the base model.
+    """Return a pool of ready workers, and whether the workers share cores with the base model.
 
     Args:
-        processes: worker processes, at least one; owned by the pool.
-        settings: settings of the engine.
+        processes: at least one worker process. The pool owns them.
+        settings: the engine's settings.
         geometry: sizes of a rank's share of the model.
         transfers: transfers of rank 0, with its host tier.
-        cores: cores that only this replica uses.
-        others: host tiers of all other ranks; owned by the pool.
+        cores: the cores that only this replica uses.
+        others: the host arenas of all other ranks. The pool owns them.
 
     Raises:
         ExecutorError: a worker did not start.
@@ -130,14 +132,14 @@ def build_host_lora(
     """Set up the workers, and measure the costs of workers and device.
 
     Args:
-        processes: worker processes, at least one; owned by the returned object.
-        settings: all.
-        preset: preset with the options of assisted prefills.
+        processes: at least one worker process. The returned object owns them.
+        settings: all settings.
+        preset: the preset, which has the options of assisted prefills.
         model: the rank's share.
         arena: the device arena, empty.
-        transfers: transfers with an empty host tier.
-        others: empty host tiers of all other ranks; owned by the returned object.
-        longest_tokens: tokens of the longest sequence.
+        transfers: rank 0's transfers. The host arena must be empty.
+        others: the empty host arenas of all other ranks. The returned object owns them.
+        longest_tokens: number of tokens of the longest sequence.
 
     Raises:
         ConfigError: the host tier is too small.
@@ -145,7 +147,7 @@ def build_host_lora(
     """
     engine = settings.engine
     cluster = settings.cluster
-    is_alone = max(cluster.replicas, cluster.max_replicas) == 1  # other replicas may be on this machine
+    is_alone = max(cluster.replicas, cluster.max_replicas) == 1  # Other replicas may be on this machine.
     cores = usable_cores() if is_alone else set[int]()
     pool, cores_shared = open_pool(processes, engine, model.geometry, transfers, cores, others)
     try:

@@ -1,4 +1,4 @@
-"""The computation of a host worker: the LoRA delta of one product of a layer, for its rows of a ticket."""
+"""Computes the LoRA delta of one product of a layer for a host worker's rows of a ticket."""
 
 import time
 from collections.abc import Sequence
@@ -20,24 +20,24 @@ _PRODUCTS = tuple(PRODUCTS)
 
 
 def site_of(layer: int, product: str) -> int:
-    """Return the number by which a ticket names a product of a layer."""
+    """Return the number that identifies a layer's product in tickets."""
     return layer * len(_PRODUCTS) + _PRODUCTS.index(product)
 
 
 def layer_and_product(site: int) -> tuple[int, str]:
-    """Return layer and product of a number from :func:`site_of`."""
+    """Return the layer and the product for a number from :func:`site_of`."""
     layer, number = divmod(site, len(_PRODUCTS))
     return layer, _PRODUCTS[number]
 
 
 class ProductWidths:
-    """Elements of a row of x and y of each product.
+    """The widths of x and y of each product.
 
     Args:
         geometry: sizes of a rank's share of the model.
 
     Attributes:
-        inputs, outputs: number of inputs and outputs by product.
+        inputs, outputs: numbers of inputs and outputs by product.
     """
 
     def __init__(self, geometry: ModelGeometry) -> None:
@@ -48,7 +48,7 @@ class ProductWidths:
 
 
 def narrowed(slot: Tensor, width: int) -> Tensor:
-    """Return a slot ``[…, rows, widest]`` as rows of ``width`` elements, packed from its beginning."""
+    """Return a view of a slot ``[…, rows, widest]`` as rows of ``width`` elements, packed from the slot's beginning."""
     rows = slot.shape[-2]
     return slot.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
 
@@ -56,19 +56,18 @@ def narrowed(slot: Tensor, width: int) -> Tensor:
 def write_delta(x: Tensor, pieces: Sequence[LoraPieces], layer: int, targets: LoraTargets, y: Tensor) -> None:
     """Write the LoRA delta ``x Aᵀ Bᵀ`` of each target into its columns of ``y``; zeros for unchanged targets.
 
-    A is the same on every rank for products that are split by output only, so ``x Aᵀ`` is computed once for all ranks;
-    the others are handed over with one rank only.
-    Workers call this for their slices, and a rank for the slices of lost workers. Sums are in fp32; each result is
-    rounded once.
+    A is the same on every rank for products that are split by output only, so ``x Aᵀ`` is computed once for all ranks.
+    Other products are passed for one rank at a time. Workers call this for their slices, and a rank for the slices of
+    lost workers. Sums are in fp32; each result is rounded once.
 
     Args:
         x: ``[rows, in]``.
-        pieces: weights of the adapter on each rank, in place.
+        pieces: views of the adapter's weights on each rank.
         layer: index of the layer.
-        targets: modules of the product, and their columns in y.
+        targets: the product's modules, and their columns in y.
         y: ``[ranks, rows, out]``, overwritten.
     """
-    wide = x.float().numpy()  # for few rows numpy is several times as fast as torch
+    wide = x.float().numpy()  # For few rows numpy is several times as fast as torch.
     for module, column, outputs in targets.each:
         columns = y[:, :, column : column + outputs]
         inner = [wide @ a.float().numpy().T for a, _ in pieces[0].get((layer, module), ())]
@@ -83,11 +82,11 @@ def write_delta(x: Tensor, pieces: Sequence[LoraPieces], layer: int, targets: Lo
 
 
 class HostAdapter(msgspec.Struct, frozen=True):
-    """An adapter in the host arenas.
+    """An adapter that is in the host arenas.
 
     Attributes:
         ranks: see ``AdapterRef.ranks``.
-        blocks: its blocks in each arena, in packing order.
+        blocks: the adapter's blocks in each arena, in packing order.
     """
 
     ranks: dict[str, tuple[int, ...]]
@@ -98,8 +97,8 @@ class SliceWorker:
     """Computes slices of tickets from weights in the host arena, on the calling thread.
 
     Args:
-        ring: holds x, y and tickets.
-        number: number of this worker.
+        ring: the ring with x, y and tickets.
+        number: this worker's number.
         arenas: the host arena of each rank, ``[blocks, elements]`` of the model's dtype.
         geometry: sizes of a rank's share of the model.
     """
@@ -119,22 +118,25 @@ class SliceWorker:
         self._cuts: dict[int, list[RingSlice]] = {}
 
     def begin(self, adapters: Sequence[HostAdapter]) -> None:
-        """Set the adapters of a step; slices refer to them by index."""
+        """Set the adapters of a step. Slices refer to an adapter by its index."""
         known = dict(zip(self._keys(), self._pieces, strict=True))
         self._adapters = list(adapters)
         self._pieces = [known.get(key) for key in self._keys()]
         self._cuts.clear()
 
     def prepare(self) -> None:
-        """Make the views of all weights now, at a millisecond per new adapter, instead of with the first ticket."""
+        """Create the views of all weights now, instead of with the first ticket.
+
+        Each new adapter takes a millisecond.
+        """
         for number in range(len(self._adapters)):
             self._weights(number)
 
     def run(self, ticket: int) -> None:
         """Compute this worker's slices of a ticket whose x is ready, and signal y.
 
-        If the worker has no slices the rank may not have waited for it, and the ticket may be overwritten. Then there
-        is nothing to do.
+        A worker without slices has nothing to do. The rank may not have waited for the worker, so the ticket may be
+        overwritten.
         """
         description = self._ring.description(ticket)
         if description is None:
@@ -153,7 +155,7 @@ class SliceWorker:
 
     @torch.inference_mode()
     def compute(self, ticket: int, site: int, part: RingSlice) -> None:
-        """Compute one slice of any worker, without a signal."""
+        """Compute one slice, of this or another worker, without a signal."""
         slot = self._ring.slot(ticket)
         rows = slice(part.start, part.start + part.rows)
         layer, product = layer_and_product(site)
@@ -171,5 +173,5 @@ class SliceWorker:
         return pieces
 
     def _keys(self) -> list[tuple[object, ...]]:
-        """Return the values that determine the views of each adapter's weights, apart from their content."""
+        """Return, for each adapter, the values that determine where its weights' views lie."""
         return [(tuple(adapter.ranks.items()), adapter.blocks) for adapter in self._adapters]

@@ -34,15 +34,15 @@ _PR_SET_TIMERSLACK = 29
 
 
 class HostWorkerSetup(msgspec.Struct, frozen=True):
-    """To the worker: the first message.
+    """The first message to a worker.
 
     Attributes:
         shape: shape of the ring.
         number: number of the worker.
         geometry: sizes of the rank's share of the model.
         elements: elements of a block of the host arena.
-        cores: cores it may run on; replaces the affinity that it inherits.
-        spin_s: how long it polls busily for the next ticket, in seconds.
+        cores: cores that the worker may run on. They replace the affinity that the process inherits.
+        spin_s: seconds for which the worker polls busily for the next ticket.
     """
 
     shape: RingShape
@@ -54,10 +54,10 @@ class HostWorkerSetup(msgspec.Struct, frozen=True):
 
 
 class BeginStep(msgspec.Struct, frozen=True):
-    """To the worker: a step with assisted prefills begins.
+    """A message to a worker: a step with assisted prefills begins.
 
     Attributes:
-        step: number of the step; the ring's ``ended`` shows when it is over.
+        step: number of the step. The ring's ``ended`` shows when the step is over.
         ticket: first ticket of the step.
         adapters: the adapters that slices refer to.
     """
@@ -68,7 +68,7 @@ class BeginStep(msgspec.Struct, frozen=True):
 
 
 class HostWorkerReady(msgspec.Struct, frozen=True):
-    """From the worker: it is ready."""
+    """A message from a worker that is ready."""
 
 
 _SETUP = msgspec.msgpack.Decoder(HostWorkerSetup)
@@ -78,10 +78,10 @@ _BEGIN = msgspec.msgpack.Decoder(BeginStep)
 def run_step(
     worker: SliceWorker, ring: Ring, begin: BeginStep, number: int, spin_s: float, connection: Connection
 ) -> None:
-    """Compute the worker's slices until the step ends, or a new message shows that it has ended.
+    """Compute the worker's slices until the step ends or a new message arrives, which means the same.
 
     Raises:
-        Exception: the error of a ticket, after it was signalled in the ring.
+        Exception: a ticket failed. The error has been signalled in the ring.
     """
     worker.begin(begin.adapters)
     worker.prepare()
@@ -96,9 +96,11 @@ def run_step(
 
 
 def _await(ring: Ring, ticket: int, step: int, spin_s: float, connection: Connection) -> bool:
-    """Wait for a ticket of the step; return False if the step has ended or a message has arrived.
+    """Wait for a ticket of the step.
 
-    The ticket may already be of the next step, if that has begun meanwhile.
+    Return False if the step has ended or a message has arrived.
+
+    If the next step has begun, the ticket may belong to that step.
     """
     sleep_at_s = time.monotonic() + spin_s
     while True:
@@ -110,7 +112,7 @@ def _await(ring: Ring, ticket: int, step: int, spin_s: float, connection: Connec
             os.sched_yield()
         if ring.is_shut_down:
             return False
-        # select sleeps, and returns immediately if the rank has ended.
+        # select sleeps, but returns immediately if the rank has ended.
         if time.monotonic() >= sleep_at_s and select.select([connection], [], [], SLEEP_S)[0]:
             return False
 

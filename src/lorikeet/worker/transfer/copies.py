@@ -1,4 +1,4 @@
-"""A thread that copies blocks between host and device in the background of the steps."""
+"""A thread that copies blocks between host and device while steps run."""
 
 import threading
 import time
@@ -12,7 +12,9 @@ from lorikeet.worker.transfer.device import BlockCopy, Stream, StreamEvent
 from lorikeet.worker.transfer.finished import TransferCounts, TransferWork
 
 GROUP_BYTES = 16 * 2**20
-"""Size of a group of blocks. It is small enough that a more urgent transfer gets the link within a step's time, and
+"""Size of a group of blocks.
+
+It is small enough that a more urgent transfer gets the link within a step's time, and
 large enough that the copy thread wakes rarely: on a CPU each waking delays the step."""
 
 _GROUPS_BY_CALLER = 2
@@ -26,8 +28,8 @@ class CopyGroup(NamedTuple, Generic[Job]):
 
     Attributes:
         job: the transfer.
-        after: the copy starts after this event.
-        copy: source and target.
+        after: the event after which the copy starts.
+        copy: the source and the target of the copy.
     """
 
     job: Job
@@ -38,27 +40,27 @@ class CopyGroup(NamedTuple, Generic[Job]):
 class _Begun(NamedTuple, Generic[Job]):
     group: CopyGroup[Job]
     due_s: float
-    """When the declared link is done with it; 0 without a declared link."""
+    """Time at which the declared link has carried the group; 0 without a declared link."""
     event: StreamEvent | None
-    """The event after its copies; None if the device has failed."""
+    """The event after the group's copies; None if the device has failed."""
     error: str | None
 
 
 class Copier(Generic[Job]):
     """A thread that copies in one direction, one group of blocks at a time, the most urgent first.
 
-    With a declared link each group is done only after its bytes divided by the link's bandwidth, and its copy yields to
-    other threads until then. The times of consecutive groups add up exactly, however late the thread wakes.
+    With a declared link, each group takes at least its bytes divided by the link's bandwidth. Its copy yields to other
+    threads during this time. The times of consecutive groups add up exactly, even if the thread wakes late.
 
     Args:
-        name: name of the thread.
-        stream: runs the copies; used by this object only.
-        ahead: groups that are given to the stream before the first of them is done; 1 for a synchronous stream.
-        take: returns the next group, None if there is none now.
-        on_turn: called with each group once all earlier groups are done and before its copy is waited for.
-        on_done: called after each group with its error, None if it succeeded.
-        link_bytes_per_s: bandwidth of the declared link, 0 for none.
-        counts: counts the copied blocks.
+        name: the thread's name.
+        stream: the stream of the copies. Only this object uses it.
+        ahead: maximum number of groups that are queued in the stream. 1 for a synchronous stream.
+        take: function that returns the next group, None if there is none now.
+        on_turn: called with each group once all earlier groups are done, before the thread waits for the group.
+        on_done: called after each group with the group's error, None if the copy succeeded.
+        link_bytes_per_s: bandwidth of the declared link; 0 without one.
+        counts: the counters of copied blocks.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Copier(Generic[Job]):
         self._thread.start()
 
     def wake(self) -> None:
-        """Wake the thread: there may be something to copy."""
+        """Wake the thread, since there may be blocks to copy."""
         self._woken.set()
 
     def begin(self) -> None:
@@ -123,7 +125,10 @@ class Copier(Generic[Job]):
                 self._woken.wait()
 
     def _start_next(self) -> bool:
-        """Give the next group to the stream, if there is one and the stream can take it; return whether it did."""
+        """Queue the next group in the stream if there is one and the stream has room.
+
+        Return whether a group was queued.
+        """
         with self._lock:
             has_room = len(self._begun) < self._ahead and not self._closing.is_set()
             group = self._take() if has_room else None
@@ -145,16 +150,17 @@ class Copier(Generic[Job]):
         try:
             self._stream.wait_event(group.after)
             self._stream.copy_blocks(group.copy, due_s)
-        except RuntimeError as failure:  # fails this transfer only
+        except RuntimeError as failure:  # The error fails only this transfer.
             error = str(failure)
         try:
-            event = self._stream.record_event()  # after an error too: some copies may have begun
+            # The event is needed after an error too, since some copies may have begun.
+            event = self._stream.record_event()
         except RuntimeError as failure:
             error = error or str(failure)
         return _Begun(group, due_s, event, error)
 
     def _end(self, begun: _Begun[Job]) -> None:
-        """Wait for a group and report it."""
+        """Wait for a group and report its end."""
         group, due_s, event, error = begun
         try:
             if event is not None:

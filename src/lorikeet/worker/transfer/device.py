@@ -14,8 +14,8 @@ class BlockCopy(NamedTuple):
     """A copy of blocks from one arena to another.
 
     Attributes:
-        source, target: the arenas, ``[blocks, elements]``, with equally many elements.
-        source_blocks, target_blocks: block indices, equally many; no target block occurs twice.
+        source, target: the arenas, ``[blocks, elements]``, with the same number of elements per block.
+        source_blocks, target_blocks: block indices, of the same number. No target block occurs twice.
     """
 
     source: Tensor
@@ -25,12 +25,12 @@ class BlockCopy(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks to copy."""
         return len(self.source_blocks)
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes."""
+        """Number of bytes to copy."""
         return self.blocks * self.source.shape[1] * self.source.itemsize
 
 
@@ -38,7 +38,7 @@ class StreamEvent(Protocol):
     """A point in a stream."""
 
     def wait(self) -> None:
-        """Block until all work before it is finished.
+        """Block until all work before this point is finished.
 
         Raises:
             RuntimeError: the device has failed.
@@ -60,36 +60,38 @@ class Stream(Protocol):
         ...
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
-        """Queue a copy of blocks; otherwise as :meth:`copy`.
+        """Queue a copy of blocks.
+
+        Errors are those of :meth:`copy`.
 
         Args:
-            copy: source and target.
-            until_s: time of the monotonic clock until which the copy may yield to other threads.
+            copy: the blocks to copy.
+            until_s: time, on the monotonic clock, until which the copy may yield to other threads.
         """
         ...
 
     def wait_event(self, event: StreamEvent) -> None:
-        """Let further work wait for an event of another stream. Returns immediately."""
+        """Make later work wait for an event of another stream. Returns immediately."""
         ...
 
     def record_event(self) -> StreamEvent:
-        """Return an event after all work so far."""
+        """Return an event that happens after all work queued so far."""
         ...
 
 
 class Graph(Protocol):
-    """Captured work that can be replayed on the same tensors, with their current content."""
+    """Captured work that can be replayed on the same tensors, with the tensors' current content."""
 
     def replay(self) -> None:
-        """Queue all of it in the steps' stream."""
+        """Queue the captured work in the stream of steps."""
         ...
 
 
 class StreamSignals(Protocol):
-    """Signals between the steps' stream and other processes, through registered host memory, in stream order.
+    """Signals between the stream of steps and other processes, through registered host memory, in stream order.
 
-    Methods only queue work. Other processes see copies before they see a later signal, and the stream sees the data
-    that they write before they write a word. A word has 64 bits.
+    Methods only queue work. Other processes see a copy before a signal that follows it. The stream sees the data that
+    another process wrote before it wrote a word. A word has 64 bits.
     """
 
     def signal(self, word: Tensor, value: int) -> None:
@@ -97,11 +99,14 @@ class StreamSignals(Protocol):
         ...
 
     def wait_for(self, word: Tensor, value: int) -> None:
-        """Let further work wait until a word is at least ``value``."""
+        """Make later work wait until a word is at least ``value``."""
         ...
 
     def add(self, source: Tensor, total: Tensor) -> None:
-        """Queue ``total += source``: a tensor of the device, and host memory that is read at that point."""
+        """Queue ``total += source``.
+
+        ``total`` is on the device, and ``source`` in host memory, which is read at this point of the stream.
+        """
         ...
 
 
@@ -109,7 +114,7 @@ class DeviceBackend(Protocol):
     """The device of a rank.
 
     Attributes:
-        copies_ahead: number of groups of blocks to queue in a stream before the first of them is done.
+        copies_ahead: maximum number of groups of blocks to queue in a copy stream.
         has_graphs: whether the device can :meth:`capture`.
     """
 
@@ -126,32 +131,39 @@ class DeviceBackend(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Run work of the steps' stream and capture it as a graph. The work must not wait for the device.
+        """Run work in the stream of steps and capture it as a graph.
+
+        The work must not wait for the device.
 
         Raises:
-            RuntimeError: the device has no graphs, or cannot capture this work.
+            RuntimeError: the device has no graphs, or cannot capture the work.
         """
         ...
 
     def register(self, memory: Tensor) -> Callable[[], None]:
-        """Register host memory for copies; return a function that unregisters it.
+        """Register host memory for copies, and return a function that unregisters the memory.
 
         Raises:
-            RuntimeError: the device cannot register it.
+            RuntimeError: the device cannot register the memory.
         """
         ...
 
     def signals(self) -> StreamSignals | None:
-        """Return the signals of the steps' stream; None for a synchronous device, which needs none.
+        """Return the signals of the stream of steps.
+
+        None for a synchronous device, which needs no signals.
 
         Raises:
-            RuntimeError: the driver does not support them.
+            RuntimeError: the driver does not support signals.
         """
         ...
 
 
 class Cpu:
-    """The CPU: a synchronous device. Work is done on return. It is its own stream and event."""
+    """The CPU, a synchronous device.
+
+    Work is done when a method returns. The object is also its stream and its event.
+    """
 
     copies_ahead = 1
     has_graphs = False
@@ -159,7 +171,7 @@ class Cpu:
     def __init__(self) -> None:
         try:
             self._library: ctypes.CDLL | None = best_library()[1]
-        except NativeUnavailableError:  # the choice of kernels reports this
+        except NativeUnavailableError:  # The choice of kernels reports a missing library.
             self._library = None
 
     @property
@@ -172,11 +184,11 @@ class Cpu:
         return self
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Raise: a CPU has no launch overhead to save."""
+        """Raise an error, since a CPU has no launch overhead to save."""
         raise RuntimeError("a CPU has no graphs")
 
     def register(self, memory: Tensor) -> Callable[[], None]:
-        """Do nothing: all memory can be copied."""
+        """Do nothing, since all memory can be copied."""
         return lambda: None
 
     def signals(self) -> StreamSignals | None:
@@ -184,11 +196,11 @@ class Cpu:
         return None
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy."""
+        """Copy a tensor."""
         target.copy_(source)
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
-        """Copy. The native library, if available, bypasses the caches and yields to other threads."""
+        """Copy blocks. The native library, if available, bypasses the caches and yields to other threads."""
         if self._library is not None:
             native_copy(self._library, *copy, until_s)
             return
@@ -196,14 +208,14 @@ class Cpu:
             copy.target[target].copy_(copy.source[source])
 
     def wait_event(self, event: StreamEvent) -> None:
-        """Do nothing: all work is done."""
+        """Do nothing, since all work is done."""
 
     def record_event(self) -> StreamEvent:
         """Return this object."""
         return self
 
     def wait(self) -> None:
-        """Do nothing: all work is done."""
+        """Do nothing, since all work is done."""
 
 
 class CudaEvent:
@@ -255,13 +267,15 @@ class CudaStream:
 
 
 class CudaStreamSignals:
-    """Signals by the CUDA driver's stream memory operations. Implements ``StreamSignals``.
+    """Signals with the stream memory operations of the CUDA driver.
+
+    Implements ``StreamSignals``.
 
     A waiting stream occupies no multiprocessor. Registered memory is assumed to have the same address on the device,
     which holds except on integrated GPUs.
 
     Args:
-        steps: the steps' stream.
+        steps: the stream of steps.
 
     Raises:
         RuntimeError: the driver has no such operations.
@@ -271,7 +285,7 @@ class CudaStreamSignals:
         self._stream = steps
         try:
             driver = ctypes.CDLL("libcuda.so.1")
-            # The symbols behind the header's names since CUDA 11.7.
+            # These are the symbols behind the header's names since CUDA 11.7.
             self._write = driver.cuStreamWriteValue64_v2
             self._wait = driver.cuStreamWaitValue64_v2
         except (OSError, AttributeError) as error:
@@ -284,7 +298,7 @@ class CudaStreamSignals:
         self._call(self._write, word, value)
 
     def wait_for(self, word: Tensor, value: int) -> None:
-        """Let the stream wait for a value of at least ``value``, which is the driver's default comparison."""
+        """Queue a wait for a value of at least ``value``, which is the driver's default comparison."""
         self._call(self._wait, word, value)
 
     def add(self, source: Tensor, total: Tensor) -> None:
@@ -297,20 +311,22 @@ class CudaStreamSignals:
 
 
 class Cuda:
-    """A CUDA device. Create it on the thread that runs the steps: the steps' stream is that thread's current stream.
+    """A CUDA device.
+
+    The object must be created on the thread that runs the steps, whose current stream becomes the stream of steps.
 
     Args:
-        place: the device.
+        place: the torch device.
     """
 
     copies_ahead = 8
-    """Enough to keep the copy engines busy while Python handles the end of a copy and queues the next."""
+    """The queued groups keep the copy engines busy while Python handles the end of a copy and queues the next."""
     has_graphs = True
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
         self._capturing = torch.cuda.Stream(place)
-        self._graph_memory: Any = None  # of a private type of torch
+        self._graph_memory: Any = None  # torch's type for it is private.
         self._steps = CudaStream(torch.cuda.current_stream(place))
 
     @property
@@ -323,10 +339,10 @@ class Cuda:
         return CudaStream(torch.cuda.Stream(self._place))
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Run the work twice: once to compile kernels and allocate workspaces of libraries, once to capture it.
+        """Run the work twice: once to compile kernels and allocate workspaces, and once to capture a graph.
 
-        Graphs are replayed one at a time, so all share one memory pool for intermediate tensors. For that they must be
-        captured in the same stream.
+        Graphs are replayed one at a time, so all graphs share one memory pool for intermediate tensors. This requires
+        that they are captured in the same stream.
         """
         steps = torch.cuda.current_stream(self._place)
         beside = self._capturing
@@ -335,7 +351,7 @@ class Cuda:
             work()
         steps.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: copy threads continue during the capture.
+        # With thread_local, copy threads continue during the capture.
         with torch.cuda.graph(graph, pool=self._graph_memory, stream=beside, capture_error_mode="thread_local"):
             work()
         self._graph_memory = graph.pool()
@@ -350,7 +366,7 @@ class Cuda:
         return lambda: self._unregister(memory)
 
     def signals(self) -> StreamSignals | None:
-        """Return the signals of the steps' stream."""
+        """Return the signals of the stream of steps."""
         return CudaStreamSignals(self._steps.stream)
 
     def _unregister(self, memory: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Collects finished transfers of all ranks for the engine loop, and counts transfer work by thread. No torch."""
+"""Collects finished transfers of all ranks for the engine loop, and counts transfer work by thread, without torch."""
 
 import threading
 from collections import Counter
@@ -13,15 +13,15 @@ class TransferWork(StrEnum):
     """Kinds of work that must not run on the engine loop's thread."""
 
     READ = "read"
-    """A module of an adapter read from its files and checked."""
+    """One module of an adapter was read from files and checked."""
     PACK = "pack"
-    """A block filled with weights."""
+    """One block was filled with weights."""
     COPY = "copy"
-    """A block copied between host and device."""
+    """One block was copied between host and device."""
 
 
 class TransferThread(NamedTuple):
-    """A kind of work and the native id of a thread that did it, which is unique over all processes."""
+    """A kind of work and the native id of the thread that did it. The id is unique among all processes."""
 
     work: TransferWork
     thread: int
@@ -39,12 +39,12 @@ class TransferCounts:
         self.add({TransferThread(work, threading.get_native_id()): times})
 
     def add(self, counts: dict[TransferThread, int]) -> None:
-        """Add counts of another process."""
+        """Add the counts of another process."""
         with self._lock:
             self._counts.update(counts)
 
     def take(self) -> dict[TransferThread, int]:
-        """Return the counts and reset them."""
+        """Return the counts so far, and reset them to 0."""
         with self._lock:
             counts = dict(self._counts)
             self._counts = Counter()
@@ -57,11 +57,13 @@ class TransferCounts:
 
 
 class FinishedTransfers:
-    """Collects the reports of ranks, and returns transfers that every rank has finished. Thread-safe.
+    """Collects the reports of ranks, and returns transfers that every rank has finished.
+
+    Thread-safe.
 
     Args:
         ranks: number of ranks that report each transfer.
-        on_done: called, on the reporting thread, when a transfer is done or :meth:`break_off` is called.
+        on_done: called on the reporting thread when a transfer is done, and by :meth:`break_off`.
     """
 
     def __init__(self, ranks: int, on_done: Callable[[], None]) -> None:
@@ -73,7 +75,7 @@ class FinishedTransfers:
         self._broken = False
 
     def report(self, done: TransferDone) -> None:
-        """Add a rank's report. The transfer gets the first error and the longest duration of all reports."""
+        """Add a rank's report. The transfer's result has the first error and the longest duration of all reports."""
         with self._changed:
             reports = self._reports.setdefault(done.transfer_id, [])
             reports.append(done)
@@ -87,14 +89,14 @@ class FinishedTransfers:
         self._on_done()
 
     def break_off(self) -> None:
-        """Wake waiting callers: a rank has died, so nothing more will be reported."""
+        """Wake waiting callers, since a rank has died and no more reports will come."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
         self._on_done()
 
     def take(self) -> list[TransferDone]:
-        """Return the transfers that were done since the last call."""
+        """Return the transfers that have been done since the last call."""
         with self._changed:
             done = self._done
             self._done = []

@@ -1,4 +1,4 @@
-"""The rank's side of its loader process."""
+"""The rank's interface to its loader process."""
 
 import logging
 import time
@@ -22,11 +22,13 @@ _NAME = "the loader process"
 
 
 class LoaderError(RuntimeError):
-    """No loader process runs now; the message gives the reason.
+    """Raised when no loader process is running.
+
+    The message gives the reason.
 
     Args:
-        message: why.
-        rest_s: seconds until another may be started.
+        message: the reason.
+        rest_s: seconds until another process may be started.
     """
 
     def __init__(self, message: str, rest_s: float) -> None:
@@ -35,7 +37,9 @@ class LoaderError(RuntimeError):
 
 
 def start_loader_process() -> HelperProcess:
-    """Start a loader process. It becomes ready in the background, within a fraction of a second.
+    """Start a loader process.
+
+    It becomes ready in the background, within a fraction of a second.
 
     Raises:
         ExecutorError: the process cannot be started.
@@ -48,11 +52,11 @@ class _Reading:
     """A read in progress.
 
     Attributes:
-        process: the process that reads.
-        reader: number of the reader in it.
-        allowed: blocks that it may fill so far.
-        filled: blocks that it has filled.
-        since_s: when it last reported, or was allowed to fill more blocks.
+        process: the process that does the reading.
+        reader: number of the reader in the process.
+        allowed: number of blocks that the reader may fill so far.
+        filled: number of blocks that the reader has filled.
+        since_s: time at which the reader last reported, or was allowed to fill more blocks.
     """
 
     process: HelperProcess
@@ -65,16 +69,17 @@ class _Reading:
 class Loader(Helper):
     """Sends reads to a loader process, and replaces the process when it dies.
 
-    The reads of a process that dies are reported as lost once it has ended and cannot write to blocks any more. A
-    process that makes no progress with one of its reads, or sends no heartbeats, is killed.
+    When a process dies, its reads are reported as lost once it has ended and cannot write to blocks any more. A process
+    that makes no progress with one of its reads, or sends no heartbeats, is killed.
 
     Args:
-        process: the first process; owned by this object.
-        arena: the host arena, to which it writes.
-        setup: sent to every process first.
-        on_filled: called, on a thread of this object, when blocks have been filled.
-        on_ended: called there when a read has ended or failed; not for reads in progress at :meth:`close`.
-        on_lost: called there with the number of a transfer whose read was lost with its process, and the reason.
+        process: the first process. This object owns it.
+        arena: the host arena, to which the process writes.
+        setup: the first message to every process.
+        on_filled: called on this object's thread when blocks have been filled.
+        on_ended: called on the same thread when a read has ended or failed, but not for reads in progress at
+            :meth:`close`.
+        on_lost: called on the same thread when a read was lost with its process, with the transfer's id and the reason.
     """
 
     silence_timeout_s = 30.0
@@ -96,15 +101,15 @@ class Loader(Helper):
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the loader process, None while there is none."""
+        """Process id of the loader process; None if there is no process."""
         running = self._running
         return None if running is None else running.process.pid
 
     def read(self, read: ReadAdapter) -> None:
-        """Start to read an adapter.
+        """Start reading an adapter.
 
         Raises:
-            LoaderError: no process runs, and it is too early to start another.
+            LoaderError: no process is running, and it is too early to start another.
         """
         with self._changed:
             running = self._ensure_started()
@@ -114,7 +119,7 @@ class Loader(Helper):
             running.send(read)
 
     def free_blocks(self, reader: int, blocks: int) -> None:
-        """Allow ``reader`` to fill ``blocks`` more blocks, since as many have been copied."""
+        """Allow ``reader`` to fill ``blocks`` more blocks, since the same number of blocks has been copied."""
         with self._changed:
             for reading in self._reading.values():
                 if reading.reader == reader:

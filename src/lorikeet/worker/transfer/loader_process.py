@@ -1,11 +1,11 @@
 """The loader process: reads adapters from their files, checks them and packs them into host blocks.
 
-It is a separate process so that reading does not hold the interpreter lock of the engine and, at its low priority,
-takes little of the cores, and so that a file that changes while it is read crashes nothing else.
+The reader is a separate process for three reasons. Reading does not hold the engine's interpreter lock. A process of
+low priority takes little of the cores. If a file changes while it is read, only this process crashes.
 
-Started as ``python -m lorikeet.worker.transfer.loader_process FD``, where FD is an inherited connection. It receives a
-:class:`LoaderSetup`, the file descriptor of the host arena, and then :class:`ReadAdapter` messages. It ends when the
-connection is closed, which also happens when its parent is killed.
+Started as ``python -m lorikeet.worker.transfer.loader_process FD``, where FD is an inherited connection. The process
+receives a :class:`LoaderSetup`, the file descriptor of the host arena, and then :class:`ReadAdapter` messages. It ends
+when the connection is closed, which also happens when its parent is killed.
 """
 
 import os
@@ -36,7 +36,7 @@ from lorikeet.worker.transfer.finished import TransferCounts, TransferWork
 
 
 class LoaderSetup(msgspec.Struct, frozen=True):
-    """To the loader: the first message.
+    """The first message to the loader process.
 
     Attributes:
         geometry: sizes of the rank's share of the model.
@@ -45,7 +45,8 @@ class LoaderSetup(msgspec.Struct, frozen=True):
         elements: elements of a block.
         dtype: dtype of an element, a key of ``adapters.numbers.KEPT_AS``.
         readers: number of reader threads.
-        report_blocks: blocks after which it reports progress; it also does when it has to wait for free blocks.
+        report_blocks: number of blocks after which a reader reports progress. A reader also reports when it must wait
+            for free blocks.
     """
 
     geometry: ModelGeometry
@@ -59,14 +60,15 @@ class LoaderSetup(msgspec.Struct, frozen=True):
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """To the loader: read an adapter.
+    """A message to the loader process: read an adapter.
 
     Attributes:
         transfer_id: id of the transfer.
         reader: number of the reader, which reads one adapter at a time.
         adapter: the adapter.
-        blocks: target blocks, in packing order. Staging blocks repeat: they are reused once they have been copied.
-        free_blocks: how many blocks may be filled before any is copied.
+        blocks: target blocks, in packing order. Staging blocks occur several times, since they are reused once they
+            have been copied.
+        free_blocks: number of blocks that may be filled before any block is copied.
     """
 
     transfer_id: int
@@ -77,35 +79,35 @@ class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksFreed(msgspec.Struct, frozen=True, tag=True):
-    """To the loader: ``blocks`` more blocks of ``reader`` have been copied and can be filled again."""
+    """A message to the loader process: ``blocks`` more blocks of ``reader`` were copied and can be filled again."""
 
     reader: int
     blocks: int
 
 
 class LoaderReady(msgspec.Struct, frozen=True, tag=True):
-    """From the loader: it is ready to read."""
+    """A message from a loader process that is ready to read."""
 
 
 class LoaderAlive(msgspec.Struct, frozen=True, tag=True):
-    """From the loader: a heartbeat."""
+    """A heartbeat from the loader process."""
 
 
 class BlocksFilled(msgspec.Struct, frozen=True, tag=True):
-    """From the loader: the first ``blocks`` blocks of a transfer have been filled."""
+    """A message from the loader process: the first ``blocks`` blocks of a transfer have been filled."""
 
     transfer_id: int
     blocks: int
 
 
 class ReadEnded(msgspec.Struct, frozen=True, tag=True):
-    """From the loader: a read has ended or failed.
+    """A message from the loader process: a read has ended or failed.
 
     Attributes:
         transfer_id: id of the transfer.
-        error: why it failed, None if it succeeded.
-        trace: traceback of an unexpected error, else empty.
-        counts: (work, thread, count) since the last message of this kind, of all readers.
+        error: why the read failed; None if it succeeded.
+        trace: traceback of an unexpected error; otherwise empty.
+        counts: (work, thread, count) of all readers since the last message of this kind.
     """
 
     transfer_id: int
@@ -138,7 +140,8 @@ class _Loader:
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
 
     def begin(self, read: ReadAdapter) -> None:
-        self._free[read.reader] = threading.Semaphore(read.free_blocks)  # here, before any BlocksFreed
+        # The count is set here, before any BlocksFreed message arrives.
+        self._free[read.reader] = threading.Semaphore(read.free_blocks)
         self._reads[read.reader].put(read)
 
     def free_blocks(self, reader: int, blocks: int) -> None:
@@ -148,7 +151,7 @@ class _Loader:
         with self._sending:
             try:
                 self._connection.send_bytes(msgspec.msgpack.encode(message))
-            except OSError:  # the rank has ended
+            except OSError:  # The rank has ended.
                 os._exit(0)
 
     def _send_heartbeats(self) -> None:
@@ -163,7 +166,7 @@ class _Loader:
             trace = ""
             try:
                 self._read(read)
-            except Exception as problem:  # an error in one adapter must not end the loader
+            except Exception as problem:  # An error in one adapter must not end the loader process.
                 error = str(problem) or type(problem).__name__
                 trace = "" if isinstance(problem, AdapterError) else traceback.format_exc()
             counts = tuple((work, thread, count) for (work, thread), count in self._counts.take().items())
@@ -209,7 +212,7 @@ def main() -> None:
                 case BlocksFreed(reader, blocks):
                     loader.free_blocks(reader, blocks)
     except (EOFError, ConnectionError):
-        os._exit(0)  # readers may still run, and have nothing to clean up
+        os._exit(0)  # Readers may still be running, but have nothing to clean up.
 
 
 if __name__ == "__main__":

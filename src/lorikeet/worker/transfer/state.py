@@ -1,4 +1,4 @@
-"""The state of running transfers on a rank, of adapters that have arrived in part, and of loaded adapters."""
+"""The state of a rank's running transfers, of partly loaded adapters, and of loaded adapters."""
 
 import math
 import threading
@@ -18,16 +18,18 @@ from lorikeet.worker.transfer.device import StreamEvent
 
 
 class PartialAdapter:
-    """An adapter that is being loaded to the device, with its arrived layers. Thread-safe.
+    """An adapter that is being loaded to the device, with its arrived layers.
+
+    Thread-safe.
 
     Args:
-        transfer_id: id of the transfer that loads it.
+        transfer_id: id of the transfer that loads the adapter.
         ref: the adapter.
-        host_blocks: its blocks in the host arena, in packing order. They stay valid until the end of the step during
-            which the transfer is reported.
-        weights: views of the device arena, valid on layers that have arrived.
-        needed: number of copied blocks of the transfer at which each layer is complete.
-        left_to_host: layers that the host computes in any case, see ``Transfer``.
+        host_blocks: the adapter's blocks in the host arena, in packing order. The blocks stay valid until the end of
+            the step during which the transfer is reported.
+        weights: views of the device arena. Only layers that have arrived are valid.
+        needed: for each layer, the number of copied blocks at which the layer is complete.
+        left_to_host: layers that the host always computes, see ``Transfer``.
     """
 
     def __init__(
@@ -45,19 +47,20 @@ class PartialAdapter:
         self.host_blocks = host_blocks
         self.weights = weights
         self.needed = needed
-        self._arrived_s = [math.inf if blocks else -math.inf for blocks in needed]  # layers without blocks have arrived
+        # Layers without blocks count as arrived.
+        self._arrived_s = [math.inf if blocks else -math.inf for blocks in needed]
         self._began_s = time.monotonic()
         self._has_begun = False
-        self._block_s = math.inf  # mean seconds per block so far
+        self._block_s = math.inf  # This is the mean of seconds per block so far.
         self._failed = False
         self._changed = threading.Condition()
 
     @classmethod
     def of(cls, transfer: Transfer, arena: Tensor, layout: AdapterLayout) -> "PartialAdapter":
-        """Make the partial adapter of a transfer that has not begun.
+        """Create the partial adapter of a transfer that has not begun.
 
         Args:
-            transfer: transfer of an adapter from host to device, in groups.
+            transfer: the transfer of an adapter from host to device, in groups.
             arena: the device arena, ``[blocks, elements]``.
             layout: layout of the adapter.
 
@@ -74,7 +77,7 @@ class PartialAdapter:
         return cls(transfer.transfer_id, ref, transfer.host_blocks, weights, needed, range(*transfer.left_to_host))
 
     def begin(self) -> None:
-        """Record that copying begins. Only the first call counts."""
+        """Record the time at which copying begins. Only the first call counts."""
         with self._changed:
             if not self._has_begun:
                 self._has_begun = True
@@ -98,19 +101,20 @@ class PartialAdapter:
         return self._arrived_s[layer] < math.inf
 
     def wait_for(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Block until a layer has arrived; return False if the transfer has failed or ``timeout_s`` is over."""
+        """Block until a layer has arrived. Return False if the transfer has failed or ``timeout_s`` is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.has(layer) or self._failed, timeout_s)
             return self.has(layer)
 
     def due_s(self, layer: int) -> float:
-        """Return the expected arrival of a layer (monotonic clock), by the rate so far; infinity before any block."""
+        """Return the expected arrival time of a layer (monotonic clock), or infinity before the first block."""
         return self._began_s + self.needed[layer] * self._block_s if self.needed[layer] else self._began_s
 
     def arrived_s(self, layer: int) -> float:
-        """Return when a layer arrived, in seconds of the monotonic clock; infinity if it has not.
+        """Return the time at which a layer arrived, in seconds of the monotonic clock.
 
-        It is minus infinity for a layer that the adapter does not change.
+        The time is infinity for a layer that has not arrived, and minus infinity for a layer that the adapter does not
+        change.
         """
         return self._arrived_s[layer]
 
@@ -121,26 +125,28 @@ STAGED_BLOCKS = 8
 
 @dataclass(eq=False)
 class TransferState:
-    """Progress of a transfer. Change it only under the lock of ``TransferManager``.
+    """The progress of a transfer.
+
+    Callers change it only under the lock of ``TransferManager``.
 
     Attributes:
         transfer: the requested transfer.
-        demand: whether a request waits for it now.
-        host_blocks: its blocks in the host arena, in order. Staging blocks repeat.
-        reading: whether blocks are still to be read.
-        filled: number of ``host_blocks`` that have been read; all of them if nothing is to be read.
-        after: copies begin after this event of the steps' stream, since earlier steps may use the target blocks.
-        copying: blocks in the copy stream.
-        is_copying: whether some of its blocks are at the front of the copy stream.
-        copied: blocks copied.
-        reader: the reader that reads it; None before and after reading.
-        lost_reads: how often its read was lost with the loader process.
-        has_rested: whether its read has waited until a loader process may be started.
-        is_lost: whether its read was lost, and begins again once nothing is being copied.
-        error: why it has failed, None if it has not.
-        partial: the adapter for steps that use layers before the transfer ends; None if it has no groups.
-        weights: views of an adapter's weights on the device; None until computed, and for other transfers.
-        active_s: seconds in which it was read or copied.
+        demand: whether a request waits for the transfer now.
+        host_blocks: the transfer's blocks in the host arena, in order. Staging blocks occur several times.
+        reading: whether there are blocks left to read.
+        filled: number of ``host_blocks`` that have been read. If the transfer reads nothing, all of them.
+        after: event of the stream of steps after which copies begin, since earlier steps may use the target blocks.
+        copying: number of blocks in the copy stream.
+        is_copying: whether some of the transfer's blocks are at the front of the copy stream.
+        copied: number of blocks copied.
+        reader: number of the reader that reads the adapter; None before and after reading.
+        lost_reads: number of times that the read was lost with the loader process.
+        has_rested: whether the read has waited until a loader process may be started.
+        is_lost: whether the read was lost, and must begin again once no block is being copied.
+        error: why the transfer has failed; None if it has not.
+        partial: the adapter for steps that use layers before the transfer ends; None for a transfer without groups.
+        weights: views of the adapter's weights on the device. None until computed, and for other transfers.
+        active_s: seconds of reading and copying so far.
     """
 
     transfer: Transfer
@@ -169,7 +175,7 @@ class TransferState:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
+        """Number of blocks that the transfer moves."""
         return len(self.transfer.device_blocks or self.transfer.host_blocks)
 
     @property
@@ -184,22 +190,25 @@ class TransferState:
 
     @property
     def max_uncopied(self) -> int:
-        """Most blocks that may be read ahead of copying."""
+        """Maximum number of blocks that may be read ahead of copying."""
         return STAGED_BLOCKS if self.is_staged else self.blocks
 
     @property
     def has_ended(self) -> bool:
-        """Whether the transfer is complete, or has failed and nothing uses its blocks any more."""
+        """Whether the transfer is complete, or has failed and no reader or copy uses its blocks any more."""
         return not (self.reading or self.copying) and (self.error is not None or self.copied == self.to_copy)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a block can be copied now. After an error copying continues while the reader needs staging blocks."""
+        """Whether a block can be copied now.
+
+        After an error, copying continues while the reader needs staging blocks.
+        """
         is_needed = (self.error is None or self.reading) and not self.is_lost
         return is_needed and self.copied + self.copying < min(self.filled, self.to_copy)
 
     def next_blocks(self, most: int) -> range:
-        """Return the indices of the next blocks to copy: at most ``most``, all of one of the transfer's groups."""
+        """Return the indices of the next blocks to copy: at most ``most``, all in one of the transfer's groups."""
         begun = done = self.copied + self.copying
         for first, stop in self.transfer.groups:
             if done < stop - first:
@@ -208,7 +217,10 @@ class TransferState:
         return range(begun, min(self.filled, begun + most))
 
     def update_active_s(self) -> None:
-        """Add the time since the last call to ``active_s`` if it was being read or copied; call on every change."""
+        """Add the time since the last call to ``active_s`` if blocks were being read or copied.
+
+        Call it on every change.
+        """
         now = time.monotonic()
         if self._active_since_s is not None:
             self.active_s += now - self._active_since_s
@@ -217,7 +229,7 @@ class TransferState:
 
 
 class LoadedAdapters:
-    """Weights of loaded adapters. A transfer counts only if neither an eviction nor a newer transfer followed it."""
+    """The weights of loaded adapters. A transfer counts only if no eviction and no newer transfer followed it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -225,13 +237,13 @@ class LoadedAdapters:
         self._weights: dict[AdapterDigest, LoraWeights] = {}
 
     def expect(self, digest: AdapterDigest, transfer_id: int) -> None:
-        """Record that a transfer loads an adapter; weights of an earlier one are forgotten."""
+        """Record that a transfer loads an adapter, and forget the weights from an earlier transfer."""
         with self._lock:
             self._expected[digest] = transfer_id
             self._weights.pop(digest, None)
 
     def arrived(self, digest: AdapterDigest, transfer_id: int, weights: LoraWeights) -> None:
-        """Store the weights that a transfer has loaded, if it is still the expected one."""
+        """Store the weights that a transfer has loaded, if no newer transfer is expected."""
         with self._lock:
             if self._expected.get(digest) == transfer_id:
                 del self._expected[digest]
@@ -250,7 +262,7 @@ class LoadedAdapters:
             self._weights.pop(digest, None)
 
     def has_extras(self, digest: AdapterDigest) -> bool:
-        """Return whether an adapter is loaded that has more than A and B."""
+        """Return whether the adapters include a loaded adapter with more than A and B."""
         with self._lock:
             found = self._weights.get(digest)
             return found is not None and found.extras is not None
@@ -259,7 +271,7 @@ class LoadedAdapters:
         """Return the weights of an adapter, as views of the device arena.
 
         Raises:
-            ExecutorError: it is not loaded.
+            ExecutorError: the adapter is not loaded.
         """
         with self._lock:
             if digest not in self._weights:

@@ -1,9 +1,9 @@
-"""One rank's transfers between device, host and adapter files, which run in the background of the steps.
+"""One rank's transfers between device, host and adapter files, which run while steps are computed.
 
-A transfer is read by the loader process, or copied by one of two threads, or both: blocks are copied as soon as they
-have been read. A copy thread takes the next few blocks of the most urgent transfer each time, so a demanded transfer
-waits for at most the groups of blocks that are in the stream already. A transfer with ``groups`` is copied group by
-group, and steps can query which layers of its adapter have arrived.
+The loader process reads a transfer's blocks, one of two threads copies them, or both: blocks are copied as soon as they
+have been read. Each time, a copy thread takes the next few blocks of the most urgent transfer. A demanded transfer
+therefore waits only for the groups of blocks that are in the stream already. A transfer with ``groups`` is copied group
+by group, and steps can query which layers of its adapter have arrived.
 """
 
 import logging
@@ -39,18 +39,18 @@ _REPORT_BYTES = 2 * 2**20
 
 
 class TransferManager:
-    """Runs one rank's transfers, and owns its host arena.
+    """Runs one rank's transfers, and owns the rank's host arena.
 
     Args:
         arena: the device arena, ``[blocks, elements]``.
-        host_blocks: size of the host tier, in blocks.
+        host_blocks: size of the host arena, in blocks.
         geometry: sizes of this rank's share of the model.
         rank, size: the tensor-parallel rank, and the number of ranks.
-        process: the loader process; owned by this object.
-        settings: number of concurrent reads, and the declared link.
-        on_done: called, on another thread, with every transfer that has ended or failed.
-        device: the device of the arena; by default made for the arena's ``torch.device``.
-        whole: sizes of the model; None: ``geometry``.
+        process: the loader process. This object owns it.
+        settings: the settings, with the number of concurrent reads and the declared link.
+        on_done: called on another thread with every transfer that has ended or failed.
+        device: the device backend of the arena. The default is the backend for the arena's ``torch.device``.
+        whole: sizes of the whole model. The default is ``geometry``.
 
     Raises:
         ExecutorError: the device cannot register the host arena.
@@ -58,13 +58,13 @@ class TransferManager:
     Attributes:
         device: the device of the arena.
         place: the arena's ``torch.device``.
-        host: the host tier, ``[host_blocks, elements]``.
-        host_arena: the shared memory of the host tier.
-        adapters: adapters that are loaded in the device arena.
-        loader: sends reads to the loader process.
-        counts: number of blocks and modules processed, by thread.
-        on_arrival: called, on another thread, with the id of a transfer in groups and the number of its blocks that
-            have arrived so far; -1 if it has failed.
+        host: the host arena, ``[host_blocks, elements]``.
+        host_arena: the shared memory of the host arena.
+        adapters: the adapters that are loaded in the device arena.
+        loader: the interface to the loader process.
+        counts: counters of processed blocks and modules, by thread.
+        on_arrival: called on another thread with the id of a transfer in groups and the number of its blocks that have
+            arrived so far, or -1 if the transfer has failed.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class TransferManager:
         self._has_other_ranks = size > 1
         self.on_arrival: Callable[[int, int], None] = lambda transfer_id, blocks: None
         self._max_reads = settings.load_threads
-        # Twice as many readers, so that prefetches do not delay reads of demanded adapters.
+        # There are twice as many readers, so that prefetches do not delay reads of demanded adapters.
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
         self._inflight: dict[int, TransferState] = {}
-        self._unread: dict[int, TransferState] = {}  # transfers of _inflight whose read has not begun
-        self._rest: threading.Timer | None = None  # until a loader may be started again
+        self._unread: dict[int, TransferState] = {}  # These transfers of _inflight have not begun to be read.
+        self._rest: threading.Timer | None = None  # Reads wait here until a loader process may be started again.
         self._partial: dict[AdapterDigest, PartialAdapter] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
@@ -162,7 +162,7 @@ class TransferManager:
         self._advance(state)
 
     def begin_copies(self) -> None:
-        """Start to copy new transfers on the calling thread, without waiting for the copy threads to wake."""
+        """Start copying new transfers on the calling thread, without waiting for the copy threads to wake."""
         for copier in self._copiers.values():
             copier.begin()
 
@@ -175,18 +175,20 @@ class TransferManager:
         self._start_reads()
 
     def partial_adapter(self, digest: AdapterDigest) -> PartialAdapter | None:
-        """Return an adapter that is loaded in groups; None if it is not, or is loaded completely.
+        """Return an adapter that is being loaded in groups.
 
-        A caller that tries this first and :meth:`LoadedAdapters.weights` second finds the adapter even if the transfer
-        ends in between. An adapter whose transfer has failed stays here until it is loaded again, since a running step
-        may use it. With several ranks all adapters stay here until they are evicted, since other ranks may not have
-        them yet.
+        None if it is not, or is loaded completely.
+
+        A caller that tries this method first and :meth:`LoadedAdapters.weights` second finds the adapter even if the
+        transfer ends in between. An adapter whose transfer has failed is returned until it is loaded again, since a
+        running step may use it. With several ranks, every adapter is returned until it is evicted, since other ranks
+        may not have loaded it yet.
         """
         with self._lock:
             return self._partial.get(digest)
 
     def evict(self, digest: AdapterDigest) -> None:
-        """Forget an adapter on the device; its blocks may be reused."""
+        """Forget an adapter on the device. Its blocks may be reused."""
         with self._lock:
             self._partial.pop(digest, None)
         self.adapters.evict(digest)
@@ -208,7 +210,7 @@ class TransferManager:
             self.host_arena.close()
 
     def _invalid(self, transfer: Transfer) -> str | None:
-        """Return why a transfer is invalid, None if it is valid."""
+        """Return why a transfer is invalid; None if it is valid."""
         device = transfer.device_blocks
         host = transfer.host_blocks
         for tier, blocks, total in ((Tier.DEVICE, device, len(self._arena)), (Tier.HOST, host, len(self.host))):
@@ -228,11 +230,11 @@ class TransferManager:
                 return f"groups {transfer.groups} do not name each of {len(host)} blocks in the arenas once"
         return None
 
-    # The methods below run on several threads; each docstring states whether with the lock. A transfer that has ended
-    # is removed from ``_inflight`` under the lock by one thread, which then reports it without the lock.
+    # The methods below run on several threads. Each docstring states whether the caller holds the lock. A transfer that
+    # has ended is removed from ``_inflight`` under the lock by one thread, which then reports it without the lock.
 
     def _advance(self, state: TransferState) -> None:
-        """Report a transfer if it has ended, else start its next read or copy. Without the lock."""
+        """Report a transfer if it has ended, else start its next read or copy. The caller does not hold the lock."""
         with self._lock:
             has_ended = self._remove_if_ended(state)
         if has_ended:
@@ -242,14 +244,14 @@ class TransferManager:
         self._start_reads()
 
     def _remove_if_ended(self, state: TransferState) -> bool:
-        """Remove a transfer if it has ended; return whether this call removed it. Under the lock."""
+        """Remove a transfer if it has ended, and return whether this call removed it. The caller holds the lock."""
         if not state.has_ended or self._inflight.pop(state.transfer.transfer_id, None) is None:
             return False
         state.update_active_s()
         return True
 
     def _report(self, state: TransferState) -> None:
-        """Report a transfer that has ended. Without the lock."""
+        """Report a transfer that has ended. The caller does not hold the lock."""
         transfer = state.transfer
         if transfer.adapter is not None and transfer.target is Tier.DEVICE:
             self._note_adapter(state)
@@ -265,7 +267,7 @@ class TransferManager:
             self._free_reader(state)
 
     def _note_adapter(self, state: TransferState) -> None:
-        """Make an adapter that has arrived usable by steps. Fails it if the number of its blocks is wrong."""
+        """Make a loaded adapter usable by steps. The transfer fails if the number of its blocks is wrong."""
         transfer = state.transfer
         ref = state.transfer.adapter
         assert ref is not None
@@ -277,7 +279,7 @@ class TransferManager:
             self.adapters.failed(ref.digest, transfer.transfer_id)
 
     def _find_weights(self, state: TransferState) -> None:
-        """Compute the views of an adapter's weights in the arena, unless that is done or useless. Without the lock."""
+        """Compute the views of an adapter's weights in the arena, if needed. The caller does not hold the lock."""
         transfer = state.transfer
         is_done = state.weights is not None or state.error is not None
         if is_done or transfer.adapter is None or transfer.target is not Tier.DEVICE:
@@ -294,7 +296,7 @@ class TransferManager:
     # --- reading -------------------------------------------------------------------------------------
 
     def _start_reads(self) -> None:
-        """Start reads while there are free readers. Without the lock."""
+        """Start reads while there are free readers. The caller does not hold the lock."""
         while True:
             with self._lock:
                 state = self._next_read()
@@ -305,7 +307,7 @@ class TransferManager:
                 self._report(each)
 
     def _next_read(self) -> TransferState | None:
-        """Return the most urgent unread transfer if its read may start now. Under the lock."""
+        """Return the most urgent unread transfer if its read may start now. The caller holds the lock."""
         if not (self._unread and self._free_readers) or self._rest is not None:
             return None
         first = min(self._unread.values(), key=lambda state: state.urgency)
@@ -314,7 +316,10 @@ class TransferManager:
         return first if ahead < self._max_reads else None
 
     def _start_read(self, state: TransferState) -> "list[TransferState]":
-        """Send a read to the loader process; return transfers that have failed since there is none. Under the lock."""
+        """Send a read to the loader process.
+
+        Return the transfers that have failed for lack of a process. The caller holds the lock.
+        """
         transfer = state.transfer
         reader = self._free_readers.pop()
         del self._unread[transfer.transfer_id]
@@ -336,7 +341,10 @@ class TransferManager:
         return []
 
     def _rest_reads(self, error: LoaderError) -> "list[TransferState]":
-        """Let all reads wait until a loader may start, and return the reads that waited before. Under the lock."""
+        """Delay all reads until a loader process may start.
+
+        Return the reads that were delayed before. The caller holds the lock.
+        """
         failed = []
         for each in list(self._unread.values()):
             if each.has_rested:
@@ -380,7 +388,7 @@ class TransferManager:
         self._advance(state)
 
     def _read_lost(self, transfer_id: int, reason: str) -> None:
-        """Begin a read again, or fail it if it has been lost too often: the adapter may be the cause."""
+        """Begin a lost read again, or fail it if it has been lost too often, since the adapter may be the cause."""
         with self._lock:
             state = self._inflight[transfer_id]
             state.lost_reads += 1
@@ -396,7 +404,7 @@ class TransferManager:
             self._read_ended(ReadEnded(transfer_id, reason, "", ()))
 
     def _begin_again(self, state: TransferState) -> None:
-        """Queue a lost read again from its first block, once no copy uses its blocks. Under the lock."""
+        """Queue a lost read again from its first block, once no copy uses its blocks. The caller holds the lock."""
         if state.copying:
             return
         state.is_lost = False
@@ -408,7 +416,7 @@ class TransferManager:
         state.update_active_s()
 
     def _free_reader(self, state: TransferState) -> None:
-        """Make the transfer's reader available. Under the lock."""
+        """Make the transfer's reader available. The caller holds the lock."""
         if state.reader is not None:
             self._free_readers.append(state.reader)
             state.reader = None
@@ -416,7 +424,10 @@ class TransferManager:
     # --- copying -------------------------------------------------------------------------------------
 
     def _next_group(self, target: Tier) -> CopyGroup[TransferState] | None:
-        """Return the next blocks of the most urgent transfer to ``target`` that has any, None if none has."""
+        """Return the next blocks of the most urgent transfer to ``target`` that has blocks to copy.
+
+        None if there is none.
+        """
         with self._lock:
             ready = [state for state in self._inflight.values() if state.transfer.target is target and state.is_ready]
             if not ready:
@@ -431,7 +442,8 @@ class TransferManager:
         return CopyGroup(state, state.after, BlockCopy(*on_device, *on_host))
 
     def _copy_begins(self, group: CopyGroup[TransferState]) -> None:
-        if group.job.copied:  # while blocks are being copied, so that nothing is left to do at the end
+        # The views are computed while blocks are being copied, so that nothing is left to do at the end.
+        if group.job.copied:
             self._find_weights(group.job)
         with self._lock:
             group.job.is_copying = True
@@ -445,7 +457,8 @@ class TransferManager:
         with self._lock:
             state.is_copying = False
             state.copying -= blocks
-            state.copied += blocks  # even after a failure, so that the reader gets its staging blocks back
+            # This happens even after a failure, so that the reader gets its staging blocks back.
+            state.copied += blocks
             state.update_active_s()
             state.error = state.error or error
             if state.partial is not None:
