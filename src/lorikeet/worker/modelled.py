@@ -34,14 +34,14 @@ GroupEnds = Callable[[int], Sequence[float]]
 
 
 class PlanDuration(NamedTuple):
-    """Times of a plan.
+    """The modelled times of a plan.
 
     Attributes:
-        steps: number of steps that run; 0 for a plan without sequences, else at least 1.
-        seconds: time of the steps and of the merge before them.
-        loop_s: time of the engine loop after them.
-        switch_s: the part of ``seconds`` spent in merging or unmerging.
-        next_runs: whether the next step of the plan runs already (async scheduling).
+        steps: number of steps that run: 0 for a plan without sequences, else at least 1.
+        seconds: seconds of the steps, including a merge before them.
+        loop_s: seconds of the engine loop after the steps.
+        switch_s: the part of ``seconds`` that goes into merging or unmerging.
+        next_runs: whether the plan's next step is already running (async scheduling).
     """
 
     steps: int
@@ -52,33 +52,33 @@ class PlanDuration(NamedTuple):
 
 
 class PlanTimes(Protocol):
-    """A source of the times of plans."""
+    """Gives the times of plans."""
 
     def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> PlanDuration:
-        """Return how many of a plan's identical steps run until ``limit_s`` is over, and their times."""
+        """Return the number of a plan's identical steps that run within ``limit_s`` seconds, and their times."""
         ...
 
 
 class TokenChoice(Protocol):
-    """A source of output tokens."""
+    """Gives output tokens."""
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | str:
-        """Return ``count`` tokens from ``position`` on, or the reason for missing tokens."""
+        """Return ``count`` tokens from ``position`` on, or the reason why there are none."""
         ...
 
 
 class SeededTokens:
-    """Ordinary tokens as a function of (seed, position).
+    """Gives tokens as a function of (seed, position).
 
-    They avoid a request's stop tokens, so that an answer has ``max_tokens``.
+    The tokens avoid a request's stop tokens, so that an answer has ``max_tokens`` tokens.
 
     Args:
-        low, high: first and last token id to choose from.
+        low, high: the lowest and highest token id to choose from.
     """
 
     def __init__(self, low: int, high: int) -> None:
         self._tokens = [Token(token_id) for token_id in range(low, high + 1)]
-        # Every answer runs through the same cycle of tokens, from its own start.
+        # Every answer runs through the same cycle of tokens, from a different start.
         self._cycle = tuple(self._tokens[at * 7_919 % len(self._tokens)] for at in range(len(self._tokens)))
         self._alone = tuple((token,) for token in self._cycle)
 
@@ -87,7 +87,7 @@ class SeededTokens:
         cycle = self._cycle
         stops = start.sampling.stop_token_ids
         first = (start.sampling.seed * 1_000_003 + 12_345 + position) % len(cycle)
-        if count == 1 and not stops:  # as a rule
+        if count == 1 and not stops:  # This is the usual case.
             return self._alone[first]
         chosen = cycle[first : first + count]
         while len(chosen) < count:
@@ -102,17 +102,19 @@ class SeededTokens:
 
 
 class ModelledExecutor:
-    """Runs plans by waiting for their modelled time. Implements ``Executor``.
+    """Runs plans by waiting for their modelled time.
+
+    Implements ``Executor``.
 
     Args:
-        clock: virtual or real.
-        times: gives the times of plans.
-        link: runs the transfers.
-        choice: gives the tokens.
-        catch_up_s: on a real clock, a step that begins at most this late counts as beginning at the end of the last
-            step.
-        coalesced: whether a repeat stands for single steps. Then it ends at the end of a transfer, so that the engine
-            can plan again, which a live repeat does not.
+        clock: a virtual or a real clock.
+        times: the source of the times of plans.
+        link: the link that runs the transfers.
+        choice: the source of the output tokens.
+        catch_up_s: seconds by which a step may begin late, on a real clock, and still count as beginning at the end of
+            the step before.
+        coalesced: whether a repeat stands for single steps. If so, a repeat ends when a transfer ends, so that the
+            engine can plan again. A live repeat does not.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class ModelledExecutor:
         self._ended_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Start the plan's transfers, wait for the time of its steps and return its tokens."""
+        """Start the plan's transfers, wait for the modelled time of the steps, and return the tokens."""
         for request_id in plan.drops:
             del self._starts[request_id]
         for start in plan.starts:
@@ -175,7 +177,7 @@ class ModelledExecutor:
         return self._link.take_done(self._clock.now())
 
     def next_transfer_s(self) -> float | None:
-        """Return when the next transfer ends if nothing else starts; None without transfers."""
+        """Return the time at which the next transfer ends if nothing else starts. None without transfers."""
         return self._link.next_s()
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
@@ -197,7 +199,7 @@ class ModelledExecutor:
         return (b"",) * len(blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """Do nothing: blocks hold no bytes here."""
+        """Do nothing, since modelled blocks hold no bytes."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -210,16 +212,17 @@ _NO_ADAPTERS: frozenset[object] = frozenset()
 
 
 class ModelledTimes:
-    """Times of plans by a cost model.
+    """Computes the times of plans with a cost model.
 
     Steps on merged weights cost the same as the base model. If the merged adapter changes, the plan starts with the
     time of the merge. Assisted prefills are modelled by ``costs.cold_prefill``. With async scheduling one step of a
-    plan runs, and the loop overlaps with the next one.
+    plan runs, and the engine loop overlaps with the next step.
 
     Args:
-        transfers: costs of transfers; their profile has all other constants.
+        transfers: the costs of transfers. The profile in it has all other constants.
         preset: preset of the replica.
-        loop_each_step: whether a repeat stands for as many turns of the engine loop, or is one turn.
+        loop_each_step: whether each step of a repeat costs a turn of the engine loop. If not, the whole repeat costs
+            one turn.
     """
 
     def __init__(self, transfers: TransferModel, preset: Preset, *, loop_each_step: bool) -> None:
@@ -236,7 +239,7 @@ class ModelledTimes:
         self._merged: AdapterRef | None = None
 
     def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> PlanDuration:
-        """Return how many of a plan's steps run until ``limit_s`` is over, and their times.
+        """Return the number of a plan's steps that run within ``limit_s`` seconds, and their times.
 
         Raises:
             ProfileError: the profile lacks something that the plan needs.
@@ -265,7 +268,7 @@ class ModelledTimes:
         return PlanDuration(ran, seconds, loop_s + (ran - 1) * between_s, switch_s)
 
     def note(self, plan: StepPlan) -> None:
-        """Record the sequences, adapters and transfers of a plan, for the times of later plans."""
+        """Record a plan's sequences, adapters and transfers, for the times of later plans."""
         for digest in plan.evictions:
             self._ranks.pop(digest, None)
             self._refs.pop(digest, None)
@@ -282,16 +285,16 @@ class ModelledTimes:
             self._adapters[start.request_id] = start.adapter
 
     def _switch_s(self, plan: StepPlan) -> float:
-        """Return the time of the merge or unmerge with which a plan starts, 0 without one."""
+        """Return the seconds of the merge or unmerge with which a plan starts, 0 without one."""
         old = self._merged
         if plan.merged == (None if old is None else old.digest):
             return 0.0
-        # Kept apart from _refs: an adapter may be evicted and stay merged.
+        # The merged adapter is not kept in _refs, since an evicted adapter may stay merged.
         self._merged = None if plan.merged is None else self._refs[plan.merged]
         return self._merging.switch_s(old, self._merged)
 
     def _work(self, plan: StepPlan, on_host: frozenset[object] = _NO_ADAPTERS) -> Iterator[SequenceWork]:
-        """Yield the device's work; it computes no LoRA for the adapters in ``on_host``."""
+        """Yield the device's work, without LoRA for the adapters in ``on_host``."""
         for step in plan.sequences:
             adapter = self._adapters[step.request_id]
             if adapter is None or adapter == plan.merged or adapter in on_host:
@@ -300,7 +303,7 @@ class ModelledTimes:
                 yield SequenceWork(step.start, step.tokens, step.samples, adapter, self._ranks[adapter])
 
     def _assisted_s(self, plan: StepPlan, group_ends_s: GroupEnds) -> float:
-        """Return the time of a step with assisted prefills."""
+        """Return the seconds of a step with assisted prefills."""
         costs = self._transfers.profile.need(self._assist, "host_lora")
         assisted = frozenset(plan.assisted)
         cold: dict[AdapterDigest, ColdAdapter] = {}
@@ -332,12 +335,12 @@ def build_modelled_executor(
     """Build the executor of a simulation.
 
     Args:
-        settings: settings of the engine. ``settings.model.max_model_len`` may exceed the profile's, since no time
+        settings: the engine's settings. ``settings.model.max_model_len`` may exceed the profile's, since no time
             depends on it.
-        profile: costs.
+        profile: the profile with the costs.
         preset: preset of the replica.
-        clock: the executor moves it forward.
-        coalesced: whether a repeat stands for as many turns of the engine loop (see ``Engine.step``).
+        clock: the clock, which the executor moves forward.
+        coalesced: whether each step of a repeat costs a turn of the engine loop (see ``Engine.step``).
 
     Raises:
         ConfigError: a setting does not fit the profile.
@@ -355,15 +358,15 @@ def build_paced_executor(
     """Build the executor of a paced replica.
 
     Args:
-        settings: all; ``engine.profile`` is a name or a file, ``model.model`` a folder with the same model's
-            ``config.json`` and tokenizer. Weights are not read.
+        settings: all settings. ``engine.profile`` is a name or a file. ``model.model`` is a folder with the same
+            model's ``config.json`` and tokenizer. Weights are not read.
         preset: preset of the replica.
-        clock: the real one.
-        on_transfer_done: called, on another thread, when a transfer has ended.
+        clock: the real clock.
+        on_transfer_done: called on another thread when a transfer has ended.
 
     Raises:
-        ConfigError: no profile is named, or a setting does not fit it.
-        ProfileError: the profile does not exist, or is of another model.
+        ConfigError: the settings name no profile, or do not fit the profile.
+        ProfileError: the profile does not exist, or was made for another model.
         ValueError: the model's config cannot be read.
     """
     if not settings.engine.profile:
@@ -387,21 +390,25 @@ def build_paced_executor(
 
 
 def _with_costs(sizes: EngineSizes, settings: Settings, transfers: TransferModel, preset: Preset) -> EngineSizes:
-    """Return the sizes with the costs that policies use. Assisted prefills need host workers and host memory."""
+    """Return the sizes with the costs that policies use.
+
+    Costs of assisted prefills are included if there are host workers and host memory.
+    """
     has_host = settings.engine.host_lora_workers and settings.engine.host_memory_bytes != 0
     assist = assist_costs(transfers, preset) if has_host else None
     return sizes._replace(assist=assist, iterations=iteration_costs(transfers, preset))
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:
-    """Return the costs of transfers with these settings, by ``profile`` or by the declared link."""
+    """Return the costs of transfers with these settings, from ``profile`` or the declared link."""
     return TransferModel(profile, profile.geometry.block_bytes(engine.block_size), engine.link_bytes_per_s)
 
 
 def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineSizes:
-    """Return the sizes of a replica: ``engine.memory_bytes`` of device memory, or all that the profile has.
+    """Return the sizes of a replica with ``engine.memory_bytes`` of device memory, or all that the profile has.
 
-    A modelled replica has one rank even if the profile stands for several: blocks are of the whole model.
+    A modelled replica has one rank even if the profile stands for several ranks, so a block holds a part of the whole
+    model.
 
     Raises:
         ConfigError: the memory cannot hold the longest sequence and an adapter.
@@ -441,5 +448,5 @@ def _tokens_of(profile: CostProfile) -> SeededTokens:
 
 @lru_cache
 def _seeded_tokens(low: int, high: int) -> SeededTokens:
-    """Return the tokens of all engines of this process, which share most of a megabyte."""
+    """Return the tokens for all engines of this process, which share the table of almost a megabyte."""
     return SeededTokens(low, high)

@@ -18,10 +18,10 @@ class PooledRows(NamedTuple):
     """Rows of a step whose hidden states are pooled.
 
     Attributes:
-        sequence: whose prompt.
-        first: the first of the rows.
-        position: position of its token.
-        tokens: number of rows, and of tokens.
+        sequence: the sequence of the prompt.
+        first: index of the first row.
+        position: position of the first row's token.
+        tokens: number of rows, which equals the number of tokens.
     """
 
     sequence: RankSequence
@@ -39,15 +39,17 @@ class PooledRows(NamedTuple):
 def pool(
     hidden: Tensor, pooled: Sequence[PooledRows], weights: Callable[[AdapterDigest], LoraWeights]
 ) -> tuple[Pooled, ...]:
-    """Pool the hidden states of prompts, whose sums over several steps the sequences keep.
+    """Pool the hidden states of prompts.
+
+    Sums over several steps are kept in the sequences.
 
     Args:
-        hidden: states after the last norm, of all rows of the step that need them: ``[rows, hidden]``.
-        pooled: the rows of ``hidden`` of each prompt.
-        weights: returns the weights of an adapter on the device, with its score head.
+        hidden: hidden states after the last norm, ``[rows, hidden]``, for all rows of the step that need them.
+        pooled: each prompt's rows in ``hidden``.
+        weights: function that returns an adapter's weights on the device, with its score head.
 
     Returns:
-        The vectors of the prompts that end in this step.
+        The vectors of the prompts whose last token is in this step.
     """
     vectors = [(rows.sequence, _vector(hidden, rows)) for rows in pooled]
     done = [(sequence, vector) for sequence, vector in vectors if vector is not None]
@@ -57,7 +59,7 @@ def pool(
     for sequence, vector in done:
         scores = sequence.pooling is not None and sequence.pooling.scores
         by_head.setdefault(sequence.adapter if scores else None, []).append((sequence, vector))
-    # One copy from the device for all of them.
+    # All vectors are copied from the device at once.
     flat = [_results(head, torch.stack([vector for _, vector in each]), weights) for head, each in by_head.items()]
     numbers = torch.cat([each.flatten() for each in flat]).cpu().numpy()
     found = []
@@ -91,7 +93,7 @@ def _vector(hidden: Tensor, rows: PooledRows) -> Tensor | None:
 
 
 def _results(head: AdapterDigest | None, vectors: Tensor, weights: Callable[[AdapterDigest], LoraWeights]) -> Tensor:
-    """Return vectors, or the logits of an adapter's score head for them: fp32 ``[vectors, numbers]``."""
+    """Return the vectors, or the logits of an adapter's score head for the vectors: fp32 ``[vectors, numbers]``."""
     if head is None:
         return vectors
     return torch.cat([linear(vectors, rows) for rows in weights(head).score], dim=1).float()

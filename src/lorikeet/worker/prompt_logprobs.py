@@ -1,4 +1,4 @@
-"""Log probabilities of the tokens of prompts."""
+"""Computes the log probabilities of prompt tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,13 +15,13 @@ _SLICE_ROWS = 64
 
 
 class ScoredRows(NamedTuple):
-    """Rows that score the prompt of a sequence.
+    """Rows of a step that score the prompt of a sequence.
 
     Attributes:
-        sequence: whose prompt.
-        first: the first of the rows.
-        position: position of the token that it scores.
-        tokens: number of rows, and of tokens.
+        sequence: the sequence of the prompt.
+        first: index of the first row.
+        position: position of the token that the first row scores.
+        tokens: number of rows, which equals the number of tokens.
     """
 
     sequence: RankSequence
@@ -34,8 +34,8 @@ def score_prompts(head: Callable[[Sequence[int]], Tensor], scored: Sequence[Scor
     """Return the log probabilities of prompt tokens.
 
     Args:
-        head: the output layer: logits ``[rows, vocab]`` of some of the rows of the step that need logits.
-        scored: rows of the step, with the prompt tokens that they score.
+        head: the output layer, which returns the logits ``[rows, vocab]`` of given rows of the step.
+        scored: the rows of the step that score prompts, with the prompt tokens.
     """
     return tuple(PromptLogprobs(rows.sequence.request_id, rows.position, tuple(_tokens(head, rows))) for rows in scored)
 

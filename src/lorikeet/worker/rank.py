@@ -1,4 +1,4 @@
-"""One rank: keeps sequences and runs its share of the decoder for each step of a plan."""
+"""One rank, which keeps sequences and runs its share of the decoder for each step of a plan."""
 
 import time
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from lorikeet.worker.transfer.transfers import TransferManager
 
 
 class StepOutput(NamedTuple):
-    """What a step yields.
+    """The results of a step.
 
     Attributes:
         logits: logits of the sampling sequences, ``[S, vocab]`` in the dtype of ``Kernels.logits``.
-        prompt_logprobs: log probabilities of the prompts that are scored.
-        pooled: vectors of the prompts that have been computed.
+        prompt_logprobs: log probabilities of the scored prompts.
+        pooled: vectors of the prompts whose last token was computed.
     """
 
     logits: Tensor
@@ -42,12 +42,12 @@ class Rank:
     """One rank's sequences, arena and decoder.
 
     Args:
-        model: this rank's share.
+        model: this rank's share of the model.
         arena: the device arena, ``[blocks, elements]``, for KV and adapters.
         block_size: tokens of KV in a block.
-        transfers: copies blocks in the background, and knows which adapters are in the arena.
-        cores: gives the number of compute threads before every plan.
-        host_lora: computes LoRA on the host for adapters that are being loaded; None without assisted prefills.
+        transfers: the transfers, which copy blocks in the background and record the adapters in the arena.
+        cores: the rank's share of the cores, which sets the number of compute threads before every plan.
+        host_lora: the host LoRA for adapters that are being loaded; None without assisted prefills.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Rank:
         """Apply a plan before its first step: drops, evictions, starts, transfers, new blocks, merging.
 
         Returns:
-            The seconds spent in merging weights.
+            Seconds spent in merging weights.
 
         Raises:
             ExecutorError: the plan runs or drops an unknown sequence, merges an adapter that is not loaded, or merges
@@ -98,7 +98,7 @@ class Rank:
         return self._switch_merged(plan) if plan.sequences else 0.0
 
     def pin_threads(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """Return a context for the steps of an applied plan, in which threads may be pinned to cores."""
+        """Return a context for the steps of an applied plan. Threads may be pinned to cores within it."""
         return self._threads.pinned(plan)
 
     def forward(self, plan: StepPlan, ran: int, *, samples: bool = True) -> StepOutput:
@@ -106,12 +106,12 @@ class Rank:
 
         Args:
             plan: an applied plan with sequences.
-            ran: how many of its identical steps have run before.
-            samples: False skips the output layer, for ranks that do not sample.
+            ran: number of the plan's identical steps that have run before.
+            samples: whether to compute the output layer. False for ranks that do not sample.
 
         Returns:
-            Its output, without ``samples`` an empty one. A sequence with a draft has a row of logits more for each
-            drafted token.
+            The step's output, which is empty without ``samples``. A sequence with a draft has one more row of logits
+            for each drafted token.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
@@ -139,9 +139,11 @@ class Rank:
         self._transfers.device.steps.record_event().wait()
 
     def decode_rows(self, plan: StepPlan, ran: int) -> tuple[list[BatchRow], LoraBatch | None]:
-        """Return the sequences of a step in which all decode, and their adapters, which must all be loaded.
+        """Return the sequences and the adapters of a step in which every sequence decodes.
 
-        The sequences have blocks for all steps of the plan that are left.
+        All adapters must be loaded.
+
+        The sequences must have blocks for all remaining steps of the plan.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
@@ -155,12 +157,12 @@ class Rank:
         return rows, lora_batch(rows, weights, plan.kernel_form, plan.merged)
 
     def has_extras(self, plan: StepPlan) -> bool:
-        """Whether an adapter of a plan has more than A and B. All its adapters are loaded."""
+        """Return whether an adapter of a plan has more than A and B. All adapters of the plan must be loaded."""
         digests = {self.sequence(step.request_id).adapter for step in plan.sequences}
         return any(digest is not None and self._transfers.adapters.has_extras(digest) for digest in digests)
 
     def append(self, steps: Sequence[SequenceStep], token_ids: Sequence[int]) -> None:
-        """Append one sampled token to the sequence of each of ``steps``, which are the steps that sample."""
+        """Append one sampled token to the sequence of each of ``steps``, which must be steps that sample."""
         for step, token_id in zip(steps, token_ids, strict=True):
             self.sequence(step.request_id).add_token(token_id)
 
@@ -168,7 +170,7 @@ class Rank:
         """Return a sequence.
 
         Raises:
-            ExecutorError: it was never started, or was dropped.
+            ExecutorError: the sequence was never started, or was dropped.
         """
         if request_id not in self._sequences:
             raise ExecutorError(f"request {request_id} runs, but was never started")
@@ -190,9 +192,9 @@ class Rank:
     def _outputs(
         self, hidden: Tensor, rows: Sequence[BatchRow], lora: LoraBatch | None = None, *, samples: bool
     ) -> StepOutput:
-        """Return the results of a step, from the hidden states of the rows that need them.
+        """Return the results of a step, computed from the hidden states of the rows that need them.
 
-        ``lora`` has the adapters of these rows, if any has more than A and B.
+        ``lora`` has the adapters of the rows, if an adapter has more than A and B.
         """
         if not samples:
             return StepOutput(hidden[:0])
@@ -223,11 +225,11 @@ class Rank:
     def _adapters(
         self, rows: Sequence[BatchRow], plan: StepPlan
     ) -> tuple[dict[AdapterDigest, LoraWeights], list[PartialAdapter]]:
-        """Return the weights of each adapter in the batch, and the adapters that have arrived in part only."""
+        """Return the weights of each adapter in the batch, and the adapters that are only partly loaded."""
         weights: dict[AdapterDigest, LoraWeights] = {}
         partial = []
         used = {row.sequence.adapter for row in rows} - {None, plan.merged}
-        for digest in sorted(digest for digest in used if digest is not None):  # in the same order on all ranks
+        for digest in sorted(digest for digest in used if digest is not None):  # The order is the same on all ranks.
             arriving = self._transfers.partial_adapter(digest) if digest in plan.assisted else None
             if arriving is not None:
                 partial.append(arriving)
@@ -255,5 +257,5 @@ class Rank:
 
 
 def sampling_steps(plan: StepPlan) -> list[SequenceStep]:
-    """Return the sequences of a plan that yield a token, in the order of their logits."""
+    """Return the steps of a plan's sequences that yield a token, in the order of their logits."""
     return [step for step in plan.sequences if step.samples]

@@ -49,14 +49,14 @@ class RankModel:
     """One rank's share of the model.
 
     Attributes:
-        config: the whole model's, of all stages.
-        decoder: the rank's share, or a model of transformers.
+        config: configuration of the whole model, with all pipeline stages.
+        decoder: the rank's share of our decoder, or a model of transformers.
         kernels: the kernel backend.
         dtype, device: dtype and device of weights, KV and adapters.
         geometry: sizes of the rank's share.
         merger: merges adapters into the decoder's weights; None if the preset never merges.
-        weights: form of the linear weights, in words.
-        whole_geometry: sizes of the model; None if the rank has the whole model.
+        weights: description of the form of the linear weights.
+        whole_geometry: sizes of the whole model; None if the rank holds all of it.
     """
 
     config: BaseConfig
@@ -83,23 +83,23 @@ class RankModel:
 
 
 class RunsModel(Protocol):
-    """The model of a rank: its share of the own decoder, or the modules of transformers.
+    """The model of a rank: its share of our decoder, or the modules of transformers.
 
     Attributes:
-        fits_graphs: whether its steps can be captured in CUDA graphs, if the kernels can.
+        fits_graphs: whether the model's steps can be captured in CUDA graphs, if the kernels can.
     """
 
     @property
     def fits_graphs(self) -> bool:
-        """See above."""
+        """Whether steps can be captured in CUDA graphs."""
         ...
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
-        """View ``arena [blocks, elements]`` in the shape of ``kv`` of other methods."""
+        """Return a view of ``arena [blocks, elements]`` in the shape that the other methods take as ``kv``."""
         ...
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Compute one step; return the logits ``[S, vocab]`` of its sample rows."""
+        """Compute one step, and return the logits ``[S, vocab]`` of its sample rows."""
         ...
 
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -107,7 +107,10 @@ class RunsModel(Protocol):
         ...
 
     def head(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`; ``lora``: their adapters, if any has extras."""
+        """Return the logits ``[S, vocab]`` for rows of :meth:`hidden`.
+
+        ``lora`` has the rows' adapters, if any has extras.
+        """
         ...
 
     def prepare(self, adapter: LoraWeights) -> None:
@@ -116,7 +119,7 @@ class RunsModel(Protocol):
 
 
 def read_base_config(settings: Settings, folder: Path) -> BaseConfig:
-    """Return the config of the base, for the own decoder or for the modules of transformers.
+    """Return the base model's config, for our decoder or for the modules of transformers.
 
     Raises:
         ModelConfigError: the model is not supported, or does not split over the ranks.
@@ -126,7 +129,7 @@ def read_base_config(settings: Settings, folder: Path) -> BaseConfig:
     if wants_own_decoder(folder, wanted):
         config = read_model_config(folder)
     else:
-        # The module imports transformers, which takes seconds.
+        # This module imports transformers, which takes seconds.
         from lorikeet.models.transformers_decoder import read_transformers_config
 
         config = read_transformers_config(folder)
@@ -147,9 +150,9 @@ def load_rank(
     Args:
         settings: settings of the engine.
         folder: folder of the model.
-        group: group of the rank.
+        group: the rank's group.
         progress: called with (stage, done, total).
-        gpu: number of its GPU, if that is not the rank's.
+        gpu: number of the rank's GPU, if it differs from the rank's number.
 
     Raises:
         ConfigError: dtype, device or preset is unknown, or the preset merges adapters into weights that are quantised.
@@ -160,8 +163,8 @@ def load_rank(
     dtype = _dtype(settings, config)
     device = rank_device(settings, group.number if gpu is None else gpu)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels are launched on the thread's current device
-        gc.collect()  # free the memory of closed engines in this process
+        torch.cuda.set_device(device)  # Kernels are launched on the thread's current device.
+        gc.collect()  # This frees the memory of closed engines in this process.
         torch.cuda.empty_cache()
     else:
         keep_freed_memory()
@@ -207,7 +210,7 @@ def _load_transformers(
     device: torch.device,
     progress: Callable[[str, int, int], None] | None,
 ) -> RankModel:
-    """Load a model of transformers, and check that it can be served."""
+    """Load a model of transformers, and check that Lorikeet can serve it."""
     from lorikeet.models.transformers_attention import UnsupportedAttention
     from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 
@@ -265,7 +268,7 @@ def rank_device(settings: Settings, rank: int) -> torch.device:
 def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Tensor:
     """Return a zeroed device arena, ``[blocks, elements]``.
 
-    On a CPU it is page-aligned, and the system provides its pages when they are first written, unless
+    On a CPU the arena is page-aligned, and the system provides its pages when they are first written, unless
     ``touch_memory`` is set.
     """
     elements = model.geometry.block_elements(engine.block_size)
@@ -284,7 +287,7 @@ def _dtype(settings: Settings, config: BaseConfig) -> torch.dtype:
 
 
 def _pristine_device(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:
-    """Return where pristine weights are kept: on the device if they fit and deltas are merged, else on the host."""
+    """Return the device of the pristine weights: the GPU if they fit and deltas are merged, else the host."""
     if device.type == "cpu":
         return device
     fits = linear_bytes(weights) <= _MAX_PRISTINE_SHARE * torch.cuda.mem_get_info(device)[0]

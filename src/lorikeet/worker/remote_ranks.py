@@ -1,8 +1,10 @@
-"""Ranks on other machines: rank 0 waits for them at an address, and ``lorikeet rank`` joins and joins again.
+"""Connects ranks on other machines.
 
-A rank connects over TCP. Both ends prove with a challenge that they have the same key, by the standard library's
-``multiprocessing.connection``; then the connection carries the messages that pipes carry to the ranks of one machine.
-Nothing is encrypted, and ``torch.distributed`` checks no key: the machines need a private network.
+Rank 0 waits for the ranks at an address, and ``lorikeet rank`` joins each engine there.
+
+A rank connects over TCP. Both ends prove with a challenge that they have the same key (``multiprocessing.connection``
+of the standard library). Then the connection carries the same messages as the pipes between the ranks of one machine.
+Nothing is encrypted, and ``torch.distributed`` checks no key, so the machines need a private network.
 """
 
 import logging
@@ -34,14 +36,14 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """To a rank that has joined: its number and the engine's settings.
+    """The first message to a rank that has joined: its number and the engine's settings.
 
     Attributes:
-        version: version of Lorikeet; the rank's must be the same.
-        settings: JSON of the engine's settings.
+        version: rank 0's version of Lorikeet. The rank must have the same version.
+        settings: the engine's settings, as JSON.
         folder: folder of the model, on rank 0's machine.
         number: number of the rank.
-        init_url: where ``torch.distributed`` meets.
+        init_url: address at which the ranks meet for ``torch.distributed``.
     """
 
     version: str
@@ -69,10 +71,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def read_key(file: str) -> bytes:
-    """Return the key in a file, without white space around it.
+    """Return the key in a file, without the white space around the key.
 
     Raises:
-        RemoteRankError: it cannot be read, or is too short.
+        RemoteRankError: the file cannot be read, or the key is too short.
     """
     try:
         key = Path(file).expanduser().read_bytes().strip()
@@ -84,13 +86,13 @@ def read_key(file: str) -> bytes:
 
 
 def wait_for_ranks(settings: Settings, folder: Path) -> tuple[list[Connection], str]:
-    """Wait until as many ranks have joined as are missing.
+    """Wait until all missing ranks have joined.
 
     Returns:
-        The connections to ranks 1 and above, and the URL where rank 0 meets them.
+        The connections to ranks 1 and above, and the URL at which rank 0 meets the ranks.
 
     Raises:
-        ExecutorError: this machine cannot listen there, or the key cannot be read.
+        ExecutorError: this machine cannot listen at the address, or the key cannot be read.
     """
     engine = settings.engine
     try:
@@ -100,7 +102,7 @@ def wait_for_ranks(settings: Settings, folder: Path) -> tuple[list[Connection], 
     except (RemoteRankError, OSError) as error:
         raise ExecutorError(f"rank_address: {engine.rank_address}: {error}") from error
     missing = engine.ranks - 1
-    _LOG.warning("waits at %s for %d ranks, which lorikeet rank starts", engine.rank_address, missing)
+    _LOG.warning("waiting at %s for %d ranks; start each with lorikeet rank", engine.rank_address, missing)
     connections: list[Connection] = []
     meeting_port = _free_port(host)
     with listener:
@@ -109,7 +111,7 @@ def wait_for_ranks(settings: Settings, folder: Path) -> tuple[list[Connection], 
             own = accepted.getsockname()[0]
             connection = _authenticated(accepted, key, answers_first=False)
             if connection is None:
-                _LOG.warning("%s was refused as a rank: it has not got the key", peer[0])
+                _LOG.warning("%s was refused as a rank: it does not have the key", peer[0])
                 continue
             _set_interface(own)
             number = len(connections) + 1
@@ -130,14 +132,14 @@ RunRank = Callable[[Connection, Settings, Path, int, str, int], None]
 
 
 def follow_engine(run: RunRank, address: str, key_file: str, model: str, log_level: str) -> None:
-    """Join the engine at an address whenever it waits for ranks, and run a rank in a process of its own.
+    """Join the engine at an address whenever it waits for ranks, and run each rank in a new process.
 
     Args:
-        run: the function that runs one.
+        run: the function that runs a rank.
         address: address of the engine, HOST:PORT.
         key_file: file with the key.
-        model: the model's folder on this machine; empty if it has the same path as on rank 0's.
-        log_level: log level of the process.
+        model: the model's folder on this machine. Empty if the path is the same as on rank 0's machine.
+        log_level: the log level of the process.
 
     Raises:
         RemoteRankError: the address or the key is wrong, or the engine has another key or version.
@@ -151,7 +153,7 @@ def follow_engine(run: RunRank, address: str, key_file: str, model: str, log_lev
             connected = socket.create_connection(place, timeout=_AUTHENTICATION_S)
         except OSError as error:
             if not is_told:
-                _LOG.warning("waits for the engine at %s: %s", address, error.strerror or error)
+                _LOG.warning("waiting for the engine at %s: %s", address, error.strerror or error)
             is_told = True
             time.sleep(_RETRY_S)
             continue
@@ -163,24 +165,24 @@ def follow_engine(run: RunRank, address: str, key_file: str, model: str, log_lev
             raise RemoteRankError(f"the engine at {address} has another key")
         try:
             start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
-        except (EOFError, OSError):  # it has enough ranks, or has ended
+        except (EOFError, OSError):  # The engine has enough ranks, or has ended.
             connection.close()
             time.sleep(_RETRY_S)
             continue
         if start.version != __version__:
             raise RemoteRankError(f"the engine at {address} is Lorikeet {start.version}, this is {__version__}")
-        _LOG.warning("rank %d of the engine at %s", start.number, address)
+        _LOG.warning("running rank %d of the engine at %s", start.number, address)
         process = spawn.Process(
             target=_run, args=(run, connection, start, model, own, log_level), name=f"rank-{start.number}", daemon=True
         )
         process.start()
         connection.close()
         process.join()
-        _LOG.warning("rank %d has ended; waits for the next engine at %s", start.number, address)
+        _LOG.warning("rank %d has ended; waiting for the next engine at %s", start.number, address)
 
 
 def _run(run: RunRank, connection: Connection, start: RankStart, model: str, own: str, log_level: str) -> None:
-    """Run one rank, in a process of its own: ``torch.distributed`` can be joined once."""
+    """Run one rank in a new process, since a process can join ``torch.distributed`` only once."""
     from lorikeet.core.logs import configure_logs
 
     configure_logs(log_level, as_json=False)
@@ -190,11 +192,11 @@ def _run(run: RunRank, connection: Connection, start: RankStart, model: str, own
 
 
 def _authenticated(sock: socket.socket, key: bytes, *, answers_first: bool) -> Connection | None:
-    """Return a connection after both ends have proved that they have the key; None if the other end has not.
+    """Return a connection after both ends have proved that they have the key, None if the other end does not have it.
 
     Args:
-        sock: the socket, which the connection owns from now on.
-        key: secret key of both ends.
+        sock: the socket, which the connection owns from then on.
+        key: the secret key of both ends.
         answers_first: whether the other end sends the first challenge.
     """
     seconds = int(_AUTHENTICATION_S)
@@ -209,7 +211,8 @@ def _authenticated(sock: socket.socket, key: bytes, *, answers_first: bool) -> C
     try:
         for step in steps:
             step(connection, key)
-    except (AuthenticationError, AssertionError, ValueError, EOFError, OSError):  # Python 3.11 asserts the form
+    # Python 3.11 asserts the form of the challenge.
+    except (AuthenticationError, AssertionError, ValueError, EOFError, OSError):
         connection.close()
         return None
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
@@ -218,7 +221,7 @@ def _authenticated(sock: socket.socket, key: bytes, *, answers_first: bool) -> C
 
 
 def _set_interface(address: str) -> None:
-    """Let gloo and NCCL use the interface with this address, unless the environment names another."""
+    """Make gloo and NCCL use the network interface with this address, unless the environment names another."""
     if sys.platform != "linux":
         return
     for name, addresses in psutil.net_if_addrs().items():

@@ -1,8 +1,8 @@
-"""Samples tokens from logits: edits logits on the host where a request needs it, and calls ``Kernels.choose``.
+"""Samples tokens from logits: edits logits on the host for requests that need it, and calls ``Kernels.choose``.
 
 The order is: log probabilities to report (of the unmodified distribution), bias, penalties, forbidden tokens (by
 ``allowed_token_ids``, ``bad_words``, ``min_tokens`` and the grammar), and then, in ``Kernels.choose``, temperature,
-min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there tokens are forbidden before the penalties.
+min-p, top-k, top-p, noise. vLLM's V1 sampler has the same order, except that it forbids tokens before the penalties.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ class Sampled(Protocol):
     """The part of a sequence that the sampler uses.
 
     Attributes:
-        sampling: its sampling parameters.
-        token_ids: prompt and outputs so far; their number is the position of the new token.
-        prompt_tokens: how many of them are prompt.
-        embedded_tokens: number of first tokens that are embeddings, whose ids mean nothing.
+        sampling: the sequence's sampling parameters.
+        token_ids: prompt and outputs so far. The number of ids is the position of the new token.
+        prompt_tokens: number of prompt tokens in ``token_ids``.
+        embedded_tokens: number of leading tokens that are given as embeddings, so that their ids mean nothing.
     """
 
     sampling: SamplingParams
@@ -45,7 +45,7 @@ class Sampled(Protocol):
 
     @property
     def embedded_tokens(self) -> int:
-        """How many of the first ids mean nothing."""
+        """Number of leading ids that mean nothing."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Sampled(Protocol):
 
 
 class Bias(NamedTuple):
-    """A logit bias: ``values`` (fp32) are added to the logits of ``token_ids`` (int64), which may repeat."""
+    """A logit bias. ``values`` (fp32) are added to the logits of ``token_ids`` (int64), which may repeat."""
 
     token_ids: Ints
     values: NDArray[np.float32]
@@ -66,14 +66,15 @@ class _Prepared(NamedTuple):
 
     Attributes:
         sequences: sequences in the order of their logits.
-        chosen: parameters of all rows. Edited rows are greedy here; this call only checks that they are finite.
+        chosen: sampling parameters of all rows. Edited rows are greedy in it, since this first call only checks that
+            their logits are finite.
         edited: rows whose logits are edited, ascending.
-        chosen_edited: parameters of the edited rows, None if there are none.
-        biases: biases of the edited rows.
-        held: edited rows that need no edit once they have ``min_tokens``.
+        chosen_edited: sampling parameters of the edited rows. None without edited rows.
+        biases: the logit biases of the edited rows.
+        held: edited rows that need no edit any more once their answers have ``min_tokens`` tokens.
         masked: rows whose answers follow a grammar, ascending.
-        masked_only: rows with a grammar but no other edit, if the logits are in host memory. They are not among the
-            edited rows: their logits are changed in place.
+        masked_only: rows with a grammar but no other edit, if the logits are in host memory. These rows do not count as
+            edited, since their logits are changed in place.
         reported: rows that report log probabilities.
     """
 
@@ -89,14 +90,14 @@ class _Prepared(NamedTuple):
 
 
 class Sampler:
-    """Samples the tokens of one step after another.
+    """Samples tokens, step by step.
 
     The same sequences decode together for many steps, so tensors of their parameters are built only when the batch
     changes.
 
     Args:
         choose: ``Kernels.choose``.
-        grammars: computes masks for sequences with a grammar; None if there are none.
+        grammars: the masks for sequences with a grammar. None if no sequence has a grammar.
     """
 
     def __init__(self, choose: Choose, grammars: GrammarMasks | None = None) -> None:
@@ -107,10 +108,10 @@ class Sampler:
         self._rows = _prepare((), in_place=False)
 
     def begin(self, sequences: Sequence[Sampled]) -> None:
-        """Begin to compute the masks for the next :meth:`sample`, so that they are ready when the logits are.
+        """Begin to compute the masks for the next :meth:`sample`, so that masks and logits are ready at the same time.
 
         Args:
-            sequences: sequences of the next :meth:`sample`; their tokens may not change until then.
+            sequences: the sequences of the next :meth:`sample`. Their tokens must not change until then.
         """
         masked = [sequences[i] for i in self._rows_of(sequences).masked]
         if masked:
@@ -120,12 +121,14 @@ class Sampler:
     def sample(
         self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
     ) -> list[Token | str]:
-        """Sample one token per row; for a row whose largest logit is not finite, or is edited so, return the reason.
+        """Sample one token per row, or return the reason if the row's largest logit is not finite.
 
         Args:
-            logits: ``[S, vocab]`` of any floating dtype; changed in host memory, for rows that follow a grammar.
-            sequences: sequences in the order of the logits. :meth:`begin` was called with them if one has a grammar.
-            chosen: the result of ``choose`` with :meth:`parameters`, if it was called already.
+            logits: ``[S, vocab]`` of any floating dtype. In host memory, the logits of rows with a grammar are changed
+                in place.
+            sequences: the sequences in the order of the logits. If a sequence has a grammar, :meth:`begin` must have
+                been called with the same sequences.
+            chosen: the result of ``choose`` with :meth:`parameters`, if the caller has it already.
         """
         if not sequences:
             return []
@@ -133,12 +136,12 @@ class Sampler:
         positions = [len(sequence.token_ids) for sequence in sequences]
         addends, masks = self._take_masks(logits)
         unmasked = {i: logits[i].clone() for i in rows.masked_only if i in rows.reported}
-        with torch.inference_mode():  # these are inference tensors
+        with torch.inference_mode():  # The logits are inference tensors.
             if addends is not None and len(rows.masked_only) == len(sequences):
                 logits += addends
             else:
                 for i in rows.masked_only:
-                    logits[i].add_(masks[i][0])  # += would copy the row back, too
+                    logits[i].add_(masks[i][0])  # The operator += would also copy the row back.
         if chosen is None:
             rows.chosen.position.numpy()[:] = positions
             chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
@@ -170,13 +173,13 @@ class Sampler:
         return tokens
 
     def take_forced(self) -> dict[int, tuple[int, ...]]:
-        """Return the tokens that grammars force after the tokens of the last :meth:`sample`, by row."""
+        """Return, by row, the tokens that grammars force after the tokens of the last :meth:`sample`."""
         forced = self._forced
         self._forced = {}
         return forced
 
     def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
-        """Return the sampling parameters without positions. Rows whose logits are edited are greedy in it."""
+        """Return the sampling parameters without positions. Rows with edited logits are greedy in the result."""
         return self._rows_of(sequences).chosen
 
     def needs_only_choose(self, sequences: Sequence[Sampled]) -> bool:
@@ -188,7 +191,7 @@ class Sampler:
         return self._grammars.error(sequence) if self._grammars is not None and sequence.sampling.grammar else ""
 
     def _take_masks(self, logits: Tensor) -> tuple[Tensor | None, dict[int, tuple[Tensor, bool]]]:
-        """Return addends to the logits of all rows that follow a grammar, and by row, there with ``Masks.end``."""
+        """Return the addends for the logits of all rows with a grammar, and the addends by row with ``Masks.end``."""
         pending = self._masks
         self._masks = None
         if pending is None:
@@ -213,9 +216,9 @@ def bias_of(params: SamplingParams) -> Bias:
 
 
 def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool = False) -> None:
-    """Apply all but the grammar to one row's fp32 ``logits [vocab]``, in place.
+    """Apply all edits but the grammar's to one row's fp32 ``logits [vocab]``, in place.
 
-    Token ids outside the vocabulary have no effect. With ``is_end`` the grammar allows nothing but stop tokens, so
+    Token ids outside the vocabulary have no effect. With ``is_end`` the grammar allows only stop tokens, so
     ``min_tokens`` has no effect.
     """
     params = sequence.sampling
@@ -232,7 +235,7 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool =
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts[_is_within(ids, logits)]
         logits[_indices(ids, logits)] -= _values(penalty, logits)
-    # Tokens are forbidden last, since a penalty of 0 would make NaN of -inf.
+    # Tokens are forbidden last, since a penalty of 0 would turn -inf into NaN.
     if params.allowed_token_ids:
         allowed = _indices(np.array(params.allowed_token_ids, dtype=np.int64), logits)
         kept = logits[allowed]
@@ -278,7 +281,7 @@ def _parameters(all_params: Sequence[SamplingParams]) -> SamplingTensors:
 
 
 def _edits(params: SamplingParams) -> bool:
-    """Whether the logits are edited on every step, by more than a grammar."""
+    """Whether logits are edited on every step, by more than a grammar."""
     return bool(
         params.logit_bias
         or params.repetition_penalty != 1.0
@@ -296,13 +299,14 @@ def _is_held(sequence: Sampled) -> bool:
 
 
 def _with_logprobs(rows: Sequence[Tensor], wanted: Sequence[tuple[int, SamplingParams]]) -> list[Token]:
-    """Return tokens with log probabilities. All rows are computed before the device is waited for.
+    """Return tokens with log probabilities.
 
-    Each row is computed alone: torch sums the rows of a batch in another order, which changes the last digits.
+    The work for all rows is queued before the host waits for the device. Each row is computed separately, since torch
+    sums the rows of a batch in another order, which changes the last digits.
 
     Args:
-        rows: logits ``[vocab]`` of each.
-        wanted: sampled token of each row, and the log probabilities to report.
+        rows: the logits ``[vocab]`` of each row.
+        wanted: the sampled token of each row, and the log probabilities to report.
     """
     if not rows:
         return []

@@ -44,34 +44,34 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArenaSizes(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: allocate arenas with these numbers of blocks."""
+    """A message to a rank: allocate arenas with these numbers of blocks."""
 
     device_blocks: int
     host_blocks: int
 
 
 class RunPlan(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: run this plan."""
+    """A message to a rank: run this plan."""
 
     plan: StepPlan
 
 
 class StopRank(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: stop."""
+    """A message to a rank: stop."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: it has finished a stage of its start."""
+    """A message from a rank that has finished a stage of its start."""
 
 
 class TransferEnded(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: a transfer has ended."""
+    """A message from a rank: a transfer has ended."""
 
     done: TransferDone
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: it has failed and ends."""
+    """A message from a rank that has failed and ends."""
 
     error: str
 
@@ -88,17 +88,19 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 def run_rank(
     connection: Connection, settings: Settings, folder: Path, rank: int, init_url: str, gpu: int | None = None
 ) -> None:
-    """Run rank ``rank`` until ``StopRank``, or until rank 0 has ended. The main function of its process.
+    """Run rank ``rank`` until ``StopRank`` arrives or rank 0 has ended.
+
+    This is the main function of the rank's process.
 
     Args:
         connection: connection to rank 0.
         settings: settings of the engine.
         folder: folder of the model.
         rank: its number.
-        init_url: where ``torch.distributed`` meets.
-        gpu: its number on this machine, if that is not the rank's.
+        init_url: address at which the ranks meet for ``torch.distributed``.
+        gpu: number of the GPU on this machine, if it differs from the rank's number.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process; rank 0 handles it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and rank 0 handles it.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     report = _Reporter(connection)
     try:
@@ -108,7 +110,7 @@ def run_rank(
     except Exception as error:
         _LOG.exception("rank %d failed", rank)
         report(RankFailed(f"{type(error).__name__}: {error}"))
-        # Threads or collectives may hang by now, so end without cleaning up.
+        # Threads or collective operations may hang by now, so the process ends without cleaning up.
         os._exit(1)
 
 
@@ -169,7 +171,7 @@ def _join(number: int, engine: EngineSettings, init_url: str) -> DistributedRank
 def _join_ring(
     connection: Connection, transfers: TransferManager, rank: int, geometry: ModelGeometry
 ) -> HostLoraFollower:
-    """Send rank 0 the file descriptor of this rank's host tier, and attach to the ring of host workers."""
+    """Send the file descriptor of this rank's host arena to rank 0, and attach to the ring of host workers."""
     send_handle(connection, transfers.host_arena.fd, os.getppid())
     shape = msgspec.msgpack.decode(connection.recv_bytes(), type=RingShape)
     ring = Ring.attached(recv_handle(connection), shape)
@@ -178,7 +180,7 @@ def _join_ring(
 
 
 def follow(rank: Rank, plan: StepPlan, group: RankGroup) -> None:
-    """Run a plan as rank 0 does, with the tokens that rank 0 samples."""
+    """Run a plan in step with rank 0, using the tokens that rank 0 samples."""
     rank.apply(plan)
     steps = sampling_steps(plan)
     with rank.pin_threads(plan):
@@ -203,7 +205,7 @@ class _Reporter:
 
 
 def _end_with_parent() -> None:
-    """End this process when rank 0 has ended; a rank that waits in a collective would not notice."""
+    """End this process when rank 0 has ended. A rank that waits in a collective operation would not notice the end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -214,18 +216,20 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class RankProcesses:
-    """Rank 0's handle of ranks 1 and above. They end with this process, even if it is killed.
+    """Rank 0's handle of ranks 1 and above.
 
-    They are processes of this machine or, with ``rank_address``, of others (see ``worker.remote_ranks``).
+    The ranks end with rank 0's process, even if it is killed.
+
+    The ranks are processes on this machine or, with ``rank_address``, on other machines (see ``worker.remote_ranks``).
 
     Args:
-        settings: the same as rank 0's.
+        settings: the engine's settings.
         folder: folder of the model.
-        finished: collects the ranks' finished transfers.
+        finished: the collector of the ranks' finished transfers.
 
     Attributes:
         size: number of ranks, rank 0 included.
-        group: rank 0's process group; None once closed.
+        group: rank 0's process group; None after closing.
 
     Raises:
         ExecutorError: a rank did not start.
@@ -252,7 +256,7 @@ class RankProcesses:
             self.wait_until_ready()
             try:
                 self.group = _join(0, settings.engine, init_url)
-            except RuntimeError:  # a rank may have failed during the rendezvous; then raise its error
+            except RuntimeError:  # A rank may have failed during the rendezvous. If so, its error is raised.
                 if wait(self._connections, _CLOSE_TIMEOUT_S):
                     self.wait_until_ready()
                 raise
@@ -261,7 +265,7 @@ class RankProcesses:
             raise
 
     def _start_processes(self, settings: Settings, folder: Path, init_url: str) -> None:
-        """Start the ranks on this machine, whose host name may not resolve."""
+        """Start the ranks on this machine. Its host name need not resolve."""
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         spawn = multiprocessing.get_context("spawn")
@@ -279,7 +283,7 @@ class RankProcesses:
         """Block until every rank has finished the next stage of its start.
 
         Raises:
-            ExecutorError: a rank has died; the message has its error.
+            ExecutorError: a rank has died. The message has the rank's error.
         """
         pending = self._ranks()
         while pending:
@@ -290,17 +294,19 @@ class RankProcesses:
                     raise ExecutorError(f"rank {rank} did not start: {message.error}")
 
     def allocate(self, device_blocks: int, host_blocks: int) -> None:
-        """Let the ranks allocate their arenas, and wait until they have.
+        """Make the ranks allocate their arenas, and wait until all have done so.
 
         Raises:
-            ExecutorError: a rank could not.
+            ExecutorError: a rank could not allocate its arenas.
         """
-        with suppress(OSError):  # a rank that has ended has sent its error
+        with suppress(OSError):  # A rank sends its error before it ends.
             self._send(ArenaSizes(device_blocks, host_blocks))
         self.wait_until_ready()
 
     def host_arenas(self, block_bytes: int) -> list[HostArena]:
-        """Return the ranks' host tiers, in blocks of ``block_bytes``. Ranks send them if prefills are assisted.
+        """Return the ranks' host arenas, in blocks of ``block_bytes``.
+
+        Ranks send their arenas if prefills are assisted.
 
         Raises:
             ExecutorError: a rank has died.
@@ -316,7 +322,9 @@ class RankProcesses:
         return found
 
     def send_ring(self, ring: Ring) -> None:
-        """Send the ranks the ring of host workers, in which rank 0 publishes its decisions; after :meth:`host_arenas`.
+        """Send the ring of host workers, in which rank 0 publishes its decisions, to the ranks.
+
+        Call it after :meth:`host_arenas`.
 
         Raises:
             ExecutorError: a rank has died.
@@ -330,35 +338,35 @@ class RankProcesses:
             raise ExecutorError(f"a rank did not start: {error}") from error
 
     def watch(self) -> None:
-        """Start to listen to the ranks, which now serve."""
+        """Start the thread that watches the other ranks. Call it once the ranks are ready."""
         self._listener = threading.Thread(target=self._listen, name="rank-listener", daemon=True)
         self._listener.start()
 
     def send(self, plan: StepPlan) -> None:
-        """Send the plan to every rank, which starts it."""
+        """Send a plan to every rank. Each rank starts it immediately."""
         self._send(RunPlan(plan))
 
     def broadcast(self, token_ids: Sequence[int], *, has_more: bool) -> None:
-        """Send the tokens of a step to every rank, and whether another step of the plan follows."""
+        """Send a step's tokens to every rank, and whether another step of the plan follows."""
         assert self.group is not None
         self.group.broadcast(torch.tensor([int(has_more), *token_ids], device=self._device))
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Return if no rank has died, nor dies within ``grace_s`` seconds.
+        """Check that no rank has died or dies within ``grace_s`` seconds.
 
         Raises:
-            ExecutorError: a rank has died; the message names the rank and the reason.
+            ExecutorError: a rank has died. The message names the rank and the reason.
         """
         if self._failed.wait(grace_s) if grace_s else self._failed.is_set():
             raise ExecutorError(self._failure)
 
     def close(self) -> None:
-        """Stop the ranks, and kill any that does not stop in time."""
+        """Stop the ranks, and kill every rank that does not stop in time."""
         self._closing = True
         if self._listener is not None:
             stop = msgspec.msgpack.encode(StopRank())
             for connection in self._connections:
-                with suppress(OSError):  # the rank has ended already
+                with suppress(OSError):  # The rank has ended already.
                     connection.send_bytes(stop)
         for process in self._processes:
             process.join(_CLOSE_TIMEOUT_S if self._listener is not None else 0.0)
@@ -366,7 +374,7 @@ class RankProcesses:
                 process.kill()
                 process.join()
         if self._listener is not None:
-            self._listener.join(None if self._processes else _CLOSE_TIMEOUT_S)  # another machine may be cut off
+            self._listener.join(None if self._processes else _CLOSE_TIMEOUT_S)  # The rank's machine may be cut off.
         for connection in self._connections:
             connection.close()
         if self.group is not None:
@@ -383,7 +391,7 @@ class RankProcesses:
             connection.send_bytes(encoded)
 
     def _listen(self) -> None:
-        """Report the ranks' transfers until every rank has failed or ended. Runs on its own thread."""
+        """Report the ranks' transfers until every rank has failed or ended. This runs on its own thread."""
         ranks = self._ranks()
         while ranks:
             for connection in cast("list[Connection]", wait(list(ranks))):
@@ -402,7 +410,7 @@ class RankProcesses:
 
 
 def _receive(connection: Connection) -> FromRank:
-    """Return a rank's next message; ``RankFailed`` if its process has ended."""
+    """Return a rank's next message, or ``RankFailed`` if its process has ended."""
     try:
         return FROM_RANK.decode(connection.recv_bytes())
     except (EOFError, OSError):

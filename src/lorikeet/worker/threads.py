@@ -31,7 +31,7 @@ _STALE_AFTER_S = 3600.0
 
 
 class _RankCores(msgspec.Struct, frozen=True):
-    """Content of a rank's file: the cores it may run on, and its fixed number of threads, 0 for a fair share."""
+    """The content of a rank's file: the rank's cores, and its fixed number of threads (0 for a fair share)."""
 
     cores: list[int]
     threads: int
@@ -40,14 +40,14 @@ class _RankCores(msgspec.Struct, frozen=True):
 class CpuBudget:
     """One rank's share of the machine's cores.
 
-    The busy ranks of a user's processes see each other through files in a folder, and divide the cores fairly.
+    The busy ranks of a user's processes publish files in a common folder, and divide the cores fairly.
 
     Args:
-        threads: fixed number of threads; 0 takes a fair share.
-        folder: folder of the files; the default is one folder per user.
+        threads: fixed number of threads. 0 takes a fair share.
+        folder: folder of the files. The default is one folder per user.
 
     Attributes:
-        all: the cores that the rank may run on.
+        all: the cores on which the rank may run.
     """
 
     def __init__(self, threads: int = 0, folder: Path | None = None) -> None:
@@ -61,17 +61,19 @@ class CpuBudget:
         self._warned = False
 
     def threads(self, now: float) -> int:
-        """Return how many threads to compute with. Called before every step.
+        """Return the number of threads to compute with.
+
+        The rank calls this before every step.
 
         Args:
-            now: seconds of a monotonic clock.
+            now: the time in seconds of a monotonic clock.
         """
         if now >= self._due_s:
             try:
                 self._update()
-            except OSError as error:  # such as a full disk: the engine must run on
+            except OSError as error:  # The disk may be full, for example. The engine must run on.
                 if not self._warned:
-                    _LOG.warning("ranks on this machine cannot share its cores: %s", error)
+                    _LOG.warning("the ranks on this machine cannot share its cores: %s", error)
                 self._warned = True
             self._due_s = now + HEARTBEAT_S
         return self._threads
@@ -84,11 +86,11 @@ class CpuBudget:
             self._threads = self._fair_threads()
 
     def close(self) -> None:
-        """Delete this rank's file, so that other ranks get its share."""
+        """Delete this rank's file, so that other ranks get its cores."""
         self._path.unlink(missing_ok=True)
 
     def _fair_threads(self) -> int:
-        """Divide the cores that fixed numbers of threads leave by the ranks with a fair share, this one included."""
+        """Return the cores that fixed numbers of threads leave, divided by the number of ranks with a fair share."""
         left = len(self.all)
         sharing = 1
         for rank in self._busy_others():
@@ -100,7 +102,7 @@ class CpuBudget:
     def _busy_others(self) -> list[_RankCores]:
         ranks = []
         for path in self._folder.iterdir():
-            # Another rank may delete its file, or be writing it, meanwhile.
+            # Another rank may be writing or deleting its file at the same time.
             with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
                 age_s = time.time() - path.stat().st_mtime
                 if path != self._path and age_s < BUSY_WITHIN_S:
@@ -111,18 +113,18 @@ class CpuBudget:
 
 
 def requested_threads(setting: int) -> int:
-    """Return a rank's fixed number of threads, 0 for a fair share: the setting, else ``OMP_NUM_THREADS``."""
+    """Return a rank's fixed number of threads: the setting, else ``OMP_NUM_THREADS``, else 0 for a fair share."""
     omp_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return setting or (int(omp_threads) if omp_threads.isdecimal() else 0)
 
 
 def use_one_thread() -> None:
-    """Let torch compute with one thread in the calling thread from now on.
+    """Make torch compute with one thread in the calling thread from now on.
 
     Each thread that computes in parallel gets its own OpenMP team. Once a process has more threads in teams than cores,
     libgomp's threads hardly spin while they wait for work, and every step of the engine becomes a third slower.
     """
-    torch.get_num_threads()  # a thread copies torch's setting on first use, which must happen before
+    torch.get_num_threads()  # A thread copies torch's setting on first use, so the first use must come before.
     omp_set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if omp_set_num_threads is not None:
         omp_set_num_threads(1)
@@ -136,13 +138,14 @@ class ThreadPinning:
     """Sets the number of a rank's compute threads, and pins them to cores after a pause.
 
     Linux tends to wake threads that have slept for a while on one core, where they stay until a step is over. So a rank
-    that has all cores pins each thread to its own core while the first plan after a pause runs
-    (``docs/decisions/threads.md``). They are not kept pinned: processes started later would inherit one core.
+    that has all cores pins each thread to a core while the first plan after a pause runs
+    (``docs/decisions/threads.md``). The threads do not stay pinned, since processes started later would inherit one
+    core.
 
     Args:
-        kernels: the backend whose threads are set.
+        kernels: the kernel backend whose threads are set.
         cores: the rank's share of the cores.
-        clock: monotonic, in seconds.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, kernels: Kernels, cores: CpuBudget, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,14 +155,14 @@ class ThreadPinning:
         self._computed_s = clock()
 
     def resize(self) -> None:
-        """Set the number of threads to the rank's share of the cores. Called before every plan."""
+        """Set the number of threads to the rank's share of the cores. The rank calls this before every plan."""
         threads = self._cores.threads(self._clock())
         if threads != self._kernels.threads:
             self._kernels.threads = threads
 
     @contextmanager
     def pinned(self, plan: StepPlan) -> Iterator[None]:
-        """Pin the threads, if that is worth it, while the steps of a plan run."""
+        """Pin the threads to cores while the steps of a plan run, if this is worth its time."""
         paused = self._clock() - self._computed_s > PAUSE_S
         with self._kernels.pin_threads(self._cores.all) if paused and self._has_all_for(plan) else nullcontext():
             yield
@@ -167,10 +170,10 @@ class ThreadPinning:
             self._computed_s = self._clock()
 
     def _has_all_for(self, plan: StepPlan) -> bool:
-        """Return whether there is a thread for each core and the plan uses all of them.
+        """Return whether there is a thread for each core and the plan uses all threads.
 
-        Einsums run in torch, which may use fewer threads; new ones would inherit the core of the thread that starts
-        them.
+        Einsums run in torch, which may use fewer threads, and new threads would inherit the core of the thread that
+        starts them.
         """
         every_core = 1 < self._kernels.threads == len(self._cores.all)
         return every_core and bool(plan.sequences) and plan.kernel_form is not KernelForm.EINSUM
