@@ -155,7 +155,7 @@ async def test_the_mixtures_used_last_are_kept_and_a_new_version_of_a_part_makes
     ("body", "status", "said"),
     [
         ({"model": "formal*0.5+nobody*0.5"}, 404, "nobody"),
-        ({"model": "formal*0.5+base"}, 400, "no adapter that can be mixed"),
+        ({"model": "formal*0.5+base"}, 400, "must be an adapter that can be mixed"),
         ({"model": "formal*1e9"}, 400, "beyond"),
         ({"model": "+".join(["formal"] * 17)}, 400, "at most 16"),
         ({"model": "formal*0.5", "lora_path": "formal"}, 400, "lora_path"),

@@ -109,7 +109,7 @@ async def test_a_batch_may_be_of_embeddings(server: Running) -> None:
     [
         (line("a") + b"{\n", "line 2: "),
         (line("a") + b'{"custom_id": "b", "url": "/v1/completions"}\n', "line 2: Object missing required field `body`"),
-        (line("a") + line("a"), "line 2: custom_id 'a' is that of line 1, too"),
+        (line("a") + line("a"), "line 2: custom_id 'a' is already used by line 1"),
         (line("a") + line(""), "line 2: custom_id must have 1 to 512 characters"),
         (line("a") + line("b", method="GET"), "line 2: method is 'GET', and must be POST"),
         (line("a") + line("b")[:-2].replace(b'{"messages"', b'[], "x": {"messages"') + b"}\n", "line 2: body must be"),

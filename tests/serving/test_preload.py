@@ -38,7 +38,7 @@ async def test_a_version_loaded_at_run_time_gives_way_to_the_settings_with_a_not
     catalog.close()
 
 
-@pytest.mark.parametrize(("pair", "reason"), [("x", "not of the form"), ("x=/nowhere", "'x': /nowhere: there is no")])
+@pytest.mark.parametrize(("pair", "reason"), [("x", "have the form"), ("x=/nowhere", "'x': /nowhere: there is no")])
 async def test_a_name_that_cannot_be_registered_stops_the_start(
     sources: Path, tmp_path: Path, pair: str, reason: str
 ) -> None:

@@ -1,1 +1,1 @@
-"""What answers requests: the service, generation, model names, loading on demand, batches. No routes."""
+"""Answers requests: service, generation, model names, loading on demand, batches. Routes are in ``api``."""

@@ -1,4 +1,4 @@
-"""Limits how many adapters are loaded and removed at the same time, and keeps the tasks that drop them."""
+"""Limits how many adapters load or unload at the same time, and keeps the tasks that free their memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,28 +19,28 @@ MAX_WAITING = 64
 
 @dataclass
 class _Host:
-    """Places of one host, and the number of loads that have or want one."""
+    """Counts the running and waiting loads of one host."""
 
     places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LOADS_AT_ONCE))
     loads: int = 0
 
 
 class LoadLimits:
-    """Limits loads of adapters. Each host has places of its own, so that a host that hangs delays no other."""
+    """Limits the loads of adapters per host, so that a host that hangs does not delay loads from other hosts."""
 
     def __init__(self) -> None:
         self._hosts: dict[str | None, _Host] = {}
 
     @asynccontextmanager
     async def of(self, source: str, *, may_refuse: bool = True) -> AsyncIterator[None]:
-        """Wait for a place to load an adapter from ``source``, and keep it during the block.
+        """Wait until an adapter may load from ``source``, and count its load until the block ends.
 
         Args:
-            source: folder or URL.
-            may_refuse: False waits however many others do.
+            source: the adapter's folder or URL.
+            may_refuse: whether the load is refused if too many loads wait. If False, it always waits.
 
         Raises:
-            ApiError: 429, too many are waiting.
+            ApiError: 429, too many loads of the host are waiting.
         """
         name = host_of(source)
         host = self._hosts.setdefault(name, _Host())
@@ -62,12 +62,12 @@ class LoadLimits:
 
 @dataclass
 class AdapterChanges:
-    """Changes of adapters in progress.
+    """Holds the limits and tasks of adapter changes in progress.
 
     Attributes:
-        loads: limits loads by host. They have threads of their own, so that slow downloads delay no tokenization.
-        removals: limits removals to one at a time, as the catalog does. They never wait for a download.
-        drops: tasks that drop versions; kept here so that they are not garbage-collected.
+        loads: limits loads per host. Loads run in separate threads, so that slow downloads do not delay tokenization.
+        removals: limits removals to one at a time, like the catalog. A removal never waits for a download.
+        drops: tasks that drop versions. The set keeps them from being garbage-collected.
     """
 
     loads: LoadLimits = field(default_factory=LoadLimits)

@@ -1,4 +1,4 @@
-"""The life of adapters on a server: they are loaded, mixed, pinned, replaced, followed from a registry and unloaded."""
+"""Loads, mixes, pins, replaces and unloads adapters, and follows the changes of other servers."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence, Set
@@ -31,7 +31,7 @@ DRAIN_S = 30.0
 
 
 async def alias_adapter(service: Service, name: str, of: str, replace: bool, access: Access) -> RegisteredAdapter:
-    """Register a name for the version of another; raises as :func:`load_adapter`."""
+    """Register another name for an adapter's version. See :func:`load_adapter` for errors."""
     check_enabled(service)
     check_may_load(service, access, name)
     target, lease = await service.resolver.lease(of, access=access, generates=False)
@@ -48,7 +48,7 @@ async def alias_adapter(service: Service, name: str, of: str, replace: bool, acc
 
 
 def author_of(access: Access) -> Author:
-    """Return who adds adapters, with what it may own."""
+    """Return the author of the sender's adapters, with the limits of the sender's key."""
     if access.key is None:
         return Author(access.actor)
     limits = access.key.settings
@@ -56,13 +56,13 @@ def author_of(access: Access) -> Author:
 
 
 def check_may_load(service: Service, access: Access, name: str, source: str = "") -> None:
-    """Check that a sender may give a name to an adapter of its own.
+    """Check that a sender may load an adapter under a name.
 
     Args:
-        service: the server.
-        access: of the sender.
-        name: to be given.
-        source: where it comes from; empty if it is not a folder or URL.
+        service: the server's service.
+        access: the sender's rights.
+        name: the name that clients will use.
+        source: the adapter's folder or URL; empty for an alias or an upload.
 
     Raises:
         ApiError: 403.
@@ -72,7 +72,7 @@ def check_may_load(service: Service, access: Access, name: str, source: str = ""
     if not access.may_load(name):
         raise ApiError(403, f"This key may not load an adapter called {name[:200]!r}.", param="name")
     if source and (":" in source or ".." in source or source.startswith("/") or not access.may_load(source)):
-        # A folder of the server may be another tenant's, and so may what a URL names.
+        # A folder or URL may belong to another tenant.
         raise ApiError(
             403, "This key may load adapters from folders that it may name, or by uploading them.", param="source"
         )
@@ -80,10 +80,10 @@ def check_may_load(service: Service, access: Access, name: str, source: str = ""
 
 
 def check_owner(service: Service, access: Access, name: str) -> None:
-    """Check that a sender may change an adapter, if there is one.
+    """Check that a sender may change an adapter. An unknown name passes.
 
     Raises:
-        ApiError: 403 if it is another's; 404 if the sender may not see it.
+        ApiError: 403 if the adapter belongs to somebody else; 404 if the sender may not see it.
     """
     owner = service.catalog.owner(name)
     if owner is None or access.owns(owner):
@@ -94,7 +94,7 @@ def check_owner(service: Service, access: Access, name: str) -> None:
 
 
 def refuse_pin(access: Access) -> None:
-    """Refuse a tenant that would keep the device's memory from the others.
+    """Refuse a tenant's pin, which would keep device memory from other tenants.
 
     Raises:
         ApiError: 403.
@@ -117,14 +117,15 @@ async def load_adapter(
     """Register an adapter.
 
     Args:
-        service: the server.
-        name: what clients will write.
-        source: where its files are.
-        access: of the sender.
-        replace: whether an existing name may get the new content.
-        replaced_by: the field of the body that says so.
-        overrides: what counts instead of what its files say about conversations.
-        persistent: whether it is there at the next start; if not, it waits for its turn however many others do.
+        service: the server's service.
+        name: the name that clients will use.
+        source: the adapter's folder or URL.
+        access: the sender's rights.
+        replace: whether the adapter may replace a registered adapter of the same name.
+        replaced_by: the name of the body's field for ``replace``, for errors.
+        overrides: chat settings that replace the settings in the adapter's files.
+        persistent: whether the adapter stays registered after a restart. If False, the load always waits and is never
+            refused with 429.
 
     Raises:
         ApiError: 400 for a name, source or adapter that is not valid, 403 if the sender may not load it, 404 for a
@@ -148,10 +149,10 @@ async def load_adapter(
 
 
 async def make_mixture(service: Service, name: str, parts: Sequence[Part]) -> None:
-    """Register a mixture of adapters, which are kept meanwhile; it is not there at the next start.
+    """Register a mixture of adapters until the server stops. The adapters are kept during the call.
 
     Raises:
-        ApiError: 400, an adapter cannot be mixed, or the mixture is too large; 500 if the store cannot be written.
+        ApiError: 400 if an adapter cannot be mixed or the mixture is too large; 500 if the store cannot be written.
     """
     catalog, geometry = service.catalog, service.client.engine_info.geometry
 
@@ -171,8 +172,9 @@ async def make_mixture(service: Service, name: str, parts: Sequence[Part]) -> No
 async def register_adapter(
     service: Service, name: str, source: str, register: Callable[[], RegisteredAdapter], replaced_by: str
 ) -> RegisteredAdapter:
-    """Register a name, tell the engines, and drop the version that it replaces."""
-    with suppress(AdapterStoreError):  # what another server has just added or removed counts
+    """Register a name with the catalog and the engines, and drop the version that it replaces."""
+    # Read the latest changes of other servers, so that the check below includes them.
+    with suppress(AdapterStoreError):
         await _follow_once(service)
     try:
         loaded = await in_daemon_thread(register)
@@ -201,8 +203,8 @@ async def register_adapter(
 
 
 def _serve(service: Service, record: AdapterRecord, old: AdapterRecord | None) -> None:
-    """Tell the engines of a name's version, and drop the one that it replaces."""
-    if service.catalog.has(record.digest):  # else it was removed meanwhile
+    """Register a name's new version with the engines and drop the old version."""
+    if service.catalog.has(record.digest):  # Another request may have removed the adapter during the registration.
         service.client.register_adapters([record.ref])
     if old is None:
         return
@@ -212,7 +214,7 @@ def _serve(service: Service, record: AdapterRecord, old: AdapterRecord | None) -
 
 
 def _stop_serving(service: Service, record: AdapterRecord) -> "asyncio.Task[int]":
-    """Unpin a name that was removed, drop its version in the background, and forget its counts."""
+    """Unpin a removed name, drop its version in the background, and delete its counts."""
     if record.name in service.resolver.loader.pinned:
         set_pinned(service, record.name, False)
     freeing = _in_background(service, _drop_version(service, record))
@@ -225,10 +227,10 @@ _PINNED_SHARE = 0.5
 
 
 def set_pinned(service: Service, name: str, is_pinned: bool) -> None:
-    """Pin an adapter, or no longer. The version that its name has is evicted last, also after a replacement.
+    """Pin or unpin an adapter. The current version of a pinned name is evicted last, also after a replacement.
 
     Raises:
-        ApiError: 409, pinned adapters would take too much of the device.
+        ApiError: 409, pinned adapters would take too much device memory.
     """
     pinned = service.resolver.loader.pinned
     if is_pinned and name not in pinned:
@@ -256,21 +258,21 @@ def _records(service: Service, names: Set[str]) -> list[AdapterRecord]:
 
 
 def _blocks(service: Service, record: AdapterRecord) -> int:
-    """Return the blocks of an adapter on the device of one rank, nearly."""
+    """Estimate the number of blocks that an adapter takes on the device of one rank."""
     info = service.client.engine_info
     elements = adapter_elements(record.ref.ranks, info.geometry, record.ref.extras)
     return -(-elements * info.geometry.dtype_bytes // (service.ranks * info.block_bytes))
 
 
 async def unload_adapter(service: Service, name: str, access: Access) -> int | None:
-    """Remove an adapter: new requests cannot name it, running ones finish, then its memory is freed on every tier.
+    """Remove an adapter, so that new requests cannot name it, and free its memory after its running requests.
 
     Returns:
-        Bytes freed on device and host, its KV included; None if requests still ran after ``DRAIN_S``.
+        Bytes freed on device and host, including the adapter's KV; None if requests still ran after ``DRAIN_S``.
 
     Raises:
-        ApiError: 404 for an unknown name or one that only a folder serves, 403 for another's, 409 if another call
-            changes it, 500 if the registry cannot be written.
+        ApiError: 404 for an unknown name or an adapter of ``--adapter-dir``, 403 for an adapter of somebody else, 409
+            if another call changes it, 500 if the registry cannot be written.
     """
     check_enabled(service)
     check_owner(service, access, name)
@@ -280,7 +282,7 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
     except UnknownAdapter:
         if name in await service.resolver.unloaded_names(access):
             raise ApiError(
-                404,  # a client that unloads a name to be sure, as the router does, takes it for done
+                404,  # The router unloads names without checking them first, and treats a 404 as success.
                 f"The adapter {name!r} is not registered: the folder of --adapter-dir serves it. Move its folder away "
                 "to serve it no longer.",
             ) from None
@@ -302,7 +304,7 @@ FOLLOW_S = 2.0
 
 
 async def follow_registry(service: Service) -> None:
-    """Serve for ever what other servers with the same registry add, replace and remove."""
+    """Apply the changes of other servers with the same registry, until the server stops."""
     is_lost = False
     while True:
         await asyncio.sleep(FOLLOW_S)
@@ -319,7 +321,7 @@ async def follow_registry(service: Service) -> None:
 
 
 async def _follow_once(service: Service) -> None:
-    """Serve what other servers have changed.
+    """Apply the changes that other servers have made to the registry.
 
     Raises:
         AdapterStoreError: the registry cannot be read.
@@ -329,7 +331,7 @@ async def _follow_once(service: Service) -> None:
 
 
 def _follow(service: Service, change: FollowedChange) -> None:
-    """Tell the engines what another server has done to a name."""
+    """Apply another server's change of a name to the engines."""
     name, record, old, why_not = change
     if record is None:
         assert old is not None, "a name that is gone was there"
@@ -346,14 +348,14 @@ def _follow(service: Service, change: FollowedChange) -> None:
 
 
 def _forget_counts(service: Service, name: str) -> None:
-    """Drop what is kept of a removed adapter, unless its name was loaded again meanwhile."""
+    """Delete the counts of a removed adapter, unless its name was loaded again."""
     if name not in service.catalog.names():
         service.observer.usage.forget(name)
         service.observer.live.forget(name)
 
 
 async def _drop_version(service: Service, record: AdapterRecord) -> int:
-    """Free a version on every tier unless another name still points to it; return the bytes freed."""
+    """Free a version's memory on every tier unless another name points to the version. Return the bytes freed."""
     await service.resolver.leases.all_submitted(record.digest)
     if service.catalog.has(record.digest):
         return 0
@@ -367,7 +369,7 @@ async def _drop_version(service: Service, record: AdapterRecord) -> int:
 
 
 def _in_background(service: Service, work: Coroutine[Any, Any, int]) -> asyncio.Task[int]:
-    """Run ``work`` to its end even if the caller is cancelled; the service keeps the task alive."""
+    """Run ``work`` to its end, even if the caller is cancelled. The service keeps the task alive."""
     task = asyncio.create_task(work)
     service.adapter_changes.drops.add(task)
     task.add_done_callback(service.adapter_changes.drops.discard)
@@ -378,7 +380,7 @@ def check_enabled(service: Service) -> None:
     """Check that the server serves adapters.
 
     Raises:
-        ApiError: 400, it does not.
+        ApiError: 400, LoRA is disabled.
     """
     if not service.adapter_settings.enabled:
         raise ApiError(400, "LoRA is disabled on this server; start it with --enable-lora.")
@@ -390,12 +392,12 @@ def _store_error(name: str, error: AdapterStoreError) -> ApiError:
 
 
 def _for_client(name: str, error: AdapterError) -> str:
-    """Return the adapter's name and the cause, without paths of the server."""
-    # Most folders are called as their adapter, which is said once.
+    """Return an error text for clients: the adapter's name and the cause, without the server's paths."""
+    # Most folders have their adapter's name, which the text contains only once.
     cause, shown = hide_paths(str(error)).removeprefix(f"{name}: "), repr(name[:200])
     return cause if shown in cause else f"adapter {shown}: {cause}"
 
 
 def invalid_input(message: str) -> ApiError:
-    """Return a 400 of the type that vLLM's adapter routes give."""
+    """Return a 400 with the error type of vLLM's adapter routes."""
     return ApiError(400, message, type="InvalidUserInput")

@@ -1,4 +1,4 @@
-"""Loads adapters when a request first names them: from the folder that is served, and from resolvers."""
+"""Loads adapters when a request first names them: from the folder of ``--adapter-dir``, and from resolvers."""
 
 import asyncio
 import os
@@ -29,11 +29,11 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf", ".npz", ".pt", ".pth")
 
 
 class LeftOut(NamedTuple):
-    """A folder that looks like an adapter's and is not served.
+    """A folder that looks like an adapter but is not served.
 
     Attributes:
         name: the folder's name.
-        reason: why it is not served.
+        reason: the reason why the folder is not served.
     """
 
     name: str
@@ -46,18 +46,18 @@ class _Refusal(NamedTuple):
 
 
 class AdapterLoader:
-    """Loads adapters by name, each once however many requests ask for it at the same time.
+    """Loads adapters by name. Several requests that name the same adapter at the same time share one load.
 
     Args:
-        settings: the folder that is served, and the resolvers.
-        load: registers an adapter, given its name and source.
-        unload: removes one again, if it is still there.
-        now: returns seconds.
+        settings: the folder of adapters and the resolvers.
+        load: registers an adapter by its name and source.
+        unload: removes an adapter if it is still registered.
+        now: returns the present time in seconds.
 
     Attributes:
-        is_enabled: whether there is a folder or a resolver to load adapters from.
-        used_s: when each adapter that was loaded here was last used.
-        pinned: names that are not removed for not being used, and whose versions are evicted last.
+        is_enabled: whether the settings name a folder or a resolver.
+        used_s: the last use of each adapter that this loader has loaded, in seconds.
+        pinned: names that do not expire. Their versions are evicted last.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class AdapterLoader:
         """Load an adapter that is not registered.
 
         Raises:
-            ApiError: 404 if no source has it, else as ``load`` raises it. The same is raised for a while without
-                looking again.
+            ApiError: 404 if no source has the adapter; otherwise the error of ``load``. For a while, further calls
+                raise the same error without searching the sources again.
         """
         refusal = self._refused.get(name)
         if refusal is not None and self._now() < refusal.until_s:
@@ -95,43 +95,43 @@ class AdapterLoader:
         if task is None:
             task = self._loading[name] = asyncio.create_task(self._find(name))
             task.add_done_callback(lambda _: self._loading.pop(name, None))
-        await asyncio.shield(task)  # a client that hangs up does not end it for the others
+        await asyncio.shield(task)  # A client that hangs up does not end the load for other requests.
 
     def use(self, name: str) -> None:
-        """Note that a request uses an adapter."""
+        """Record that a request uses an adapter."""
         if name in self.used_s:
             self.used_s[name] = self._now()
 
     def pin(self, name: str, is_pinned: bool) -> None:
-        """Keep an adapter however long it is not used, or no longer."""
+        """Pin or unpin an adapter. A pinned adapter does not expire."""
         if is_pinned:
             self.pinned.add(name)
         else:
             self.pinned.discard(name)
 
     def forget(self, name: str) -> None:
-        """Treat a name as one that an adapter route has added: it is kept."""
+        """Keep an adapter from expiring, like an adapter that a client has registered."""
         self.used_s.pop(name, None)
         self._refused.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return the names of the adapters in the folder that is served; reads the folder, but none of their files."""
+        """Return the names of the adapters in the served folder. Lists the folder without reading files."""
         if self._folder is None:
             return []
         return sorted(name for name in self._entries() if not _why_no_name(name) and self._is_adapter(name))
 
     def left_out(self) -> list[LeftOut]:
-        """Return the folders beside the adapters that are not served; reads no file, as :meth:`names`."""
+        """Return the folders that look like adapters but are not served. Reads no files."""
         found = [LeftOut(name, self._why_left_out(name)) for name in sorted(self._entries())]
         return [each for each in found if each.reason]
 
     def why_refused(self, name: str) -> str:
-        """Return why an adapter could not be loaded when it was last tried; empty if it was not tried or is loaded."""
+        """Return the error of an adapter's last load; empty if the load succeeded or was never tried."""
         refusal = self._refused.get(name)
         return "" if refusal is None else refusal.error.message
 
     def _entries(self) -> list[str]:
-        """Return the names in the folder that is served; hidden ones are not meant to be adapters."""
+        """Return the names of the served folder's entries, without hidden ones."""
         if self._folder is None:
             return []
         try:
@@ -141,11 +141,11 @@ class AdapterLoader:
             return []
 
     def _why_missing(self, name: str) -> str:
-        """Return why the folder of a name is not served; empty if there is none."""
+        """Return why the folder of a name is not served; empty if the folder does not exist."""
         return self._why_left_out(name) if name in self._entries() else ""
 
     def _why_left_out(self, name: str) -> str:
-        """Return why a folder is not served; empty if it is, or if it does not look like an adapter's."""
+        """Return why a folder is not served; empty if it is served or does not look like an adapter."""
         assert self._folder is not None
         if self._is_adapter(name):
             return _why_no_name(name)
@@ -158,7 +158,7 @@ class AdapterLoader:
         return f"it has weights and no {CONFIG_FILE}" if any(each.endswith(_WEIGHTS) for each in files) else ""
 
     async def close(self) -> None:
-        """End what runs."""
+        """Cancel the running loads and the expiry of adapters."""
         tasks = [*self._loading.values(), *([self._expiring] if self._expiring is not None else [])]
         for task in tasks:
             task.cancel()
@@ -187,7 +187,7 @@ class AdapterLoader:
             except ApiError as error:
                 if error.status != 404:
                     raise
-                if source == name:  # the folder is there, and a file is missing
+                if source == name:  # The folder exists but lacks a file.
                     reason = error.message
             else:
                 return
@@ -212,7 +212,7 @@ class AdapterLoader:
         return (self._folder / name / CONFIG_FILE).is_file()
 
     async def _expire(self) -> None:
-        """Remove adapters that were not used for the time to live."""
+        """Remove adapters that were unused for longer than the time to live."""
         while self.used_s:
             oldest_s = min(self.used_s.values())
             await asyncio.sleep(max(self._ttl_s / 10, oldest_s + self._ttl_s - self._now()))
@@ -224,7 +224,7 @@ class AdapterLoader:
 
 
 def _why_no_name(name: str) -> str:
-    """Return why a folder's name cannot be an adapter's; empty if it can."""
+    """Return why a folder's name cannot be an adapter's name; empty if it can."""
     try:
         check_name(name, set())
     except AdapterError as error:

@@ -36,14 +36,14 @@ class AnswerStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """A running answer. Its generation must be closed in the end.
+    """A running answer to a conversation. The holder must close the answer's generation.
 
     Attributes:
         target: the model.
         chat: settings of the model.
-        use: which functions it may call; None for none.
-        generation: running.
-        readers: the reader of each choice, by its index; none if the texts are the content as they are.
+        use: the functions that the answer may call; None without functions.
+        generation: the running generation.
+        readers: the reader of each choice, by index; empty if the texts are the content without changes.
     """
 
     target: ResolvedModel
@@ -53,10 +53,10 @@ class ChatAnswer:
     readers: list[AnswerReader]
 
     async def steps(self) -> AsyncIterator[AnswerStep]:
-        """Yield the steps of the only choice, until it has finished.
+        """Yield the steps of the answer's only choice, until the choice has finished.
 
         Raises:
-            ApiError: as ``Generation.deltas``.
+            ApiError: see ``Generation.deltas``.
         """
         async for delta in self.generation.deltas():
             part = AnswerPart(delta.text)
@@ -77,13 +77,13 @@ async def start_chat(
     """Accept a conversation and start to answer it.
 
     Args:
-        service: running.
-        body: the conversation; without its messages if it was read in another process.
+        service: the server's service.
+        body: the conversation; without messages if another process has read them.
         sender: the origin of the request.
         prepared: the prompt, if another process has read it.
 
     Raises:
-        ApiError: it cannot be accepted, or a field is not valid.
+        ApiError: the request cannot be accepted, or a field is not valid.
     """
     if prepared:
         target = prepared.target
@@ -117,7 +117,7 @@ def _spec(
     use: ToolUse | None,
     prepared: PreparedBody | None,
 ) -> GenerationSpec:
-    """Return how a conversation is answered; raises as :func:`start_chat`."""
+    """Return the specification of an answer. See :func:`start_chat` for errors."""
     budget = body.thinking_token_budget
     if budget is not None and (reason := chat.why_unbounded()):
         raise bad_request(f"{THOUGHTS_BUDGET}: {reason}", THOUGHTS_BUDGET)

@@ -23,15 +23,15 @@ _READ_S = 10.0
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How tokens become text.
+    """Options for turning tokens into text.
 
     Attributes:
         stops: stop strings.
         include_stop: whether the stop string or stop token stays in the text.
-        skip_special_tokens: leave out tokens such as end of text.
+        skip_special_tokens: whether special tokens, such as end of text, are left out.
         named_stop_tokens: stop tokens that the request names, as opposed to the model's own.
-        is_empty: whether the answer has no tokens, whatever is generated.
-        kept_tokens: special tokens that are never left out.
+        is_empty: whether all generated tokens are left out of the answer.
+        kept_tokens: special tokens that ``skip_special_tokens`` does not leave out.
     """
 
     stops: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
         tokens: new tokens.
         finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
         stop_reason: the stop string or the named stop token that ended the choice.
-        completion_tokens: generated so far.
+        completion_tokens: number of tokens generated so far.
     """
 
     index: int
@@ -93,7 +93,7 @@ class ActiveChoice:
         """Special tokens that are not shown, and are parts of stop strings."""
 
     def add_output(self, output: RequestOutput) -> OutputDelta:
-        """Turn one output of the engine into a delta; a stop string ends the choice and aborts the request.
+        """Turn one output of the engine into a delta. A stop string ends the choice and aborts the request.
 
         Raises:
             ApiError: the engine reports that the request failed.
@@ -142,7 +142,7 @@ class ActiveChoice:
         if finished.reason is FinishReason.ERROR:
             status = 400 if finished.impossible else 500
             cause = hide_paths(finished.error or "no reason given")
-            # It would fail again: it is not the engine's end, after which requests go on by themselves.
+            # A retry would fail, too: after the loss of an engine, requests continue without an error.
             never = {"x-should-retry": "false"}
             raise ApiError(status, f"The engine could not serve this request: {cause}", headers=never)
         text = self._scan(self._stream.flush())
@@ -157,23 +157,23 @@ class ActiveChoice:
 
 
 class Generation:
-    """All choices of one HTTP request, from submission to the last delta.
+    """Runs all choices of one HTTP request, from submission to the last delta.
 
-    The caller must call :meth:`close` in the end, which aborts unfinished choices.
+    The caller must call :meth:`close`, which aborts unfinished choices.
 
     Args:
-        client: runs the requests.
-        requests: one for each choice.
-        text_processor: the model's.
-        options: how tokens become text.
-        observer: records outputs and ends.
-        on_close: called once, when the generation is closed.
-        timeout_s: the choices end with an error after this time; 0 for never.
+        client: the engines' client, which runs the requests.
+        requests: one request for each choice.
+        text_processor: the model's text processor.
+        options: options for turning tokens into text.
+        observer: records the outputs and the end of each choice.
+        on_close: function that is called once, when the generation is closed.
+        timeout_s: seconds after which the choices end with an error; 0 for no limit.
 
     Attributes:
         choices: the request's choices, running or finished.
-        closed: set when it is closed.
-        read_until_s: on the event loop's clock, when a client must have read its answer; None for no limit.
+        closed: event that is set when the generation is closed.
+        read_until_s: time on the event loop's clock by which the client must have read the answer; None for no limit.
     """
 
     def __init__(
@@ -222,10 +222,11 @@ class Generation:
             yield delta
 
     def pass_on(self, write: Callable[[OutputDelta], bool]) -> None:
-        """Pass deltas to a function as they arrive, instead of to the reader of :meth:`deltas`, which costs much more.
+        """Pass deltas to a function as they arrive, which costs much less than reading them from :meth:`deltas`.
 
-        The reader still gets the last delta of each choice, deltas for which ``write`` returns False, and deltas that
-        come before the reader has handled all earlier ones. So both together get every delta once, in order.
+        The reader of :meth:`deltas` still gets the last delta of each choice, deltas for which ``write`` returns False,
+        and deltas that arrive before the reader has handled all earlier ones. Function and reader together get every
+        delta once, in order.
         """
         self._write = write
 
@@ -243,13 +244,13 @@ class Generation:
         self._on_close()
 
     def abort(self) -> None:
-        """End unfinished choices with the tokens they have; their finish reason is ``abort``."""
+        """End unfinished choices with their present tokens and the finish reason ``abort``."""
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.handle.abort()
 
     def stop(self, error: ApiError) -> None:
-        """End the request with ``error``, which the reader gets next; it counts as failed, not as aborted."""
+        """End the request with ``error``, which the reader gets next. The request counts as failed, not as aborted."""
         self._end_reason = FinishReason.ERROR
         self._end_error = error.message
         self._deltas.put_nowait(error)
@@ -258,7 +259,7 @@ class Generation:
         self.stop(ApiError(504, f"The request did not finish within {timeout_s:g} s."))
 
     def _receive(self, choice: ActiveChoice, output: RequestOutput | EngineError) -> None:
-        """Queue what an output of the engine adds to a choice; nothing after its end."""
+        """Queue the delta of an engine's output for the reader. Outputs after a choice's end are ignored."""
         if choice.finish_reason is not None or self.closed.is_set():
             return
         try:
@@ -280,10 +281,10 @@ class Generation:
             self._fail(choice, unexpected_failure())
 
     def _fail(self, choice: ActiveChoice, error: ApiError) -> None:
-        # Of the other choices, which no client has aborted.
+        # The other choices end with this reason, too: no client has aborted them.
         self._end_reason = FinishReason.ERROR
         self._end_error = error.message
         choice.finish_reason = FinishReason.ERROR.value
-        choice.handle.abort()  # if the failure was in this process, the engine may still compute it
+        choice.handle.abort()  # After a failure in this process, the engine may still run the request.
         choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value, error.message)
         self._deltas.put_nowait(error)

@@ -1,7 +1,4 @@
-"""Reads large bodies in processes of their own.
-
-Bodies up to ``SMALL_BODY_BYTES`` do not come here.
-"""
+"""Reads bodies larger than ``SMALL_BODY_BYTES`` in separate processes."""
 
 import os
 import time
@@ -49,11 +46,11 @@ Resolve = Callable[[WhichModel], Awaitable[BodyNeeds]]
 
 
 class PromptProcesses:
-    """Processes that read large bodies, and conversations with adapters that have a chat template of their own.
+    """Reads, in other processes, large bodies and conversations with adapters that have their own chat template.
 
     Args:
-        chat: settings of the base model.
-        max_queued: most sequences of a request.
+        chat: chat settings of the base model.
+        max_queued: largest number of sequences of a request.
     """
 
     def __init__(self, chat: ChatSettings, max_queued: int) -> None:
@@ -64,20 +61,20 @@ class PromptProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids."""
+        """Ids of the running processes."""
         return self._processes.pids
 
     async def read(self, kind: type[Body], body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
         """Read the prompts of a body.
 
         Args:
-            kind: of the body, one of ``KINDS``.
-            body: as it came.
-            resolve: returns what must be known beside it.
-            is_large: whether the body itself may be why it takes too much; else an adapter's chat template is.
+            kind: the body's kind, one of ``KINDS``.
+            body: the body's bytes.
+            resolve: returns the model's data that reading the body needs.
+            is_large: whether the body is large. In errors, a body that is not large blames the adapter's chat template.
 
         Raises:
-            ApiError: it is not valid, or takes too much memory or time; or what ``resolve`` raises.
+            ApiError: the body is not valid, or takes too much memory or time. Errors of ``resolve`` pass through.
         """
 
         async def name_model(answer: bytes) -> bytes | None:
@@ -123,16 +120,16 @@ class PromptProcesses:
 
 
 class PreparedBody(NamedTuple):
-    """The prompts and other large fields of a body, read in another process.
+    """The prompts and other large fields of a body, which another process has read.
 
     Attributes:
-        prompts: token ids.
-        texts: texts that answers open with, for ``echo``.
+        prompts: token ids of the prompts.
+        texts: texts that open the answers, for ``echo``.
         answer: the whole answer of a tokenizer route.
-        arrival_s: monotonic time at which it had been received.
+        arrival_s: monotonic time at which the body was complete.
         target: the model whose tokenizer read it.
-        lease: keeps the version of that model.
-        conversation: the conversation of the responses API, as a JSON array of items; empty if it is not stored.
+        lease: the lease of that model's version.
+        conversation: the conversation of the responses API, as a JSON array of items; empty if it will not be stored.
         embeds: embeddings of the prompts, instead of their tokens.
     """
 
@@ -153,7 +150,7 @@ def prepared_body(request: Request) -> PreparedBody | None:
 
 
 class _SmallRequest(Request):
-    """The request with a small body in the place of the large one."""
+    """A request whose large body is replaced by the small fields."""
 
     def __init__(self, request: Request, body: bytes) -> None:
         super().__init__(request.scope, request.receive)
@@ -174,13 +171,13 @@ class _NotLoaded(Exception):
 
 
 class PromptRoute(APIRoute):
-    """A route whose large bodies are read in another process, as its handler's parameter ``body`` is declared.
+    """A route that reads large bodies in another process, by the type of the handler's parameter ``body``.
 
-    The handler gets what was read by :func:`prepared_body`.
+    The handler gets the result from :func:`prepared_body`.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
+        """Return the function that answers a request."""
         handle = super().get_route_handler()
         kind: type[Body] = get_type_hints(self.endpoint)["body"]
 
@@ -192,11 +189,12 @@ class PromptRoute(APIRoute):
             check_content_type(request)
             gate: BodyGate = service.body_gate
             async with gate.hold(int(announced) if announced.isdigit() else gate.max_body_bytes):
-                # Not by request.body(), which would keep it until the answer has been sent.
+                # request.body() would keep the body until the answer has been sent.
                 body = b"".join([chunk async for chunk in request.stream()])
                 if len(body) > SMALL_BODY_BYTES:
                     is_batch = request.scope["state"].get("is_batch", False)
-                    service.gate_of(is_batch=is_batch).enter(1).release()  # else nothing need be read
+                    # A request that the gate would refuse is refused before its body is read.
+                    service.gate_of(is_batch=is_batch).enter(1).release()
                     if issubclass(kind, GenerationBody):
                         await service.resolver.unpaused.wait()
                     state = request.scope["state"]
@@ -214,18 +212,18 @@ class PromptRoute(APIRoute):
 async def prepare(
     service: Any, kind: type[Body], body: bytes, tenant: str, access: Access, holding: ExitStack
 ) -> tuple[PreparedBody, bytes]:
-    """Read a body in another process; return its prompts, and its small fields.
+    """Read a body in another process. Return its prompts and its small fields.
 
     Args:
-        service: running.
-        kind: of the body, one of ``KINDS``.
-        body: as it came.
-        tenant: that sent it.
-        access: the rights of its key.
-        holding: closes the lease of the model's version, unless the request was submitted until then.
+        service: the server's service.
+        kind: the body's kind, one of ``KINDS``.
+        body: the body's bytes.
+        tenant: the sender's tenant.
+        access: the sender's rights.
+        holding: closes the lease of the model's version if the request is never submitted.
 
     Raises:
-        ApiError: as ``PromptProcesses.read`` and ``ModelResolver.lease``.
+        ApiError: see ``PromptProcesses.read`` and ``ModelResolver.lease``.
     """
     arrival_s = time.monotonic()
     models: list[tuple[ResolvedModel, Lease]] = []
@@ -240,7 +238,7 @@ async def prepare(
 
     try:
         read = await service.prompt_processes.read(kind, body, resolve)
-    except _NotLoaded as missing:  # a load may take minutes, so it holds no process
+    except _NotLoaded as missing:  # A load may take minutes, so it runs without holding a process.
         await service.resolver.resolve(missing.model, missing.lora_path, access=access, generates=False)
         read = await service.prompt_processes.read(kind, body, resolve)
     prepared = PreparedBody(

@@ -1,4 +1,4 @@
-"""Leases of adapter versions: a request keeps one version from the lookup of its name until its end."""
+"""Leases adapter versions: a request keeps one version from the lookup of its name until its end."""
 
 import asyncio
 from collections import Counter
@@ -12,22 +12,23 @@ from lorikeet.http.errors import ApiError
 
 
 class VersionChanged(ApiError):
-    """A version was replaced or removed since it was looked up."""
+    """A version was replaced or removed after its lookup."""
 
     def __init__(self, name: str) -> None:
         super().__init__(409, f"The adapter `{name}` has just changed; send the request again.")
 
 
 class Lease:
-    """Keeps one version for one request, or nothing for the base model.
+    """Keeps an adapter version for one request. The lease of the base model keeps nothing.
 
-    Its files stay until :meth:`close`. A removal of the adapter also waits until :meth:`submitted`, since the engine
-    must get the requests that use a version before the message that drops it. As a context manager it closes unless
-    the request was submitted; from then on the request's end closes it.
+    The version's files stay until :meth:`close`. A removal of the adapter also waits until :meth:`submitted`, since the
+    engine must get the requests that use a version before the message that drops it. As a context manager, the lease
+    closes at the end of the block unless the request was submitted. After the submission, the request's end closes the
+    lease.
 
     Args:
-        leases: counts it.
-        digest: the version; None for the base model.
+        leases: counts the open leases.
+        digest: the version's digest; None for the base model.
     """
 
     def __init__(self, leases: "AdapterLeases", digest: AdapterDigest | None) -> None:
@@ -37,14 +38,14 @@ class Lease:
         self._is_closed = False
 
     def submitted(self) -> None:
-        """Note that the engine has the request; a second call does nothing."""
+        """Record that the engine has the request. A second call does nothing."""
         if not self._is_submitted:
             self._is_submitted = True
             if self._digest is not None:
                 self._leases.count_submitted(self._digest)
 
     def close(self) -> None:
-        """Give the version back; a second call does nothing."""
+        """Release the version. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -63,13 +64,13 @@ class Lease:
 
 
 class AdapterLeases:
-    """Gives out leases, so that no answer mixes versions of an adapter.
+    """Grants leases of adapter versions, so that no answer mixes two versions of an adapter.
 
-    An engine keeps the versions of its requests. It must get these requests before the message that drops a version,
-    which :meth:`all_submitted` waits for.
+    An engine keeps the versions of its requests. It must receive these requests before the message that drops a
+    version: call :meth:`all_submitted` first.
 
     Args:
-        catalog: keeps the files.
+        catalog: the registered adapters, which keeps the files.
     """
 
     def __init__(self, catalog: AdapterCatalog) -> None:
@@ -78,10 +79,10 @@ class AdapterLeases:
         self._waiting: dict[AdapterDigest, list[asyncio.Future[None]]] = {}
 
     def take(self, adapter: AdapterRef | None) -> Lease:
-        """Lease a version; None stands for the base model, which needs no lease.
+        """Lease a version. For the base model (None), the lease keeps nothing.
 
         Raises:
-            VersionChanged: it was replaced or removed since it was looked up.
+            VersionChanged: the version was replaced or removed after its lookup.
         """
         if adapter is None:
             return Lease(self, None)
@@ -93,14 +94,14 @@ class AdapterLeases:
         return Lease(self, adapter.digest)
 
     async def all_submitted(self, digest: AdapterDigest) -> None:
-        """Wait until the engine has every request that leases a version."""
+        """Wait until the engine has all requests that lease a version."""
         if digest in self._unsubmitted:
             submitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(digest, []).append(submitted)
             await submitted
 
     def count_submitted(self, digest: AdapterDigest) -> None:
-        """Count one lease as submitted; called by the lease."""
+        """Count one lease as submitted. Only the lease calls this."""
         self._unsubmitted[digest] -= 1
         if not self._unsubmitted[digest]:
             del self._unsubmitted[digest]
@@ -109,5 +110,5 @@ class AdapterLeases:
                     waiting.set_result(None)
 
     def give_back(self, digest: AdapterDigest) -> None:
-        """Release the files of one lease; called by the lease."""
+        """Release the files of one lease. Only the lease calls this."""
         self._catalog.release(digest)

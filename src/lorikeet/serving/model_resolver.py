@@ -54,16 +54,16 @@ class ModelResolver:
     async def resolve(
         self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
     ) -> ResolvedModel:
-        """Return the model that a request names; an adapter that is not registered is loaded, if there is a source.
+        """Return the model that a request names. An adapter that is not registered is loaded if a source has it.
 
         Args:
-            model, lora_path: the names.
+            model, lora_path: the fields of the body that name the model.
             access: the sender's rights.
-            generates: whether the request must wait while generation is paused. It then gets the version that its
-                adapter has after that.
+            generates: whether the request waits while generation is paused. It then gets the adapter's version after
+                the pause.
 
         Raises:
-            ApiError: as ``ServedModels.resolve`` and ``AdapterLoader.load``.
+            ApiError: see ``ServedModels.resolve`` and ``AdapterLoader.load``.
         """
         if generates:
             await self.unpaused.wait()
@@ -77,7 +77,7 @@ class ModelResolver:
             return await self._mixed(text, [part for part in named if part[1]], access)
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
-                if not access.may_use(name):  # it is not looked for
+                if not access.may_use(name):  # Sources are not searched for a name that the sender may not use.
                     if name in await self.unloaded_names(access):
                         check_use(access, (name,), name)
                     break
@@ -90,18 +90,18 @@ class ModelResolver:
     async def lease(
         self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
     ) -> tuple[ResolvedModel, Lease]:
-        """Resolve a model as :meth:`resolve`, and lease its version. The caller must close the lease.
+        """Resolve a model with :meth:`resolve`, and lease its version. The caller must close the lease.
 
         Raises:
-            ApiError: as :meth:`resolve`.
+            ApiError: see :meth:`resolve`.
         """
         while True:
             target = await self.resolve(model, lora_path, access=access, generates=generates)
-            with suppress(VersionChanged):  # another thread has just replaced it
+            with suppress(VersionChanged):  # Another thread has just replaced the version.
                 return target, self.leases.take(target.adapter)
 
     async def unloaded_names(self, access: Access) -> list[str]:
-        """Return the names that would be loaded from the folder that is served, and that may be seen."""
+        """Return the names of the unloaded adapters in ``--adapter-dir`` that the sender may see."""
         if not self.loader.is_enabled:
             return []
         names = await in_daemon_thread(self.loader.names)
@@ -113,12 +113,12 @@ class ModelResolver:
         return sorted(names)
 
     async def _named(self, part: str, access: Access) -> str:
-        """Return the adapter's name for llama.cpp's index of one, and any other text as it is.
+        """Return the adapter's name for an index in llama.cpp's form. Any other text is returned unchanged.
 
-        Mixtures, which come and go, are not counted. An adapter whose name is a number goes first.
+        Indexes do not count mixtures. If an adapter's name is a number, the number means the name.
 
         Raises:
-            ApiError: 404, there is no such index.
+            ApiError: 404, no adapter has this index.
         """
         if not _INDEX.fullmatch(part):
             return part
@@ -130,9 +130,10 @@ class ModelResolver:
         return names[int(part)]
 
     async def _mixed(self, text: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:
-        """Return a mixture, which is made if it is not there.
+        """Return a mixture of adapters, and make it if necessary.
 
-        Its conversations are those of its adapters if they are the same for all of them, else the base model's.
+        The mixture has the chat settings of its adapters if all adapters have the same ones; otherwise the base
+        model's.
         """
         if not mixture:
             return self.models.resolve(self.models.base, None, access)
@@ -141,7 +142,7 @@ class ModelResolver:
         for (name, weight), target in zip(mixture, targets, strict=True):
             is_mixture = target.name.startswith(PREFIX)
             if target.adapter is None or is_mixture or target.chat.task.invocation_token_ids:
-                raise bad_request(f"{name!r} is no adapter that can be mixed.", "model")
+                raise bad_request(f"{name!r} must be an adapter that can be mixed.", "model")
             parts.append((target.adapter, weight))
         chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
         for _ in range(_ATTEMPTS):
@@ -153,11 +154,11 @@ class ModelResolver:
             if record is not None:
                 named = msgspec.structs.replace(record.ref, name=AdapterName(text))
                 return ResolvedModel(text, named, msgspec.structs.replace(chat, task=AdapterTask()))
-            self.mixtures.lost(name)  # somebody has removed it
+            self.mixtures.lost(name)  # Another request has removed the mixture.
         raise ApiError(409, f"The mixture `{text}` has just changed; send the request again.")
 
     async def _made(self, text: str, parts: Sequence[Part]) -> str:
-        """Return the name under which a mixture is registered. Errors call it as the client wrote it."""
+        """Make a mixture and return its registered name. Errors name the mixture by the client's text."""
         try:
             return await self.mixtures.get(parts)
         except ApiError as error:

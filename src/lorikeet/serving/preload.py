@@ -11,20 +11,20 @@ from lorikeet.http.threads import in_daemon_thread
 
 
 async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: Callable[[int, int], None]) -> None:
-    """Register the adapters named in the settings. A version that was loaded under such a name earlier is not served.
+    """Register the adapters in the settings. They replace adapters of the same names that were loaded at run time.
 
     Args:
-        catalog: where to.
-        pairs: ``name=source``.
-        show: called with how many are done, and how many there are.
+        catalog: the catalog that registers the adapters.
+        pairs: the adapters as ``name=source``.
+        show: function that is called with the number of registered adapters and the number of all.
 
     Raises:
-        ConfigError: one of them cannot be registered.
+        ConfigError: an adapter cannot be registered.
     """
     for done, pair in enumerate(pairs):
         name, separator, source = pair.partition("=")
         if not separator or not name or not source:
-            raise ConfigError(f"adapter {pair!r}: not of the form name=source")
+            raise ConfigError(f"adapter {pair!r}: must have the form name=source")
         show(done, len(pairs))
         try:
             loaded = await in_daemon_thread(partial(catalog.register, name, source, replace=True, trusted=True))
@@ -35,7 +35,7 @@ async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: 
             log.warning("adapter warning", adapter=name, warning=warning)
         if loaded.replaced is not None:
             log.warning(
-                "adapter loaded as the settings say; another version, loaded at run time, is not served",
+                "adapter loaded from the settings; it replaces a version that was loaded at run time",
                 adapter=name,
                 source=source,
                 not_served=loaded.replaced.source,
@@ -44,20 +44,20 @@ async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: 
 
 
 def names_to_show(catalog: AdapterCatalog, pairs: Sequence[str]) -> list[str]:
-    """Return the names of all adapters: first those of the settings' ``name=source``, then the others, oldest first."""
+    """Return the names of all adapters: first the adapters in the settings, then the others, oldest first."""
     named = (pair.partition("=")[0] for pair in pairs)
     return list(dict.fromkeys([*named, *catalog.names()]))
 
 
 def served_when_named(settings: AdapterSettings) -> dict[str, str]:
-    """Return as a field of the log which adapters are registered only once a request names them; {} if none are."""
+    """Return the log's field on adapters that are registered when a request names them; {} without such adapters."""
     served = settings.adapter_dir and settings.adapter_dir_mode is AdapterDirMode.SERVE
     places = (*(["--adapter-dir"] if served else []), *(["--adapter-resolver"] if settings.resolvers else []))
     return {"and_when_named": f"all of {' and '.join(places)}"} if places else {}
 
 
 def log_restored(catalog: AdapterCatalog) -> None:
-    """Log which adapters are served because they were loaded at run time before this start."""
+    """Log the adapters that were loaded at run time before this start and are served again."""
     names = [record.name for record in catalog.list() if record.persistent]
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""Makes the engine's requests of a checked body: one for each prompt and choice."""
+"""Makes the engine's requests from a checked body: one for each prompt and choice."""
 
 import hashlib
 import secrets
@@ -30,11 +30,11 @@ class Sender(NamedTuple):
 
     Attributes:
         request_id: the client's ``X-Request-Id``, or a generated one.
-        tenant: the tenant that the request counts for; empty if it is not known.
-        is_batch: whether it is a line of a batch: no client waits for it.
-        access: the rights of its key.
-        report: gets the rest of its limits.
-        is_admin: whether it has an admin key, which shows requests of all tenants.
+        tenant: the tenant that the request counts for; empty if unknown.
+        is_batch: whether the request is a line of a batch, for which no client waits.
+        access: the rights of the sender's key.
+        report: receives the remaining limits of the sender's key.
+        is_admin: whether the sender has an admin key, which shows requests of all tenants.
     """
 
     request_id: str
@@ -45,29 +45,28 @@ class Sender(NamedTuple):
     is_admin: bool = False
 
     def may_see(self, tenant: str) -> bool:
-        """Return whether requests of a tenant are shown to it."""
+        """Return whether the sender may see the requests of a tenant."""
         return self.is_admin or tenant == self.tenant
 
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """The part of a request in which the routes differ.
+    """The fields of a request in which the routes differ.
 
     Attributes:
-        chat: settings of the model.
+        chat: chat settings of the model.
         prompts: number of prompts.
-        encode: returns their token ids.
-        prompt_param: field that holds them, for errors.
-        default_max_tokens: limit on an answer if the body sets none, as far as the context has space; None for all of
-            that space.
+        encode: returns the token ids of the prompts.
+        prompt_param: name of the prompts' field, for errors.
+        default_max_tokens: limit on an answer's tokens if the body sets no limit; None for all remaining context.
         logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
         prompt_logprobs: the same for the prompt.
-        arrival_s: monotonic time at which the body had been received; None for now.
-        kept_tokens: special tokens that stay in the text of an answer.
-        grammar: the grammar that the answers follow; None for none.
-        embeds: embeddings of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
-        thoughts: returns the thoughts that may come before such an answer to a prompt.
-        pooling: how a vector of each prompt is made; None for answers.
+        arrival_s: monotonic time at which the body was complete; None for now.
+        kept_tokens: special tokens that are never left out of an answer's text.
+        grammar: the grammar that the answers follow; None without a grammar.
+        embeds: embeddings of each prompt, which replace the prompt's tokens; empty if the prompts are tokens.
+        thoughts: returns the form of the thoughts that may precede such an answer to a prompt.
+        pooling: settings for making a vector of each prompt; None for answers in text.
     """
 
     chat: ChatSettings
@@ -87,17 +86,17 @@ class GenerationSpec:
 
 @dataclass(frozen=True)
 class SharedFields:
-    """Fields that all requests of a body have in common.
+    """Fields that all requests of a body share.
 
     Attributes:
         sender: the origin of the body.
         target: the model.
-        choices: sequences for each prompt.
-        arrival_s: monotonic time of arrival.
+        choices: number of sequences for each prompt.
+        arrival_s: monotonic time at which the body was complete.
         cache_salt: see :func:`cache_salt`.
-        slo: targets; None for none.
-        grammar: the grammar that the answers follow; None for none.
-        background: whether requests in the foreground go first.
+        slo: the targets; None without targets.
+        grammar: the grammar that the answers follow; None without a grammar.
+        background: whether requests in the foreground are scheduled first.
     """
 
     sender: Sender
@@ -117,13 +116,13 @@ def engine_requests(
     predicted: Sequence[int | None],
     shared: SharedFields,
 ) -> list[Request]:
-    """Return the requests of a body, the choices of the first prompt first.
+    """Return the engine's requests for a body, ordered by prompt and then by choice.
 
     Args:
-        body: types and ranges of its fields are already checked.
+        body: the body, whose fields have valid types and ranges.
         spec: the fields in which the routes differ.
-        prompts: token ids.
-        predicted: predicted tokens of the answer to each prompt; None without a prediction.
+        prompts: token ids of each prompt.
+        predicted: predicted number of output tokens for each prompt; None without a prediction.
         shared: fields of all requests.
 
     Raises:
@@ -162,7 +161,7 @@ def engine_requests(
         for choice in range(shared.choices):
             requests.append(
                 Request(
-                    # The client's id may be in use, so a suffix makes it unique.
+                    # Another request may have the same client id, so a suffix makes it unique.
                     request_id=RequestId(f"{sender.request_id}-{secrets.token_hex(4)}-{len(requests)}"),
                     prompt_token_ids=token_ids,
                     sampling=params_for_choice(params, choice),
@@ -184,16 +183,16 @@ def engine_requests(
 
 
 def cache_salt(body: GenerationBody, sender: Sender, epoch: str, *, is_shared: bool) -> str:
-    """Return a text that separates a request's KV from the KV of requests with another text.
+    """Return the salt of a request: only requests with the same salt share KV.
 
     Args:
-        body: has the client's own salt.
-        sender: its tenant, or the group of its key.
-        epoch: changes when the prefix cache is reset; empty before that.
-        is_shared: whether tenants reuse each other's KV.
+        body: the body, with the client's own salt.
+        sender: the request's sender, with the tenant or the key's group.
+        epoch: text that changes with each reset of the prefix cache; empty before the first reset.
+        is_shared: whether tenants may reuse each other's KV.
     """
     key = sender.access.key
-    # No tenant's name begins with a control character.
+    # Names of tenants cannot begin with a control character, so salts of groups and tenants differ.
     owner = f"\1{key.settings.cache_group}" if key is not None and key.settings.cache_group else sender.tenant
     tenant = "" if is_shared else owner
     salt = body.cache_salt or ""
@@ -202,7 +201,7 @@ def cache_salt(body: GenerationBody, sender: Sender, epoch: str, *, is_shared: b
 
 
 def text_options(body: GenerationBody, spec: GenerationSpec) -> TextOptions:
-    """Return how the tokens of an answer become text."""
+    """Return the options for turning the tokens of an answer into text."""
     named = frozenset(body.stop_token_ids or ())
     return TextOptions(
         stops=body.stops,

@@ -1,4 +1,4 @@
-"""Names of the base model and the adapters: resolves the model of a request, and lists models."""
+"""Resolves the model that a request names, and lists the base model and the adapters."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ class ResolvedModel(NamedTuple):
     Attributes:
         name: the served name, for answers and metrics.
         adapter: the adapter version; None for the base model.
-        chat: how conversations with it differ from those with the base model.
+        chat: chat settings in which the model differs from the base model.
     """
 
     name: str
@@ -35,13 +35,13 @@ class ResolvedModel(NamedTuple):
 
 
 class ServedModels:
-    """Base model and adapters by name.
+    """Finds the base model and the adapters by name.
 
     Args:
-        base_names: names of the base model; the first is reported.
-        aliases: further names that are accepted and not listed, such as the folder.
+        base_names: names of the base model. Answers report the first.
+        aliases: further names that are accepted but not listed, such as the model's folder.
         root: hub id of the base model, or name of its folder.
-        catalog: the adapters.
+        catalog: the registered adapters.
         max_model_len: longest sequence, in tokens.
     """
 
@@ -62,26 +62,27 @@ class ServedModels:
 
     @property
     def base(self) -> str:
-        """The name that the base model is reported under."""
+        """Name of the base model in answers."""
         return self.base_names[0]
 
     def is_base(self, name: str) -> bool:
-        """Return whether ``name`` is one of the base model's."""
+        """Return whether ``name`` is a name of the base model."""
         return name in self._base
 
     def resolve(self, model: str | None, lora_path: str | None = None, access: Access = OPERATOR) -> ResolvedModel:
-        """Resolve the names in a request: an exact name first, then ``base:adapter``.
+        """Resolve the names in a request: first as an exact name, then as ``base:adapter``.
 
-        An adapter may be named with the beginning of its digest, ``name@05d07048``; another version is not found then.
+        A name may end with the first characters of the adapter's digest, ``name@05d07048``. It then matches only that
+        version.
 
         Args:
             model: None or empty for the base model, as in vLLM.
-            lora_path: SGLang's field, an adapter's name.
-            access: the sender's rights. A model that it may not see does not exist for it.
+            lora_path: an adapter's name, from SGLang's field.
+            access: the sender's rights. Models that the sender may not see are treated as unknown.
 
         Raises:
-            ApiError: 404 for an unknown name, which never falls back to the base; 403 for one that the sender may see
-                and not use; 400 if the two fields name different adapters.
+            ApiError: 404 for an unknown name, which never falls back to the base; 403 for a model that the sender may
+                see but not use; 400 if the two fields name different adapters.
         """
         target = self._by_model(model, access, is_asked=not lora_path)
         if not lora_path:
@@ -91,9 +92,9 @@ class ServedModels:
         return self._adapter(lora_path, lora_path, access)
 
     def mixture(self, model: str | None) -> tuple[str, list[tuple[str, float]]] | None:
-        """Return the base's name, if it is there, with its colon, and the parts of ``base:a*0.7+b*0.3``.
+        """Split a mixture such as ``base:a*0.7+b*0.3`` into its prefix, ``base:`` or empty, and its parts.
 
-        None for a name that is not a mixture.
+        Returns None for a name that is not a mixture.
 
         Raises:
             ApiError: 400, the mixture is not valid.
@@ -104,7 +105,7 @@ class ServedModels:
         parts = spelled(model.removeprefix(prefix))
         if parts is None:
             return None
-        if ":" in parts[0][0]:  # no adapter's name has a colon
+        if ":" in parts[0][0]:  # An adapter's name cannot contain a colon.
             other = parts[0][0].rpartition(":")[0]
             raise bad_request(
                 f"Beside lora or merged_adapters, model must be the base or missing, not {other!r}.",
@@ -113,7 +114,7 @@ class ServedModels:
         return prefix, parts
 
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
-        """Return the adapters that a request names and that are not registered."""
+        """Return the names of unregistered adapters in a request."""
         mixture = self.mixture(model)
         if mixture is not None:
             return [missing for name, weight in mixture[1] if weight for missing in self.missing(name)]
@@ -123,18 +124,18 @@ class ServedModels:
         return [name for name in map(self._unversioned, names) if name not in self._catalog]
 
     def named_by(self, model: str) -> str:
-        """Return the name of the adapter that ``model`` means, without the base's name or a version."""
+        """Return the adapter's name in ``model``, without the base's name and the version."""
         if model not in self._catalog:
             model = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
         return self._unversioned(model)
 
     def _unversioned(self, name: str) -> str:
-        """Return the name in ``name@version``, and any other name as it is."""
+        """Return the name in ``name@version``. Any other name is returned unchanged."""
         found = _VERSIONED.fullmatch(name)
         return name if found is None or name in self._catalog else found[1]
 
     def _by_model(self, model: str | None, access: Access, *, is_asked: bool = True) -> ResolvedModel:
-        """Return the model called ``model``; ``is_asked``: it is what will be used."""
+        """Return the model called ``model``. If ``is_asked``, check that the sender may use the base model."""
         if not model or model in self._base:
             if is_asked:
                 check_use(access, self.base_names, model or self.base)
@@ -160,10 +161,10 @@ class ServedModels:
         return ResolvedModel(plain, record.ref, record.chat)
 
     def record(self, name: str) -> AdapterRecord | None:
-        """Return an adapter's record, None if no adapter has that name.
+        """Return an adapter's record; None for an unknown name.
 
         Raises:
-            ApiError: 400, it is registered, but cannot be served.
+            ApiError: 400, the adapter is registered but cannot be served.
         """
         try:
             return self._catalog.get(name)
@@ -171,28 +172,28 @@ class ServedModels:
             raise bad_request(hide_paths(str(error)), "model") from error
 
     def cards(self, unloaded: Iterable[str] = (), access: Access = OPERATOR) -> list[dict[str, Any]]:
-        """Return a card for every model, the base model's first, which clients use by default.
+        """Return a card for every model. The base model is first, since clients use the first by default.
 
         Args:
             unloaded: names of adapters that would be loaded if a request named them.
-            access: the sender's rights; it gets only models that it may see.
+            access: the sender's rights. The cards include only models that the sender may see.
         """
         cards = [self._card(name, self._created, self._root, None) for name in self.base_names if access.may_see(name)]
-        # Mixtures are made by requests, and go again.
+        # Mixtures are not listed: requests make them, and they are removed when unused.
         records = (each for each in self._catalog.list() if not each.name.startswith(PREFIX))
         cards += [self.adapter_card(record) for record in records if access.may_see(record.name)]
         names = (name for name in unloaded if name not in self._catalog and name not in self._base)
         return cards + [self.unloaded_card(name) for name in names if access.may_see(name)]
 
     def unloaded_card(self, name: str) -> dict[str, Any]:
-        """Return the card of an adapter that would be loaded if a request named it."""
+        """Return the card of an adapter that the first request would load."""
         return self._card(name, self._created, name, self.base)
 
     def card(self, name: str, access: Access = OPERATOR) -> dict[str, Any]:
-        """Return one card.
+        """Return the card of one model.
 
         Raises:
-            ApiError: 404, no model that the sender may see has that name.
+            ApiError: 404, the sender may not see a model of this name.
         """
         names = self.base_names if self.is_base(name) else (self.named_by(name),)
         if not any(map(access.may_see, names)):
@@ -221,15 +222,16 @@ class ServedModels:
 
 
 def _has_version(record: AdapterRecord, name: str) -> bool:
-    """Return whether a record is the version in ``name@version``; True for a name without one."""
+    """Return whether a record is the version in ``name@version``; True for a name without a version."""
     return name == record.name or record.digest.startswith(name.removeprefix(f"{record.name}@"))
 
 
 def check_use(access: Access, names: Iterable[str], asked: str) -> None:
-    """Check that a sender may use a model by one of its names.
+    """Check that a sender may use a model, which may have several names.
 
     Raises:
-        ApiError: 404 if it may not even see it, with the words for a model that does not exist; else 403.
+        ApiError: 404 if the sender may not see the model, with the text for an unknown model; 403 if the sender may see
+            but not use the model.
     """
     known = tuple(names)
     if any(map(access.may_use, known)):
@@ -240,7 +242,7 @@ def check_use(access: Access, names: Iterable[str], asked: str) -> None:
 
 
 def describe_chat(chat: AdapterChat) -> dict[str, Any]:
-    """Return how conversations with an adapter differ from those with the base model; what does not is left out."""
+    """Return the chat settings in which an adapter differs from the base model."""
     said: dict[str, Any] = {
         "chat_template": "its own" if chat.chat_template else None,
         "added_tokens": {token.content: token.id for token in chat.added_tokens},
@@ -257,7 +259,7 @@ def describe_chat(chat: AdapterChat) -> dict[str, Any]:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """Return OpenAI's former permission object, which clients of vLLM still parse."""
+    """Return OpenAI's old permission object, which clients of vLLM still parse."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -1,6 +1,6 @@
-"""The parts of a running server, and the admission of a request.
+"""Holds the parts of a running server, and admits requests.
 
-``Service.start`` admits a request: it tokenizes the prompts, checks the body, sheds if it must, and submits.
+``Service.start`` tokenizes the prompts, checks the body, refuses the request if its SLO cannot be met, and submits it.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ _WARM_POLL_S = 0.02
 
 @dataclass
 class Service:
-    """The parts of a running server, shared by all routes."""
+    """Holds the parts of a running server, which all routes share."""
 
     settings: ServerSettings
     adapter_settings: AdapterSettings
@@ -96,24 +96,24 @@ class Service:
     responses: StoredResponses
     batches: Batches
     base_task: AdapterTask = field(default_factory=AdapterTask)
-    """How the base model makes vectors."""
+    """Settings for making vectors with the base model."""
     tenants: Tenants | None = None
-    """Keys of the registry's database; None without one."""
+    """Keys of the registry's database; None without tenants."""
     ranks: int = 1
-    """Tensor-parallel ranks of a replica."""
+    """Number of tensor-parallel ranks of a replica."""
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
-    """Versions that requests used, so that metrics can name those whose name was removed."""
+    """Versions that requests have used. Metrics name removed versions by them."""
     generations: set[Generation] = field(default_factory=set)
     """Running requests."""
     sessions: Sessions = field(default_factory=Sessions)
-    """Of SageMaker's clients."""
+    """Sessions of SageMaker's clients."""
     cache_epoch: str = ""
-    """Changes when the prefix cache is reset, so that no later request finds KV from before."""
+    """Text that changes with each reset of the prefix cache, so that later requests do not find earlier KV."""
     adapter_changes: AdapterChanges = field(default_factory=AdapterChanges)
     stats_streams: StatsStreams = field(init=False)
     shares_prefixes: bool = field(init=False)
-    """Whether tenants reuse each other's KV: if the settings say so, or if no keys keep tenants apart."""
+    """Whether tenants reuse each other's KV: by the settings, or if the server has no keys."""
 
     def __post_init__(self) -> None:
         has_keys = bool(self.settings.api_keys) or self.tenants is not None
@@ -131,12 +131,12 @@ class Service:
         return self.chats.base.limits
 
     async def warm(self, model: str | None, sender: Sender) -> None:
-        """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.
+        """Load an adapter onto the device of a replica by a request of one token. Routing chooses the replica.
 
         Returns when the gauges of that replica show the adapter, or after two seconds.
 
         Raises:
-            ApiError: there is no such model, or the engine cannot serve it.
+            ApiError: the model does not exist, or the engine cannot serve it.
         """
 
         async def encode() -> list[list[int]]:
@@ -157,7 +157,7 @@ class Service:
             await asyncio.sleep(_WARM_POLL_S)
 
     def _shows_warm(self, target: ResolvedModel) -> bool:
-        """Whether the gauges, which come now and then, show an adapter on a device; True if there are none."""
+        """Return whether the latest gauges show an adapter on a device; True without gauges."""
         stats = [view.stats for view in self.client.views.values() if view.stats is not None]
         wanted = None if target.adapter is None or not stats else target.adapter.digest
         return wanted is None or any(wanted in each.resident_adapters for each in stats)
@@ -165,9 +165,9 @@ class Service:
     async def encode_chat(
         self, body: ChatCompletionRequest, chat: ChatSettings, prepared: PreparedBody | None
     ) -> list[list[int]]:
-        """Return the token ids of a conversation, its only prompt; raises as ``TextProcessor.encode_chat``.
+        """Return the token ids of a conversation as the only prompt. See ``TextProcessor.encode_chat`` for errors.
 
-        An adapter's own template is rendered in another process.
+        Another process renders an adapter's own template.
         """
         if prepared:
             return prepared.prompts
@@ -179,7 +179,7 @@ class Service:
         return [truncated(prompt, body, chat.limits)]
 
     async def read_in_process(self, kind: type[Body], body: Body, own: AdapterChat) -> BodyRead:
-        """Read a body of an adapter that has a chat template or tokens of its own."""
+        """Read, in another process, a body for an adapter that has its own chat template or tokens."""
 
         async def resolve(which: WhichModel) -> BodyNeeds:
             return BodyNeeds(own)
@@ -193,21 +193,23 @@ class Service:
         """Accept a request and submit its sequences, ``n`` for each prompt, to the engine.
 
         Args:
-            body: types and ranges of its fields are already checked.
+            body: the body, whose fields have valid types and ranges.
             target: the model.
-            lease: keeps its version; the end of the generation closes it. After an error the caller does.
+            lease: the lease of the model's version. The end of the generation closes it; after an error, the caller
+                must.
             spec: the fields in which the routes differ.
             sender: the origin of the request.
 
         Raises:
-            ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
+            ApiError: the request cannot be accepted, or its prompt or sampling parameters are not valid.
         """
         choices = body.choices_per_prompt
         sequences = spec.prompts * choices
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         background = sender.is_batch or body.service_tier == "flex"
         slo: Slo | None = None
-        if self.targets.exist and not background and spec.pooling is None:  # targets are of tokens
+        # SLO targets apply only to requests that generate tokens.
+        if self.targets.exist and not background and spec.pooling is None:
             slo = self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
             gate = self.batch_gate if sender.is_batch else self.gate
@@ -266,11 +268,11 @@ class Service:
         return generation
 
     def gate_of(self, *, is_batch: bool) -> AdmissionGate:
-        """Return the gate that a request enters; lines of batches take no place of others."""
+        """Return the gate for a request. Lines of batches have their own gate, so that other requests keep theirs."""
         return self.batch_gate if is_batch else self.gate
 
     def adapters_by_digest(self, digests: Set[AdapterDigest]) -> dict[AdapterDigest, list[AdapterRef]]:
-        """Return these versions under all their names; a version without a name under the last one it was used by."""
+        """Return versions by digest with all their names; a version whose names were removed has its last name."""
         used = {digest: [self.used_adapters[digest]] for digest in digests & self.used_adapters.keys()}
         named: dict[AdapterDigest, list[AdapterRef]] = {}
         for record in self.catalog.list():
@@ -279,12 +281,12 @@ class Service:
         return used | named
 
     def stop_all(self) -> None:
-        """End all running requests with an error that their clients see."""
+        """End all running requests with an error for their clients."""
         for generation in self.generations:
             generation.stop(ApiError(503, "The server was stopped before the request had finished."))
 
     async def _admit(self, tenants: Tenants, key: ApiKey, requests: list[Request], sender: Sender) -> Grant | None:
-        """Take the places of a tenant's request; raises as ``tenancy.admit``."""
+        """Count a tenant's request against its limits. See ``tenancy.admit`` for errors."""
         try:
             return await admit(tenants.ledger, key, requests, sender.report, is_batch=sender.is_batch)
         except ApiError as error:
@@ -303,14 +305,14 @@ class Service:
         lease.close()
 
     def reset_prefix_cache(self) -> None:
-        """Stop later requests from reusing the present KV. Its blocks are evicted as room is needed."""
-        self.cache_epoch = secrets.token_hex(8)  # random, so that no tenant or salt makes the same text
+        """Exclude the present KV from reuse by later requests. Its blocks are evicted when memory is needed."""
+        self.cache_epoch = secrets.token_hex(8)  # The epoch is random, so that a client's salt cannot equal it.
 
     def _shed(self, requests: list[Request], forecast: TtftForecast) -> None:
-        """Refuse requests whose first token is predicted to miss its target, so that they do not delay others.
+        """Refuse a request whose first token is predicted to miss its target, so that it does not delay other requests.
 
         Raises:
-            ApiError: 429, with the time after which the queue may be short enough.
+            ApiError: 429, with the predicted time until the queue is short enough.
         """
         request = requests[0]
         if request.slo is None or request.slo.ttft_s is None:

@@ -1,4 +1,4 @@
-"""Answers of the responses API that clients may ask for again, or go on from."""
+"""Stores answers of the responses API, which clients may retrieve again or continue."""
 
 import asyncio
 import time
@@ -13,15 +13,15 @@ from lorikeet.http.errors import ApiError, bad_request
 
 
 class BackgroundRun:
-    """An answer that is made whether or not a client waits for it.
+    """Holds a response that is generated in the background, whether or not a client waits for it.
 
     Args:
-        keeps_events: whether its stream can be read again.
+        keeps_events: whether the stream's events are kept, so that clients can read them again.
 
     Attributes:
-        task: makes the answer.
-        events: the events of its stream so far.
-        keeps_events: as above.
+        task: the task that generates the response.
+        events: the stream's events so far.
+        keeps_events: whether the stream's events are kept.
     """
 
     def __init__(self, *, keeps_events: bool) -> None:
@@ -43,7 +43,7 @@ class BackgroundRun:
         self._wake()
 
     async def follow(self, begin: int) -> AsyncIterator[bytes]:
-        """Yield the events from number ``begin`` on, those to come too."""
+        """Yield the events from number ``begin`` on, including future ones, until the stream ends."""
         at = begin
         while True:
             news = self._news
@@ -55,7 +55,7 @@ class BackgroundRun:
             await news.wait()
 
     async def cancel(self) -> None:
-        """Stop to make the answer."""
+        """Stop generating the response."""
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.wait([self.task])
@@ -68,16 +68,16 @@ class BackgroundRun:
 
 @dataclass
 class StoredResponse:
-    """One answer.
+    """A stored response.
 
     Attributes:
-        response_id: its id.
-        conversation: the conversation that it answers, as a JSON array of items.
-        response: as it is reported, as JSON; empty while it is made.
-        run: the task of an answer in the background.
-        snapshot: while it is made, returns the response as it is now.
-        stored_s: when it was stored.
-        counted_bytes: its size then.
+        response_id: the response's id.
+        conversation: the conversation that the response answers, as a JSON array of items.
+        response: the complete response as JSON; empty while the response is generated.
+        run: the background run; None for a response that its client waits for.
+        snapshot: returns the present state of the response while it is generated.
+        stored_s: time of storage, in seconds.
+        counted_bytes: size at the time of storage, in bytes.
     """
 
     response_id: str
@@ -90,17 +90,17 @@ class StoredResponse:
 
     @property
     def is_running(self) -> bool:
-        """Whether it is being made."""
+        """Whether the response is still generated."""
         return self.snapshot is not None
 
     @property
     def size_bytes(self) -> int:
-        """Its memory in bytes, nearly."""
+        """Estimated memory of the response in bytes."""
         events = sum(map(len, self.run.events)) if self.run is not None else 0
         return len(self.conversation) + len(self.response) + events
 
     def as_json(self) -> bytes:
-        """Return the response as it is now."""
+        """Return the present state of the response."""
         return self.response if self.snapshot is None else self.snapshot()
 
 
@@ -116,15 +116,15 @@ class _Answer(msgspec.Struct):
 
 
 class StoredResponses:
-    """Stored answers of all tenants. A tenant sees its own only.
+    """Holds the stored responses of all tenants. A tenant sees only its own.
 
-    When there are too many, the oldest of the tenant that stores most are dropped. Those that are being made stay.
+    Above a limit, the oldest responses of the tenant with the largest memory are dropped, except running ones.
 
     Args:
-        max_number: most answers; 0 stores none.
-        max_bytes: most bytes of all answers together.
-        keep_s: time after which one is dropped.
-        now: returns the time in seconds.
+        max_number: largest number of responses; 0 for no storage.
+        max_bytes: largest memory of all responses, in bytes.
+        keep_s: seconds after which a response is dropped.
+        now: returns the present time in seconds.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class StoredResponses:
         self.size_bytes = 0
 
     def put(self, tenant: str, stored: StoredResponse) -> None:
-        """Store an answer, or store one anew that has grown."""
+        """Store a response, or update the size of a stored response."""
         self._drop_old()
         self._take(tenant, stored.response_id)
         if not self.max_number or (stored.size_bytes > self._max_bytes and not stored.is_running):
@@ -154,10 +154,10 @@ class StoredResponses:
                 break
 
     def get(self, tenant: str, response_id: str) -> StoredResponse:
-        """Return an answer.
+        """Return a stored response.
 
         Raises:
-            ApiError: 404, this tenant has none of that id.
+            ApiError: 404, the tenant has no response of this id.
         """
         self._drop_old()
         mine = self._tenants.get(tenant)
@@ -167,14 +167,14 @@ class StoredResponses:
         return stored
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Drop an answer, if it is there."""
+        """Drop a response. An unknown id is ignored."""
         self._take(tenant, response_id)
 
     def conversation(self, tenant: str, response_id: str | None) -> bytes:
-        """Return what the next request goes on from: the conversation and its answer, as a JSON array of items.
+        """Return the conversation to continue, with its answer, as a JSON array of items.
 
         Raises:
-            ApiError: 404, there is no such answer; 400, it has not ended well.
+            ApiError: 404, the response does not exist; 400, the response has failed or is still running.
         """
         if response_id is None:
             return b""
@@ -195,7 +195,7 @@ class StoredResponses:
                 self._take(tenant, first.response_id)
 
     def _drop_one(self) -> bool:
-        """Drop the oldest answer of the tenant that stores most; return whether there is one."""
+        """Drop the oldest response of the tenant with the largest memory. Return whether a response was dropped."""
         for tenant, mine in sorted(self._tenants.items(), key=lambda each: -each[1].size_bytes):
             for stored in mine.responses.values():
                 if not stored.is_running:

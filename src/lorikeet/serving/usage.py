@@ -1,4 +1,4 @@
-"""Counts the tokens of an answer as clients get them."""
+"""Reports the token counts and times of an answer to clients."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ from lorikeet.serving.generation import Generation
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    """Return the usage. Each prompt counts once for all its choices, with the fewest cached tokens of any of them."""
+    """Return the usage. A prompt with several choices counts once, with the fewest cached tokens of them."""
     prompts: dict[int, tuple[int, int]] = {}
     for choice in generation.choices:
         token_ids = choice.handle.request.prompt_token_ids
@@ -20,9 +20,9 @@ def usage_of(generation: Generation) -> dict[str, Any]:
 
 
 def metrics_of(generation: Generation) -> dict[str, Any]:
-    """Return the times of a request in milliseconds, with vLLM's names and the parts of TTFT that adapters add.
+    """Return the times of a request in milliseconds, under vLLM's names, with the parts of TTFT that adapters add.
 
-    They are of its first choice. What has not happened has no entry.
+    The times are those of the first choice. Events that have not happened have no entry.
     """
     choice = generation.choices[0]
     timings = choice.handle.timings
@@ -45,7 +45,7 @@ def metrics_of(generation: Generation) -> dict[str, Any]:
 
 
 def token_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """Return the usage without details."""
+    """Return the token counts without details."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,

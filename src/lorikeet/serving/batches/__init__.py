@@ -1,1 +1,1 @@
-"""Files and batches of OpenAI's API: many requests in one file, answered in the background."""
+"""Answers OpenAI's batches in the background: many requests in one file."""

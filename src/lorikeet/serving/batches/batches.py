@@ -1,4 +1,4 @@
-"""The files and batches of a server: its storage, opened when it is needed, and what runs them."""
+"""Holds the files and batches of a server: the storage, opened on first use, and the runner."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,18 +15,18 @@ _UPLOADS = 4
 
 
 class Batches:
-    """Files and batches of a server.
+    """Holds the storage and the runner of a server's batches.
 
     Args:
-        storage: has them.
-        concurrency: returns how many requests are answered at once, at most.
-        dispatcher: makes what answers them.
+        storage: the storage of files and batches.
+        concurrency: returns the largest number of requests to answer at the same time.
+        dispatcher: makes the dispatcher, which answers the requests.
 
     Attributes:
-        storage: as given.
-        runner: answers the requests.
-        uploads: held while a file is received.
-        changes: held while files and batches are changed.
+        storage: the storage of files and batches.
+        runner: answers the requests of all batches.
+        uploads: lock that is held while a file is received.
+        changes: lock that is held while files and batches change.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Batches:
         self._is_open = False
 
     async def open(self) -> BatchStorage:
-        """Return the storage, open, and go on with its batches if it was not open before.
+        """Open the storage and return it. The first call also continues the unfinished batches.
 
         Raises:
-            ApiError: 501, another server uses the folder; 500, it cannot be used.
+            ApiError: 501, another server uses the folder; 500, the folder cannot be used.
         """
         async with self.changes:
             if not self._is_open:
@@ -60,7 +60,7 @@ class Batches:
         return self.storage
 
     async def resume(self) -> None:
-        """Go on with what an earlier server has left; a folder that is another's is left alone."""
+        """Continue the batches of an earlier run. A folder that another server owns is ignored."""
         if not self.storage.exists:
             return
         try:
@@ -69,6 +69,6 @@ class Batches:
             log.warning("batches are not available", reason=error.message)
 
     async def close(self) -> None:
-        """Stop; unfinished batches go on at the next start."""
+        """Stop the runner and close the storage. Unfinished batches continue at the next start."""
         await self.runner.close()
         self.storage.close()

@@ -20,11 +20,12 @@ class LineAnswer(NamedTuple):
 
 
 class BatchDispatcher:
-    """Answers requests of batches as the routes do, without the middleware of clients' connections.
+    """Answers requests of batches through the routes' handlers, without the middleware for connections.
 
     Args:
-        app: has the routes that batches may name.
-        tenants: keys of the registry's database, whose limits hold for their batches; None for none.
+        app: the application with the batchable routes.
+        tenants: keys of the registry's database, whose limits apply to their batches; None for a server without
+            tenants.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants | None = None) -> None:
@@ -32,7 +33,7 @@ class BatchDispatcher:
         self._tenants = tenants
 
     async def post(self, path: str, body: bytes, tenant: str, request_id: str) -> LineAnswer:
-        """Return the answer to a body in JSON. Cancelling it aborts the request in the engine."""
+        """Return the answer to a JSON body. Cancelling the call aborts the request in the engine."""
         access = Access(actor=tenant) if self._tenants is None else self._tenants.access_of(tenant)
         if access is None:
             refusal = ApiError(401, "The key of this batch was revoked.").response()
@@ -59,7 +60,7 @@ class BatchDispatcher:
         async def receive() -> Message:
             if unread:
                 return unread.pop()
-            await asyncio.Event().wait()  # the client never disconnects
+            await asyncio.Event().wait()  # A batch has no client that could disconnect.
             raise AssertionError
 
         async def send(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The lines of a batch: requests as OpenAI's batch files have them, and their answers."""
+"""Reads and writes the lines of OpenAI's batch files: requests and their answers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +13,16 @@ LONGEST_ID = 512
 
 
 class LineError(ValueError):
-    """A line is not a valid request; the message begins with its number."""
+    """A line is not a valid request. The message begins with the line's number."""
 
 
 class RequestLine(NamedTuple):
     """One request.
 
     Attributes:
-        custom_id: the client's id of the request, which its answer carries.
-        url: its route.
-        body: a JSON object.
+        custom_id: the client's id of the request, which is repeated in the answer.
+        url: the request's route.
+        body: the request's body, a JSON object.
     """
 
     custom_id: str
@@ -46,10 +46,10 @@ _ANSWER = msgspec.json.Decoder(_Known)
 
 
 def read_request(line: bytes, number: int) -> RequestLine:
-    """Return the request in a line of a file.
+    """Parse a line of a file as a request.
 
     Raises:
-        LineError: it is none.
+        LineError: the line is not a valid request.
     """
     try:
         request = _LINE.decode(line)
@@ -66,7 +66,7 @@ def read_request(line: bytes, number: int) -> RequestLine:
 
 
 class NumberedLine(NamedTuple):
-    """A line that is not blank, without its end, and its number from 1 on."""
+    """A line that is not blank, without its line end, and its number, counted from 1."""
 
     number: int
     content: bytes
@@ -76,7 +76,7 @@ def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[NumberedLine]:
     """Yield the lines of a file that are not blank.
 
     Raises:
-        LineError: one is longer than ``max_bytes``.
+        LineError: a line is longer than ``max_bytes``.
     """
     number = 0
     while line := file.readline(max_bytes + 2):
@@ -89,7 +89,7 @@ def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[NumberedLine]:
 
 
 class FileSummary(msgspec.Struct):
-    """What a checked file of requests has.
+    """Counts the requests of a checked file.
 
     Attributes:
         lines: number of requests.
@@ -101,23 +101,24 @@ class FileSummary(msgspec.Struct):
 
 
 def check_requests(file: BinaryIO, max_requests: int, max_line_bytes: int) -> FileSummary:
-    """Check that every line of a file is a request, with a ``custom_id`` of its own.
+    """Check that every line of a file is a valid request with a unique ``custom_id``.
 
     Raises:
-        LineError: the first line that is wrong.
+        LineError: a line is not a valid request.
     """
     summary = FileSummary()
     ids = dict[str, int]()
     for number, content in numbered_lines(file, max_line_bytes):
         request = read_request(content, number)
         if (other := ids.setdefault(request.custom_id, number)) != number:
-            raise LineError(f"line {number}: custom_id {request.custom_id[:100]!r} is that of line {other}, too")
+            raise LineError(f"line {number}: custom_id {request.custom_id[:100]!r} is already used by line {other}")
         if summary.lines == max_requests:
             raise LineError(f"line {number}: a file may have {max_requests} requests")
         summary.lines += 1
         if request.url not in summary.urls:
-            if len(summary.urls) == len(BATCHABLE_PATHS) + 1:  # so that a file of wrong ones is not remembered whole
-                raise LineError(f"line {number}: {request.url[:100]!r} is none of {', '.join(BATCHABLE_PATHS)}")
+            # The limit keeps memory small for a file with many different invalid routes.
+            if len(summary.urls) == len(BATCHABLE_PATHS) + 1:
+                raise LineError(f"line {number}: {request.url[:100]!r} must be one of {', '.join(BATCHABLE_PATHS)}")
             summary.urls[request.url] = number
     if not summary.lines:
         raise LineError("the file has no requests")
@@ -125,7 +126,7 @@ def check_requests(file: BinaryIO, max_requests: int, max_line_bytes: int) -> Fi
 
 
 def answered(path: Path) -> set[str]:
-    """Return the ``custom_id`` of every answer in a file; none if it is not there.
+    """Return the ``custom_id`` of every answer in a file; an empty set if the file does not exist.
 
     Raises:
         ValueError: a line is not an answer.
@@ -137,7 +138,7 @@ def answered(path: Path) -> set[str]:
 
 
 def answer_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the line of an answer; if it is not a success, with its error beside it."""
+    """Return the line for an answer. The line of a failed request also has the error."""
     response = {"status_code": status, "request_id": request_id, "body": _raw(body)}
     error = None if status < 400 else _error_in(body)
     line = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
@@ -145,13 +146,13 @@ def answer_line(line_id: str, custom_id: str, status: int, request_id: str, body
 
 
 def error_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """Return the line of a request without an answer."""
+    """Return the line for a request without an answer."""
     error = {"code": code, "message": message}
     return msgspec.json.encode({"id": line_id, "custom_id": custom_id, "response": None, "error": error}) + b"\n"
 
 
 def _raw(body: bytes) -> Any:
-    """Return JSON as it is, if it is JSON on one line; else its text."""
+    """Return a body unchanged if it is JSON on one line; otherwise return its text as a JSON string."""
     try:
         msgspec.json.decode(body, type=msgspec.Raw)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Answers the lines of batches, a few at a time, from all unfinished batches in turn."""
+"""Answers the lines of all unfinished batches in turn, a limited number at the same time."""
 
 import asyncio
 import os
@@ -40,24 +40,24 @@ _DISK_PAUSE_S = 10.0
 
 
 class _Asked(msgspec.Struct):
-    """Fields of a body that a batch has no use for."""
+    """Fields of a body that batches do not support."""
 
     stream: bool | None = None
     background: bool | None = None
 
 
 class BatchRun:
-    """One unfinished batch: its requests without an answer, and those in flight.
+    """Holds an unfinished batch, with its unanswered and running requests.
 
     Args:
-        batch: not ended.
-        storage: has it.
+        batch: an unfinished batch.
+        storage: the batch's storage.
 
     Attributes:
-        batch: as given.
-        tasks: that answer its requests.
+        batch: the batch.
+        tasks: tasks that answer the batch's requests.
         calls: calls of routes in progress.
-        is_expired: whether a request was given up because the batch's time had passed.
+        is_expired: whether a request was abandoned because the batch's time had passed.
     """
 
     def __init__(self, batch: Batch, storage: BatchStorage) -> None:
@@ -94,7 +94,7 @@ class BatchRun:
         return requests
 
     def _open(self) -> Iterator[RequestLine]:
-        """Return the requests without an answer, once it is known which have one."""
+        """Find the requests that have an answer, and return the other ones."""
         batch = self.batch
         storage = self._storage
         done = set[str]()
@@ -112,12 +112,12 @@ class BatchRun:
         return (request for request in requests if request.custom_id not in done)
 
     def close(self) -> None:
-        """Close its file."""
+        """Close the file of requests."""
         if self._source is not None:
             self._source.close()
 
     async def write(self, line: bytes, *, is_error: bool) -> None:
-        """Append an answer to its file; while the disk is full, try again and again."""
+        """Append an answer to the output or error file. While the disk is full, try again."""
         batch = self.batch
         path = self._storage.data_path(batch.error_file_id if is_error else batch.output_file_id)
 
@@ -144,10 +144,10 @@ class BatchRunner:
     """Runs all unfinished batches.
 
     Args:
-        storage: has the batches.
-        concurrency: returns how many requests are answered at once, at most.
-        dispatcher: makes what answers them, when it is first needed.
-        now: returns Unix seconds.
+        storage: the storage of all batches.
+        concurrency: returns the largest number of requests to answer at the same time.
+        dispatcher: makes the dispatcher on first use.
+        now: returns the present Unix time in seconds.
     """
 
     def __init__(
@@ -170,12 +170,12 @@ class BatchRunner:
         self._pump: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Go on with the unfinished batches of the storage, which must be open."""
+        """Continue the unfinished batches of the storage, which must be open."""
         for batch in self._storage.unfinished():
             self.add(batch)
 
     def add(self, batch: Batch) -> None:
-        """Begin with a batch."""
+        """Start a batch."""
         run = self._runs[batch.id] = BatchRun(batch, self._storage)
         self._turns.append(run)
         log.info("batch running", batch=batch.id, requests=batch.total)
@@ -183,7 +183,7 @@ class BatchRunner:
             self._pump = asyncio.create_task(self._take_turns())
 
     async def cancel(self, batch: Batch) -> None:
-        """Stop a batch: abort its requests in flight, and write an error for every request without an answer.
+        """Stop a batch: abort its running requests, and write an error for every request without an answer.
 
         Raises:
             OSError: the new status cannot be stored.
@@ -193,10 +193,10 @@ class BatchRunner:
             for call in tuple(self._runs[batch.id].calls):
                 call.cancel()
         else:
-            self.add(batch)  # it could not go on before
+            self.add(batch)  # The batch could not run before.
 
     async def close(self) -> None:
-        """Stop all batches; requests in flight are computed again after the next start."""
+        """Stop all batches. Running requests are computed again after the next start."""
         tasks = [*self._answering, *self._endings, *([] if self._pump is None else [self._pump])]
         for task in tasks:
             task.cancel()
@@ -232,7 +232,7 @@ class BatchRunner:
         return task
 
     async def _wait_for_place(self, run: BatchRun, size_bytes: int) -> None:
-        """Wait until one more request may be answered; those of a stopped batch need no place."""
+        """Wait until one more request may run. Requests of a stopped batch do not wait."""
         while self._answering and self._why_stopped(run.batch) is None:
             if len(self._answering) < self._concurrency() and self._held_bytes + size_bytes <= _MAX_HELD_BYTES:
                 return
@@ -244,7 +244,7 @@ class BatchRunner:
         return "batch_expired" if self._now() >= batch.expires_at else None
 
     async def _answer(self, run: BatchRun, request: RequestLine) -> None:
-        """Get the answer of one request, and write it."""
+        """Answer one request and write the answer."""
         batch = run.batch
         line_id = f"batch_req_{secrets.token_hex(12)}"
         size_bytes = len(request.body)
@@ -260,7 +260,7 @@ class BatchRunner:
                 except asyncio.CancelledError:
                     call.cancel()
                     if batch.status != "cancelling" or self._is_cancelled():
-                        raise  # the server stops
+                        raise  # The server stops.
                     why = "batch_cancelled"
                 except TimeoutError:
                     why = "batch_expired"
@@ -286,7 +286,7 @@ class BatchRunner:
         return task is not None and task.cancelling() > 0
 
     async def _ask(self, batch: Batch, request: RequestLine, line_id: str) -> LineAnswer:
-        """Return the answer of the route; try again while the server is overloaded or the engine is lost.
+        """Call the route and return its answer. Retry while the server is overloaded or has no engine.
 
         Raises:
             TimeoutError: the batch has expired.
@@ -305,7 +305,7 @@ class BatchRunner:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _end(self, run: BatchRun) -> None:
-        """Publish the answers of a batch, once its last requests have ended."""
+        """Publish the answers of a batch after its last requests have ended."""
         while run.tasks:
             await asyncio.wait(run.tasks)
         batch = run.batch
@@ -326,11 +326,11 @@ class BatchRunner:
 
 
 def _refusal(request: RequestLine) -> LineAnswer | None:
-    """Return the answer to a request that no batch can have."""
+    """Return an error for a request that batches do not support; None for other requests."""
     try:
         asked = msgspec.json.decode(request.body, type=_Asked)
     except msgspec.DecodeError:
-        return None  # the route's answer names the error
+        return None  # The route's answer will name the error.
     for name in ("stream", "background"):
         if getattr(asked, name):
             error = bad_request(f"{name}: not in a batch.", name)

@@ -1,4 +1,4 @@
-"""Files and batches in a folder, which one server owns.
+"""Stores files and batches in a folder that one server owns.
 
 ``ID.json`` describes a file or a batch, ``ID.data`` is the content of a file. The output and error files of a running
 batch have only data. See docs/decisions/batches.md.
@@ -32,14 +32,14 @@ RUNNING = ("in_progress", "cancelling", "finalizing")
 
 
 class StoredFile(msgspec.Struct, tag="file"):
-    """A file.
+    """A stored file.
 
     Attributes:
         id: the file's id.
-        tenant: its owner.
-        filename: as it was uploaded.
+        tenant: the owner.
+        filename: the name at the upload.
         purpose: ``batch`` or ``batch_output``.
-        bytes: size of its content.
+        bytes: size of the content.
         created_at, expires_at: Unix seconds.
         requests: number of requests in the file.
     """
@@ -69,13 +69,14 @@ class StoredFile(msgspec.Struct, tag="file"):
 
 
 class Batch(msgspec.Struct, tag="batch"):
-    """A batch, as OpenAI's object has it but for what begins with a line of its own here.
+    """A stored batch. Fields without a line below are the fields of OpenAI's batch object.
 
     Attributes:
-        tenant: its owner.
-        total, completed, failed: numbers of requests. The last two count while it runs, and are stored when it ends.
-        output_file_id, error_file_id: drawn when it is created; there is such a file in the end if it has lines.
-        output_keep_s: time for which these files are kept.
+        tenant: the batch's owner.
+        total, completed, failed: numbers of requests. The last two are counted while the batch runs and stored at its
+            end.
+        output_file_id, error_file_id: ids that are chosen at the batch's creation. A file without lines is not stored.
+        output_keep_s: seconds for which these files are kept.
     """
 
     id: str
@@ -102,12 +103,12 @@ class Batch(msgspec.Struct, tag="batch"):
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the batch has not ended."""
         return self.status in RUNNING
 
     @property
     def ended_at(self) -> int | None:
-        """Unix time of its end."""
+        """Unix time of the batch's end; None while the batch runs."""
         return self.completed_at or self.expired_at or self.cancelled_at
 
     def as_json(self) -> dict[str, Any]:
@@ -135,19 +136,18 @@ class StorageTaken(RuntimeError):
 
 
 class BatchStorage:
-    """Files and batches of all tenants. A tenant sees its own only.
+    """Stores the files and batches of all tenants. A tenant sees only its own.
 
-    Opened when it is first needed, or at a start that finds the folder. Methods that write may run in other threads.
+    The storage opens on first use, or at a start if its folder exists. Methods that write may run in other threads.
 
     Args:
         settings: folder and limits.
-        base: name of the base model, which has a folder of its own.
+        base: name of the base model, whose files are in a separate folder.
         max_line_bytes: longest line of a file of requests.
-        now: returns Unix seconds.
+        now: returns the present Unix time in seconds.
 
     Attributes:
-        settings: as given.
-        max_line_bytes: as given.
+        settings: folder and limits.
     """
 
     def __init__(
@@ -165,15 +165,15 @@ class BatchStorage:
 
     @property
     def exists(self) -> bool:
-        """Whether a server has stored anything there."""
+        """Whether the folder contains files or batches of a server."""
         return self.folder.is_dir()
 
     def open(self) -> None:
         """Take the folder and read its files and batches; a second call does nothing.
 
         Raises:
-            StorageTaken: another server owns it.
-            OSError: it cannot be made or read.
+            StorageTaken: another server owns the folder.
+            OSError: the folder cannot be created or read.
         """
         if self._lock is not None:
             return
@@ -196,7 +196,7 @@ class BatchStorage:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the folder up, so that another server may take it."""
+        """Release the folder, so that another server may use it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -228,7 +228,7 @@ class BatchStorage:
     # --- files ---------------------------------------------------------------------------------------
 
     def check_space(self, size_bytes: int) -> None:
-        """Check that there is space for one more file of that size, after deleting files that are too old.
+        """Delete expired files, then check that a new file of this size fits.
 
         Raises:
             ApiError: 413 or 507.
@@ -246,7 +246,7 @@ class BatchStorage:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, and of what running batches have answered."""
+        """Bytes of all files and of the answers of running batches."""
         files = sum(file.bytes for file in list(self._files.values()))
         return files + sum(self._size(file_id) for batch in self._running() for file_id in _outputs(batch))
 
@@ -257,12 +257,12 @@ class BatchStorage:
             return 0
 
     def add(self, tenant: str, filename: str, content: BinaryIO, keep_s: int | None) -> StoredFile:
-        """Store a file of requests; takes long for a large one.
+        """Store a file of requests. A large file takes long.
 
         Raises:
             LineError: a line is not a valid request.
             ApiError: there is no space.
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         incoming = self.folder / f"{_INCOMING}{secrets.token_hex(_ID_BYTES)}"
         try:
@@ -287,7 +287,7 @@ class BatchStorage:
         return record
 
     def _new_id(self, prefix: str) -> str:
-        """Return an id that nobody can guess; later ones sort behind it."""
+        """Return a new id that nobody can guess. Ids sort by time of creation."""
         return f"{prefix}{time.time_ns():016x}{secrets.token_hex(_ID_BYTES)}"
 
     def _new_file(
@@ -302,7 +302,7 @@ class BatchStorage:
         """Return a file.
 
         Raises:
-            ApiError: 404, this tenant has none of that id.
+            ApiError: 404, the tenant has no file of this id.
         """
         return _found(self._files, tenant, file_id, "file", param)
 
@@ -314,7 +314,7 @@ class BatchStorage:
         """Delete a file.
 
         Raises:
-            ApiError: 404, there is none; 409, a batch needs it.
+            ApiError: 404, the tenant has no file of this id; 409, a running batch needs the file.
         """
         record = self.file(tenant, file_id)
         for batch in self._running():
@@ -342,17 +342,17 @@ class BatchStorage:
         """Store a new batch.
 
         Args:
-            tenant: its owner.
-            source: its requests.
-            endpoint: route of all of them.
-            window: the time that it may take, as the client wrote it.
-            window_s: the same in seconds.
+            tenant: the batch's owner.
+            source: the file of requests.
+            endpoint: the route of all requests.
+            window: the longest duration of the batch, as text from the client.
+            window_s: the longest duration of the batch in seconds.
             metadata: the client's metadata.
-            output_keep_s: time for which its output is kept; None for as long as everything is.
+            output_keep_s: seconds for which the output is kept; None for the default of the settings.
 
         Raises:
             ApiError: there is no space.
-            OSError: it cannot be written.
+            OSError: the batch cannot be written.
         """
         assert source.requests is not None
         self.check_space(0)
@@ -381,7 +381,7 @@ class BatchStorage:
         """Return a batch.
 
         Raises:
-            ApiError: 404, this tenant has none of that id.
+            ApiError: 404, the tenant has no batch of this id.
         """
         return _found(self._batches, tenant, batch_id, "batch", "batch_id")
 
@@ -394,10 +394,10 @@ class BatchStorage:
         return sorted(self._running(), key=lambda batch: batch.id)
 
     def note(self, batch: Batch, status: str) -> None:
-        """Store a new status of a batch, with its time.
+        """Store a new status of a batch, with the present time.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the batch cannot be written.
         """
         batch.status = status
         if status != "in_progress":
@@ -405,10 +405,10 @@ class BatchStorage:
         self._save(batch)
 
     def finish(self, batch: Batch, status: str) -> None:
-        """Publish the output and the errors of a batch, then its end.
+        """Publish the output and error files of a batch, then store its end.
 
         Raises:
-            OSError: something cannot be written.
+            OSError: a file cannot be written.
         """
         for file_id, name in zip(_outputs(batch), ("output", "error"), strict=True):
             path = self.data_path(file_id)
@@ -428,7 +428,7 @@ class BatchStorage:
         return [batch for batch in list(self._batches.values()) if batch.is_running]
 
     def drop_old(self) -> None:
-        """Delete files and ended batches whose time has passed; files of a running batch stay."""
+        """Delete expired files and batches, except running batches and their files."""
         now = self._now()
         needed = {batch.input_file_id for batch in self._running()}
         for record in list(self._files.values()):
@@ -474,12 +474,13 @@ def window_s(text: str, most_s: float) -> int:
     """Return a completion window such as ``24h`` in seconds.
 
     Raises:
-        ApiError: 400, it is none, or longer than ``most_s``.
+        ApiError: 400, the text is not a duration, or is longer than ``most_s``.
     """
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _UNIT_S[found[2]] if found else 0
     if not 0 < seconds <= most_s:
         raise bad_request(
-            f"completion_window: {text[:20]!r} is no time such as 24h, up to {most_s / 86400:g}d.", "completion_window"
+            f"completion_window: {text[:20]!r} must be a time such as 24h, up to {most_s / 86400:g}d.",
+            "completion_window",
         )
     return seconds
