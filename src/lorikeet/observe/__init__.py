@@ -1,1 +1,1 @@
-"""What a server reports about itself: metrics, statistics, request records, the request log, traces, forecasts."""
+"""Observes a server: metrics, statistics, request records, the request log, traces and forecasts."""

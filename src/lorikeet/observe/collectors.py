@@ -1,7 +1,7 @@
-"""Metrics that are read when the page is scraped: engines, memory, adapters, tenants, connections and the cluster.
+"""Collects, at every scrape, the metrics of engines, memory, adapters, tenants, connections and the cluster.
 
 Gauges come from the newest statistics of the engines; the label ``engine`` names the replica. Only the busiest and the
-slowest adapters have labels of their own.
+slowest adapters have separate labels.
 
 Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
 """
@@ -37,12 +37,12 @@ _MAX_NAMES = 500
 
 
 class EngineCollector(Collector):
-    """One replica's state under vLLM's names.
+    """Collects the state of one replica under vLLM's names.
 
     Args:
-        client: holds the latest statistics.
+        client: the engine's client, with the latest statistics.
         labels: the labels of every metric.
-        adapters_by_digest: gives adapter versions under all their names.
+        adapters_by_digest: returns adapter versions by digest, with all their names.
         pinned: names of pinned adapters, read at every scrape.
     """
 
@@ -127,12 +127,12 @@ class EngineCollector(Collector):
         yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
 
     def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
-        """Yield residency, for routers that prefer a replica that already has the adapter."""
+        """Yield the resident adapters. Routers use them to prefer a replica that already has the adapter."""
         make = self._make
         serving = {*stats.running_adapters, *stats.resident_adapters}
         known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
         running = {name for digest in serving for name in _names(known, digest)}
-        # A waiting adapter that is resident or runs counts as running: the two sets never overlap.
+        # A waiting adapter that is resident or runs counts as running, so that the two sets never overlap.
         waiting = {name for digest in stats.waiting_adapters for name in _names(known, digest)} - running
         info = {
             "max_lora": str(stats.total_blocks),
@@ -201,7 +201,7 @@ class EngineCollector(Collector):
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
-    """Return the names of a version; a version that was removed has none and is not shown while it is freed."""
+    """Return the names of a version; empty for a removed version, which is not shown while it is freed."""
     return [adapter.name for adapter in known.get(digest, ())]
 
 
@@ -221,7 +221,7 @@ _PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
 
 
 class UsageCollector(Collector):
-    """Counts of the busiest adapters and the sum of all others; for SLO targets, also of the base model."""
+    """Collects counts of the busiest adapters and the sum of all others; with SLO targets, also of the base model."""
 
     def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
         self._usage = usage
@@ -271,7 +271,7 @@ _PER_TENANT: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
 
 
 class TenantCollector(Collector):
-    """Counts of the busiest and slowest tenants, and the sum of all others; nothing before a request has had a key."""
+    """Collects counts of the busiest and slowest tenants and the sum of all others, once a request has had a key."""
 
     def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
         self._usage = usage
@@ -300,10 +300,10 @@ _KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (
 
 
 class MemoryCollector(Collector):
-    """The newest ``MemoryStats`` as ``lorikeet:memory_…``. Bytes are those of one rank.
+    """Collects the newest ``MemoryStats`` as ``lorikeet:memory_…``. Bytes are those of one rank.
 
     Args:
-        client: holds the latest statistics.
+        client: the engine's client, with the latest statistics.
         labels: the labels of every metric.
     """
 
@@ -384,7 +384,7 @@ class MemoryCollector(Collector):
         yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
 
 
-# Counted from 0 on each route: ``increase()`` sees nothing of a counter whose first sample is its first failure.
+# Each route starts at 0, since ``increase()`` would miss the first failure of a counter without an earlier sample.
 _NO_TRANSFERS = {
     f"{source}-{target}": RouteStats(0, 0, 0, 0.0)
     for target in (Tier.HOST, Tier.DEVICE)
@@ -394,13 +394,13 @@ _NO_TRANSFERS = {
 
 
 def kv_usage(stats: EngineStats) -> float:
-    """Return the share of the blocks open to KV that sequences hold."""
+    """Return the share of KV blocks that sequences hold."""
     for_kv = min(stats.kv_blocks + stats.free_blocks + stats.cached_blocks, stats.kv_limit_blocks)
     return stats.kv_blocks / for_kv if for_kv else 1.0
 
 
 def load_of(engines: Engines) -> dict[str, float]:
-    """Return what gateways ask about all replicas: the mean share of KV blocks in use, and requests that wait."""
+    """Return the load of all replicas, for gateways: the mean share of KV blocks in use, and waiting requests."""
     known = [view.stats for view in engines.views.values() if view.stats is not None]
     return {
         "kv_cache_usage_perc": sum(map(kv_usage, known)) / len(known) if known else 0.0,
@@ -409,12 +409,12 @@ def load_of(engines: Engines) -> dict[str, float]:
 
 
 class ReplicasCollector(Collector):
-    """Metrics of all replicas: engine and memory.
+    """Collects the metrics of all replicas' engines and memory.
 
     Args:
-        client: has the replicas, which may change.
+        client: the engines' client. Its replicas may change.
         labels: the labels of every metric, without ``engine``.
-        adapters_by_digest: gives adapter versions under all their names.
+        adapters_by_digest: returns adapter versions by digest, with all their names.
         pinned: names of pinned adapters, read at every scrape.
     """
 
@@ -431,7 +431,7 @@ class ReplicasCollector(Collector):
         self._pinned = pinned
 
     def collect(self) -> Iterable[Metric]:
-        """Return each metric once, with the values of all replicas: a page may not name a metric twice."""
+        """Return each metric once, with the values of all replicas, since a page must not repeat a metric."""
         merged: dict[str, Metric] = {}
         for replica, view in self._client.views.items():
             labels = {**self._labels, "engine": replica}
@@ -445,10 +445,10 @@ class ReplicasCollector(Collector):
 
 
 class ConnectionCollector(Collector):
-    """Connections that were closed for a limit.
+    """Collects the number of connections that a limit closed.
 
     Args:
-        closed: how many, by reason; counted on by others.
+        closed: number of closed connections by reason, which ``ConnectionStats`` updates.
         labels: the metric's labels.
     """
 
@@ -463,10 +463,10 @@ class ConnectionCollector(Collector):
 
 
 class ClusterCollector(Collector):
-    """Metrics of a cluster as a whole.
+    """Collects the metrics of a whole cluster.
 
     Args:
-        client: has the cluster's state.
+        client: the cluster's client, with the cluster's state.
         model_name: label of every metric.
     """
 

@@ -1,4 +1,4 @@
-"""The end of a request, as its observers get it."""
+"""Defines the values that observers get when a request ends."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,18 +10,18 @@ from lorikeet.http.trace_context import NO_TRACE, TraceHeaders
 
 @dataclass(frozen=True)
 class EndedRequest:
-    """One sequence that has ended. Times are in seconds, on the monotonic clock.
+    """A sequence that has ended. Times are in seconds, on the monotonic clock.
 
     Attributes:
-        request: as submitted.
-        timings: when it was queued, admitted and so on.
+        request: the submitted request.
+        timings: times of its events, such as admission.
         completion_tokens: number of tokens generated.
         reason: the finish reason; ``abort`` if the client disconnected, ``error`` if the request failed.
-        ended_s: time of its end.
-        error: the message that the client got if it failed; else empty.
-        text: the answer; None unless the request log has texts.
-        trace_headers: the HTTP request's.
-        trace_id: id of its trace; empty if it has none.
+        ended_s: time of the end.
+        error: the error message for the client if the request failed; otherwise empty.
+        text: the answer's text; None unless the request log includes texts.
+        trace_headers: the trace headers of the HTTP request.
+        trace_id: id of the request's trace; empty without a trace.
     """
 
     request: Request
@@ -36,27 +36,27 @@ class EndedRequest:
 
     @property
     def adapter(self) -> str | None:
-        """Name of its adapter; None for the base model."""
+        """Name of the request's adapter; None for the base model."""
         return None if self.request.adapter is None else self.request.adapter.name
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of its prompt."""
+        """Length of the prompt in tokens."""
         return len(self.request.prompt_token_ids)
 
     @property
     def e2e_s(self) -> float:
-        """Arrival to end, in seconds."""
+        """Seconds from arrival to end."""
         return self.ended_s - self.timings.arrival_s
 
     @property
     def ttft_s(self) -> float | None:
-        """Arrival to first token, in seconds; None if there was none."""
+        """Seconds from arrival to first token; None without a first token."""
         return None if self.timings.first_token_s is None else self.timings.first_token_s - self.timings.arrival_s
 
 
 class EndObserver(Protocol):
-    """Observes the ends of requests, of all of them or of one."""
+    """Observes the end of one request, or of all requests."""
 
     def on_ended(self, ended: EndedRequest) -> None:
         """Record a request that has ended."""

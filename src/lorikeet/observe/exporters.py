@@ -1,4 +1,4 @@
-"""Exporters: plug-ins that get every request that has ended, such as to write it to a system of your own."""
+"""Runs exporters: plug-ins that get every ended request, for example to write it to another system."""
 
 from abc import ABC, abstractmethod
 
@@ -11,7 +11,7 @@ log = structlog.get_logger("lorikeet")
 
 
 class Exporter(ABC):
-    """Gets the requests that have ended, on the server's event loop. Whatever waits belongs on a thread of its own.
+    """Exports ended requests. The server calls it on the event loop, so work that waits belongs in a separate thread.
 
     The keyword-only arguments of the constructor are its parameters: ``--exporter 'mine(path=/var/log/requests)'``.
 
@@ -27,7 +27,7 @@ class Exporter(ABC):
         """Export a request that has ended."""
 
     def close(self) -> None:  # noqa: B027  # optional
-        """Send what is left, on a thread. The server ends afterwards."""
+        """Send the remaining requests. The server calls this in a thread before it ends."""
 
 
 EXPORTERS: Registry[Exporter] = Registry("lorikeet.exporters", "exporter", {})
@@ -35,11 +35,11 @@ EXPORTERS: Registry[Exporter] = Registry("lorikeet.exporters", "exporter", {})
 
 
 class GuardedExporter:
-    """Calls an exporter, so that its errors fail no request; the first one is logged.
+    """Calls an exporter and catches its errors, so that requests do not fail. The first error is logged.
 
     Args:
         exporter: the exporter.
-        name: its name, for the log.
+        name: the exporter's name, for the log.
     """
 
     def __init__(self, exporter: Exporter, name: str) -> None:

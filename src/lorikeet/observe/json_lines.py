@@ -1,4 +1,4 @@
-"""Files of JSON lines to which a process appends, and which it may leave with half a line."""
+"""Repairs files of JSON lines that end with half a line, because their writer was killed."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _CHUNK_BYTES = 2**16
 
 
 def drop_partial_line(path: Path) -> None:
-    """Remove an incomplete last line, which a killed process has left; a file that is not there is none."""
+    """Remove an incomplete last line, which a killed process has left. A missing file is ignored."""
     if not path.is_file():
         return
     with path.open("r+b") as file:

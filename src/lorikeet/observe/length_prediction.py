@@ -54,12 +54,12 @@ class PredictorProcess:
 
     Args:
         setup: files of the model.
-        timeout_s: how long to wait for a prediction, in seconds.
+        timeout_s: time limit on a prediction, in seconds.
 
     Attributes:
-        restarts: number of times a process was started after one had ended.
-        late: requests that were not answered in time.
-        refused: requests that were not sent, as the process was busy or not running.
+        restarts: number of processes that replaced an ended one.
+        late: number of requests that were not answered in time.
+        refused: number of requests that were not sent, because the process was busy or not running.
     """
 
     def __init__(self, setup: PredictorSetup, timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class PredictorProcess:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of all processes until their last messages, in seconds."""
+        """CPU time of all processes, up to their last messages, in seconds."""
         return self._ended_cpu_s + self._cpu_s
 
     @property
@@ -94,11 +94,11 @@ class PredictorProcess:
         await self._ready.wait()
 
     async def predict(self, prompt: list[int], adapter: str | None) -> int | None:
-        """Return how many tokens the answer to ``prompt`` will have; None without a prediction in time.
+        """Predict the number of tokens of the answer to ``prompt``; None without a prediction in time.
 
         Args:
-            prompt: token ids.
-            adapter: name, None for the base model.
+            prompt: the prompt's token ids.
+            adapter: the adapter's name; None for the base model.
         """
         process = self._process
         if not self._ready.is_set() or self._queued >= MAX_PENDING or process is None or process.stdin is None:
@@ -134,7 +134,7 @@ class PredictorProcess:
             await self._process.wait()
 
     async def _supervise(self) -> None:
-        """Start a process; whenever it ends, start another."""
+        """Start a process, and start another whenever a process ends."""
         while True:
             try:
                 self._process = process = await asyncio.create_subprocess_exec(
@@ -142,7 +142,7 @@ class PredictorProcess:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    start_new_session=True,  # a Ctrl-C at the terminal is for the API process
+                    start_new_session=True,  # A Ctrl-C at the terminal should reach only the API process.
                 )
             except OSError as error:
                 log.error("the predictor process cannot be started", error=str(error), retry_in_s=self._restart_delay_s)
@@ -155,7 +155,7 @@ class PredictorProcess:
             self.restarts += 1
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
-        """Read a process's messages until it ends; one that sends an invalid message is killed."""
+        """Read a process's messages until the process ends. A process that sends an invalid message is killed."""
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(frame(self._setup))
@@ -173,7 +173,7 @@ class PredictorProcess:
         except msgspec.DecodeError as error:
             log.error("the predictor process sent an invalid message", error=str(error))
             _kill(process)
-        self._ready.clear()  # before the next request is sent
+        self._ready.clear()  # The CPU time is updated before the next request is sent.
 
     def _on_predictions(self, batch: PredictionBatch) -> None:
         self._restart_delay_s = _FIRST_RESTART_DELAY_S
@@ -204,17 +204,17 @@ _COMPLETE_REASONS = frozenset({"stop", "length"})
 
 
 class AnswerLengthPredictor:
-    """Predicts the lengths of answers, and learns from answers that end.
+    """Predicts the lengths of answers, and learns from ended answers.
 
     Args:
-        history: lengths of past answers; None predicts nothing.
-        model: the process's model; adapters on which it was not trained are predicted from history.
-        process: tried first; None predicts everything from history.
+        history: lengths of past answers; None for no predictions.
+        model: the process's model. Answers of adapters on which it was not trained are predicted from history.
+        process: the predictor process, which is tried first; None to predict everything from history.
 
     Attributes:
         made: number of predictions by source: ``learned``, ``history`` or ``none``.
-        answers: whole answers that had been predicted.
-        error_tokens: sum of the absolute errors of those.
+        answers: number of complete answers with a prediction.
+        error_tokens: sum of the absolute errors of these predictions, in tokens.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class AnswerLengthPredictor:
         self._model = model
 
     async def predict(self, prompts: Sequence[list[int]], adapter: str | None) -> list[int | None]:
-        """Predict the tokens of the answers to ``prompts``; None without a prediction."""
+        """Predict the number of tokens of the answer to each of ``prompts``; None without a prediction."""
         if self._history is None:
             return [None] * len(prompts)
         batch: Sequence[int | None] = [None] * len(prompts)
@@ -241,7 +241,7 @@ class AnswerLengthPredictor:
         return [self._by_history(adapter) if tokens is None else tokens for tokens in batch]
 
     def on_ended(self, ended: EndedRequest) -> None:
-        """Learn from a whole answer; vectors, and answers that were aborted or failed, are ignored."""
+        """Learn from a complete answer. Vectors and aborted or failed answers are ignored."""
         if self._history is None or ended.reason not in _COMPLETE_REASONS or ended.request.pooling is not None:
             return
         self._history.add(ended.adapter, ended.completion_tokens)
@@ -263,7 +263,7 @@ class AnswerLengthPredictor:
 
 
 def open_length_predictor(settings: ServerSettings, tokenizer_file: Path) -> tuple[AnswerLengthPredictor, str]:
-    """Return the predictor that the settings choose, and a line for the log that names it.
+    """Return the predictor that the settings choose, and a line for the log with its name.
 
     A predictor process starts in the background; until it is ready, history predicts.
 
@@ -282,7 +282,7 @@ def open_length_predictor(settings: ServerSettings, tokenizer_file: Path) -> tup
     if kind is LengthPredictor.HISTORY or (kind is LengthPredictor.AUTO and not file):
         return AnswerLengthPredictor(LengthHistory()), "answer lengths are predicted by history"
     if not file:
-        raise ConfigError("length_predictor learned needs a length_predictor_file, of lorikeet train-predictor")
+        raise ConfigError("length_predictor learned needs a length_predictor_file from lorikeet train-predictor")
     try:
         model = LengthModel.read(Path(file))
         find_sentence_model()

@@ -1,7 +1,7 @@
 """Keeps the latest requests of each adapter, in memory of a fixed size, for ``/v1/stats``.
 
-Counters since the start are in ``traffic.py``. Here are the requests of the last minutes one by one, so that
-percentiles and the parts of TTFT are those of now, and errors have their messages.
+Counters since the start are in ``traffic.py``. This module keeps the requests of the last minutes one by one, so that
+percentiles and parts of TTFT describe the present, and errors have their messages.
 """
 
 import math
@@ -38,22 +38,22 @@ BASE = ""
 
 
 class RecentRequest(NamedTuple):
-    """One request that has ended. Times are in seconds; ``ended_s`` is on the monotonic clock.
+    """A request that has ended. Times are in seconds; ``ended_s`` is on the monotonic clock.
 
     Attributes:
-        request_id: its sequence's id.
-        tenant: its tenant.
-        ended_s: when.
-        reason: its finish reason.
-        error: what went wrong; empty if nothing did.
-        prompt_tokens, completion_tokens: its lengths.
-        parts: the parts of TTFT in the order of ``PARTS``; until its end if it had no first token.
-        ttft_s: arrival to first token; None if there was none.
-        itl_s: mean gap between its outputs; None of one output.
-        itl_max_s: the largest gap.
-        e2e_s: arrival to end.
-        hit: whether its adapter was on the device when it was admitted; None without adapter or admission.
-        cause: the cause of its time in the queue.
+        request_id: id of the sequence.
+        tenant: tenant of the request.
+        ended_s: time of the end.
+        reason: the finish reason.
+        error: the error message; empty without an error.
+        prompt_tokens, completion_tokens: lengths of prompt and answer.
+        parts: the parts of TTFT in the order of ``PARTS``. Without a first token, they last until the end.
+        ttft_s: time from arrival to first token; None without a first token.
+        itl_s: mean gap between outputs; None for a single output.
+        itl_max_s: largest gap between outputs.
+        e2e_s: time from arrival to end.
+        hit: whether the adapter was on the device at the admission; None without an adapter or an admission.
+        cause: cause of the time in the queue.
     """
 
     request_id: RequestId
@@ -73,7 +73,7 @@ class RecentRequest(NamedTuple):
 
 
 class RecentError(NamedTuple):
-    """An error of one adapter: a request's, with its tenant, or a load's (``request_id`` is None)."""
+    """An error of an adapter's request, or of its load (``request_id`` is None)."""
 
     unix_s: float
     request_id: RequestId | None
@@ -82,10 +82,10 @@ class RecentError(NamedTuple):
 
 
 class Rate:
-    """Counts per second over the last whole seconds.
+    """Computes a rate per second over the last whole seconds.
 
     Args:
-        clock: in seconds.
+        clock: returns the present time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -102,7 +102,7 @@ class Rate:
         self._seconds[-1][1] += count
 
     def per_s(self) -> float:
-        """Return the mean of the last ten seconds, or of all since the start if that is less."""
+        """Return the mean rate of the last ten seconds, or since the start if that is shorter."""
         now_s = self._clock()
         self._forget(int(now_s))
         passed_s = min(float(_RATE_S), now_s - self._started_s)
@@ -114,7 +114,7 @@ class Rate:
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float | int] | None:
-    """Return count, mean, median, P90, P99 and maximum as JSON, in seconds; None of no values."""
+    """Return count, mean, median, P90, P99 and maximum as JSON, in seconds; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -133,12 +133,12 @@ def _is_hit(request: Request, timings: RequestTimings) -> bool | None:
 
 
 class OpenRequest:
-    """One request that has not ended.
+    """A request that has not ended.
 
     Args:
-        live: gets it when it has ended.
-        request: as submitted; its tokens are not kept.
-        timings: filled while it runs.
+        live: the statistics that get the ended request.
+        request: the submitted request, whose tokens are not kept.
+        timings: times of its events, which are filled while it runs.
     """
 
     def __init__(self, live: "LiveStats", request: Request, timings: RequestTimings) -> None:
@@ -157,7 +157,7 @@ class OpenRequest:
         self._largest_s = max(self._largest_s, seconds)
 
     def on_ended(self, ended: EndedRequest) -> None:
-        """Move it to the requests that have ended."""
+        """Move the request to the ended requests."""
         request = ended.request
         timings = ended.timings
         recent = RecentRequest(
@@ -180,17 +180,18 @@ class OpenRequest:
 
 
 class AdapterHistory:
-    """The latest requests and errors of one adapter, or of the base model.
+    """Holds the latest requests and errors of one adapter, or of the base model.
 
     Attributes:
         open: requests that have not ended.
-        ended: the latest that have.
-        errors: the latest of requests and loads.
-        refused: requests answered with a 429 since the start.
-        hits, misses: requests whose adapter was, or was not, on the device when they were admitted, since the start.
+        ended: the latest ended requests.
+        errors: the latest errors of requests and loads.
+        refused: number of requests answered with a 429 since the start.
+        hits, misses: number of requests since the start whose adapter was, or was not, on the device at their
+            admission.
         queue_s: seconds in the queue by cause, since the start.
         saved_s: seconds saved by mechanism, since the start.
-        finished: per second.
+        finished: rate of ended requests per second.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -208,7 +209,7 @@ class AdapterHistory:
 
 
 class LoadHistory(NamedTuple):
-    """Loads of one version to the device: how many, and the seconds of the latest; the error if that failed."""
+    """Counts the loads of one version onto the device, with the duration in seconds or the error of the latest."""
 
     loads: int = 0
     seconds: float = 0.0
@@ -216,17 +217,17 @@ class LoadHistory(NamedTuple):
 
 
 class LiveStats:
-    """The latest requests of all adapters, rates, and a history of the memory.
+    """Holds the latest requests of all adapters, rates, and a history of the memory.
 
     Args:
         views: returns the replicas.
-        clock: monotonic, in seconds; replaced in tests.
+        clock: returns the monotonic time in seconds. Tests replace it.
 
     Attributes:
-        loads: by version.
-        history: samples of load and memory, the oldest first.
-        prompt_tokens, completion_tokens, finished: per second.
-        unloaded: names of adapters that a request would load, as listed at ``unloaded_at_s``.
+        loads: loads of adapters by version.
+        history: samples of load and memory, oldest first.
+        prompt_tokens, completion_tokens, finished: rates per second.
+        unloaded: names of adapters that a request would load, listed at the time ``unloaded_at_s``.
     """
 
     def __init__(
@@ -246,13 +247,13 @@ class LiveStats:
         self.prompt_tokens, self.completion_tokens, self.finished = (Rate(clock) for _ in range(3))
 
     def begin(self, request: Request, timings: RequestTimings) -> OpenRequest:
-        """Follow a request that was submitted."""
+        """Start to follow a submitted request."""
         opened = OpenRequest(self, request, timings)
         self._of(opened.adapter).open[opened.request_id] = opened
         return opened
 
     def output(self, opened: OpenRequest, tokens: int, gap_s: float | None) -> None:
-        """Count an output of ``tokens`` tokens that came ``gap_s`` after the one before."""
+        """Count an output of ``tokens`` tokens that came ``gap_s`` seconds after the previous output."""
         self.completion_tokens.add(tokens)
         if gap_s is not None:
             opened.gap(gap_s)
@@ -260,7 +261,7 @@ class LiveStats:
         self.sample()
 
     def end(self, opened: OpenRequest, ended: RecentRequest, *, is_background: bool) -> None:
-        """Keep a request that has ended; background requests count for no percentile."""
+        """Keep an ended request. Background requests do not count for percentiles."""
         adapter = self._of(opened.adapter)
         adapter.open.pop(opened.request_id, None)
         adapter.finished.add()
@@ -286,7 +287,7 @@ class LiveStats:
         self._of(BASE if adapter is None else adapter.name).refused += requests
 
     def on_adapter_event(self, event: AdapterEvent, names: Callable[[AdapterDigest], Iterable[str]]) -> None:
-        """Count a load, and keep its error under the names of the version."""
+        """Count a load. Keep the error of a failed load under all names of the version."""
         if not isinstance(event, AdapterLoaded):
             return
         before = self.loads.pop(event.digest, LoadHistory())
@@ -304,15 +305,15 @@ class LiveStats:
             del self._adapters[adapter]
 
     def peek(self, adapter: str) -> AdapterHistory:
-        """Return the history of an adapter, read only."""
+        """Return the history of an adapter, which the caller must not change."""
         return self._adapters.get(adapter) or AdapterHistory(self._clock)
 
     def now_s(self) -> float:
-        """Return the time on the clock of requests."""
+        """Return the present time on the clock of requests, in seconds."""
         return self._clock()
 
     def unix_s(self, at_s: float) -> float:
-        """Return a time of that clock as Unix time."""
+        """Convert a time on the clock of requests to Unix time."""
         return round(at_s + self._unix_minus_clock_s, 3)
 
     def recent(self) -> list[RecentRequest]:
@@ -321,16 +322,16 @@ class LiveStats:
         return [each for each in self._ended if each.ended_s > since_s]
 
     def recent_gaps_s(self) -> list[float]:
-        """Return the latest gaps between outputs."""
+        """Return the latest gaps between outputs, in seconds."""
         since_s = self._clock() - RECENT_S
         return [gap_s for at_s, gap_s in self._gaps if at_s > since_s]
 
     def engine_stats(self) -> list[EngineStats]:
-        """Return the newest gauges of all replicas that have any."""
+        """Return the newest gauges of all replicas that have sent gauges."""
         return [view.stats for view in self._views().values() if view.stats is not None]
 
     def sample(self) -> None:
-        """Add a sample to the history, unless the newest is young. While nothing is sampled, nothing happens."""
+        """Add a sample to the history, unless the newest sample is recent."""
         now_s = self._clock()
         if now_s - self._sampled_s < HISTORY_EVERY_S:
             return
@@ -356,7 +357,7 @@ class LiveStats:
         return known
 
     def _make_room(self) -> None:
-        """Forget the adapters used longest ago; one with unfinished requests stays."""
+        """Drop the histories of the adapters that were unused for longest, except adapters with unfinished requests."""
         while len(self._adapters) > MOST_ADAPTERS:
             idle = next((name for name, each in self._adapters.items() if not each.open), None)
             if idle is None:

@@ -1,4 +1,4 @@
-"""Adds ORCA load reports to answers: the load of the server, for gateways whose requests ask for it.
+"""Adds ORCA reports of the server's load to answers, for gateways that request them.
 
 The header and its two forms: https://github.com/cncf/xds/blob/main/xds/data/orca/v3/orca_load_report.proto, with the
 names of vLLM's metrics.
@@ -18,7 +18,7 @@ class LoadReports:
     """Middleware that adds the header ``endpoint-load-metrics`` where a request's format is ``TEXT`` or ``JSON``.
 
     Args:
-        app: answers the requests.
+        app: the wrapped application.
         load: returns the values of the metrics by name.
     """
 

@@ -37,7 +37,7 @@ class MetricFamilies:
         return self._fill(CounterMetricFamily(name, text, labels=[*self._labels, *labels]), values)
 
     def histogram(self, name: str, text: str, counts: Mapping[float, int], total: float) -> Metric:
-        """Return a histogram: ``counts`` by upper bound, each with those below, and the sum of all values."""
+        """Return a histogram from cumulative ``counts`` by upper bound and the sum of all values."""
         return self.histograms(name, text, (), [((), counts, total)])
 
     def histograms(
@@ -47,7 +47,7 @@ class MetricFamilies:
         labels: tuple[str, ...],
         values: Iterable[tuple[tuple[str, ...], Mapping[float, int], float]],
     ) -> Metric:
-        """Return a histogram for each combination of ``labels``: counts and sum as in :meth:`histogram`."""
+        """Return a histogram for each combination of ``labels``; see :meth:`histogram` for counts and sum."""
         family = HistogramMetricFamily(name, text, labels=(*self._labels, *labels))
         for chosen, counts, total in values:
             buckets = [("+Inf" if bound == math.inf else str(float(bound)), count) for bound, count in counts.items()]

@@ -1,4 +1,4 @@
-"""Histograms and counters of requests, and the page of all metrics.
+"""Counts requests in histograms and counters, and writes the page of all metrics.
 
 Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
 """
@@ -33,10 +33,10 @@ _FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 def metrics_page(registry: CollectorRegistry, accept: str) -> Response:
-    """Return all metrics in Prometheus's text format, or in that of OpenMetrics 1.0 for a client that accepts it.
+    """Return all metrics in Prometheus's text format, or in OpenMetrics 1.0 for a client that accepts it.
 
     Args:
-        registry: has the metrics.
+        registry: the registry of the metrics.
         accept: the header ``Accept``.
     """
     kinds = [kind.replace(" ", "").lower().split(";") for kind in accept.split(",")]
@@ -48,7 +48,7 @@ def metrics_page(registry: CollectorRegistry, accept: str) -> Response:
 
 
 class RequestMetrics:
-    """Histograms and counters of requests. Gauges come from collectors.
+    """Counts requests in histograms and counters. Gauges come from collectors.
 
     Args:
         model_name: label of every metric.
@@ -126,22 +126,22 @@ class RequestMetrics:
         self.registry.register(collector)
 
     def page(self, accept: str) -> Response:
-        """Return all metrics, as :func:`metrics_page`."""
+        """Return all metrics; see :func:`metrics_page`."""
         return metrics_page(self.registry, accept)
 
     def count_refused(self, sequences: int, *, shed: bool) -> None:
-        """Count sequences that were refused because too many are unfinished, or ``shed`` by the forecast."""
+        """Count sequences that were refused because too many were unfinished, or that the forecast ``shed``."""
         self._refused[shed].inc(sequences)
 
     def observe_params(self, n: int, max_tokens: int) -> None:
-        """Count the fields of an accepted request: answers for each prompt, and the most tokens of one."""
+        """Count the fields of an accepted request: number of answers per prompt, and token limit of an answer."""
         self._params_n.observe(n)
         self._params_max_tokens.observe(max_tokens)
 
     def on_ended(self, ended: EndedRequest) -> None:
-        """Count a request; its times do not count if it ran in the background.
+        """Count an ended request. The times of background requests do not count.
 
-        Its id, and that of its trace, are the exemplar of its TTFT and other times.
+        The ids of the request and its trace are the exemplar of its TTFT and other times.
         """
         timings = ended.timings
         named = {"request_id": ended.request.request_id[:_MOST_EXEMPLAR]}
@@ -187,10 +187,10 @@ class RequestMetrics:
 
 
 class OutputCounts(Collector):
-    """Counts tokens and the gaps between outputs, for which the library's counter and histogram take ten times as long.
+    """Counts tokens and gaps between outputs, ten times faster than the library's counter and histogram.
 
     Args:
-        families: with the labels of both metrics.
+        families: builds the metrics with their labels.
     """
 
     def __init__(self, families: MetricFamilies) -> None:
@@ -200,7 +200,7 @@ class OutputCounts(Collector):
         self._gaps_s = 0.0
 
     def add(self, tokens: int, gap_s: float | None) -> None:
-        """Count one output that came ``gap_s`` seconds after the one before; None for the first."""
+        """Count an output that came ``gap_s`` seconds after the previous output; None for the first output."""
         self._tokens += tokens
         if gap_s is not None:
             self._gaps[bisect.bisect_left(_TOKEN_S, gap_s)] += 1

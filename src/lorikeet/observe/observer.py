@@ -1,6 +1,6 @@
-"""Records outputs and ends of requests: in metrics, counts by adapter and tenant, the request log and traces.
+"""Records outputs and ends of requests in metrics, counts by adapter and tenant, the request log and traces.
 
-All of them derive from the same timings.
+All these records use the same timings.
 """
 
 import time
@@ -30,15 +30,15 @@ class RequestObserver:
 
     Args:
         metrics: histograms and counters.
-        usage: counts per adapter.
-        tenants: counts per tenant.
-        request_log: None if there is none.
+        usage: counts by adapter.
+        tenants: counts by tenant.
+        request_log: the request log; None without a log.
         lengths: learns from the lengths of answers.
-        forecast: learns how fast requests are admitted; None without shedding.
+        forecast: learns the rate of admissions; None without shedding.
         live: keeps the latest requests of each adapter.
-        traces: makes their spans; None for none.
+        traces: makes the spans of requests; None without traces.
         ledger: adds up the usage of tenants; None without tenants.
-        exporters: plug-ins that get every request that has ended.
+        exporters: plug-ins that get every ended request.
 
     Attributes:
         records: the latest requests, with the decisions made for them.
@@ -71,11 +71,11 @@ class RequestObserver:
         self.of_all_requests = tuple(each for each in of_all if each is not None)
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
-        """Start recording a request that was just submitted."""
+        """Start to record a newly submitted request."""
         return RequestWatch(self, handle)
 
     def refused(self, adapter: AdapterRef | None, slo: Slo | None, tenant: str, requests: int, *, shed: bool) -> None:
-        """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
+        """Count ``requests`` that were refused because too many were running, or that the forecast ``shed``."""
         self.metrics.count_refused(requests, shed=shed)
         self.live.refused(adapter, requests)
         counts = missed(slo, requests)
@@ -131,12 +131,12 @@ class RequestWatch:
         self._last_output_s = now_s
 
     def finished(self, completion_tokens: int, reason: str, error: str = "") -> None:
-        """Record the end.
+        """Record the end of the request.
 
         Args:
-            completion_tokens: generated in all.
+            completion_tokens: number of generated tokens.
             reason: the finish reason; ``abort`` if the client disconnected, ``error`` if the request failed.
-            error: the message that the client got then.
+            error: the error message for the client; empty without an error.
         """
         timings = self._handle.timings
         ended = EndedRequest(
@@ -156,7 +156,7 @@ class RequestWatch:
 
 
 class RunningTraffic:
-    """Counts one request as running, and its end, for its adapter and its tenant."""
+    """Counts one request as running, and later as ended, for its adapter and its tenant."""
 
     def __init__(self, *traffic: AdapterTraffic) -> None:
         self._traffic = traffic
@@ -164,7 +164,7 @@ class RunningTraffic:
             each.running += 1
 
     def on_ended(self, ended: EndedRequest) -> None:
-        """Count the end."""
+        """Count the request as ended."""
         timings = ended.timings
         ttft_s = None if ended.request.background else ended.ttft_s
         counts = RequestCounts(

@@ -1,11 +1,11 @@
-"""The request log: JSON Lines in the workload format, so that real traffic can be replayed.
+"""Writes the request log: JSON Lines in the workload format, so that real traffic can be replayed.
 
 Each line has ``arrival_s, adapter, input_tokens, output_tokens, tenant, priority, slo`` and the outcome of the request.
 TTFT is the sum of ``queue_s`` (until it had its blocks), ``adapter_wait_s``, ``kv_wait_s`` and prefill (ELORA spec,
-R28). ``arrival_s`` counts from the arrival of the file's first line, also across restarts. It is negative for requests
-that arrived before that one and ended after it; ``unix_s`` is the wall time. Lines are in the order in which requests
-ended. A thread writes, so that a slow disk delays no stream; lines that do not fit into its queue are dropped and
-counted.
+R28). ``arrival_s`` counts from the arrival of the file's first line, also across restarts. ``arrival_s`` is negative
+for a request that arrived before the first line's request and ended after it. ``unix_s`` is the wall time. Lines are in
+the order in which requests ended. A thread writes the lines, so that a slow disk does not delay streams. Lines that do
+not fit into the thread's queue are dropped and counted.
 """
 
 import os
@@ -30,13 +30,13 @@ class RequestLog:
     """Writes and rotates one log file.
 
     Args:
-        path: the file; rotated files are ``path.1`` (the newest), ``path.2``, …
+        path: the log file. Rotated files are ``path.1`` (the newest), ``path.2``, …
         max_bytes: size beyond which the file is rotated.
         keep: number of rotated files to keep.
-        text: also write the prompt's token ids and the answer's text.
+        text: whether lines include the prompt's token ids and the answer's text.
 
     Attributes:
-        dropped: lines lost because the queue was full.
+        dropped: number of lines lost because the queue was full.
 
     Raises:
         OSError: the file cannot be opened.
@@ -81,7 +81,8 @@ class RequestLog:
             self._queue.put_nowait(line)
         except queue.Full:
             self.dropped += 1
-            if self.dropped.bit_count() == 1:  # at 1, 2, 4, 8, … lines, so that it is logged immediately but not often
+            # The error is logged at 1, 2, 4, 8, … lost lines: immediately, but not often.
+            if self.dropped.bit_count() == 1:
                 log.error("the request log's disk is too slow", file=str(self._path), lines_dropped=self.dropped)
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class RequestLog:
                 self._write(line)
                 if self._queue.empty():
                     self._file.flush()
-            except Exception as error:  # the thread must go on: the next line may be written
+            except Exception as error:  # The thread must continue: the next line may be written.
                 log.error("the request log cannot be written", file=str(self._path), error=str(error))
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -108,7 +109,7 @@ class RequestLog:
         self._file.write(msgspec.json.encode({"arrival_s": arrival_s, **line}) + b"\n")
 
     def _rotate(self) -> None:
-        """Start a new file; if that fails, keep the old one until it has grown by ``max_bytes`` again."""
+        """Start a new file. If that fails, keep the old file until it has grown by ``max_bytes`` again."""
         try:
             for number in range(self._keep, 0, -1):
                 source = self._numbered(number - 1)

@@ -20,12 +20,12 @@ _ID_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
 class RequestRecord:
-    """One sequence: its times so far, and its end.
+    """The record of one sequence: its times so far, and its end.
 
     Args:
-        request: as submitted. Its tokens are not kept.
-        timings: filled while it runs.
-        clock_s: wall time minus monotonic time.
+        request: the submitted request, whose tokens are not kept.
+        timings: times of its events, which are filled while it runs.
+        clock_s: wall time minus monotonic time, in seconds.
     """
 
     def __init__(self, request: Request, timings: RequestTimings, clock_s: float) -> None:
@@ -38,7 +38,7 @@ class RequestRecord:
         self._end: dict[str, Any] = {}
 
     def on_ended(self, ended: EndedRequest) -> None:
-        """Record its end, and the error that the client got if it failed."""
+        """Record the end of the sequence, with the client's error message if it failed."""
         self._end = {
             "finish_reason": ended.reason,
             "output_tokens": ended.completion_tokens,
@@ -47,12 +47,12 @@ class RequestRecord:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return its state, times and decisions as JSON."""
+        """Return the sequence's state, times and decisions as JSON."""
         arrival_s = self._timings.arrival_s
         return self.summary() | {"decisions": [decision_json(each, arrival_s) for each in self._timings.decisions]}
 
     def summary(self) -> dict[str, Any]:
-        """Return its state and times as JSON."""
+        """Return the sequence's state and times as JSON."""
         timings = self._timings
         return {
             "id": self._request_id,
@@ -66,10 +66,10 @@ class RequestRecord:
 
 
 class RequestRecords:
-    """The latest requests of all tenants. A tenant finds its own only.
+    """Keeps the latest requests of all tenants. A tenant finds only its own.
 
     Args:
-        most: number of sequences that are remembered.
+        most: number of sequences to keep.
     """
 
     def __init__(self, most: int = MOST_RECORDS) -> None:
@@ -79,7 +79,7 @@ class RequestRecords:
         self._clock_s = time.time() - time.monotonic()
 
     def begin(self, request: Request, timings: RequestTimings) -> RequestRecord:
-        """Remember a sequence that was submitted."""
+        """Start the record of a submitted sequence."""
         record = self._records[request.request_id] = RequestRecord(request, timings, self._clock_s)
         self._of_request.setdefault(_client_id(request.request_id), []).append(request.request_id)
         while len(self._records) > self._most:
@@ -87,11 +87,11 @@ class RequestRecords:
         return record
 
     def find(self, request_id: str, may_see: Callable[[str], bool]) -> list[RequestRecord]:
-        """Return the sequences of a request; empty if there is none.
+        """Return the sequences of a request; empty for an unknown request.
 
         Args:
-            request_id: that of the client's request, of its answer, or of one sequence.
-            may_see: whether the sender may see requests of a tenant.
+            request_id: id of the client's request, of its answer, or of one sequence.
+            may_see: returns whether the sender may see requests of a tenant.
         """
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
@@ -103,8 +103,8 @@ class RequestRecords:
         """Return at most ``most`` sequences that the sender may see, the newest first.
 
         Args:
-            most: how many to return.
-            may_see: whether the sender may see requests of a tenant.
+            most: largest number of sequences to return.
+            may_see: returns whether the sender may see requests of a tenant.
         """
         newest_first = reversed(self._records.values())
         return list(islice((record for record in newest_first if may_see(record.tenant)), most))
@@ -117,5 +117,5 @@ class RequestRecords:
 
 
 def _client_id(request_id: RequestId) -> str:
-    """Return the id of the client's request: a sequence's id without its suffix."""
+    """Return the id of the client's request: the id of a sequence without the suffix."""
     return request_id.rsplit("-", 2)[0]

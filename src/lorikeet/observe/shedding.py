@@ -19,21 +19,21 @@ _MAX_PREFILL_TIMES = 32
 
 
 class TtftForecast:
-    """Predicts TTFT from what the API process sees: the waiting requests, and how fast such queues have moved.
+    """Predicts TTFT in the API process from the waiting requests and the rate at which such queues have moved.
 
-    A new request waits until those ahead of it are admitted, and then for the recent median time from admission to
-    first token. Queues move faster the longer they are, since a step admits several requests, so the rate counts only
-    times at which at least a quarter as many requests waited. It is (admissions + 1) / seconds of such times, newer
-    ones counting more. So without observations the predicted wait is next to zero, and while nothing is admitted it
-    grows. This estimate is Lorikeet's own, from no paper. In a first-come queue, a request that waits for a slot or an
-    adapter and is bypassed by later ones does not count as ahead.
+    A new request waits until the requests ahead of it are admitted, and then for the recent median time from admission
+    to first token. Queues move faster the longer they are, since a step admits several requests, so the rate counts
+    only times at which at least a quarter as many requests waited. The rate is (admissions + 1) / seconds of such
+    times, with more weight on recent ones. Without observations the predicted wait is almost zero, and while nothing is
+    admitted it grows. This estimate is Lorikeet's and follows no paper. In a first-come queue, a request that waits for
+    a slot or an adapter and is bypassed by later ones does not count as ahead.
 
-    The forecast does not know how large a request is, whether its adapter must be loaded, or which later requests will
-    go first. It treats Chameleon's queues as one first-come queue.
+    The forecast ignores the size of requests, the loading of adapters, and later requests that will be admitted first.
+    It treats Chameleon's queues as one first-come queue.
 
     Args:
-        admission: the engine's admission policy, as its preset names it.
-        clock: in seconds, the clock of the requests' timings; replaced in tests.
+        admission: name of the engine's admission policy in its preset.
+        clock: returns the time in seconds on the clock of the requests' timings. Tests replace it.
     """
 
     def __init__(self, admission: str = "fifo", clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,7 +48,7 @@ class TtftForecast:
         self._updated_s = clock()
 
     def on_submitted(self, request: Request, timings: RequestTimings) -> None:
-        """Count a request that was submitted; ``timings`` is updated as it proceeds."""
+        """Count a submitted request. ``timings`` changes while the request runs."""
         self.update()
         self._waiting[request.request_id] = request, timings
 
@@ -59,12 +59,12 @@ class TtftForecast:
             self._prefill_times_s.append(timings.first_token_s - timings.admitted_s)
 
     def on_ended(self, ended: EndedRequest) -> None:
-        """Count a request that has ended, admitted or not."""
+        """Count an ended request, whether or not it was admitted."""
         self.update()
         self._remove(ended.request.request_id)
 
     def update(self) -> None:
-        """Count admissions since the last update. The time between counts for the queue length of that update."""
+        """Count admissions since the last update. The time since then counts for that update's queue length."""
         now_s = self._clock()
         size = _size(len(self._waiting) - len(self._bypassed))
         before_s = self._updated_s
@@ -76,24 +76,25 @@ class TtftForecast:
                 counts[each] *= kept
         admitted = {name: t.admitted_s for name, (_, t) in self._waiting.items() if t.admitted_s is not None}
         if admitted and self._is_in_order:
-            # By arrival, as in the engine: a request whose prompt took long to tokenize is submitted after later ones.
+            # The queue is sorted by arrival, as in the engine: a request with a long tokenization may be submitted
+            # after later requests.
             last_s = max(self._waiting[name][0].arrival_s for name in admitted)
             before = (name for name, (request, _) in self._waiting.items() if request.arrival_s < last_s)
             self._bypassed.update(name for name in before if name not in admitted)
         for name in admitted:
             self._remove(name)
         if size:
-            if len(self._waiting) == len(self._bypassed):  # the queue has been empty since the last admission
+            if len(self._waiting) == len(self._bypassed):  # The queue has been empty since the last admission.
                 passed_s = min(passed_s, max(0.0, max(admitted.values(), default=now_s) - before_s))
             self._admissions[size] += len(admitted)
             self._seconds[size] += passed_s
 
     def ttft_s(self, request: Request, siblings: int = 0) -> float:
-        """Return the TTFT, in seconds, of a request that is not submitted yet; 0 if no request waits before it.
+        """Predict the TTFT, in seconds, of a request that is not submitted yet; 0 if no request waits before it.
 
         Args:
             request: the request.
-            siblings: other sequences of the same HTTP request; the prediction is for the last of them.
+            siblings: number of other sequences of the same HTTP request. The prediction is for the last sequence.
         """
         self.update()
         queue = [waiting for name, (waiting, _) in self._waiting.items() if name not in self._bypassed]

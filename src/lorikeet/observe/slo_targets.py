@@ -9,11 +9,11 @@ from lorikeet.observe.traffic import RequestCounts
 
 
 class SloTargets:
-    """The SLO targets of requests.
+    """Holds the SLO targets of requests.
 
     Args:
         common: the server's targets.
-        of_adapters: by name; a missing target is the server's, and 0 means none.
+        of_adapters: targets of adapters by name. A missing target is the server's; 0 means no target.
 
     Attributes:
         exist: whether any request has a target.
@@ -25,7 +25,7 @@ class SloTargets:
         self.exist = self._common != Slo() or bool(of_adapters)
 
     def of(self, adapter: str | None) -> Slo | None:
-        """Return the targets of requests to an adapter, None for the base model; None if there are no targets."""
+        """Return the targets for requests to an adapter (None for the base model); None without targets."""
         slo = self._common if adapter is None else self._of_adapters.get(adapter, self._common)
         return None if slo == Slo() else slo
 
@@ -35,7 +35,7 @@ def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> SloTarge
 
     Args:
         settings: the server's settings.
-        cluster: has the number of replicas.
+        cluster: the cluster's settings, with the number of replicas.
 
     Raises:
         ConfigError: an entry of ``adapter_slos`` cannot be read; or ``shed`` is set without a TTFT target, or with
@@ -49,19 +49,21 @@ def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> SloTarge
         except SloError as error:
             raise ConfigError(f"adapter_slos: {entry!r}: {error}") from error
         if not name or slo == Slo() or slo.e2e_s is not None:
-            raise ConfigError(f"adapter_slos: {entry!r} is not of the form name=ttft=0.5,tpot=0.1")
+            raise ConfigError(f"adapter_slos: {entry!r} must have the form name=ttft=0.5,tpot=0.1")
         of_adapters[name] = _with_defaults(slo, of_adapters.get(name, Slo()))
     if settings.shed and not any((settings.slo_ttft_s, *(slo.ttft_s for slo in of_adapters.values()))):
-        raise ConfigError("shed needs a target for the time to first token: slo_ttft_s, or one of adapter_slos")
+        raise ConfigError("shed needs a target for the time to first token: set slo_ttft_s or adapter_slos")
     if settings.shed and max(cluster.replicas, cluster.max_replicas) > 1:
-        raise ConfigError("shed works with one replica only: the queues of several cannot be told apart")
+        raise ConfigError(
+            "shed works only with one replica: the forecast cannot distinguish the queues of several replicas"
+        )
     return SloTargets(Slo(settings.slo_ttft_s, settings.slo_tpot_s), of_adapters)
 
 
 def attainment(ended: EndedRequest) -> RequestCounts:
-    """Return which targets a request met, and which it missed.
+    """Return the targets that a request met and missed.
 
-    An aborted request counts for neither; a failed one has missed all of its targets. An answer of one token has no
+    An aborted request counts for neither. A failed request has missed all its targets. An answer of one token has no
     time per output token.
     """
     slo = ended.request.slo
@@ -91,7 +93,7 @@ def missed(slo: Slo | None, requests: int = 1) -> RequestCounts:
 
 
 def _with_defaults(slo: Slo, other: Slo) -> Slo:
-    """Return ``slo`` with the targets of ``other`` where it has none."""
+    """Return ``slo`` with missing targets taken from ``other``."""
     return Slo(
         other.ttft_s if slo.ttft_s is None else slo.ttft_s,
         other.tpot_s if slo.tpot_s is None else slo.tpot_s,

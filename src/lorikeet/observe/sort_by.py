@@ -1,4 +1,4 @@
-"""The orders of adapters that ``/v1/stats`` and ``lorikeet top`` offer; it imports nothing else of the API."""
+"""Defines the orders of adapters in ``/v1/stats`` and ``lorikeet top``. This module imports nothing else of the API."""
 
 from enum import StrEnum
 

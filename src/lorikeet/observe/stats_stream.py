@@ -20,14 +20,14 @@ MOST_STREAMS = 32
 
 @dataclass(frozen=True)
 class StatsQuery:
-    """Which adapters are shown.
+    """Selects the adapters to show.
 
     Attributes:
-        adapters: most of them.
-        sort: by what.
-        ascending: the least first.
-        match: part of their names.
-        history: whether samples of the last ten minutes are added.
+        adapters: largest number of adapters.
+        sort: the figure to sort by.
+        ascending: whether the smallest figure comes first.
+        match: text that the adapters' names contain.
+        history: whether the answer includes samples of the last ten minutes.
     """
 
     adapters: Annotated[int, Query(ge=0, le=1000)] = 50
@@ -39,7 +39,7 @@ class StatsQuery:
 
 @dataclass(frozen=True)
 class StatsStreamQuery(StatsQuery):
-    """Which adapters a stream shows, and how often.
+    """Selects the adapters and the interval of a stream.
 
     Attributes:
         interval_s: seconds between two events.
@@ -55,7 +55,7 @@ def read_stats_query(given: Mapping[str, str]) -> StatsStreamQuery:
     """Read the query of a request for statistics, for a server without FastAPI's routes. Other fields are ignored.
 
     Raises:
-        ApiError: 400 that names the first wrong field.
+        ApiError: 400, which names the first invalid field.
     """
     try:
         return _STREAM_QUERY.validate_python(dict(given))
@@ -74,13 +74,13 @@ async def stats_response(look: Look, query: StatsQuery) -> Response:
 
 
 class StatsStreams:
-    """The open streams of ``/v1/stats/stream``.
+    """Holds the open streams of ``/v1/stats/stream``.
 
     Args:
-        is_ending: whether the server drains; then all of them end.
+        is_ending: returns whether the server drains, which ends all streams.
 
     Attributes:
-        open: their number.
+        open: number of open streams.
     """
 
     def __init__(self, is_ending: Callable[[], bool]) -> None:
@@ -88,10 +88,10 @@ class StatsStreams:
         self.open = 0
 
     def response(self, look: Look, query: StatsStreamQuery) -> Response:
-        """Return a stream of what ``/v1/stats`` answers; only the first event has the history.
+        """Return a stream of the answers of ``/v1/stats``. Only the first event has the history.
 
         Raises:
-            ApiError: 429, too many are open.
+            ApiError: 429, too many streams are open.
         """
         if self.open >= MOST_STREAMS:
             raise ApiError(429, f"{MOST_STREAMS} streams of statistics are open; try again later.")

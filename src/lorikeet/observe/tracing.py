@@ -1,8 +1,8 @@
-"""OpenTelemetry traces: a span for each request with its parts as children, sent by OTLP over HTTP.
+"""Sends OpenTelemetry traces by OTLP over HTTP: a span for each request, with its parts as children.
 
-Spans are made when a request has ended, from the same times as the metrics. A client's trace goes on: the header
-``traceparent`` names the parent (W3C Trace Context). Attributes have the names of the conventions for generative AI.
-Only ``--otlp-traces-endpoint`` imports this module.
+Spans are made at the end of a request, from the same times as the metrics. A client's trace continues: the header
+``traceparent`` names the parent span (W3C Trace Context). Attributes follow the conventions for generative AI. Only
+``--otlp-traces-endpoint`` imports this module.
 """
 
 import time
@@ -39,7 +39,7 @@ class RequestTraces:
         self._unix_minus_monotonic_s = time.time() - time.monotonic()
 
     def traced(self, ended: EndedRequest) -> EndedRequest:
-        """Make the spans of a request that has ended; return it with the id of its trace.
+        """Make the spans of an ended request, and return the request with the id of its trace.
 
         The id is empty if the client or the sampler wants no trace.
         """
@@ -85,12 +85,12 @@ class RequestTraces:
 
 
 def open_exporter(endpoint: str) -> SpanExporter:
-    """Return what sends spans to an address such as ``http://collector:4318/v1/traces``."""
+    """Return an exporter that sends spans to an address such as ``http://collector:4318/v1/traces``."""
     return OTLPSpanExporter(endpoint=endpoint)
 
 
 def _parts(timings: RequestTimings, ended_s: float) -> list[tuple[str, float, float]]:
-    """Return the parts of a request that took time, with their begin and end, as far as it came."""
+    """Return the parts of a request that it has reached and that took time, with their begin and end."""
     parts = []
     begin_s = timings.arrival_s
     for name, part_s in zip(PARTS, parts_of(timings, ended_s), strict=True):

@@ -1,4 +1,4 @@
-"""Counts of requests by adapter and by tenant."""
+"""Counts requests by adapter and by tenant."""
 
 import bisect
 import heapq
@@ -30,11 +30,11 @@ _HYSTERESIS = 1.5
 
 @dataclass
 class RequestCounts:
-    """Sums over finished and refused requests.
+    """Holds sums over finished and refused requests.
 
-    ``ttft_met`` and the like count requests with such a target, ``ttft_buckets`` requests by ``TTFT_BOUNDS_S``. Times
-    are whole nanoseconds: differences of float sums have rounding errors, and a counter that decreases by one looks to
-    Prometheus like a restart.
+    ``ttft_met`` and similar fields count requests with such a target; ``ttft_buckets`` counts requests by
+    ``TTFT_BOUNDS_S``. Times are whole nanoseconds: differences of float sums have rounding errors, and Prometheus takes
+    a counter that decreases for a restart.
     """
 
     requests: int = 0
@@ -57,7 +57,7 @@ class RequestCounts:
     ttft_buckets: tuple[int, ...] = _NO_TTFT
 
     def plus(self, other: "RequestCounts", sign: int = 1) -> "RequestCounts":
-        """Return the sum, or with ``sign`` -1 the difference."""
+        """Return the sum of two counts; with ``sign`` -1, the difference."""
         total = RequestCounts()
         total._set_to(self, other, sign)
         return total
@@ -96,7 +96,7 @@ class RequestCounts:
 
 
 def ttft_bucket(seconds: float | None) -> tuple[int, ...]:
-    """Return the ``ttft_buckets`` of one request; None if it had no first token."""
+    """Return the ``ttft_buckets`` of one request; None without a first token."""
     if seconds is None:
         return _NO_TTFT
     at = bisect.bisect_left(TTFT_BOUNDS_S, seconds)
@@ -110,16 +110,16 @@ def nanoseconds(seconds: float) -> int:
 
 @dataclass
 class AdapterTraffic:
-    """One adapter's traffic (or the base model's).
+    """Counts the traffic of one adapter, or of the base model.
 
     Attributes:
-        clock: in seconds.
-        all_adapters: the sum over all adapters, which is updated with it.
-        total: since the server started.
-        running: running requests.
+        clock: returns the present time in seconds.
+        all_adapters: the sum over all adapters, which this object also updates.
+        total: counts since the server's start.
+        running: number of running requests.
         last_used_s: monotonic time of the latest end.
         activity: number of requests, decaying with time.
-        slowest_s: largest TTFT, decaying likewise.
+        slowest_s: largest TTFT, decaying with time.
         baseline: ``total`` when the adapter got its label; None without a label.
     """
 
@@ -142,11 +142,11 @@ class AdapterTraffic:
         self.all_adapters.add(request)
 
     def activity_at(self, now_s: float) -> float:
-        """Return the activity, decayed until ``now_s``."""
+        """Return the activity at ``now_s``, after its decay."""
         return self.activity * self._decay(now_s)
 
     def slowest_at(self, now_s: float) -> float:
-        """Return the largest TTFT, decayed until ``now_s``."""
+        """Return the largest TTFT at ``now_s``, after its decay."""
         return self.slowest_s * self._decay(now_s)
 
     def _decay(self, now_s: float) -> float:
@@ -154,13 +154,13 @@ class AdapterTraffic:
 
 
 class AdapterUsage:
-    """Traffic of every adapter that had any; tenants are counted by another one of these.
+    """Counts the traffic of every adapter, or of every tenant.
 
     Args:
-        labels: number of adapters that are labelled.
-        clock: in seconds; replaced in tests.
-        most: records to keep; of more, the one that was used longest ago is dropped, and its counts stay in ``other``.
-            None for no limit.
+        labels: number of adapters with labels.
+        clock: returns the present time in seconds. Tests replace it.
+        most: largest number of records; None for no limit. Beyond it, the record unused for longest is dropped, and its
+            counts stay in ``other``.
     """
 
     def __init__(self, labels: int, clock: Callable[[], float] = time.monotonic, *, most: int | None = None) -> None:
@@ -180,7 +180,7 @@ class AdapterUsage:
         if usage is None:
             usage = self._adapters[adapter] = AdapterTraffic(self._clock, self._all_adapters)
             if self._labels_used < self._labels and adapter != OTHER:
-                # A label is free: it counts from the first request on.
+                # A label is free, so the adapter is counted from its first request on.
                 usage.baseline = RequestCounts()
                 self._labels_used += 1
             if self._most is not None and len(self._adapters) > self._most:
@@ -199,17 +199,17 @@ class AdapterUsage:
         return self._all_adapters
 
     def peek(self, adapter: str) -> AdapterTraffic:
-        """Return the usage of an adapter, read only; one without traffic gets neither a record nor a label."""
+        """Return the usage of an adapter without creating a record or label for it. The caller must not change it."""
         return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._all_adapters)
 
     def labelled(self) -> dict[str, RequestCounts]:
-        """Choose the labelled adapters; return the counts under each label, ``other`` included."""
+        """Choose the labelled adapters, and return the counts under each label, including ``other``."""
         now_s = self._clock()
 
         def kept(usage: AdapterTraffic) -> float:
             return _HYSTERESIS if usage.baseline else 1.0
 
-        # An adapter called "other" is counted in that sum, since two sums cannot have one label.
+        # An adapter called "other" is included in the sum of the others, since two sums cannot share a label.
         named = [item for item in self._adapters.items() if item[0] != OTHER]
 
         def busy(item: tuple[str, AdapterTraffic]) -> tuple[float, str]:
@@ -241,7 +241,7 @@ class AdapterUsage:
         return by_label
 
     def forget(self, adapter: str) -> None:
-        """Drop the record of a removed adapter; its counts stay in ``other``."""
+        """Drop the record of a removed adapter. Its counts stay in ``other``."""
         usage = self._adapters.pop(adapter, None)
         if usage is not None and usage.baseline is not None:
             self._labels_used -= 1

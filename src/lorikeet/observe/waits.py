@@ -1,4 +1,4 @@
-"""What requests wait for: causes of time in the queue, the parts of TTFT, and decisions; also as JSON."""
+"""Describes the waits of requests: causes of time in the queue, parts of TTFT, and decisions; also as JSON."""
 
 from typing import Any
 
@@ -23,20 +23,20 @@ def cause_of(timings: RequestTimings) -> str:
 
 
 def parts_of(timings: RequestTimings, now_s: float) -> tuple[float, float, float, float]:
-    """Return the parts of TTFT in seconds; until ``now_s`` if there is no first token yet."""
+    """Return the parts of TTFT in seconds. Without a first token, they last until ``now_s``."""
     first_s = timings.first_token_s if timings.first_token_s is not None else now_s
     if timings.admitted_s is None:
         return max(0.0, first_s - timings.arrival_s), 0.0, 0.0, 0.0
     queue_s = timings.admitted_s - timings.arrival_s
     since_s = max(0.0, first_s - timings.admitted_s)
     if timings.first_token_s is None and timings.waits_for_adapter and not timings.adapter_wait_s:
-        return queue_s, since_s, 0.0, 0.0  # the transfer has not ended
+        return queue_s, since_s, 0.0, 0.0  # The transfer has not ended.
     waits_s = timings.adapter_wait_s, timings.kv_wait_s
     return queue_s, *waits_s, max(0.0, since_s - sum(waits_s))
 
 
 def waits_json(timings: RequestTimings) -> dict[str, Any]:
-    """Return a request's waits and the seconds each mechanism saved it, as JSON; times count from its arrival."""
+    """Return a request's waits, and the seconds that mechanisms saved, as JSON. Times count from arrival."""
     return {
         "cached_tokens": timings.cached_tokens,
         "queue_s": _since_arrival_s(timings, timings.admitted_s),
@@ -50,7 +50,7 @@ def waits_json(timings: RequestTimings) -> dict[str, Any]:
 
 
 def decision_json(decided: Decided, arrival_s: float) -> dict[str, Any]:
-    """Return a decision as JSON; its time counts from the arrival of its request."""
+    """Return a decision as JSON. The decision's time counts from the request's arrival."""
     return {
         "after_s": round(decided.at_s - arrival_s, 6),
         "mechanism": decided.mechanism,

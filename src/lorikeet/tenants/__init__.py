@@ -1,1 +1,1 @@
-"""Tenants: keys with scopes and limits, their counters and usage, in the registry's database."""
+"""Keeps tenants in the registry's database: keys with scopes and limits, counters and usage."""

@@ -1,4 +1,4 @@
-"""Keys of tenants: scopes, limits and priorities."""
+"""Defines the keys of tenants: scopes, limits and priorities."""
 
 import fnmatch
 import hashlib
@@ -26,18 +26,19 @@ class KeySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Patterns are globs over names of adapters and of the base; ``*`` also matches a slash.
 
     Attributes:
-        use: models that its requests may name.
-        see: further models that are listed for it.
-        load: names under which it may register adapters, and folders from which it may register them.
-        requests_per_minute: most sequences in a minute of the clock; 0 for no limit, as for all of these.
+        use: models that the key's requests may name.
+        see: further models that the key's tenant may see in lists.
+        load: names under which the tenant may register adapters, and folders from which it may load them.
+        requests_per_minute: most sequences in a minute of the clock. In this and all following limits, 0 means no
+            limit.
         tokens_per_minute: most tokens of prompts and answers in a minute of the clock.
-        tokens_per_day: the same in a day of UTC.
+        tokens_per_day: most tokens of prompts and answers in a day of UTC.
         concurrent_requests: most unfinished sequences.
-        max_adapters: most adapters of its own.
-        max_adapter_bytes: most bytes of their weights.
-        priority: the priority of its requests, for presets that use it: lower runs earlier.
-        weight: the weight of its share, for presets that share fairly between tenants.
-        cache_group: keys of one group reuse each other's KV; empty for none.
+        max_adapters: most adapters that the tenant may own.
+        max_adapter_bytes: most bytes of the weights of these adapters.
+        priority: priority of the key's requests, for presets that use priorities: lower runs earlier.
+        weight: weight of the tenant's share, for presets that share fairly between tenants.
+        cache_group: group of keys that reuse each other's KV; empty for no group.
     """
 
     use: _Patterns = ("*",)
@@ -55,23 +56,23 @@ class KeySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_limited(self) -> bool:
-        """Whether its requests are counted before they run."""
+        """Whether the key has limits, so that its requests are counted before they run."""
         limits = (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day, self.concurrent_requests)
         return any(limits)
 
 
 class ApiKey(msgspec.Struct, frozen=True, dict=True):
-    """One key, without its secret.
+    """A key without its secret.
 
     Attributes:
-        key_id: names it for ever; the tenant of its requests.
-        name: for people.
-        digest: SHA-256 of its secret, in hex.
-        settings: its rights and limits.
-        created_at: in Unix seconds.
-        old_digest: digest of the secret before the last rotation; empty if there is none.
-        old_until: Unix seconds until which that one is valid.
-        revoked_at: in Unix seconds; None while it is valid.
+        key_id: permanent id of the key, which is also the name of its tenant.
+        name: a name for people.
+        digest: SHA-256 of the secret, in hex.
+        settings: rights and limits.
+        created_at: unix time of creation, in seconds.
+        old_digest: digest of the secret before the last rotation; empty without one.
+        old_until: unix time until which the old secret is valid, in seconds.
+        revoked_at: unix time of revocation, in seconds; None for a valid key.
     """
 
     key_id: str
@@ -84,7 +85,7 @@ class ApiKey(msgspec.Struct, frozen=True, dict=True):
     revoked_at: float | None = None
 
     def digests(self, now: float) -> tuple[str, ...]:
-        """Return the digests of the secrets that are valid at a time in Unix seconds."""
+        """Return the digests of the secrets that are valid at a Unix time."""
         if self.revoked_at is not None:
             return ()
         return (self.digest, self.old_digest) if self.old_digest and now < self.old_until else (self.digest,)
@@ -110,36 +111,36 @@ class Access(NamedTuple):
     """The rights of a request's sender.
 
     Attributes:
-        key: a tenant's key; None for the operator, who may do everything.
-        actor: who it is, for the audit log.
+        key: the tenant's key; None for the operator, who may do everything.
+        actor: name of the sender for the audit log.
     """
 
     key: ApiKey | None = None
     actor: str = ""
 
     def may_see(self, name: str) -> bool:
-        """Return whether a model of this name exists for the sender."""
+        """Return whether the sender may see a model of this name."""
         return self.key is None or self.key._see.match(name) is not None
 
     def may_use(self, name: str) -> bool:
-        """Return whether its requests may name a model."""
+        """Return whether the sender may use a model."""
         return self.key is None or self.key._use.match(name) is not None
 
     def may_load(self, name: str) -> bool:
-        """Return whether it may register an adapter of this name, or from the folder of this name."""
+        """Return whether the sender may register an adapter of this name, or from the folder of this name."""
         return self.key is None or self.key._load.match(name) is not None
 
     def owns(self, owner: str) -> bool:
-        """Return whether it may change an adapter of that owner, which is a key's id."""
+        """Return whether the sender may change an adapter of an owner, given as the id of a key."""
         return self.key is None or self.key.key_id == owner
 
     def priority(self, asked: int) -> int:
-        """Return the priority of a request: a tenant may make it less urgent than its key, not more."""
+        """Return the priority of a request. A tenant may make it less urgent than its key, but not more."""
         return asked if self.key is None else self.key.settings.priority + max(0, asked)
 
     @property
     def weight(self) -> float:
-        """The weight of its share."""
+        """The weight of the tenant's share."""
         return 1.0 if self.key is None else self.key.settings.weight
 
 
@@ -158,5 +159,5 @@ def new_key_id() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """Return the hash that is stored of a secret. Secrets are random, so no guess reverses a plain hash."""
+    """Return the stored hash of a secret. Secrets are random, so a plain hash cannot be reversed by guessing."""
     return hashlib.sha256(secret.encode()).hexdigest()

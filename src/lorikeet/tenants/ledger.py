@@ -1,4 +1,4 @@
-"""Counts requests of tenants against their limits, and adds up their usage; one thread writes to the database."""
+"""Counts requests of tenants against their limits and adds up their usage. One thread writes to the database."""
 
 import logging
 import math
@@ -35,11 +35,11 @@ _USAGE_COUNTS = [column.name for column in USAGE.c if not column.primary_key]
 
 
 class LimitState(NamedTuple):
-    """What is left of a limit.
+    """The state of a limit in the present window.
 
     Attributes:
-        limit: most in a window.
-        remaining: the rest in this window.
+        limit: largest count in a window.
+        remaining: remaining count in this window.
         reset_s: seconds until the window ends.
     """
 
@@ -49,14 +49,14 @@ class LimitState(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """The answer to a request for places.
+    """The answer to a request for admission.
 
     Attributes:
-        grant: the places; None if there are none.
-        requests: the limit of requests; None without one.
-        tokens: the limit of tokens with the smaller rest; None without one.
-        retry_after_s: seconds after which there may be places.
-        reason: why there are none.
+        grant: the granted places; None after a refusal.
+        requests: state of the limit on requests; None without a limit.
+        tokens: state of the limit on tokens with the smaller remaining count; None without a limit.
+        retry_after_s: seconds after which a retry may be admitted.
+        reason: reason of the refusal.
     """
 
     grant: "Grant | None"
@@ -67,13 +67,13 @@ class Admission(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Places of one request.
+    """The places that were granted to one request.
 
     Attributes:
-        key_id: its key's id.
-        sequences: the request's sequences.
-        tokens: taken from the windows ``minute`` and ``day``.
-        is_concurrent: whether its sequences count against the limit of concurrent requests.
+        key_id: id of the request's key.
+        sequences: number of the request's sequences.
+        tokens: tokens counted in the windows ``minute`` and ``day``.
+        is_concurrent: whether the sequences count against the limit on concurrent requests.
     """
 
     key_id: str
@@ -85,7 +85,7 @@ class Grant(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """One sequence that has ended, as the request log has it. ``unix_s`` is its arrival."""
+    """A sequence that has ended, with fields of the request log. ``unix_s`` is the time of arrival."""
 
     tenant: str
     adapter: str
@@ -119,7 +119,7 @@ _Work = _Ask | _Release | Ended | _Flush
 
 @dataclass
 class _Counts:
-    """A row of counters, and the sequences that run on all servers, and here."""
+    """A row of counters, with the numbers of running sequences on all servers and on this one."""
 
     minute: int
     requests: int
@@ -135,9 +135,9 @@ class Ledger:
 
     Args:
         store: the database.
-        base: name of the base model, for usage.
-        now: returns Unix seconds.
-        on_tick: called by the thread every two seconds.
+        base: name of the base model in the usage.
+        now: returns the present Unix time in seconds.
+        on_tick: function that the thread calls every two seconds.
     """
 
     def __init__(
@@ -162,37 +162,37 @@ class Ledger:
         self._thread.start()
 
     def ask(self, key: ApiKey, sequences: int, tokens: int, *, is_concurrent: bool = True) -> "Future[Admission]":
-        """Ask for places.
+        """Request the admission of a request.
 
         Args:
-            key: with limits.
-            sequences: the request's sequences.
-            tokens: the tokens of their prompts, and the most of their answers.
-            is_concurrent: whether the sequences count against the limit of concurrent requests.
+            key: a key with limits.
+            sequences: number of the request's sequences.
+            tokens: tokens of the prompts plus the token limits of the answers.
+            is_concurrent: whether the sequences count against the limit on concurrent requests.
 
         Returns:
-            The answer; its exception is StoreUnavailable if the database cannot be reached.
+            A future of the answer. Its exception is StoreUnavailable if the database cannot be reached.
         """
         answer: Future[Admission] = Future()
         self._work.put(_Ask(key, sequences, tokens, is_concurrent, answer))
         return answer
 
     def release(self, grant: Grant, used_tokens: int) -> None:
-        """Give back the places and the unused tokens of a request that has ended."""
+        """Release the places and the unused tokens of an ended request."""
         self._work.put(_Release(grant, used_tokens))
 
     def ended(self, ended: Ended) -> None:
-        """Add a sequence to the usage of its tenant."""
+        """Add an ended sequence to the usage of its tenant."""
         self._work.put(ended)
 
     def flush(self) -> "Future[None]":
-        """Return a future that is done when all that came before is written."""
+        """Return a future that is done when all earlier changes have been written."""
         done: Future[None] = Future()
         self._work.put(_Flush(done))
         return done
 
     def close(self) -> None:
-        """Write the last counts and end; gives up after ten seconds without the database."""
+        """Write the last counts and end the thread. Without the database, give up after ten seconds."""
         self._ends_s = time.monotonic() + _CLOSE_S
         self._work.put(None)
         self._thread.join()
@@ -207,7 +207,7 @@ class Ledger:
                 is_ending = self._take(fresh)
             try:
                 self._apply(fresh)
-            except Exception as error:  # the thread must go on, whatever a driver raises
+            except Exception as error:  # The thread must continue after any exception of a driver.
                 if not self._is_down:
                     self._is_down = True
                     _LOG.error("the database of keys cannot be written: %s", error)
@@ -224,10 +224,10 @@ class Ledger:
         try:
             self._store.forget_server(self._server)
         except StoreUnavailable as error:
-            _LOG.warning("running sequences are not signed off: %s", error)
+            _LOG.warning("running sequences of this server could not be removed: %s", error)
 
     def _take(self, fresh: list[_Work]) -> bool:
-        """Wait for work and take all of it; return whether the thread should end."""
+        """Wait for work and take all of it. Return whether the thread should end."""
         try:
             first = self._work.get(timeout=_RETRY_S if self._kept else _TICK_S)
         except queue.Empty:
@@ -240,7 +240,7 @@ class Ledger:
         return True
 
     def _put_off(self, fresh: list[_Work], error: Exception) -> None:
-        """Keep the ends for later; requests that ask are refused."""
+        """Keep the ended sequences for later, and refuse the waiting requests."""
         for each in fresh:
             match each:
                 case _Ask():
@@ -301,7 +301,7 @@ class Ledger:
                 each.done.set_result(None)
 
     def _locked(self, connection: Connection, ids: list[str], now: float) -> dict[str, _Counts]:
-        """Lock the rows of keys, in order of their ids, and begin their windows; return the counts."""
+        """Lock the rows of keys in the order of their ids, begin new windows, and return the counts."""
         if not ids:
             return {}
         fresh = {"minute": int(now // MINUTE_S), "day": int(now // DAY_S)}
@@ -311,7 +311,7 @@ class Ledger:
         def kept(window: str, count: str) -> Any:
             return case((COUNTERS.c[window] >= insert.excluded[window], COUNTERS.c[count]), else_=0)
 
-        def latest(window: str) -> Any:  # a clock that is behind does not begin an old window again
+        def latest(window: str) -> Any:  # A server with a slow clock does not begin an old window again.
             newer = COUNTERS.c[window] >= insert.excluded[window]
             return case((newer, COUNTERS.c[window]), else_=insert.excluded[window])
 
@@ -378,7 +378,7 @@ class Ledger:
 
 
 def _admit(ask: _Ask, counts: _Counts, now: float) -> Admission:
-    """Take places from the counts of a key, or return the time until there may be some."""
+    """Take places from the counts of a key, or return the time until places may be free."""
     limits = ask.key.settings
     waits = list[float]()
     reasons = list[str]()
@@ -448,7 +448,7 @@ def _day(unix_s: float) -> str:
 
 
 def never_fits(key: ApiKey, sequences: int, tokens: int, *, is_concurrent: bool) -> str:
-    """Return why a request could never be admitted; empty if it could."""
+    """Return why a request could never be admitted; empty if it could be."""
     limits = key.settings
     checks: Iterable[tuple[int, int, str]] = (
         (limits.requests_per_minute, sequences, "requests per minute"),

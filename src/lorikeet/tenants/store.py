@@ -1,4 +1,4 @@
-"""The tables of tenants in the registry's database: keys, counters of limits, and usage."""
+"""Reads and writes the tables of tenants in the registry's database: keys, counters of limits, and usage."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -74,11 +74,11 @@ class StoreUnavailable(Exception):
 
 
 class UnknownKey(LookupError):
-    """No valid key has that id."""
+    """No valid key has the given id."""
 
 
 class UsageRow(NamedTuple):
-    """A tenant's usage of an adapter on a day, with the columns of the table ``usage``."""
+    """A tenant's usage of an adapter on one day, with the columns of the table ``usage``."""
 
     day: str
     key_id: str
@@ -97,7 +97,7 @@ class TenantStore:
 
     Args:
         url: SQLAlchemy URL (SQLite or PostgreSQL).
-        now: returns Unix seconds.
+        now: returns the present Unix time in seconds.
 
     Raises:
         ConfigError: the database cannot be opened.
@@ -115,7 +115,7 @@ class TenantStore:
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """Open a transaction, committed at the end.
+        """Open a transaction, which is committed at the end of the block.
 
         Raises:
             StoreUnavailable: the database cannot be read or written.
@@ -142,7 +142,7 @@ class TenantStore:
         return [_key(row) for row in rows], rows[-1].revision if rows else revision
 
     def create(self, name: str, settings: KeySettings, actor: str) -> tuple[ApiKey, str]:
-        """Make a key; return it and its secret, which is not stored."""
+        """Create a key. Return it with its secret, which is not stored."""
         secret = new_secret()
         key = ApiKey(new_key_id(), name, digest_of(secret), settings, self._now())
         values = msgspec.structs.asdict(key) | {"settings": _encode(settings), "revision": _next_revision()}
@@ -159,15 +159,15 @@ class TenantStore:
         """Change the settings of a key.
 
         Raises:
-            UnknownKey: there is none, or it is revoked.
+            UnknownKey: the key does not exist, or is revoked.
         """
         return self._change(key_id, {"settings": _encode(settings)}, actor, "key changed", {}, settings)
 
     def rotate(self, key_id: str, overlap_s: float, actor: str) -> tuple[ApiKey, str]:
-        """Give a key another secret; the present one stays valid for a time, an older one does not.
+        """Give a key a new secret. The present secret stays valid for a time; older ones do not.
 
         Raises:
-            UnknownKey: there is none, or it is revoked.
+            UnknownKey: the key does not exist, or is revoked.
         """
         secret = new_secret()
         values = {"old_digest": _KEYS.c.digest, "digest": digest_of(secret), "old_until": self._now() + overlap_s}
@@ -177,7 +177,7 @@ class TenantStore:
         """Revoke a key.
 
         Raises:
-            UnknownKey: there is none, or it is revoked already.
+            UnknownKey: the key does not exist, or is already revoked.
         """
         return self._change(key_id, {"revoked_at": self._now()}, actor, "key revoked", {})
 
@@ -190,7 +190,7 @@ class TenantStore:
         detail: dict[str, Any],
         settings: KeySettings | None = None,
     ) -> ApiKey:
-        """Write to a key's row and to the audit log, which gets the settings that change."""
+        """Write to a key's row, and write the changed settings to the audit log."""
         found: list[ApiKey] = []
         statement = (
             update(_KEYS)
@@ -213,7 +213,7 @@ class TenantStore:
         return found[-1]
 
     def _write(self, write: Callable[[Connection], None]) -> None:
-        """Write in a transaction, again while another server takes the same revision."""
+        """Write in a transaction, and retry while another server takes the same revision."""
         for left in reversed(range(_TRIES)):
             try:
                 with self.transaction() as connection:
@@ -229,9 +229,9 @@ class TenantStore:
         """Return the usage by day, tenant and adapter.
 
         Args:
-            first_day, last_day: days of UTC, both included.
-            key_id: only of this tenant; empty for all.
-            adapter: only of this one, empty for the base alone; None for all.
+            first_day, last_day: first and last day, in UTC.
+            key_id: the only tenant to include; empty for all tenants.
+            adapter: the only adapter to include; empty for only the base model; None for all.
         """
         query = (
             select(USAGE)
@@ -246,12 +246,12 @@ class TenantStore:
             return [UsageRow(*row) for row in connection.execute(query)]
 
     def changes(self, subject: str, before: int, limit: int) -> list[AuditEntry]:
-        """Return entries of the audit log, as ``read_changes``."""
+        """Return entries of the audit log; see ``read_changes``."""
         with self.transaction() as connection:
             return read_changes(connection, subject, before, limit)
 
     def forget_server(self, server: str) -> None:
-        """Drop the running sequences of a server that stops."""
+        """Delete the running sequences of a server that stops."""
         with self.transaction() as connection:
             connection.execute(delete(RUNNING).where(RUNNING.c.server == server))
 

@@ -1,4 +1,4 @@
-"""Keeps the keys of tenants in memory, and their ledger."""
+"""Keeps the keys of tenants in memory, together with their ledger."""
 
 import threading
 import time
@@ -13,17 +13,17 @@ _LEAST_REFRESH_S = 0.5
 
 
 class Tenants:
-    """Keys of tenants, and what counts their requests. Thread-safe.
+    """Holds the keys of tenants and the ledger that counts their requests. Thread-safe.
 
-    ``find`` and ``by_id`` return at once; all others ask the database, and belong in a worker thread.
+    ``find`` and ``by_id`` return without waiting. All other methods read the database and belong in a worker thread.
 
     Args:
         url: SQLAlchemy URL of the registry.
-        base: name of the base model, for usage.
-        now: returns Unix seconds.
+        base: name of the base model in the usage.
+        now: returns the present Unix time in seconds.
 
     Attributes:
-        store: the tables.
+        store: the tables of the database.
         ledger: counts requests.
 
     Raises:
@@ -42,32 +42,32 @@ class Tenants:
         self.ledger = Ledger(self.store, base, now, self.refresh)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Return the key of a secret, if it is known and valid."""
+        """Return the key of a secret; None if the key is unknown or not valid."""
         digest = digest_of(secret)
         key = self._by_digest.get(digest)
         return key if key is not None and digest in key.digests(self._now()) else None
 
     def by_id(self, key_id: str) -> ApiKey | None:
-        """Return a key, also one that is revoked."""
+        """Return a key by its id, including revoked keys."""
         return self._keys.get(key_id)
 
     def list(self) -> "list[ApiKey]":
-        """Return all keys, the oldest first, revoked ones too."""
+        """Return all keys, oldest first, including revoked keys."""
         return sorted(self._keys.values(), key=lambda key: (key.created_at, key.key_id))
 
     def access_of(self, tenant: str) -> Access | None:
-        """Return the present rights of a tenant whose request waited; None if its key is revoked."""
+        """Return the present rights of a tenant whose request has waited; None if its key is revoked."""
         key = self._keys.get(tenant)
         if key is None:
             return Access(actor=tenant)
         return None if key.revoked_at is not None else Access(key, tenant)
 
     def may_look_again(self) -> bool:
-        """Return whether it is time to ask the database for keys that other servers have made."""
+        """Return whether it is time to read the database for keys that other servers have made."""
         return time.monotonic() - self._refreshed_s > _LEAST_REFRESH_S
 
     def refresh(self) -> None:
-        """Read keys that were changed.
+        """Read changed keys from the database.
 
         Raises:
             StoreUnavailable: the database cannot be read.
@@ -84,30 +84,30 @@ class Tenants:
                     self._by_digest[digest] = key
 
     def create(self, name: str, settings: KeySettings, actor: str) -> tuple[ApiKey, str]:
-        """Make a key; return it and its secret."""
+        """Create a key. Return it with its secret."""
         made = self.store.create(name, settings, actor)
         self.refresh()
         return made
 
     def change(self, key_id: str, settings: KeySettings, actor: str) -> ApiKey:
-        """Change the settings of a key; raises UnknownKey."""
+        """Change the settings of a key. Raises UnknownKey."""
         changed = self.store.change(key_id, settings, actor)
         self.refresh()
         return changed
 
     def rotate(self, key_id: str, overlap_s: float, actor: str) -> tuple[ApiKey, str]:
-        """Give a key another secret; raises UnknownKey."""
+        """Give a key a new secret. Raises UnknownKey."""
         rotated = self.store.rotate(key_id, overlap_s, actor)
         self.refresh()
         return rotated
 
     def revoke(self, key_id: str, actor: str) -> ApiKey:
-        """Revoke a key; raises UnknownKey."""
+        """Revoke a key. Raises UnknownKey."""
         revoked = self.store.revoke(key_id, actor)
         self.refresh()
         return revoked
 
     def close(self) -> None:
-        """Write the last counts, and close."""
+        """Write the last counts and close the database."""
         self.ledger.close()
         self.store.close()
