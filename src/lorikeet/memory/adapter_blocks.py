@@ -1,4 +1,4 @@
-"""Views of packed adapters in arena blocks, as the kernels use them."""
+"""Provides the kernels' views of packed adapters in arena blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,19 +15,22 @@ from lorikeet.kernels.lora import LoraPieces, LoraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
 _MAX_LAYOUTS = 128
-"""Cached layouts. Deployments have adapters of few shapes; a layout of all modules on 80 layers takes about 100 KB."""
+"""Largest number of cached layouts.
+
+Deployments have adapters of few shapes. A layout of all modules on 80 layers takes about 100 KB.
+"""
 
 _A_SCALE = 2.0**-7
 """Scale of A when codes are dequantised, so that its elements are at most 1."""
 
 
 class AdapterLayout:
-    """The part of an adapter's layout that does not depend on its blocks, computed once per shape.
+    """Holds the part of an adapter's layout that does not depend on its blocks, computed once per shape.
 
     Args:
-        packing: where each row is.
+        packing: position of each row.
         geometry: sizes that the packing was computed for.
-        extras: extras of the adapter, see ``AdapterRef``.
+        extras: extra tensors of the adapter, see ``AdapterRef``.
 
     Attributes:
         packing, geometry: the arguments.
@@ -52,7 +55,7 @@ class AdapterLayout:
         self._modules = frozenset(piece.module for piece in pieces)
 
     def weights(self, blocks: Sequence[int], arena: Tensor) -> LoraWeights:
-        """Return the weights of an adapter as views of the arena; nothing is copied.
+        """Return the weights of an adapter as views of the arena, without a copy.
 
         Args:
             blocks: blocks of the arena, in packing order.
@@ -98,7 +101,7 @@ class AdapterLayout:
 
 
 class AdapterLayouts:
-    """A cache of layouts; adapters of equal ranks share one.
+    """Caches layouts; adapters of equal ranks share a layout.
 
     Args:
         geometry: sizes of one tensor-parallel rank's share of the model.
@@ -123,9 +126,9 @@ class AdapterLayouts:
 
 
 class _Codes(Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]):
-    """The weights of an adapter that is kept as codes, in the arena's dtype.
+    """Computes an adapter's weights from its stored codes, in the arena's dtype.
 
-    They are made anew each time, since blocks may arrive between two.
+    The weights are computed at every use, because blocks may arrive in between.
     """
 
     def __init__(self, packing: AdapterPacking, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> None:
@@ -149,7 +152,7 @@ def _dequantized(
 ) -> tuple[Tensor, Tensor]:
     """Return A and Bᵀ of a piece of codes.
 
-    A is the codes by a power of two, and so exact. It does not depend on the rank of tensor parallelism, as Bᵀ does.
+    A is the codes times a power of two, so it is exact. Unlike Bᵀ, A does not depend on the tensor-parallel rank.
     """
     shape = geometry.shape_of(piece.module)
     sizes = [n * piece.rows for n in (SCALE_BYTES, shape.in_features, shape.out_features)]

@@ -1,7 +1,7 @@
-"""Block pool of one tier, and the lease of a sequence.
+"""Implements the block pool of one tier, and the lease of a sequence.
 
-A pool hands out block numbers and checks that each is released once. The lease of a sequence holds its block table and
-the transfers that it waits for.
+A pool hands out block numbers and checks that each block is released once. A sequence's lease holds the block table and
+the transfers that the sequence waits for.
 """
 
 from array import array
@@ -15,14 +15,14 @@ from lorikeet.core.plan import TransferDone
 
 
 class BlockError(RuntimeError):
-    """A block was used wrongly (double release, stale generation). Always a bug, never caused by load."""
+    """A block was released twice, or a stale block number was used. The cause is always a bug, never load."""
 
 
 class BlockPool:
-    """Equal blocks, each free or leased to exactly one owner.
+    """Leases blocks of equal size, each to at most one owner.
 
-    The generation of a block rises whenever it is freed. A remembered block number with an old generation is therefore
-    recognised as stale, and the block of another tenant is never read (compare vLLM issue 47724).
+    The generation of a block rises whenever the block is freed. So a remembered block number with an old generation is
+    recognised as stale, and another tenant's block is never read (compare vLLM issue 47724).
 
     Args:
         total: number of blocks.
@@ -30,10 +30,10 @@ class BlockPool:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        # Four bytes a block, where a list of numbers takes 36: a simulated cluster has a thousand pools.
+        # An array takes 4 bytes per block and a list of numbers 36. A simulated cluster has a thousand pools.
         self._free = array("i", range(total - 1, -1, -1))
         self._leased = bytearray(total)
-        self._generation = array("q", bytes(8 * total))  # it rises for as long as the engine runs
+        self._generation = array("q", bytes(8 * total))  # generations rise for as long as the engine runs
 
     @property
     def free(self) -> int:
@@ -44,14 +44,14 @@ class BlockPool:
         """Lease ``count`` blocks.
 
         Raises:
-            BlockError: fewer are free; callers check ``free`` first.
+            BlockError: fewer blocks are free. Callers check ``free`` first.
         """
         if count > len(self._free):
             raise BlockError(f"{count} blocks requested, {len(self._free)} free")
         at = len(self._free) - count
         blocks = cast(list[BlockId], self._free[at:].tolist())
         del self._free[at:]
-        blocks.reverse()  # the block freed last comes first
+        blocks.reverse()  # the last freed block is leased first
         for block in blocks:
             self._leased[block] = 1
         return blocks
@@ -60,7 +60,7 @@ class BlockPool:
         """Free blocks.
 
         Raises:
-            BlockError: one of them is not leased.
+            BlockError: a block is not leased.
         """
         for block in blocks:
             if not self._leased[block]:
@@ -70,14 +70,14 @@ class BlockPool:
             self._free.append(block)
 
     def generation(self, block: BlockId) -> int:
-        """Return how often the block has been freed."""
+        """Return the number of times that the block has been freed."""
         return self._generation[block]
 
     def checked(self, blocks: Sequence[int], generations: Sequence[int]) -> list[BlockId]:
-        """Return ``blocks`` after checking that each is leased and still of its generation.
+        """Return ``blocks`` after checking that each block is leased and has the expected generation.
 
         Raises:
-            BlockError: one is not.
+            BlockError: a block is not leased or has another generation.
         """
         for block, generation in zip(blocks, generations, strict=True):
             if not self._leased[block] or self._generation[block] != generation:
@@ -86,17 +86,19 @@ class BlockPool:
 
 
 class WaitReason(Enum):
-    """Why a request cannot be admitted now."""
+    """Names the reasons why a request cannot be admitted now."""
 
     KV_BLOCKS = auto()
-    """There are too few blocks for its KV."""
+    """Too few blocks are free for the request's KV."""
     ADAPTER_BLOCKS = auto()
-    """There are enough blocks for its KV, but not for its adapter as well."""
+    """Enough blocks are free for the request's KV, but not for its KV and its adapter."""
     SLOT = auto()
-    """There are too few blocks in the share reserved for adapters, or the step may use no further adapter; requests for
-    other adapters may be admitted."""
+    """The share reserved for adapters has too few free blocks, or the step has reached its number of adapters.
+
+    Requests for other adapters may be admitted.
+    """
     TRANSFER = auto()
-    """Its adapter is being read into the host tier; other requests may be admitted."""
+    """The request's adapter is being read into the host tier. Other requests may be admitted."""
 
 
 WAITS_FOR = {
@@ -105,26 +107,27 @@ WAITS_FOR = {
     WaitReason.SLOT: "a place beside the adapters or the batch that run",
     WaitReason.TRANSFER: "its adapter to be read into host memory",
 }
-"""The reason why a refused request waits, as text for users."""
+"""Text for users that names the reason why a request waits."""
 
 
 @dataclass(eq=False, slots=True)
 class SequenceLease:
-    """Blocks and pins of one admitted sequence.
+    """Holds the blocks and pins of one admitted sequence.
 
     Attributes:
-        adapter: node of its adapter version; pinned.
-        blocks: its block table.
-        path: tree nodes of its leading blocks; pinned. A node may have another block than the sequence, if two
-            sequences computed the same tokens at the same time.
-        keys: keys of its whole blocks, as far as they were needed.
+        adapter: node of the sequence's adapter version; pinned.
+        blocks: block table of the sequence.
+        path: tree nodes of the sequence's leading blocks; pinned. If two sequences computed the same tokens at the same
+            time, a node may have another block than the sequence.
+        keys: keys of the whole blocks, as far as they were needed.
         private: blocks of the sequence that are not in the tree.
-        adapter_transfers, kv_transfers: ids of the transfers that it waits for.
+        adapter_transfers, kv_transfers: ids of the transfers that the sequence waits for.
         cached_blocks: number of leading blocks that were found in the cache at admission.
-        assisted: whether host cores compute its adapter's part of a prefill while the adapter is in flight.
-        salt: salt of its keys.
+        assisted: whether host cores compute the adapter's part of a prefill while the adapter is in flight.
+        salt: salt of the keys.
         prefetched: prefetched nodes that this sequence is the first to use.
-        adapter_start: position of the first token on which the adapter acts; whole blocks before it are the base's.
+        adapter_start: position of the first token on which the adapter acts. Whole blocks before this position belong
+            to the base model.
     """
 
     adapter: int
@@ -142,25 +145,25 @@ class SequenceLease:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all transfers that it waited for have ended."""
+        """Whether all transfers that the sequence waited for have ended."""
         return not (self.adapter_transfers or self.kv_transfers)
 
     @property
     def is_cold(self) -> bool:
-        """Whether only its adapter is missing, and host cores can assist its prefill."""
+        """Whether only the adapter is missing, and host cores can assist the prefill."""
         return self.assisted and bool(self.adapter_transfers) and not self.kv_transfers
 
 
 class TransferOutcome(NamedTuple):
-    """The leases that the end of a transfer concerns.
+    """Groups the leases that waited for a transfer by its result.
 
     Attributes:
         adapter: leases whose adapter has arrived.
         kv: leases whose KV has arrived.
-        error: why the transfer failed; None if it succeeded.
+        error: cause of the failure; None if the transfer succeeded.
         without_adapter: leases whose adapter did not arrive, if the transfer failed.
-        without_kv: leases whose KV did not arrive and must be computed again, if it failed.
-        began_s: time at which a failed transfer was decided.
+        without_kv: leases whose KV did not arrive and must be computed again, if the transfer failed.
+        began_s: time at which a failed transfer was scheduled.
     """
 
     adapter: tuple[SequenceLease, ...]
@@ -177,7 +180,7 @@ def arrived(leases: Collection[SequenceLease], done: TransferDone, began_s: floa
     Args:
         leases: leases that waited for the transfer.
         done: result of the transfer.
-        began_s: time at which the transfer was decided.
+        began_s: time at which the transfer was scheduled.
     """
     adapter = tuple(lease for lease in leases if done.transfer_id in lease.adapter_transfers)
     kv = tuple(lease for lease in leases if done.transfer_id not in lease.adapter_transfers)

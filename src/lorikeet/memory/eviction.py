@@ -1,8 +1,9 @@
 """Frees blocks on both tiers by evicting adapters and KV that no request needs.
 
 The eviction policy scores the nodes of the tree, and the lowest score is evicted first. ``EvictionHeap`` finds the
-lowest scores of one kind of node without sorting all nodes. ``EvictionQueues`` holds the heaps of one tier and knows
-which nodes may be evicted from it. ``Evictor`` evicts the lowest until enough blocks are free.
+lowest scores of one kind of node without sorting all nodes. ``EvictionQueues`` holds the heaps of one tier and decides
+which nodes may be evicted from the tier. ``Evictor`` evicts the nodes with the lowest scores until enough blocks are
+free.
 """
 
 import heapq
@@ -27,18 +28,26 @@ from lorikeet.presets import HostKv
 _HEAP_NODES = 256
 """Number of lowest-scored nodes that are put into a heap at a time."""
 _MAX_ENTRIES = 8 * _HEAP_NODES
-"""Entries after which a heap is rebuilt, as most are stale by then; the limit is higher where many scores are equal."""
+"""Number of entries above which a heap is rebuilt, because most entries are then stale.
+
+The limit is higher if many scores are equal.
+"""
 
 
 _FEW = 3
-"""Up to this many nodes are offered without a filter: the NumPy calls would take longer than they save."""
+"""Largest number of nodes that are offered without a filter.
+
+For so few nodes, the NumPy calls take longer than they save.
+"""
 
 
 class EvictionHeap:
-    """A queue of evictable nodes of one kind by ``tree.score``; of equals the deeper first, or the lower index.
+    """Orders evictable nodes of one kind by ``tree.score``.
 
-    Most nodes are never among the lowest, so only the lowest few are ever sorted. A node that changes is offered
-    again. Its old entry is stale then (``tree.touched`` differs) and is dropped when it reaches the top.
+    Of nodes with equal scores, the deeper node or the lower index comes first.
+
+    Most nodes never have a low score, so only the lowest few are sorted. A node that changes is offered again. Its old
+    entry is then stale (``tree.touched`` differs) and is dropped when it reaches the top.
 
     Args:
         tree: holds the scores.
@@ -69,11 +78,11 @@ class EvictionHeap:
         self._highest = -np.inf
 
     def offer(self, node: int) -> None:
-        """Add a node whose score has changed or which has become evictable; others are ignored."""
+        """Add a node whose score has changed or which has become evictable. A node that is not evictable is ignored."""
         tree = self._tree
         score = float(tree.score[node])
         if score <= self._highest and self._is_candidate(node):
-            if len(self._heap) >= self._max_entries:  # mostly stale entries; the heap must not grow for ever
+            if len(self._heap) >= self._max_entries:  # most entries are stale, and the heap must not grow without limit
                 self.invalidate()
                 return
             heapq.heappush(
@@ -81,7 +90,7 @@ class EvictionHeap:
             )
 
     def first(self, count: int = 1) -> list[int]:
-        """Return up to ``count`` nodes with the lowest scores, the lowest first; they stay in the queue."""
+        """Return up to ``count`` nodes with the lowest scores, the lowest first. The nodes stay in the queue."""
         tree = self._tree
         found: dict[int, tuple[float, int, int, int]] = {}
         while len(found) < count:
@@ -118,7 +127,7 @@ class EvictionHeap:
         return True
 
     def missing(self) -> list[int]:
-        """Return evictable nodes that should have an entry and have none; for checks."""
+        """Return evictable nodes that lack an entry, for consistency checks."""
         tree = self._tree
         nodes = self._candidates()
         known = {(node, touched, score) for score, _, node, touched in self._heap}
@@ -133,11 +142,11 @@ _ChildCount = int | npt.NDArray[np.bool_]
 
 
 class EvictionQueues:
-    """The nodes that may be evicted from one tier, by kind and score.
+    """Holds the nodes that may be evicted from one tier, by kind and score.
 
     Args:
         tree: holds the scores: the lowest is evicted first.
-        evictable: returns whether nodes may be evicted that have this many children on the tier.
+        evictable: returns whether nodes may be evicted, given the number of their children on the tier.
         deeper_first: see ``EvictionPolicy``.
     """
 
@@ -161,13 +170,13 @@ class EvictionQueues:
         return np.flatnonzero((self._tree.kind[every] == kind) & self.allows(every))
 
     def offer(self, node: int) -> None:
-        """Add a node that may have become evictable, or whose score has changed."""
+        """Add a node that has become evictable, or whose score has changed."""
         kind = int(self._tree.kind[node])
         if kind in self._queues:
             self._queues[kind].offer(node)
 
     def invalidate(self, kind: int) -> None:
-        """Drop all entries of a kind, because all its scores have changed."""
+        """Drop all entries of a kind, because all scores of the kind have changed."""
         self._queues[kind].invalidate()
 
     def first(self, kind: int, count: int) -> list[int]:
@@ -175,16 +184,17 @@ class EvictionQueues:
         return self._queues[kind].first(count)
 
     def run(self, node: int, most: int) -> list[int]:
-        """Return ``node`` and its ancestors of equal score, as far as they can be evicted after it.
+        """Return ``node`` and its ancestors of equal score, as far as they become evictable after it.
 
-        KV of equal score was last used together, so it is evicted in one go.
+        KV of equal score was last used together, so it is evicted together.
 
         Args:
             node: the KV node that is evicted first.
             most: largest number of nodes to return.
 
         Returns:
-            KV of one branch, later KV first; each becomes evictable when the one before it in the list is gone.
+            KV of one branch, later KV first. Each node becomes evictable when the node before it in the list is
+            evicted.
         """
         tree = self._tree
         run = [node]
@@ -197,12 +207,15 @@ class EvictionQueues:
         return run[: follows.index(False)] if False in follows else run
 
     def missing(self) -> list[int]:
-        """Return evictable nodes that the heaps would never return; for checks."""
+        """Return evictable nodes that the heaps would never return, for consistency checks."""
         return [node for queue in self._queues.values() for node in queue.missing()]
 
 
 def device_queues(tree: DependencyTree, *, dependent: bool, deeper_first: bool) -> EvictionQueues:
-    """Return the queues of the device: nodes there that are not pinned or in flight; if ``dependent``, only leaves."""
+    """Return the queues of the device.
+
+    Its evictable nodes are neither pinned nor in flight; if ``dependent``, they are also leaves.
+    """
 
     def evictable(at: _NodeIndex, children: _ChildCount) -> Any:
         idle = (
@@ -217,7 +230,10 @@ def device_queues(tree: DependencyTree, *, dependent: bool, deeper_first: bool) 
 
 
 def host_queues(tree: DependencyTree) -> EvictionQueues:
-    """Return the queues of the host: nodes there that are not pinned or in flight; of KV only leaves."""
+    """Return the queues of the host.
+
+    Its evictable nodes are neither pinned nor in flight; evictable KV is also a leaf.
+    """
 
     def evictable(at: _NodeIndex, children: _ChildCount) -> Any:
         idle = tree.on_host[at] & (tree.moving[at] == NodeTransfer.NO) & (tree.pins[at] == 0)
@@ -227,7 +243,7 @@ def host_queues(tree: DependencyTree) -> EvictionQueues:
 
 
 def has_no_bytes(tree: DependencyTree, at: _NodeIndex) -> Any:
-    """Return whether nodes are unpinned KV that is on no tier and in no transfer."""
+    """Return whether nodes are unpinned KV without bytes: on no tier, and in no transfer."""
     somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != NodeTransfer.NO) | (tree.pins[at] > 0)
     return (tree.kind[at] == NodeKind.KV) & ~somewhere
 
@@ -242,11 +258,11 @@ def evictable_host_blocks(tree: DependencyTree) -> int:
 
 
 class _DeviceShare(NamedTuple):
-    """A part of the device with a limit of its own.
+    """Limits the device blocks that some kinds of nodes may take.
 
     Attributes:
         kinds: kinds of nodes whose blocks count towards it.
-        limit: most blocks.
+        limit: largest number of blocks.
     """
 
     kinds: tuple[int, ...]
@@ -262,8 +278,8 @@ class Evictor:
         prefetch: is notified of nodes that are removed from the tree.
         options: memory options of the preset.
         counters: counts evictions.
-        reuse: records the KV that leaves the device, where KV is copied ahead of its eviction.
-        block_bytes: bytes of a block, for events.
+        reuse: records the KV that leaves the device, if KV is copied ahead of its eviction.
+        block_bytes: size of a block, for events.
 
     Attributes:
         allocation_failed: whether a request found too few free blocks since the swapper last reset it.
@@ -305,7 +321,7 @@ class Evictor:
     # --- the device ----------------------------------------------------------------------------------
 
     def pin(self, digests: Iterable[AdapterDigest], now: float) -> None:
-        """Pin these adapters instead of the present ones.
+        """Pin these adapters and unpin all others.
 
         A pinned adapter is evicted only if a request could not run otherwise.
         """
@@ -329,7 +345,10 @@ class Evictor:
         return next(share.limit for share in self._shares if kind in share.kinds)
 
     def why_impossible(self, kv: int, adapter: int) -> str | None:
-        """Return why this many blocks of KV and of an adapter can never be on the device together, None if they can."""
+        """Return the reason why blocks of KV and of an adapter never fit the device together.
+
+        Return None if they fit.
+        """
         limits = (self.limit(NodeKind.KV), self.limit(NodeKind.ADAPTER))
         total = self._tiers.device.total
         if kv <= limits[0] and adapter <= limits[1] and kv + adapter <= total:
@@ -338,22 +357,22 @@ class Evictor:
         return f"need {kv + adapter} blocks of {self._block_bytes} bytes, there are {total}{split}"
 
     def unused(self) -> int:
-        """Return the number of device blocks that are free, or will be when transfers in flight have ended."""
+        """Return the number of device blocks that are free, or will be free when the transfers in flight have ended."""
         return sum(self._unused(share) for share in self._shares)
 
     def ensure_free(self, kv: int, adapter: int, now: float, below: float = np.inf) -> bool:
-        """Evict until this many device blocks are free for KV and for adapters.
+        """Evict nodes until this many device blocks are free for KV and for adapters.
 
-        Nothing is evicted if that would not suffice.
+        If eviction cannot free enough blocks, nothing is evicted.
 
         Args:
             kv, adapter: number of blocks.
             now: the time.
-            below: only adapters with a lower score may be evicted; ``inf``: any node.
+            below: score below which adapters may be evicted; ``inf`` if any node may be evicted.
 
         Returns:
-            True if the blocks can be leased now. False also if they become free only when transfers to the host have
-            ended.
+            True if the blocks can be leased now. False if too few blocks can be freed, or if the blocks become free
+            only when transfers to the host have ended.
         """
         needs = [
             (share, sum({NodeKind.KV: kv, NodeKind.ADAPTER: adapter}[kind] for kind in share.kinds))
@@ -368,31 +387,31 @@ class Evictor:
         return all(freed)
 
     def lacks_slot(self, adapter: int) -> bool:
-        """Return whether an adapter of this many blocks does not fit the share reserved for adapters, if there is one.
+        """Return whether an adapter of this many blocks lacks room in the share reserved for adapters.
 
-        A missing slot counts as a failed allocation.
+        Without such a share, the result is False. A missing slot counts as a failed allocation.
         """
         lacks = bool(adapter) and self._options.adapter_share is not None and adapter > self.available(NodeKind.ADAPTER)
         self.allocation_failed |= lacks
         return lacks
 
     def wait_reason(self, kv: int, adapter: int) -> WaitReason:
-        """Return why :meth:`ensure_free` failed for a request; its adapter does not lack a slot."""
+        """Return the reason why :meth:`ensure_free` failed for a request whose adapter does not lack a slot."""
         return WaitReason.ADAPTER_BLOCKS if adapter and kv <= self.available(NodeKind.KV) else WaitReason.KV_BLOCKS
 
     def available(self, kind: int) -> int:
-        """Return the number of device blocks that a kind could get if everything evictable were evicted."""
+        """Return the number of device blocks that a kind could get if all evictable nodes were evicted."""
         share = next(share for share in self._shares if kind in share.kinds)
         return self._unused(share) + sum(self._tiers.cached_blocks[kind] for kind in share.kinds)
 
     def evict_until_free(self, blocks: int, now: float, most: int) -> None:
-        """Evict until ``blocks`` device blocks are unused, but no more than ``most`` further blocks."""
+        """Evict nodes until ``blocks`` device blocks are unused, but at most ``most`` blocks."""
         blocks = min(blocks, self.unused() + most)
         for share in self._shares:
             self._free_blocks(share, blocks * share.limit // self._tiers.device.total, now, np.inf, even_pinned=False)
 
     def worthless(self) -> int:
-        """Return the number of device blocks of nodes without worth (see ``EvictionPolicy.worthless_below``)."""
+        """Return the number of device blocks of worthless nodes (see ``EvictionPolicy.worthless_below``)."""
         tree = self._tree
         end = self._tree.end
         below = self._eviction.worthless_below
@@ -402,14 +421,17 @@ class Evictor:
         return int((idle & (tree.kind[:end] == NodeKind.KV) & (tree.score[:end] < below)).sum())
 
     def evict_worthless(self, blocks: int, now: float) -> None:
-        """Evict nodes without worth until ``blocks`` device blocks are unused, or none is left."""
+        """Evict worthless nodes until ``blocks`` device blocks are unused, or no worthless node is left."""
         below = self._eviction.worthless_below
         if below > -np.inf:
             for share in self._shares:
                 self._free_blocks(share, blocks, now, below, share.kinds, even_pinned=False)
 
     def rescore(self, nodes: Nodes, now: float) -> None:
-        """Score nodes that were used or inserted; not adapters if the policy scores all of them at each eviction."""
+        """Score nodes that were used or inserted.
+
+        Adapters are skipped if the policy scores all adapters at each eviction.
+        """
         tree = self._tree
         is_adapter = self._tree.kind[nodes] == NodeKind.ADAPTER
         scored = nodes[~is_adapter] if self._eviction.rescored_at_eviction else nodes
@@ -427,12 +449,12 @@ class Evictor:
             self._host_queues.invalidate(kind)
 
     def offer(self, node: int) -> None:
-        """Add a node to the queues of both tiers if it has become evictable there."""
+        """Add a node to the queue of each tier from which it has become evictable."""
         self._device_queues.offer(node)
         self._host_queues.offer(node)
 
     def offer_all(self, nodes: Nodes) -> None:
-        """Add the evictable ones of many nodes to the queues of both tiers."""
+        """Add the evictable nodes among ``nodes`` to the queues of both tiers."""
         if len(nodes) > _FEW:
             nodes = nodes[self._device_queues.allows(nodes) | self._host_queues.allows(nodes)]
         for node in nodes.tolist():
@@ -441,9 +463,10 @@ class Evictor:
     def evict_kv(self, nodes: Sequence[int], now: float) -> None:
         """Evict KV from the device.
 
-        If the preset copies evicted KV to the host, it does so as far as blocks can be freed there, earlier KV first.
-        Where KV is copied ahead of its eviction, KV without a copy is copied now if the wait for its blocks costs less
-        than the KV is expected to save. Other KV without a copy is lost, and its blocks are free immediately.
+        If the preset copies evicted KV to the host, KV is copied as far as host blocks can be freed, earlier KV first.
+        If KV is copied ahead of its eviction, KV without a copy is copied now only if the wait for its blocks costs
+        less time than the KV is expected to save. Other KV without a copy is lost, and its blocks become free
+        immediately.
 
         Args:
             nodes: evictable KV, later KV first.
@@ -455,7 +478,7 @@ class Evictor:
         self._eviction.removed(nodes, now)
         self._counters.removed(nodes)
         if self._options.host_kv is HostKv.AHEAD:
-            for top in set(tree.top[nodes].tolist()):  # of an aLoRA's KV the base's, too
+            for top in set(tree.top[nodes].tolist()):  # an aLoRA's KV may lie below the base's KV
                 self._reuse.evicted(top, [tree.key_of(node) for node in nodes if tree.top[node] == top], now)
         uncopied = [n for n in nodes if not tree.on_host[n]] if tiers.host.total else []
         free = 0
@@ -470,24 +493,25 @@ class Evictor:
         tiers.drop_kv(dropped)
         tiers.store_kv(stored, tiers.host.lease(len(stored)), now)
         self.remove_empty(dropped)
-        self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))  # now evictable, or from the host
+        # Evictable now, or evictable from the host
+        self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))
 
     def _is_copied_late(self, nodes: Sequence[int]) -> bool:
-        """Whether KV that was not copied ahead is copied when it is evicted."""
+        """Return whether KV that was not copied ahead is copied when it is evicted."""
         share = float(self._reuse.shares(self._tree.top[nodes[:1]].astype(np.int64))[0])
         return self._eviction.view.waiting_for_a_copy_pays(len(nodes), share)
 
     def evict_adapter(
         self, node: int, now: float, *, most: int | None = None, other_blocks: int = 0, dropped: bool = False
     ) -> None:
-        """Free device blocks of an adapter, and append an ``AdapterEvicted`` event if it was complete.
+        """Free device blocks of an adapter, and append an ``AdapterEvicted`` event if the adapter was complete.
 
         Args:
             node: an adapter with blocks on the device, in no transfer.
             now: the time.
-            most: largest number of blocks to free, its last ones; None for all.
-            other_blocks: blocks freed together with it, for the event.
-            dropped: whether the adapter was unloaded on request rather than evicted for its blocks.
+            most: largest number of blocks to free, starting with the last; None for all.
+            other_blocks: number of blocks freed together with the adapter, for the event.
+            dropped: whether a user unloaded the adapter. If not, it was evicted for its blocks.
         """
         entry = self._tree.adapters[node]
         was_complete = bool(self._tree.on_device[node])
@@ -506,7 +530,7 @@ class Evictor:
         self.offer(node)
 
     def remove_empty(self, nodes: Sequence[int]) -> None:
-        """Remove KV leaves from the tree that are on no tier, and then ancestors that have become such leaves."""
+        """Remove KV leaves that are on no tier from the tree, and then ancestors that have become such leaves."""
         tree = self._tree
         at = np.asarray(nodes, np.int64)
         empty = dict.fromkeys(at[has_no_bytes(tree, at)].tolist())
@@ -528,7 +552,7 @@ class Evictor:
                 self.offer(node)
 
     def free_kv(self, nodes: Sequence[int], now: float) -> int:
-        """Free the blocks of KV on both tiers and remove it from the tree, and ancestors that are empty then.
+        """Free the blocks of KV on both tiers, and remove the KV and ancestors without bytes from the tree.
 
         Args:
             nodes: KV in no transfer, later KV first, with all its descendants.
@@ -546,14 +570,14 @@ class Evictor:
         on_host = [node for node in nodes if tree.on_host[node]]
         self._tiers.drop_kv_from_host(on_host)
         self._forget_kv(nodes)
-        left = sorted(above)  # of an aLoRA's KV the base's
+        left = sorted(above)  # an aLoRA's KV may lie below the base's KV
         for node in left:
             self.offer(node)
         self.remove_empty([node for node in left if tree.kind[node] == NodeKind.KV])
         return len(on_device) + len(on_host)
 
     def discard(self, node: int, now: float) -> None:
-        """Free an unpinned KV leaf on both tiers, and remove ancestors that are empty then."""
+        """Free an unpinned KV leaf on both tiers, and remove ancestors without bytes from the tree."""
         tree = self._tree
         if tree.kind[node] == NodeKind.KV and not (tree.pins[node] or tree.children[node] or tree.moving[node]):
             self.free_kv([node], now)
@@ -575,7 +599,7 @@ class Evictor:
     def ensure_host_free(self, blocks: int, now: float) -> bool:
         """Evict from the host until an adapter of this many blocks fits: KV first, then other adapters.
 
-        Nothing is evicted, and False returned, if that would not suffice.
+        If eviction cannot free enough blocks, nothing is evicted and False is returned.
         """
         tiers = self._tiers
         if tiers.host.free < blocks:
@@ -592,32 +616,33 @@ class Evictor:
         return True
 
     def free_host_for_kv(self, blocks: int = 1, before: int | None = None) -> int:
-        """Evict other KV from the host; return how many of ``blocks`` blocks can be leased for KV then.
+        """Evict other KV from the host. Return how many of ``blocks`` host blocks can then be leased for KV.
 
         Args:
             blocks: wanted.
-            before: only KV that scores lower than this node is evicted, or as low and lies deeper; None: any KV.
+            before: node before which the evicted KV must rank, by a lower score, or by an equal score and a larger
+                depth. None if any KV may be evicted.
         """
         while self._tiers.host.free < blocks and self._evict_host_kv(blocks, before):
             pass
         return min(blocks, self._tiers.host.free)
 
     def copy_to_host(self, nodes: Sequence[int], now: float) -> None:
-        """Begin to copy pinned KV to the host as well: the first of ``nodes`` for which host blocks can be freed."""
+        """Begin to copy pinned KV to the host: the first of ``nodes``, as far as host blocks can be freed."""
         stored = nodes[: self.free_host_for_kv(len(nodes))] if self._options.host_kv is not HostKv.NONE else ()
         if stored:
-            self._eviction.removed(stored, now)  # until the copy ends: then ``inserted`` reports them again
+            self._eviction.removed(stored, now)  # until the copy ends, when ``inserted`` reports them again
             self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
 
     def copy_ahead(self, most: int, soon: int, pays: Callable[[Nodes], npt.NDArray[np.bool_]], now: float) -> None:
-        """Begin to copy KV to the host that has no copy and will be evicted first; it stays on the device.
+        """Begin to copy KV that is likely to be evicted first to the host. The KV stays on the device.
 
-        A host block holds more than a copy of what is on the device anyway. So a full host tier drops copies of KV that
-        will be evicted from the device later, and only KV that is evicted soon may displace other KV there.
+        A host block is worth more if its content is not on the device. So a full host tier drops copies of KV that will
+        be evicted from the device late. Only KV that is evicted soon may displace other KV from the host.
 
         Args:
             most: largest number of blocks.
-            soon: number of cached blocks that are evicted first.
+            soon: number of cached blocks that count as evicted soon.
             pays: returns whether copying KV of each adapter saves time, given the adapters' nodes.
             now: the time.
         """
@@ -642,7 +667,10 @@ class Evictor:
         self._tiers.store_kv(chosen, self._tiers.host.lease(len(chosen)), now, stays=True)
 
     def _drop_copies(self, blocks: int, above: float) -> None:
-        """Drop host copies of KV that is on the device and scores above a limit, the highest first, for free blocks."""
+        """Free host blocks by dropping copies of KV that is also on the device.
+
+        Only KV that scores above a limit is dropped, the highest score first.
+        """
         missing = blocks - self._tiers.host.free
         if missing <= 0:
             return
@@ -655,7 +683,7 @@ class Evictor:
         self.offer_all(nodes)
 
     def _evict_host_kv(self, blocks: int, before: int | None = None) -> bool:
-        """Evict KV of one branch from the host, up to ``blocks`` free blocks; return whether any was evictable."""
+        """Evict KV of one branch from the host, up to ``blocks`` free blocks. Return whether any KV was evictable."""
         tree = self._tree
         most = blocks - self._tiers.host.free
         first = self._host_queues.first(NodeKind.KV, 1)
@@ -663,7 +691,7 @@ class Evictor:
             return False
         if before is not None:
             score, limit = tree.score[[first[0], before]]
-            if score == limit:  # then only deeper KV is evicted
+            if score == limit:  # in this case only deeper KV is evicted
                 most = min(most, int(tree.depth[first[0]] - tree.depth[before]))
             if score > limit or most <= 0:
                 return False
@@ -675,10 +703,10 @@ class Evictor:
     # --- internals -----------------------------------------------------------------------------------
 
     def check_queues(self) -> None:
-        """Check that the queues contain every evictable node; for tests and idle moments.
+        """Check that the queues contain every evictable node, for tests and idle moments.
 
         Raises:
-            BlockError: they do not.
+            BlockError: an evictable node is in no queue.
         """
         if missing := self._device_queues.missing() + self._host_queues.missing():
             raise BlockError(f"nodes {missing} are evictable, but in no eviction queue")
@@ -687,7 +715,7 @@ class Evictor:
         return share.limit - sum(self._tiers.used_blocks[kind] for kind in share.kinds)
 
     def _unused(self, share: _DeviceShare) -> int:
-        """Return the blocks that are free, or will be when transfers in flight have ended."""
+        """Return the number of blocks that are free, or will be free when the transfers in flight have ended."""
         return self._free(share) + (self._tiers.blocks_being_freed if NodeKind.KV in share.kinds else 0)
 
     def _can_free(self, share: _DeviceShare, blocks: int, now: float, below: float) -> bool:
@@ -724,7 +752,7 @@ class Evictor:
         return self._free(share) >= blocks
 
     def _next_victims(self, kinds: tuple[int, ...], most: int, now: float) -> list[int]:
-        """Return the nodes to evict next: an adapter, or up to ``most`` blocks of KV of one branch, later KV first.
+        """Return the next nodes to evict: an adapter, or up to ``most`` blocks of KV of one branch, later KV first.
 
         Before adapters are compared with KV, the policy's ``adapter_offset`` is added to their scores.
         """
@@ -745,7 +773,7 @@ class Evictor:
         return [node] if is_alone else self._device_queues.run(node, most)
 
     def _score_adapters(self, queues: EvictionQueues, now: float) -> None:
-        """Score all evictable adapters of a tier again, if their scores depend on the other resident nodes."""
+        """Score all evictable adapters of a tier again if their scores depend on the other resident nodes."""
         if self._eviction.rescored_at_eviction:
             adapters = queues.candidates(NodeKind.ADAPTER)
             self._tree.score[adapters] = self._scores(adapters, now)
@@ -759,7 +787,7 @@ class Evictor:
             self.evict_kv(nodes, now)
 
     def _evict_branch(self, top: int, share: _DeviceShare, now: float) -> None:
-        """Evict everything evictable below an adapter, and then the adapter."""
+        """Evict all evictable KV below an adapter, and then the adapter."""
         tree = self._tree
         branch = np.flatnonzero((tree.top[: tree.end] == top) & tree.on_device[: tree.end])
         for node in branch[np.argsort(-tree.depth[branch], kind="stable")].tolist():

@@ -1,4 +1,4 @@
-"""Memory of the host tier: equal blocks that other processes can map."""
+"""Allocates the memory of the host tier: blocks of equal size that other processes can map."""
 
 import fcntl
 import mmap
@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 HOST_TIMES_DEVICE = 2
-"""Size of the host arena as a multiple of the device arena, if it is not set and memory is free."""
+"""Default size of the host arena as a multiple of the device arena, if enough memory is free."""
 
 
 class HostArena:
-    """Holds blocks in shared memory, initially zero; pages are allocated when first touched.
+    """Holds blocks in shared memory, initially zero. Pages are allocated at their first use.
 
     Another process that receives ``fd`` maps the same bytes with :meth:`attached`. The memory is freed when the last
-    process has closed it. Its size is sealed, since a process that reads behind the end of a shrunk file is killed.
+    process has closed it. The file's size is sealed, because reading past the end of a shrunk file would kill a
+    process.
 
     Args:
         fd: an anonymous file of the right size; owned by this object.
@@ -30,7 +31,7 @@ class HostArena:
     def __init__(self, fd: int, blocks: int, block_bytes: int) -> None:
         self.fd = fd
         self.bytes: NDArray[np.uint8] = np.empty((0, block_bytes), np.uint8)
-        if blocks:  # an empty file cannot be mapped
+        if blocks:  # because an empty file cannot be mapped
             memory = mmap.mmap(fd, blocks * block_bytes)
             self.bytes = np.frombuffer(memory, np.uint8).reshape(blocks, block_bytes)
 
@@ -44,7 +45,7 @@ class HostArena:
 
     @classmethod
     def attached(cls, fd: int, block_bytes: int) -> "HostArena":
-        """Map the arena of a file descriptor; the number of blocks follows from its size."""
+        """Map the arena of a file descriptor. The number of blocks is computed from the file's size."""
         return cls(fd, os.fstat(fd).st_size // block_bytes, block_bytes)
 
     def close(self) -> None:

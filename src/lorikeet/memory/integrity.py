@@ -1,4 +1,4 @@
-"""Consistency checks of the memory: recounts all blocks and pins, and compares them with the accounts."""
+"""Checks the consistency of the memory: recounts all blocks and pins, and compares them with the accounts."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
         private: blocks of leases that are not in the tree.
 
     Raises:
-        BlockError: the accounts are wrong, a block has two owners, or the tree contradicts itself.
+        BlockError: the accounts are wrong, a block has two owners, or the tree is inconsistent.
     """
     tree = tiers.tree
     owners = list(private)
@@ -91,7 +91,7 @@ def check_tree(tree: DependencyTree, pinned: Sequence[Sequence[int]], *, depende
         dependent: whether KV may be on the device only if its parent is on it.
 
     Raises:
-        BlockError: a pin belongs to no lease or was lost, or a node is where it may not be.
+        BlockError: a pin belongs to no lease or was lost, or a node is on a tier where it may not be.
     """
     pins = np.zeros(len(tree.pins), np.int64)
     for nodes in pinned:

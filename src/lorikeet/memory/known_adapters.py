@@ -1,4 +1,4 @@
-"""The registered adapter versions, and their places on both tiers."""
+"""Tracks the registered adapter versions and the tiers that hold them."""
 
 from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from lorikeet.memory.tree import NodeKind, NodeTransfer
 
 
 class AdapterSize(NamedTuple):
-    """Size of a packed adapter.
+    """Holds the size of a packed adapter.
 
     Attributes:
         blocks: number of blocks.
-        weight_bytes: bytes of the blocks that hold weights; the rest is waste.
+        weight_bytes: number of the blocks' bytes that hold weights; the rest is waste.
     """
 
     blocks: int
@@ -26,12 +26,12 @@ class AdapterSize(NamedTuple):
 
 
 class CachedAdapters(NamedTuple):
-    """The adapters on both tiers.
+    """Lists the adapters on both tiers.
 
     Attributes:
-        resident: adapters on the device, with the blocks of each.
+        resident: adapters on the device, with the number of blocks of each.
         hosted: adapters on the host.
-        waste_bytes: bytes in blocks on the device that hold no weights.
+        waste_bytes: number of bytes in device blocks that hold no weights.
     """
 
     resident: dict[AdapterDigest, int]
@@ -47,7 +47,7 @@ class KnownAdapters:
         evictor: evicts adapters and their KV.
         options: memory options of the preset.
         size: returns the size of a packed adapter.
-        block_bytes: bytes of a block, for events and statistics.
+        block_bytes: size of a block, for events and statistics.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class KnownAdapters:
         return node
 
     def device_blocks(self, ref: AdapterRef) -> int:
-        """Return the blocks that a version takes on the device; with padded slots, the blocks of the largest version.
+        """Return the number of device blocks that a version takes.
+
+        With padded slots, this is the size of the largest version.
 
         A version that can never fit the device does not enlarge the slots.
         """
@@ -88,15 +90,19 @@ class KnownAdapters:
         return blocks
 
     def missing_device_blocks(self, node: int) -> int:
-        """Return the blocks that must be leased to load an adapter; padded slots may have grown since it was added."""
+        """Return the number of blocks that must be leased to load an adapter.
+
+        Padded slots may have grown since the adapter was added.
+        """
         self._tree.size[node] = self.device_blocks(self._tree.adapters[node].ref)
         return self._tree.missing_blocks(node)
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
-        """Free a version that no request needs, with its KV, on both tiers; append an ``AdapterEvicted`` event.
+        """Free an unneeded version and its KV on both tiers, and append an ``AdapterEvicted`` event.
 
         Returns:
-            False if its transfers are in flight. No new transfer is started for it, and the caller retries.
+            False if transfers of the version are in flight. No new transfer of the version is started, and the caller
+            retries.
 
         Raises:
             BlockError: a sequence uses it.
@@ -143,14 +149,14 @@ class KnownAdapters:
         self._evict_all(reversed([node, *tree.descendants(node)]), now)
 
     def _evict_all(self, nodes: Iterable[int], now: float) -> None:
-        """Evict the KV of ``nodes`` that is neither pinned nor in flight; later KV must come first."""
+        """Evict the KV nodes that are neither pinned nor in flight. Later KV must come first in ``nodes``."""
         tree = self._tree
         idle = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
         if idle:
             self._evictor.evict_kv(idle, now)
 
     def evict_if_not_kept(self, node: int, wanted: Container[int], now: float) -> None:
-        """Evict an unused adapter that no queued request needs, unless the preset keeps unused adapters."""
+        """Evict an adapter that no running or queued request needs, unless the preset keeps unused adapters."""
         tree = self._tree
         if self._options.keep_adapters or node in wanted or self._evictor.is_pinned(node):
             return
@@ -159,9 +165,11 @@ class KnownAdapters:
             self._evictor.evict_adapter(node, now)
 
     def cached(self) -> CachedAdapters:
-        """Return the adapters on both tiers. The result must not be changed: it is kept until an adapter moves.
+        """Return the adapters on both tiers.
 
-        Statistics are read many times a second, and most of the time no adapter has moved.
+        The result is cached until an adapter moves, so callers must not change it.
+
+        The cache pays because statistics are read many times a second, and adapters move rarely.
         """
         if self._cached_at != self._tiers.adapter_changes:
             tree = self._tree

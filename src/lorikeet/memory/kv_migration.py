@@ -1,8 +1,8 @@
-"""Export of KV to another engine and import from it, from host tier to host tier.
+"""Exports KV to other engines and imports KV from them, from host tier to host tier.
 
-The KV of a sequence is in the tree once its lease was released with ``Memory.suspend``. An export pins it and copies
-missing KV to the host. At the importing engine it is added to the tree on the host tier, as if it had been evicted
-from the device there, so that the sequence finds it by its keys.
+The KV of a sequence is in the tree once its lease was released with ``Memory.suspend``. An export pins the KV and
+copies missing KV to the host. The importing engine adds the KV to its tree on the host tier, as if it had been evicted
+from the device, so that the sequence finds the KV by its keys.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class KvMigration:
         self._exporting: dict[int, list[SequenceLease]] = {}
 
     def begin_export(self, adapter: int, keys: Sequence[bytes], now: float) -> SequenceLease:
-        """Pin the cached KV of a sequence, and begin to copy KV that is not on the host to it.
+        """Pin the cached KV of a sequence, and begin to copy KV that is missing on the host.
 
         Args:
             adapter: node of the adapter version.
@@ -42,8 +42,8 @@ class KvMigration:
             now: the time.
 
         Returns:
-            A lease without a block table. Once it is ready, :meth:`exported_blocks` returns the blocks to read;
-            ``Memory.release`` releases it.
+            A lease without a block table. Once the lease is ready, :meth:`exported_blocks` returns the blocks to read.
+            ``Memory.release`` releases the lease.
         """
         lease = SequenceLease(adapter, path=self._tree.match(keys), keys=list(keys))
         self._leases.add(lease)
@@ -60,7 +60,7 @@ class KvMigration:
         return lease
 
     def transfer_ended(self, transfer_id: int) -> None:
-        """Record that a transfer has ended, for the exports that wait for it."""
+        """Record for the waiting exports that a transfer has ended."""
         for lease in self._exporting.pop(transfer_id, ()):
             lease.kv_transfers.discard(transfer_id)
 
@@ -70,9 +70,11 @@ class KvMigration:
         return self._tiers.host_blocks(list(there))
 
     def import_kv(self, adapter: int, keys: Sequence[bytes], now: float) -> list[tuple[int, BlockId]]:
-        """Lease host blocks for KV that another engine has computed; the caller writes them before anything else runs.
+        """Lease host blocks for KV that another engine has computed.
 
-        Blocks that are cached here already stay as they are. If the host is full, the rest of the sequence is left out.
+        The caller writes these blocks before anything else runs.
+
+        Blocks that are already cached are not changed. If the host is full, the rest of the sequence is left out.
 
         Args:
             adapter: node of the adapter version.
@@ -80,7 +82,7 @@ class KvMigration:
             now: the time.
 
         Returns:
-            For each block to write, its index in ``keys`` and its host block.
+            Index in ``keys`` and host block of each block to write.
         """
         tree = self._tree
         evictor = self._evictor
@@ -92,8 +94,8 @@ class KvMigration:
             if node is None:
                 ((node,),) = tree.add_kv([path[-1]], [[keys[index]]], now)
             is_known = tree.on_host[node] or tree.on_device[node] or tree.moving[node] != NodeTransfer.NO
-            self._tiers.pin([node])  # so that freeing host blocks does not remove it from the tree
-            if not is_known:  # a known one lies behind a block that was lost
+            self._tiers.pin([node])  # keeps the KV in the tree while host blocks are freed
+            if not is_known:  # a known block lies behind a block that was lost
                 if not evictor.free_host_for_kv():
                     self._tiers.unpin([node])
                     evictor.remove_empty([node])

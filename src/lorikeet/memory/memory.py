@@ -1,8 +1,8 @@
-"""Unified memory of one engine: one pool of blocks for KV and adapters, on the device and on the host.
+"""Manages the unified memory of one engine: one pool of blocks for KV and adapters, on the device and on the host.
 
-The scheduler and the engine loop call ``Memory``. It leases blocks to sequences, reuses cached KV by prefix, begins the
-transfers that a sequence waits for, and evicts and prefetches by the preset's policies. Nothing here copies bytes or
-waits: the executor makes the copies, and reports when a transfer has ended.
+The scheduler and the engine loop call ``Memory``. ``Memory`` leases blocks to sequences, reuses cached KV by prefix,
+begins the transfers that a sequence waits for, and evicts and prefetches by the preset's policies. The memory neither
+copies bytes nor waits: the executor makes the copies, and reports when a transfer has ended.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,15 +33,15 @@ from lorikeet.presets import HostKv
 
 _PLAIN = MemoryOptions()
 _GHOSTS_PER_BLOCK = 2
-"""Keys of evicted KV that are remembered for each block of both tiers."""
+"""Number of remembered keys of evicted KV, per block of both tiers."""
 
 ChooseLoadOrder = Callable[[AdapterRef, int], LoadOrder]
-"""Returns the order in which the blocks of an adapter are copied from the host for a prefill of this many tokens.
+"""Returns the order in which an adapter's blocks are copied from the host, given the number of tokens to prefill.
 ``PACKING_ORDER`` means that host cores do not assist the prefill."""
 
 
 class _NoForecast:
-    """Predicts nothing: for a memory without a scheduler."""
+    """Predicts nothing, for a memory without a scheduler."""
 
     def prefill_s(self, tokens: float) -> float:
         return 0.0
@@ -57,10 +57,10 @@ class Memory:
         device_blocks, host_blocks: sizes of the arenas, in blocks.
         block_size: tokens of KV in a block.
         block_bytes: bytes of a block, for reports.
-        adapter_size: returns the blocks that an adapter takes when packed.
+        adapter_size: returns the size of a packed adapter.
         eviction, prefetch: names of policies (``policies.EVICTION``, ``policies.PREFETCH``).
         options: memory options of the preset.
-        forecast: predicts steps for the policies; by default nothing is predicted.
+        forecast: predicts steps for the policies. By default, nothing is predicted.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Memory:
 
     @property
     def total_blocks(self) -> int:
-        """Blocks in the device arena."""
+        """Number of blocks in the device arena."""
         return self.tiers.device.total
 
     def counts(self) -> BlockCounts:
@@ -124,11 +124,11 @@ class Memory:
         return self.tiers.host_counts()
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the blocks that ``tokens`` tokens of KV take."""
+        """Return the number of blocks that ``tokens`` tokens of KV take."""
         return -(-tokens // self.block_size)
 
     def resident(self) -> dict[AdapterDigest, int]:
-        """Return the adapters on the device and the blocks of each."""
+        """Return the adapters on the device, with the number of blocks of each."""
         return self.adapters.cached().resident
 
     def hosted(self) -> tuple[AdapterDigest, ...]:
@@ -137,12 +137,12 @@ class Memory:
 
     @property
     def transfers_in_flight(self) -> int:
-        """Transfers that have not ended."""
+        """Number of transfers that have not ended."""
         return len(self.tiers.transfers)
 
     @property
     def awaited_transfers(self) -> int:
-        """Transfers that an admitted sequence waits for."""
+        """Number of transfers that an admitted sequence waits for."""
         return len(self._waiting)
 
     def awaited_s(self) -> float:
@@ -166,11 +166,11 @@ class Memory:
 
     @property
     def transfers_will_unblock(self) -> bool:
-        """Whether a transfer is in flight that a sequence waits for, or that frees blocks."""
+        """Whether a sequence waits for a transfer in flight, or such a transfer will free blocks."""
         return self.blocks_are_being_freed or any(inflight.demand for inflight in self.tiers.transfers.values())
 
     def why_impossible(self, ref: AdapterRef | None, tokens: int) -> str | None:
-        """Return why a sequence of ``tokens`` tokens with an adapter could not run even alone, None if it could."""
+        """Return the reason why a sequence with an adapter could not run even alone. Return None if it could."""
         adapter = 0 if ref is None else self.adapters.device_blocks(ref)
         problem = self.evictor.why_impossible(self.blocks_for(tokens), adapter)
         return problem and f"{tokens} tokens and {adapter} blocks of adapter {problem}"
@@ -181,7 +181,7 @@ class Memory:
         """Add an adapter version to the tree, so that it can be prefetched and read into the host tier.
 
         Returns:
-            Its node. The node of a known version does not change.
+            The version's node. The node of a known version does not change.
         """
         node = self.tree.adapter(ref.digest)
         if node is None:
@@ -190,17 +190,18 @@ class Memory:
         return node
 
     def pin_adapters(self, digests: Iterable[AdapterDigest], now: float) -> None:
-        """Pin these versions instead of the present ones.
+        """Pin these versions and unpin all others.
 
         A pinned adapter is evicted only if a request could not run otherwise.
         """
         self.evictor.pin(digests, now)
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
-        """Free an adapter version that no request needs, and its KV, on both tiers; append an ``AdapterEvicted`` event.
+        """Free an unneeded adapter version and its KV on both tiers, and append an ``AdapterEvicted`` event.
 
         Returns:
-            False if transfers of it are in flight. No new ones are started for it, and the caller retries.
+            False if transfers of the version are in flight. No new transfer of the version is started, and the caller
+            retries.
 
         Raises:
             BlockError: a sequence uses it.
@@ -236,12 +237,12 @@ class Memory:
         if inflight.transfer.adapter is not None:
             self.adapters.evict_kv_without_adapter(inflight.nodes[0], now)
             self._report_load(inflight, done, now)
-            if inflight.demand:  # the request that it was loaded for may have ended
+            if inflight.demand:  # the request that needed the adapter may have ended
                 self.adapters.evict_if_not_kept(inflight.nodes[0], self._view.waiting, now)
         return arrived(leases, done, inflight.began_s)
 
     def take_transfers(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """Return the transfers begun since the last call, and the ids of earlier ones that a sequence now waits for."""
+        """Return the transfers begun since the last call, and the ids of transfers that a sequence now waits for."""
         return self.tiers.take_started()
 
     def take_evictions(self) -> tuple[AdapterDigest, ...]:
@@ -259,14 +260,14 @@ class Memory:
     # --- requests ------------------------------------------------------------------------------------
 
     def arrive(self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float) -> None:
-        """Record the arrival of a request: visits and last use of its adapter and of the KV that it matches.
+        """Update the visits and the last use of a new request's adapter and of the KV that the request matches.
 
         Visits are counted on arrival, not on admission (ELORA §V-B).
 
         Args:
-            ref: the adapter, None for the base model.
-            keys: keys of the whole blocks of its tokens.
-            tokens: number of its tokens, with output that another engine has generated.
+            ref: adapter of the request; None for the base model.
+            keys: keys of the whole blocks of the request's tokens.
+            tokens: number of the request's tokens, including output that another engine has generated.
             now: the time.
         """
         adapter = BASE if ref is None else self.register(ref)
@@ -291,7 +292,7 @@ class Memory:
         salt: str = "",
         start: int = 0,
     ) -> list[bytes]:
-        """Return the keys of the whole blocks of a sequence; ``known`` are the keys of its first blocks."""
+        """Return the keys of a sequence's whole blocks. ``known`` contains the keys of its first blocks."""
         return block_keys(digest, token_ids, self.block_size, known, salt=salt, start=start)
 
     def try_admit(
@@ -305,13 +306,13 @@ class Memory:
         start: int = 0,
         load_order: ChooseLoadOrder = lambda ref, tokens: PACKING_ORDER,
     ) -> SequenceLease | WaitReason:
-        """Lease the blocks of a sequence, reuse cached KV, and begin the transfers that it waits for.
+        """Admit a sequence: lease its blocks, reuse cached KV, and begin the transfers that it waits for.
 
-        The last token is never taken from the cache, since its logits are needed.
+        The last token is never read from the cache, because its logits are needed.
 
         Args:
-            ref: the adapter, None for the base model.
-            keys: keys of the whole blocks of its tokens.
+            ref: adapter of the request; None for the base model.
+            keys: keys of the whole blocks of the request's tokens.
             tokens: number of tokens that the blocks must hold.
             now: the time.
             salt: salt of its keys.
@@ -319,19 +320,20 @@ class Memory:
             load_order: chooses the load order of an adapter that is on the host but not on the device.
 
         Returns:
-            The lease, or why there is none; then nothing is leased or pinned.
+            The lease. If the sequence cannot be admitted, the reason; then nothing is leased or pinned.
         """
         tree = self.tree
         tiers = self.tiers
         adapter = BASE if ref is None else self.register(ref)
         if adapter != BASE:
-            tree.adapters[adapter].retired = False  # requests accepted before it is freed are served first
+            tree.adapters[adapter].retired = False  # requests that were accepted before the retirement are served first
         if tree.moving[adapter] == NodeTransfer.READ and not tree.on_device[adapter]:
             tiers.want([adapter])
             return WaitReason.TRANSFER
         load = adapter != BASE and not tree.on_device[adapter] and tree.moving[adapter] != NodeTransfer.IN
         adapter_blocks = self.adapters.missing_device_blocks(adapter) if load else 0
-        if self.evictor.lacks_slot(adapter_blocks):  # checked first: it is cheap, and thousands may wait for a slot
+        # A cheap check comes first, because thousands of requests may wait for a slot
+        if self.evictor.lacks_slot(adapter_blocks):
             return WaitReason.SLOT
         path = tree.match(keys[: (tokens - 1) // self.block_size])
         away = [node for node in path if not tree.on_device[node] and tree.moving[node] != NodeTransfer.IN]
@@ -358,7 +360,7 @@ class Memory:
             self.swapper.load(adapter, now, demand=True, order=order)
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
-        # An adapter on the device may be part of a copy to the host as well; no sequence waits for that.
+        # An adapter on the device may be in a transfer to the host. No sequence waits for such a transfer.
         for inflight in tiers.want([] if tree.on_device[adapter] else [adapter]):
             lease.adapter_transfers.add(inflight.transfer.transfer_id)
             lease.assisted = bool(inflight.transfer.groups)
@@ -376,7 +378,10 @@ class Memory:
         return lease
 
     def try_grow(self, wanted: Iterable[tuple[SequenceLease, int]], now: float) -> bool:
-        """Extend leases until each holds this many tokens; False, with nothing leased, if not all can be extended."""
+        """Extend leases until each holds its number of tokens.
+
+        If not all can be extended, lease nothing and return False.
+        """
         lacking = []
         size = self.block_size
         for lease, tokens in wanted:
@@ -391,7 +396,7 @@ class Memory:
         return True
 
     def commit(self, computed: Iterable[ComputedTokens], now: float) -> None:
-        """Insert the full blocks of sequences into the tree, where other sequences find them."""
+        """Insert the full blocks of sequences into the tree, where other sequences can find them."""
         if self._options.keep_kv:
             self._insertion.insert(computed, now)
 
@@ -400,8 +405,9 @@ class Memory:
     ) -> None:
         """Release the lease of a preempted sequence. Its full blocks stay cached until they are evicted.
 
-        ``try_admit`` with the keys of the sequence resumes it: cached KV is reused, the rest is computed again.
-        Without ``keep_kv`` the KV that the sequence computed is freed; KV that it found in the cache stays.
+        ``try_admit`` with the sequence's keys resumes the sequence: cached KV is reused, and the rest is computed
+        again. Without ``keep_kv``, the KV that the sequence computed is freed. KV that the sequence found in the cache
+        stays.
         """
         if keep_kv:
             self._insertion.insert([ComputedTokens(lease, token_ids, computed_tokens)], now)
@@ -410,10 +416,10 @@ class Memory:
             self.evictor.discard(node, now)
 
     def release(self, lease: SequenceLease, now: float) -> None:
-        """Release the lease of a finished sequence: blocks in the tree stay cached, the others are free.
+        """Release the lease of a finished sequence. Blocks in the tree stay cached, and all other blocks are freed.
 
         Raises:
-            BlockError: it was released before.
+            BlockError: the lease was released before.
         """
         self._return_lease(lease, now)
         self._reuse.computed(lease.adapter, len(lease.path) - lease.cached_blocks, now)
@@ -423,11 +429,12 @@ class Memory:
         self.adapters.evict_if_not_kept(lease.adapter, self._view.waiting, now)
 
     def note_waiting(self, queued: int, wanted: Callable[[], Mapping[AdapterDigest, int]], now: float) -> None:
-        """Pass the policies the number of queued requests and, if they use it, the adapters of these in queue order.
+        """Pass the number of queued requests to the policies, and also their adapters if a policy uses them.
 
         Args:
             queued: number of requests in the queue.
-            wanted: returns each adapter with the number of queued requests for it; slow, so called only if needed.
+            wanted: returns each adapter, in queue order, with the number of queued requests for it. The function is
+                slow, so it is called only if a policy uses its result.
             now: the time.
         """
         self._view.queued = queued
@@ -436,15 +443,15 @@ class Memory:
         nodes = {self.tree.adapter(digest): count for digest, count in wanted().items()}
         before = self._view.waiting
         self._view.waiting = {node: count for node, count in nodes.items() if node is not None}
-        for node in before:  # the requests that waited for it may have been aborted
+        for node in before:  # the requests that waited for the adapter may have been aborted
             self.adapters.evict_if_not_kept(node, self._view.waiting, now)
 
     def note_batch(self, running: int, now: float) -> None:
-        """Pass the policies the number of sequences that hold blocks."""
+        """Pass the number of sequences that hold blocks to the policies."""
         self._eviction.batch(running, now)
 
     def note_step(self, step_s: float) -> None:
-        """Pass the policies the duration of the last step, in seconds."""
+        """Pass the duration of the last step, in seconds, to the policies."""
         self._view.iteration_s = step_s
 
     # --- internals -----------------------------------------------------------------------------------
@@ -464,7 +471,7 @@ class Memory:
         self.evictor.rescore(np.asarray(pinned), now)
         self.evictor.remove_empty(lease.path[::-1])
         self.adapters.evict_kv_without_adapter(lease.adapter, now)
-        if not self.tree.on_device[lease.path].all():  # a transfer failed: KV below the gap is useless
+        if not self.tree.on_device[lease.path].all():  # a transfer failed, so the KV after the gap is useless
             for node in lease.path:
                 self.adapters.evict_kv_without_parent(node, now)
         self.swapper.wake()
@@ -476,7 +483,7 @@ class Memory:
             self.evictor.events.append(AdapterLoaded(transfer.adapter.digest, now, now - inflight.began_s, done.error))
 
     def check_integrity(self) -> None:
-        """Recount all blocks and pins and compare them with the accounts; for tests and idle moments.
+        """Recount all blocks and pins and compare them with the accounts, for tests and idle moments.
 
         Raises:
             BlockError: an account is wrong, a block has two owners, or a pin belongs to no lease.

@@ -1,4 +1,4 @@
-"""Memory options of a preset, beside its eviction and prefetch policies."""
+"""Defines the memory options of a preset besides its eviction and prefetch policies."""
 
 import msgspec
 
@@ -10,14 +10,15 @@ class MemoryOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         keep_kv: whether KV stays cached after its request has finished.
-        host_kv: which KV is copied to the host.
-        dependent: only leaves of the tree are evicted, so KV is on the device only below its adapter and earlier KV
-            (ELORA). False: any unneeded node may be evicted, and KV can stay without its adapter.
-        adapter_share: share of the device reserved for adapters, the rest for KV; None: both use the whole device.
-        padded_slots: an adapter takes as many device blocks as the largest registered one.
-        adapter_chain: an adapter is a chain of nodes of one block: it is evicted from its end, as far as blocks are
-            needed, and its remaining blocks are not copied again. False: it is one node.
-        keep_adapters: an adapter stays cached after its last running request, until its blocks are needed.
+        host_kv: choice of the KV that is copied to the host.
+        dependent: whether only leaves of the tree are evicted, so that KV is on the device only with its adapter and
+            all earlier KV (ELORA). If False, any unneeded node may be evicted, and KV can stay without its adapter.
+        adapter_share: share of the device reserved for adapters, with the rest for KV. None if both use the whole
+            device.
+        padded_slots: whether each adapter takes as many device blocks as the largest registered adapter.
+        adapter_chain: whether an adapter is a chain of nodes of one block. Such an adapter is evicted from its end, as
+            far as blocks are needed, and its remaining blocks are not copied again. If False, an adapter is one node.
+        keep_adapters: whether an adapter stays cached after its last running request, until its blocks are needed.
         tick_s: seconds between ticks of the swapper; 0 for none.
     """
 

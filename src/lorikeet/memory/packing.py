@@ -1,7 +1,7 @@
-"""Packs an adapter into equal blocks: which block holds which rank rows, and in which order layers are loaded.
+"""Packs an adapter into blocks: decides which block holds which rank rows, and the order in which layers are loaded.
 
-Packing is layer-major. Where one layer ends and the next begins in the same block, both share it. So a group of layers
-has no blocks of its own: a shared block is transferred with the group that is loaded first (TOPPINGS, section 4.1).
+Packing is layer-major. If one layer ends and the next begins in the same block, both layers share the block. So groups
+of layers may share blocks. A shared block is transferred with the group that is loaded first (TOPPINGS, section 4.1).
 """
 
 from bisect import bisect_left
@@ -20,11 +20,11 @@ from lorikeet.core.plan import Groups
 
 
 class PackedRows(NamedTuple):
-    """A run of rank rows of one module in one block.
+    """Describes a run of one module's rank rows in one block.
 
     Attributes:
         layer: decoder layer.
-        module: one of the geometry's, or ``geometry.SCORE``.
+        module: a module of the geometry, or ``geometry.SCORE``.
         block: index in the adapter's list of blocks.
         offset: first element inside the block.
         first_row: index of its first rank row in the module.
@@ -40,10 +40,10 @@ class PackedRows(NamedTuple):
 
 
 class PackedExtra(NamedTuple):
-    """A run of rows of an extra's matrix in one block.
+    """Describes a run of rows of an extra tensor in one block.
 
     Attributes:
-        number: index among the adapter's extras.
+        number: index of the extra tensor among the adapter's extras.
         layer: layer of the matrix.
         block, offset, first_row, rows: see :class:`PackedRows`.
     """
@@ -57,15 +57,15 @@ class PackedExtra(NamedTuple):
 
 
 class AdapterPacking(NamedTuple):
-    """The segment table of an adapter.
+    """Holds the segment table of a packed adapter.
 
     Attributes:
-        pieces: rows of A and B, ordered by layer, then module, then row.
-        extras: rows of the extras, which follow the pieces, in the order of the adapter's extras, then by layer and
-            row.
-        blocks: number of blocks the adapter takes; with several pipeline stages, where it takes the most.
-        used_elements: elements of the blocks that hold weights; the rest is waste.
-        lora_bits: bits of an element, see ``ModelGeometry``.
+        pieces: runs of rows of A and B, ordered by layer, then module, then row.
+        extras: runs of rows of the extras, which follow the pieces, in the order of the adapter's extras, then by layer
+            and row.
+        blocks: number of blocks that the adapter takes. With several pipeline stages, the largest number of any stage.
+        used_elements: number of elements that hold weights; the rest of the blocks is waste.
+        lora_bits: number of bits of an element, see ``ModelGeometry``.
     """
 
     pieces: tuple[PackedRows, ...]
@@ -84,10 +84,10 @@ def pack(
     """Compute the packing of an adapter.
 
     Args:
-        ranks: per module the rank on every layer, as in ``AdapterRef.ranks``.
-        geometry: sizes of the model, or of one rank's share.
+        ranks: rank of each module on every layer, as in ``AdapterRef.ranks``.
+        geometry: sizes of the model, or of one tensor-parallel rank's share.
         block_elements: number of elements of a block.
-        extras: as in ``AdapterRef.extras``.
+        extras: extra tensors, as in ``AdapterRef.extras``.
 
     Raises:
         ValueError: one rank row, or a row of an extra, is larger than a block.
@@ -95,7 +95,7 @@ def pack(
     packed = _pack_stage(ranks, geometry, block_elements, extras)
     if geometry.stages == 1:
         return packed
-    # Every rank has the blocks of the same numbers.
+    # All tensor-parallel ranks use the same block numbers.
     firsts = range(0, geometry.layers * geometry.stages, geometry.layers)
     stages = (msgspec.structs.replace(geometry, first_layer=first) for first in firsts)
     most = max(_pack_stage(ranks, stage, block_elements, extras).blocks for stage in stages)
@@ -127,11 +127,11 @@ def _pack_stage(
 
 
 class _Space:
-    """The blocks of an adapter while it is packed.
+    """Tracks the used space of an adapter's blocks during packing.
 
     Attributes:
-        block: the last one begun.
-        used: elements taken so far, of all blocks.
+        block: index of the last block in use.
+        used: number of elements used so far, over all blocks.
     """
 
     def __init__(self, block_elements: int) -> None:
@@ -141,7 +141,7 @@ class _Space:
         self.used = 0
 
     def take(self, count: int, row_elements: int) -> Iterator[tuple[int, int, int, int]]:
-        """Take space for ``count`` rows; yield block, offset, first row and number of rows of each run."""
+        """Reserve space for ``count`` rows. Yield the block, offset, first row and number of rows of each run."""
         done = 0
         while done < count:
             rows = min(count - done, (self._block_elements - self._offset) // row_elements)
@@ -159,7 +159,7 @@ def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, b
     """Return the packing of an adapter for which ``blocks`` blocks were leased.
 
     Raises:
-        ValueError: it takes another number of blocks.
+        ValueError: the adapter takes another number of blocks.
     """
     packing = pack(ref.ranks, geometry, block_elements, ref.extras)
     if packing.blocks != blocks:
@@ -168,18 +168,18 @@ def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, b
 
 
 def module_of(piece: PackedRows) -> tuple[int, str]:
-    """Return the layer and module of a piece; pieces of one module are consecutive in a packing."""
+    """Return the layer and module of a piece, to group a packing's pieces by module."""
     return piece.layer, piece.module
 
 
 def layer_blocks(packing: AdapterPacking, layers: int) -> tuple[range, ...]:
-    """Return for each of ``layers`` layers the range of blocks that holds its weights.
+    """Return the range of blocks that holds each layer's weights.
 
-    The range is empty for layers that the adapter does not change. Since packings are layer-major, the blocks of a
-    layer are consecutive.
+    The range is empty for layers that the adapter does not change. The blocks of a layer are consecutive, because
+    packings are layer-major.
     """
     bounds = [(0, 0)] * layers
-    for piece in packing.pieces:  # ordered by layer, and within it by block
+    for piece in packing.pieces:  # pieces are ordered by layer, then by block
         first, stop = bounds[piece.layer]
         bounds[piece.layer] = (first if stop else piece.block, piece.block + 1)
     return tuple(range(first, stop) for first, stop in bounds)
@@ -190,11 +190,12 @@ def block_runs(packing: AdapterPacking, groups: Sequence[tuple[int, int]]) -> Gr
 
     Args:
         packing: packing of the adapter.
-        groups: (first layer, layer after the last) in loading order; together they contain every layer once.
+        groups: (first layer, layer after the last) of each group, in loading order. Together the groups contain every
+            layer once.
 
     Returns:
-        Half-open runs of blocks in loading order; every block is in exactly one. A group whose blocks are all loaded
-        with earlier groups has no run.
+        Half-open runs of blocks in loading order. Every block is in exactly one run. A group whose blocks are all
+        loaded with earlier groups has no run.
 
     Raises:
         ValueError: the groups miss a layer, or contain one twice.
@@ -210,7 +211,7 @@ def block_runs(packing: AdapterPacking, groups: Sequence[tuple[int, int]]) -> Gr
     taken: set[int] = set()
     runs = []
     for first, stop in groups:
-        # The remaining blocks are one run, since other groups share only its first and last block.
+        # The group's remaining blocks are one run, because other groups can share only its first and last block.
         own = [block for layer in range(first, stop) for block in blocks[layer] if block not in taken]
         if own:
             runs.append((own[0], own[-1] + 1))
@@ -219,14 +220,14 @@ def block_runs(packing: AdapterPacking, groups: Sequence[tuple[int, int]]) -> Gr
 
 
 def blocks_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[int, ...]:
-    """Return for each layer how many blocks must have arrived until all blocks of the layer have.
+    """Return, for each layer, the number of blocks that must arrive until the layer is complete.
 
-    Under tensor parallelism a layer is ready when every rank has received that many blocks.
+    Under tensor parallelism, a layer is ready when every rank has received that number of blocks.
 
     Args:
         packing: packing of the adapter.
         layers: number of layers of the model.
-        runs: ``groups`` of its transfer, in which the blocks arrive; empty for packing order.
+        runs: ``groups`` of the transfer, in the order in which the blocks arrive; empty for packing order.
     """
     order = (block for run in runs or ((0, packing.blocks),) for block in range(*run))
     arrival = {block: number for number, block in enumerate(order, start=1)}
@@ -234,7 +235,7 @@ def blocks_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[i
 
 
 def runs_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[int, ...]:
-    """Return for each layer how many of ``runs`` must have arrived until the layer is complete.
+    """Return, for each layer, the number of ``runs`` that must arrive until the layer is complete.
 
     See :func:`blocks_needed` for the arguments.
     """
@@ -249,23 +250,23 @@ def write_pieces(
     arena: NDArray[Any],
     extras: Iterable[tuple[int, int, Callable[[int, int], NDArray[Any]]]] = (),
 ) -> Iterator[int]:
-    """Copy an adapter into its blocks, one block after the other.
+    """Copy an adapter's weights into its blocks, one block after the other.
 
     A piece of a packing with codes consists of the scales of its rank rows (fp32), the codes of A, and the codes of Bᵀ.
-    The scale of a rank row is the scale of its row of A times the scale of its row of Bᵀ: only the product is needed.
+    The scale of a rank row is the product of the scales of its rows of A and Bᵀ, because only the product is needed.
 
     Args:
         weights: layer, module, A ``[rank, in_features]`` and Bᵀ ``[rank, out_features]``, in packing order, as
             ``adapters.weights.load_weights`` yields them.
-        packing: where each row goes.
+        packing: position of each row.
         blocks: blocks of the arena, in packing order.
         arena: ``[blocks, elements]``, changed in place.
-        extras: number and layer of each matrix of the extras, and a function that reads ``count`` rows of it from
+        extras: number and layer of each extra tensor, and a function that reads ``count`` rows of the tensor from row
             ``first`` on, as ``adapters.weights.load_extras`` yields them.
 
     Yields:
-        The number of complete blocks, before each block is written. The next block is not touched until the caller
-        resumes the iterator, so the caller can wait until that block of the arena is free.
+        The number of complete blocks, before each block is written. The next block is written only when the caller
+        resumes the iterator, so the caller can first wait until that block is free.
 
     Raises:
         ValueError: the weights do not match the packing or its order.

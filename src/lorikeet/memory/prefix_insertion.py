@@ -1,4 +1,4 @@
-"""Insertion of computed KV into the tree."""
+"""Inserts computed KV into the tree."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from lorikeet.memory.tree import BASE, NodeTransfer, block_keys
 
 
 class ComputedTokens(NamedTuple):
-    """The computed part of a sequence.
+    """Describes the computed part of a sequence.
 
     Attributes:
         lease: blocks of the sequence.
-        token_ids: prompt and output so far.
+        token_ids: tokens of the prompt and of the output so far.
         tokens: number of leading tokens whose KV is in the blocks.
     """
 
@@ -25,9 +25,9 @@ class ComputedTokens(NamedTuple):
 
 
 class PrefixInsertion:
-    """Inserts full blocks of KV into the tree, where other sequences find them by prefix.
+    """Inserts full blocks of KV into the tree, where other sequences can find the blocks by prefix.
 
-    The blocks of all sequences of a step are inserted together, since there are many.
+    The blocks of all sequences of a step are inserted together, because a step fills many blocks.
 
     Args:
         tiers: records which blocks the new nodes have.
@@ -42,7 +42,7 @@ class PrefixInsertion:
         self._block_size = block_size
 
     def insert(self, computed: Iterable[ComputedTokens], now: float) -> None:
-        """Extend the paths of leases by the blocks that have become full."""
+        """Extend the paths of leases by the blocks that are now full."""
         new: dict[bytes, tuple[SequenceLease, list[bytes]]] = {}
         for lease, token_ids, tokens in computed:
             whole = tokens // self._block_size
@@ -58,13 +58,13 @@ class PrefixInsertion:
                 if lease.keys[first] not in new:
                     new[lease.keys[first]] = lease, lease.keys[first:whole]
                     break
-                # Another sequence of the step has computed the same tokens.
+                # Another sequence of the same step may have computed the same tokens.
                 self._insert_new(new.values(), now)
                 new.clear()
         self._insert_new(new.values(), now)
 
     def _follow(self, lease: SequenceLease, whole: int, now: float) -> bool:
-        """Extend the path by nodes of other sequences with the same tokens; return whether new blocks remain."""
+        """Extend the path by nodes of other sequences with the same tokens. Return whether new blocks remain."""
         tree = self._tree
         before = len(lease.path)
         is_new = False
@@ -72,7 +72,7 @@ class PrefixInsertion:
             node = tree.find(key)
             is_new = node is None
             if node is None or tree.moving[node] == NodeTransfer.IN:
-                break  # KV below a node in flight must not be found, as the copy may fail
+                break  # KV below a node in flight must not be found, because the copy may fail
             if not tree.on_device[node]:
                 block = lease.blocks[len(lease.path)]
                 lease.private.remove(block)
@@ -85,7 +85,7 @@ class PrefixInsertion:
         return is_new
 
     def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:
-        """Add nodes for blocks that are not in the tree."""
+        """Add nodes for blocks that the tree does not contain."""
         if not new:
             return
         tops = [self._tops(lease, len(keys)) for lease, keys in new]
@@ -104,6 +104,9 @@ class PrefixInsertion:
         self._tiers.pin(nodes)
 
     def _tops(self, lease: SequenceLease, count: int) -> list[int]:
-        """Return the adapter node of each of the next ``count`` blocks; the base's node before the adapter acts."""
+        """Return the top node of each of the next ``count`` blocks.
+
+        The top is the adapter's node, or the base model's node for blocks before the adapter acts.
+        """
         of_base = max(0, lease.adapter_start // self._block_size - len(lease.path))
         return [BASE] * min(of_base, count) + [lease.adapter] * (count - of_base)

@@ -1,4 +1,4 @@
-"""Estimates how much of each adapter's KV is used again."""
+"""Estimates the share of each adapter's KV that is reused."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -10,22 +10,25 @@ from lorikeet.memory.tree import Nodes, Scores
 
 _PRIOR_BLOCKS = 64.0
 _PRIOR_SHARE = 0.3
-"""Blocks that are assumed to have been counted at the start, and the share of them that was used again. For an adapter
-the share of all adapters is assumed."""
+"""Number of blocks that count at the start, and their reused share.
+
+For an adapter, the share of all adapters is assumed instead.
+"""
 _REMEMBERED_BLOCKS = 4096.0
 """Blocks after which the counts of an adapter are halved, so that they follow its traffic."""
 _FIRST_WAIT_S = 10.0
 _MAX_WAIT_S = 120.0
 _WAITS = 2.0
-"""Seconds after which a block that was not used again counts as such: at first, at most, and as a multiple of the mean
-time after which blocks are used again. Before, nothing is known of it: KV of an adapter that has just become popular
-waits for the next turns of its conversations."""
+"""Seconds after which an unused block counts as not reused: the initial value, the maximum, and the value as a multiple
+of the mean time to reuse. Younger blocks do not count yet, because KV of an adapter that has just become popular waits
+for the next turns of its conversations.
+"""
 _WEIGHT = 0.02
 """Weight of the newest request in that mean time."""
 
 
 class _Share:
-    """The share of some blocks that is used again, by adapter."""
+    """Estimates the reused share of a set of blocks, by adapter."""
 
     def __init__(self) -> None:
         self._blocks = np.zeros(0)  # by node
@@ -34,7 +37,7 @@ class _Share:
         self._all_reused = 0.0
 
     def count(self, top: int, blocks: int) -> None:
-        """Count blocks that could have been used again; ``top`` is the node of their adapter."""
+        """Count blocks that could be reused; ``top`` is the node of their adapter."""
         self._extend(top + 1)
         self._blocks[top] += blocks
         if self._blocks[top] > _REMEMBERED_BLOCKS:
@@ -46,13 +49,13 @@ class _Share:
             self._all_reused /= 2
 
     def reuse(self, top: int, blocks: int) -> None:
-        """Count blocks that are used again."""
+        """Count blocks that are reused."""
         self._extend(top + 1)
         self._reused[top] += blocks
         self._all_reused += blocks
 
     def of(self, tops: Nodes) -> Scores:
-        """Return the expected share of each adapter's blocks."""
+        """Return the expected reused share of each adapter's blocks."""
         if len(tops):
             self._extend(int(tops.max()) + 1)
         of_all = (self._all_reused + _PRIOR_BLOCKS * _PRIOR_SHARE) / (self._all_blocks + _PRIOR_BLOCKS)
@@ -73,7 +76,7 @@ class _Share:
 
 
 class _Pending(NamedTuple):
-    """Blocks of an adapter that count once it is known whether they are used again."""
+    """Holds blocks of an adapter that count once their reuse is decided."""
 
     since_s: float
     share: _Share
@@ -82,12 +85,12 @@ class _Pending(NamedTuple):
 
 
 class KvReuse:
-    """Estimates, for each adapter, the share of its KV that is used again.
+    """Estimates the share of each adapter's KV that is reused.
 
-    The estimate is the lower of two shares: of all KV that its requests computed, which is known before anything was
-    evicted, and of the KV that was evicted from the device. For the second it remembers the keys of evicted blocks,
-    whether they have a copy on the host or not (ghost entries), so the estimate does not depend on what is copied. A
-    block that was prefetched and evicted again without a use counts once.
+    The estimate is the lower of two reused shares: the share of all KV that the adapter's requests computed, which is
+    known before any eviction, and the share of the KV that was evicted from the device. For the second share, the keys
+    of evicted blocks are remembered (ghost entries), with or without a copy on the host. So the estimate does not
+    depend on the choice of the copied blocks. A block that was prefetched and then evicted without a use counts once.
 
     Args:
         most_keys: largest number of remembered keys; the oldest are forgotten first.
@@ -119,9 +122,10 @@ class KvReuse:
 
         Args:
             top: the node of its adapter.
-            keys: of its blocks. The first that is neither on the device nor known as evicted ends them.
-            on_device: how many of them are on the device.
-            unused_s: time since the last use of its blocks.
+            keys: keys of the request's blocks. Only the blocks before the first unknown block count; a block is unknown
+                if it is neither on the device nor remembered as evicted.
+            on_device: number of the request's blocks on the device.
+            unused_s: seconds since the last use of the request's blocks.
             now: the time.
         """
         self._of_computed.reuse(top, on_device)
@@ -143,7 +147,7 @@ class KvReuse:
             share.count(adapter, blocks)
 
     def shares(self, tops: Nodes) -> Scores:
-        """Return the expected share of each adapter's KV that will be used again."""
+        """Return the expected share of each adapter's KV that will be reused."""
         return np.minimum(self._of_computed.of(tops), self._of_evicted.of(tops))
 
     def forget(self, top: int) -> None:

@@ -1,4 +1,4 @@
-"""Sizes of adapters and KV as an engine stores them, and the smallest memory that an engine works with."""
+"""Computes the sizes of adapters and KV as an engine stores them, and the smallest memory of a working engine."""
 
 import msgspec
 
@@ -29,7 +29,7 @@ def stored_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeo
 
 
 def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:
-    """Return the blocks of an adapter with this rank on every module; 0 if adapters are disabled.
+    """Return the number of blocks of an adapter with this rank on every module; 0 if adapters are disabled.
 
     Raises:
         ConfigError: a block is too small for a row of the adapter.
@@ -43,12 +43,12 @@ def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> in
 
 
 def min_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int) -> int:
-    """Return the blocks of the longest sequence and a small adapter.
+    """Return the number of blocks that the longest sequence and a small adapter need.
 
     Args:
         settings: settings of the server.
         geometry: geometry of one rank's share of the model.
-        longest_tokens: most tokens of a sequence.
+        longest_tokens: largest number of tokens in a sequence.
 
     Raises:
         ConfigError: a block is too small for a row of the adapter.
@@ -60,7 +60,7 @@ def check_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: in
     """Check that an arena of this many blocks is large enough.
 
     Raises:
-        ConfigError: it is too small; the message names the size that is needed.
+        ConfigError: the arena is too small; the message names the necessary size.
     """
     least = min_blocks(settings, geometry, longest_tokens)
     block_bytes = geometry.block_bytes(settings.engine.block_size)

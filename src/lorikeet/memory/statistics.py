@@ -1,4 +1,4 @@
-"""Statistics of the memory: bytes by kind and tier, cache hits, packing waste, transfers, and time spent in ticks."""
+"""Counts the memory's statistics: bytes by kind and tier, cache hits, packing waste, transfers, and time of ticks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _OBSERVE_EVERY_S = 0.1
 
 @dataclass
 class _Shares:
-    """Integrals over time of block counts that are sampled every ``_OBSERVE_EVERY_S``, in block seconds."""
+    """Integrates block counts over time, in block seconds, with samples every ``_OBSERVE_EVERY_S``."""
 
     invalid: float = 0.0
     unpinned: float = 0.0
@@ -41,10 +41,10 @@ class MemoryCounters:
         self._observed_s: float | None = None
 
     def arrived(self, adapter: int, path: Sequence[int], block_size: int, query_tokens: int) -> None:
-        """Count the blocks that a new request needs, and how many of them are on the device.
+        """Count the blocks that a new request needs, and the number of them on the device.
 
-        A hit on the host counts as a miss. KV on the device also counts as a miss if its adapter or earlier KV is not
-        on the device (ELORA spec, R14 and R17).
+        A hit on the host counts as a miss. So does KV on the device whose adapter or earlier KV is not on the device
+        (ELORA spec, R14 and R17).
         """
         tree = self._tiers.tree
         if adapter != BASE:
@@ -57,7 +57,7 @@ class MemoryCounters:
         self._kv_host_hits_tokens += (len(path) - on_device) * block_size
 
     def admitted(self, adapter: int, path: Sequence[int]) -> tuple[int, ...]:
-        """Count the prefetched nodes that an admitted request is the first to use, and return them."""
+        """Count and return the prefetched nodes that an admitted request is the first to use."""
         tree = self._tiers.tree
         used = [node for node in (adapter, *path) if node in self._unused]
         first = tuple(node for node in used if self._unused.pop(node) == tree.key_of(node))
@@ -92,11 +92,11 @@ class MemoryCounters:
         self._shares.unpinned += unpinned * passed_s
 
     def stats(self, block_bytes: int, waste_bytes: int, host_adapters: int) -> MemoryStats:
-        """Return the present statistics.
+        """Return the current statistics.
 
         Args:
-            block_bytes: bytes of a block.
-            waste_bytes: bytes in blocks of adapters on the device that hold no weights.
+            block_bytes: size of a block in bytes.
+            waste_bytes: number of bytes in device blocks of adapters that hold no weights.
             host_adapters: number of adapters on the host.
         """
         device = self._tiers.counts()
@@ -144,19 +144,23 @@ class MemoryCounters:
         )
 
     def _invalid_blocks(self) -> tuple[int, int]:
-        """Return the number of unpinned KV blocks on the device without adapter or earlier KV, and of all unpinned."""
+        """Return the number of invalid unpinned KV blocks on the device, and of all unpinned ones.
+
+        A block is invalid if its adapter or earlier KV is not on the device.
+        """
         tree = self._tiers.tree
         end = self._tiers.tree.end
         is_kv = tree.kind[:end] == NodeKind.KV
         there = tree.on_device[:end]
         rests = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == NodeTransfer.NO)
         unpinned = np.flatnonzero(rests)
-        if self._dependent:  # then only the adapter can be missing
+        if self._dependent:  # in this case only the adapter can be missing
             valid = there[tree.top[unpinned]]
         else:
             valid_everywhere = there.copy()
             above = np.where(is_kv, tree.parent[:end], np.arange(end))
-            for _ in range(int(tree.depth[:end].max()).bit_length()):  # each round covers twice as many ancestors
+            # The number of covered ancestors doubles with each round
+            for _ in range(int(tree.depth[:end].max()).bit_length()):
                 valid_everywhere &= valid_everywhere[above]
                 above = above[above]
             valid = valid_everywhere[unpinned]

@@ -1,8 +1,8 @@
 """Moves adapters and KV ahead of demand: periodic eviction and prefetch, and reads into the host tier.
 
-A tick (ELORA §VI-C) rescores all nodes. If the device is full, or an allocation has failed since the last tick, it
-evicts the lowest scores until ``EVICT_TO`` of the device is in use. If less than ``PREFETCH_BELOW`` is in use, it
-prefetches the highest scores. In between it does nothing. Nothing here waits for a transfer.
+A tick (ELORA §VI-C) rescores all nodes. If the device is full, or an allocation has failed since the last tick, the
+tick evicts the lowest scores until ``EVICT_TO`` of the device is in use. If less than ``PREFETCH_BELOW`` is in use, the
+tick prefetches the highest scores. Otherwise the tick does nothing. The swapper never waits for a transfer.
 """
 
 import math
@@ -22,29 +22,35 @@ from lorikeet.memory.tree import NodeKind
 from lorikeet.presets import HostKv
 
 _MAX_HOST_READS = 2
-"""Most prefetching reads into the host tier in flight."""
+"""Largest number of prefetching reads into the host tier in flight."""
 _MAX_PREFETCH_LOADS = 8
-"""Most prefetching reads to the device in flight: enough to keep the readers busy until the next tick. More would lease
-blocks long before they are filled, when other adapters may be wanted."""
+"""Largest number of prefetching reads to the device in flight.
+
+The number keeps the readers busy until the next tick. More reads would lease blocks long before they are filled, while
+requests may need other adapters.
+"""
 _HOST_PREFETCH_SHARE = 0.5
-"""Share of the host tier that prefetched adapters may use; the rest is for KV, where the preset stores KV there."""
+"""Share of the host tier that prefetched adapters may use. The rest is for KV, if the preset stores KV on the host."""
 _COPIES_IN_FLIGHT = 128
-"""Most blocks of KV that are copied to the host ahead of their eviction at a time, and as a divisor the largest part of
-the evictable blocks: they cannot be evicted until the copy ends."""
+"""Largest number of KV blocks that are being copied to the host ahead of their eviction, and the divisor of the
+evictable blocks that gives a second limit. The blocks cannot be evicted until their copy ends."""
 _COPIED_PART = 8
 _MIN_REUSED_SHARE = 0.05
-"""KV of an adapter is not copied ahead if a smaller share of the adapter's KV is reused: the copies would only take
-host memory from other KV."""
+"""Reused share of an adapter's KV below which its KV is not copied ahead, because the copies would only take host
+memory from other KV."""
 PREFETCH_BELOW = 0.7
-"""The swapper prefetches while less than this share of the device is in use, up to it."""
+"""Share of the device up to which the swapper prefetches."""
 EVICT_TO = 0.95
 """Share of the device that stays in use when the swapper evicts from a full device."""
 _EVICTIONS_PER_TICK = 64
 _PREFETCHES_PER_TICK = 256
 """Limits of one tick, which delays the next step; the next tick continues."""
 _RETRY_S = 5.0
-"""Seconds for which an adapter is not prefetched after a transfer of it has failed. After a failed read into the host
-tier no other one starts for as long, unless one succeeds, since all files may be unreachable."""
+"""Seconds for which an adapter is not prefetched after its transfer has failed.
+
+After a failed read into the host tier, no other such read starts for the same time, unless a read succeeds, because all
+files may be unreachable.
+"""
 
 
 class Swapper:
@@ -56,8 +62,8 @@ class Swapper:
         eviction, prefetch: policies of the preset.
         options: memory options of the preset.
         counters: counts prefetches and ticks.
-        view: has the expected times of steps and copies.
-        reuse: has the reused share of each adapter's KV.
+        view: computes the expected times of steps and copies.
+        reuse: estimates the reused share of each adapter's KV.
     """
 
     def __init__(
@@ -93,20 +99,26 @@ class Swapper:
 
     @property
     def due_s(self) -> float:
-        """When the next tick or prefetch is due; ``inf`` if none is."""
+        """Time of the next tick or prefetch; ``inf`` if none is due."""
         return min(self._due_s, self._next_prefetch_s)
 
     @property
     def idle_until_s(self) -> float:
-        """When something is due in an idle engine; after a tick that moved nothing, further ticks are not needed."""
+        """Time of the next tick or prefetch in an idle engine.
+
+        After a tick that moved nothing, further ticks are not needed.
+        """
         return self._next_prefetch_s if self._is_idle else self.due_s
 
     def wake(self) -> None:
-        """Note that something has changed, so the next tick may have work."""
+        """Record a change of the memory, so that the next tick runs."""
         self._is_idle = False
 
     def tick(self, now: float) -> None:
-        """Evict and prefetch if a tick is due. The engine loop calls it between steps, with the time of its clock."""
+        """Evict and prefetch if a tick is due.
+
+        The engine loop calls this method between steps, with its clock's time.
+        """
         self._counters.observe(now)
         if now < self._due_s:
             return
@@ -121,7 +133,7 @@ class Swapper:
         wanted = round((1 - EVICT_TO) * total)
         is_full = unused == 0 or self._evictor.allocation_failed
         self._evictor.allocation_failed = False
-        evicts_early = self._options.host_kv is HostKv.EVICTED  # otherwise evicted blocks are free immediately
+        evicts_early = self._options.host_kv is HostKv.EVICTED  # other evicted blocks become free immediately
         self._is_evicting = evicts_early and (is_full or self._is_evicting) and unused < wanted
         if self._is_evicting:
             self._evictor.evict_until_free(wanted, now, _EVICTIONS_PER_TICK)
@@ -136,9 +148,9 @@ class Swapper:
         return used < below or used - self._evictor.worthless() < below
 
     def after_admission(self, now: float) -> None:
-        """Read registered adapters into the host tier, and run prefetch policies that use any free memory.
+        """Read registered adapters into the host tier, and run prefetch policies that use all free memory.
 
-        The scheduler calls it after admission, so that waiting requests get blocks first.
+        The scheduler calls this method after admission, so that waiting requests get blocks first.
         """
         self._start_host_reads(now)
         is_paused = self._to_read and now < self._reads_paused_until_s
@@ -148,16 +160,16 @@ class Swapper:
             self._next_prefetch_s = min(self._next_prefetch_s, self._prefetch.due_s(now))
 
     def load(self, node: int, now: float, *, demand: bool, order: LoadOrder = PACKING_ORDER) -> InflightTransfer:
-        """Begin to load an adapter to the device. Its blocks must be free on the device.
+        """Begin to load an adapter to the device, which has enough free blocks for it.
 
-        An adapter that is not on the host is read through the host tier and stays there, if blocks are free. On
-        ``demand`` other nodes are evicted from the host for it.
+        An adapter that is not on the host is read through the host tier and stays there, if host blocks are free. On
+        ``demand``, other nodes are evicted from the host to free blocks.
 
         Args:
-            node: the adapter; not on the device, in no transfer.
+            node: node of the adapter, which is neither on the device nor in a transfer.
             now: the time.
             demand: whether a sequence waits for it.
-            order: order in which its blocks arrive.
+            order: order in which the adapter's blocks arrive.
         """
         tiers = self._tiers
         entry = self._tree.adapters[node]
@@ -208,16 +220,16 @@ class Swapper:
             self._evictor.copy_ahead(most, soon, lambda tops: self._reuse.shares(tops) >= _MIN_REUSED_SHARE, now)
 
     def _queue_host_read(self, node: int) -> None:
-        """Queue an adapter to be read into the host tier, behind all others."""
+        """Queue an adapter to be read into the host tier, after all other queued adapters."""
         if self._tiers.host.total:
             self._to_read[node] = None
             self._to_read.move_to_end(node)
 
     def _prefetch_nodes(self, leave_free: int, now: float) -> None:
-        """Prefetch the nodes that the policy names, while more than ``leave_free`` device blocks stay free."""
+        """Prefetch the nodes that the policy names, as long as more than ``leave_free`` device blocks stay free."""
         tree = self._tree
         batch: list[int] = []
-        refused: dict[float, int] = {}  # by score limit, the smallest size for which eviction did not suffice
+        refused: dict[float, int] = {}  # smallest size for which eviction did not free enough, by score limit
         loads = sum(
             inflight.transfer.source is Tier.SOURCE and inflight.transfer.target is Tier.DEVICE and not inflight.demand
             for inflight in self._tiers.transfers.values()
@@ -239,11 +251,11 @@ class Swapper:
             if tree.kind[node] == NodeKind.KV:
                 batch.append(node)
                 continue
-            if size >= refused.get(below, math.inf):  # free memory only shrinks in this loop
+            if size >= refused.get(below, math.inf):  # free memory can only shrink in this loop
                 continue
-            self._fetch_kv(batch, now)  # first, as it was named first
+            self._fetch_kv(batch, now)  # first, because the policy named it first
             batch = []
-            self._tiers.pin([node])  # so that blocks that it has kept are not evicted for it
+            self._tiers.pin([node])  # pinned, so that its kept blocks are not evicted to load the rest
             is_free = self._evictor.ensure_free(0, size, now, below)
             self._tiers.unpin([node])
             if is_free:
@@ -255,7 +267,7 @@ class Swapper:
         self._fetch_kv(batch, now)
 
     def _fetch_kv(self, batch: list[int], now: float) -> None:
-        """Begin to copy KV to the device, ``KV_BLOCKS_PER_TRANSFER`` blocks to a transfer."""
+        """Begin to copy KV to the device, with ``KV_BLOCKS_PER_TRANSFER`` blocks per transfer."""
         for begin in range(0, len(batch), KV_BLOCKS_PER_TRANSFER):
             nodes = batch[begin : begin + KV_BLOCKS_PER_TRANSFER]
             blocks = self._tiers.device.lease(len(nodes))
@@ -274,7 +286,7 @@ class Swapper:
             self._tiers.read_to_host(node, blocks, now)
 
     def _next_to_read(self, now: float) -> int | None:
-        """Return the next adapter to read into the host tier; None if none is queued or fits, or reads are paused."""
+        """Return the next adapter to read into the host tier; None if no queued adapter fits or reads are paused."""
         tree = self._tree
         limit = self._max_prefetched_host_blocks
         while self._to_read and now >= self._reads_paused_until_s:
@@ -288,6 +300,6 @@ class Swapper:
         return None
 
     def _fits_prefetch_share(self, blocks: int) -> bool:
-        """Return whether a prefetched adapter of this many blocks fits the host tier without evicting anything."""
+        """Return whether a prefetched adapter of this many blocks fits the host tier without an eviction."""
         host = self._tiers.host
         return host.total - host.free + blocks <= self._max_prefetched_host_blocks

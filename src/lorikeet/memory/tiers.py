@@ -1,4 +1,4 @@
-"""The device and host tiers: the blocks of each node, transfers in flight, and exact accounts of all blocks.
+"""Tracks the device and host tiers: the blocks of each node, transfers in flight, and exact accounts of all blocks.
 
 Every block is in exactly one state of ``BlockCounts`` or ``HostCounts``, and the counts add up to the sizes of the
 arenas after every step.
@@ -25,23 +25,24 @@ from lorikeet.memory.tree import NO_BLOCK, NO_NODE, DependencyTree, NodeKind, No
 
 
 class Tiers:
-    """Moves nodes between the tiers and counts blocks by state. The caller has made sure that blocks are free.
+    """Moves nodes between the tiers and counts blocks by state. Callers make sure that enough blocks are free.
 
     Args:
-        tree: records where the bytes of each node are.
-        device, host: the blocks.
+        tree: records the tiers that hold the bytes of each node.
+        device, host: block pools of the tiers.
         dependent: whether KV may be on the device only if its parent is on it.
 
     Attributes:
-        transfers, transfer_of: transfers in flight by id, and by node.
+        transfers, transfer_of: transfers in flight, by id and by node.
         totals: finished transfers by source and target.
-        used_blocks: leased device blocks by kind of node, with blocks in flight.
-        cached_blocks: device blocks of nodes that are not pinned or in flight, by kind.
-        blocks_being_freed: device blocks of KV that are free when its copy to the host ends, unless it is pinned again.
-        blocks_being_copied: device blocks of KV that stays and is being copied to the host; it cannot be evicted
-            meanwhile.
+        used_blocks: number of leased device blocks by kind of node, including blocks in flight.
+        cached_blocks: number of device blocks of nodes that are neither pinned nor in flight, by kind.
+        blocks_being_freed: number of device blocks of KV that become free when its copy to the host ends, unless the KV
+            is pinned again.
+        blocks_being_copied: number of device blocks of KV that stays on the device while it is being copied to the
+            host. The KV cannot be evicted until the copy ends.
         resident_adapters: number of adapters on the device or in flight to it.
-        adapter_changes: rises with each change of the adapters that are on the device or on the host.
+        adapter_changes: counter that rises with each change of the adapters on the device or on the host.
     """
 
     def __init__(self, tree: DependencyTree, device: BlockPool, host: BlockPool, *, dependent: bool) -> None:
@@ -80,13 +81,13 @@ class Tiers:
         return self.device.lease(blocks)
 
     def release_private(self, blocks: Sequence[BlockId]) -> None:
-        """Release blocks of :meth:`lease_private`."""
+        """Release blocks that :meth:`lease_private` has leased."""
         self.device.release(blocks)
         self._kv -= len(blocks)
         self.used_blocks[NodeKind.KV] -= len(blocks)
 
     def adopt(self, nodes: Sequence[int], blocks: Sequence[BlockId]) -> None:
-        """Give leased private blocks to new KV nodes, which are not pinned yet."""
+        """Assign leased private blocks to new KV nodes, which are not pinned yet."""
         tree = self.tree
         at = np.asarray(nodes, np.int64)
         tree.device[at] = blocks
@@ -100,7 +101,7 @@ class Tiers:
         """Return the device blocks of KV nodes that are on the device or in flight to it.
 
         Raises:
-            BlockError: a block was freed since the node got it.
+            BlockError: a block was freed after it was assigned to the node.
         """
         return self.device.checked(self.tree.device[path].tolist(), self.tree.device_generation[path].tolist())
 
@@ -109,11 +110,11 @@ class Tiers:
         return self.host.checked(self.tree.host[path].tolist(), self.tree.host_generation[path].tolist())
 
     def pin(self, nodes: Sequence[int]) -> None:
-        """Keep nodes where they are until each pin is taken back with :meth:`unpin`. Pins are counted."""
+        """Pin nodes to their tiers until each pin is removed with :meth:`unpin`. Pins are counted."""
         self._change_pins(nodes, 1)
 
     def unpin(self, nodes: Sequence[int]) -> None:
-        """Take back one :meth:`pin` of each node."""
+        """Remove one pin of each node."""
         self._change_pins(nodes, -1)
 
     def _change_pins(self, nodes: Sequence[int], change: int) -> None:
@@ -126,7 +127,7 @@ class Tiers:
         moving = tree.moving[turned]
         there = tree.on_device[turned] | (tree.kept[turned] > 0)
         still = turned[there & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
-        others = still[tree.kind[still] != NodeKind.KV].tolist()  # the adapter, as a rule, or nothing
+        others = still[tree.kind[still] != NodeKind.KV].tolist()  # usually only the adapter, or nothing
         kv = (len(still) - len(others)) * change
         adapter = sum(map(tree.device_size, others)) * change
         self._kv += kv
@@ -135,12 +136,12 @@ class Tiers:
         self.cached_blocks[NodeKind.ADAPTER] -= adapter
 
     def copy_s(self, source: Tier, target: Tier, blocks: int) -> float:
-        """Return the expected seconds of a transfer of this many blocks, by past transfers; 0 before the first."""
+        """Return the expected seconds of a transfer of this many blocks; 0 before the first transfer."""
         totals = self.totals.get((source, target))
         return totals.busy_s / totals.blocks * blocks if totals and totals.blocks else 0.0
 
     def adapter_loads_s(self, nodes: Nodes) -> Scores:
-        """Return the expected seconds to load each adapter to the device, by past transfers."""
+        """Return the expected seconds to load each adapter to the device, from past transfers."""
         host_s = self.copy_s(Tier.HOST, Tier.DEVICE, 1)
         source_s = self.copy_s(Tier.SOURCE, Tier.DEVICE, 1)
         blocks = self.tree.size[nodes] - self.tree.kept[nodes]
@@ -148,7 +149,10 @@ class Tiers:
         return seconds
 
     def queued_kv_load_s(self, blocks: int) -> float:
-        """Return the expected seconds to copy this many blocks of KV to the device, after the copies in flight."""
+        """Return the expected seconds until this many blocks of KV are copied to the device.
+
+        The copy starts after the copies in flight.
+        """
         before = sum(
             len(inflight.transfer.device_blocks) or len(inflight.nodes)
             for inflight in self.transfers.values()
@@ -157,7 +161,10 @@ class Tiers:
         return self.copy_s(Tier.HOST, Tier.DEVICE, before + blocks)
 
     def queued_kv_store_s(self, blocks: int) -> float:
-        """Return the expected seconds to copy so many blocks of KV to the host, after the copies in flight."""
+        """Return the expected seconds until this many blocks of KV are copied to the host.
+
+        The copy starts after the copies in flight.
+        """
         before = self.blocks_being_freed + self.blocks_being_copied
         return self.copy_s(Tier.DEVICE, Tier.HOST, before + blocks)
 
@@ -173,20 +180,21 @@ class Tiers:
         demand: bool,
         order: LoadOrder = PACKING_ORDER,
     ) -> InflightTransfer:
-        """Begin to load an adapter to the device: from the host if it is there, else from its source.
+        """Begin to load an adapter to the device, from the host if it is there, otherwise from its source.
 
         Args:
             node: the adapter; not on the device, in no transfer.
-            device_blocks: blocks leased for it, beside the blocks that it has kept.
-            host_blocks: leased for it, to keep a copy on the host; empty if it is on the host or is to skip it.
+            device_blocks: blocks leased for the adapter, in addition to its kept blocks.
+            host_blocks: blocks leased for a copy on the host; empty if the adapter is on the host already, or if no
+                copy is wanted.
             now: the time.
-            demand: whether a sequence waits for it; False for a prefetch.
-            order: in which its blocks arrive.
+            demand: whether a sequence waits for the transfer; False for a prefetch.
+            order: order in which the adapter's blocks arrive.
         """
         tree = self.tree
         entry = self.tree.adapters[node]
         from_host = bool(tree.on_host[node])
-        # Files are read as a whole, and a copy in groups follows its own order; there kept blocks are written again.
+        # Files are read as a whole, and a copy in groups follows the order of the groups. Both write kept blocks again.
         kept = int(tree.kept[node]) if from_host and order == PACKING_ORDER else 0
         self._count(node, -1)
         tree.kept[node] = 0
@@ -211,10 +219,10 @@ class Tiers:
         """Begin to copy KV from the host to the device.
 
         Args:
-            nodes: on the host only, in no transfer; parents before children.
-            device_blocks: leased for them, one each.
+            nodes: KV that is on the host only and in no transfer, parents before children.
+            device_blocks: blocks leased for the nodes, one for each.
             now: the time.
-            demand: whether a sequence waits for it; False for a prefetch.
+            demand: whether a sequence waits for the transfer; False for a prefetch.
         """
         tree = self.tree
         for node, block in zip(nodes, device_blocks, strict=True):
@@ -229,15 +237,17 @@ class Tiers:
     def store_kv(
         self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float, *, stays: bool = False
     ) -> None:
-        """Begin to copy KV to the host. When the copy ends its device blocks are freed, unless it was pinned again.
+        """Begin to copy KV to the host.
 
-        Calls between two plans share transfers, of ``KV_BLOCKS_PER_TRANSFER`` blocks each.
+        When the copy ends, the KV's device blocks are freed, unless the KV was pinned again. Calls between two plans
+        share transfers of ``KV_BLOCKS_PER_TRANSFER`` blocks.
 
         Args:
-            nodes: on the device only, in no transfer; later KV first, so that a node which stays keeps its ancestors.
-            host_blocks: leased for them, one each.
+            nodes: KV that is on the device only and in no transfer. Later KV comes first, so that a node that stays
+                keeps its ancestors.
+            host_blocks: blocks leased for the nodes, one for each.
             now: the time.
-            stays: whether it keeps its device blocks when the copy ends.
+            stays: whether the KV keeps its device blocks when the copy ends.
         """
         tree = self.tree
         at = np.asarray(nodes, np.int64)
@@ -251,7 +261,7 @@ class Tiers:
             tree.moving[at] = NodeTransfer.COPY
         else:
             self.blocks_being_freed += len(nodes)
-            np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that the parents are evictable immediately
+            np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # makes the parents evictable immediately
             tree.moving[at] = NodeTransfer.OUT
         tree.host[at] = host_blocks
         tree.host_generation[at] = [self.host.generation(block) for block in host_blocks]
@@ -272,7 +282,7 @@ class Tiers:
         return self._begin(transfer, (node,), now)
 
     def adopt_on_host(self, node: int, block: BlockId) -> None:
-        """Give a leased host block to a KV node that is on no tier; the caller writes the block."""
+        """Assign a leased host block to a KV node that is on no tier. The caller writes the block."""
         self.tree.host[node] = block
         self.tree.host_generation[node] = self.host.generation(block)
         self.tree.on_host[node] = True
@@ -289,7 +299,7 @@ class Tiers:
         self.tree.touched[node] += 1
 
     def shorten_adapter(self, node: int, blocks: int) -> None:
-        """Free the last device blocks of an unpinned adapter: fewer than it has."""
+        """Free the last device blocks of an unpinned adapter, but not all of its blocks."""
         tree = self.tree
         entry = self.tree.adapters[node]
         self._count(node, -1)
@@ -331,7 +341,7 @@ class Tiers:
         self.tree.on_host[nodes] = False
 
     def want(self, nodes: Iterable[int]) -> list[InflightTransfer]:
-        """Mark the transfers to the device that ``nodes`` are part of as waited for, and return them."""
+        """Mark the transfers that load ``nodes`` to the device as awaited, and return them."""
         wanted = {}
         for node in nodes:
             inflight = self.transfer_of.get(node)
@@ -344,9 +354,9 @@ class Tiers:
         return list(wanted.values())
 
     def take_started(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """Return the transfers begun since the last call, and the ids of earlier ones that a sequence now waits for.
+        """Return the transfers begun since the last call, and the ids of transfers that a sequence now waits for.
 
-        No further KV joins a transfer once it has been returned.
+        A returned transfer receives no further KV.
         """
         replaced = msgspec.structs.replace
         for inflight in self._begun:
@@ -367,7 +377,7 @@ class Tiers:
         """Apply the end of a transfer to its nodes and to the accounts.
 
         Raises:
-            BlockError: it was not in flight.
+            BlockError: the transfer was not in flight.
         """
         inflight = self.transfers.pop(done.transfer_id, None)
         if inflight is None:
@@ -414,7 +424,7 @@ class Tiers:
         if tree.kind[node] == NodeKind.ADAPTER and result.inflight.transfer.source is Tier.SOURCE:
             self._finish_host_adapter(node, result.error)
         parent = int(tree.parent[node])
-        # KV is useless on the device without its parent, which was evicted or whose copy failed.
+        # KV on the device is useless if its parent was evicted, or if its parent's copy failed.
         is_reachable = (
             not self._dependent or parent == NO_NODE or tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN
         )
@@ -431,14 +441,14 @@ class Tiers:
             tree.children_on_device[tree.parent[node]] -= 1
         self._free_device(node)
         if tree.kind[node] == NodeKind.KV and result.error is not None:
-            self.drop_kv_from_host([node])  # a block that could not be copied is not trusted again
+            self.drop_kv_from_host([node])  # a block whose copy failed is not used again
 
     def _finish_out(self, node: int, result: TransferResult) -> None:
         tree = self.tree
         self.blocks_being_freed -= 1
         self._finish_host_kv(node, result.error)
         if tree.pins[node] or (self._dependent and tree.children_on_device[node]):
-            self._count(node, 1)  # it was pinned again meanwhile, or one of its children was
+            self._count(node, 1)  # the KV or one of its children was pinned again during the copy
             result.arrived.append(node)
             tree.children_on_device[tree.parent[node]] += 1
         else:
@@ -476,7 +486,7 @@ class Tiers:
             entry.host_blocks = ()
 
     def _count(self, node: int, sign: int) -> None:
-        """Add (``sign`` 1) or subtract (-1) a node on the device in the accounts."""
+        """Add a node on the device to the accounts (``sign`` 1), or subtract it (-1)."""
         tree = self.tree
         kind = int(tree.kind[node])
         blocks = tree.device_size(node) * sign

@@ -1,4 +1,4 @@
-"""Values of the tiers: counts of blocks, transfers in flight, and totals of finished ones."""
+"""Defines the records of the tiers: counts of blocks, transfers in flight, and totals of finished transfers."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -6,19 +6,21 @@ from typing import NamedTuple
 from lorikeet.core.plan import Transfer, TransferDone
 
 KV_BLOCKS_PER_TRANSFER = 32
-"""Most blocks of KV in one transfer that no sequence waits for. Smaller transfers have more overhead; larger ones delay
-their first blocks."""
+"""Largest number of KV blocks in one transfer that no sequence waits for.
+
+Smaller transfers have more overhead; larger transfers delay their first blocks.
+"""
 
 
 class BlockCounts(NamedTuple):
-    """Device blocks by state; they add up to the size of the arena.
+    """Counts the device blocks by state. The counts add up to the size of the arena.
 
     Attributes:
-        free: not leased.
-        cached: an adapter or KV that is not pinned, so evictable.
-        kv: KV of running sequences.
-        adapter: adapters of running sequences.
-        inflight: part of a transfer that writes them, or after which they are freed.
+        free: blocks that are not leased.
+        cached: blocks of adapters and KV that are not pinned, so they are evictable.
+        kv: blocks with KV of running sequences.
+        adapter: blocks with adapters of running sequences.
+        inflight: blocks that a transfer writes, or that are freed after a transfer.
     """
 
     free: int
@@ -29,7 +31,7 @@ class BlockCounts(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Host blocks by state, as in ``BlockCounts``, without a difference between pinned and cached blocks."""
+    """Counts the host blocks by state, as in ``BlockCounts``. Pinned and cached blocks are not distinguished."""
 
     free: int
     kv: int
@@ -39,13 +41,14 @@ class HostCounts(NamedTuple):
 
 @dataclass(eq=False)
 class InflightTransfer:
-    """A transfer in flight.
+    """Describes a transfer in flight.
 
     Attributes:
-        transfer: as it is sent to the executor. Until then a transfer of KV names no blocks, and more nodes may join.
-        nodes: the nodes that it moves: one adapter, or KV in the order of the blocks.
-        began_s: when it was decided.
-        demand: whether a sequence waits for it.
+        transfer: the transfer as it is sent to the executor. Until it is sent, a transfer of KV names no blocks, and
+            more nodes may join.
+        nodes: nodes that the transfer moves: one adapter, or KV in the order of the blocks.
+        began_s: time at which the transfer was scheduled.
+        demand: whether a sequence waits for the transfer.
     """
 
     transfer: Transfer
@@ -56,12 +59,12 @@ class InflightTransfer:
 
 @dataclass
 class RouteTotals:
-    """Finished transfers from one tier to another.
+    """Counts the finished transfers from one tier to another.
 
     Attributes:
         transfers: number of transfers.
         failed: number of transfers that failed.
-        blocks, busy_s: blocks of the others, and the seconds in which they were read or copied.
+        blocks, busy_s: number of blocks of the successful transfers, and the seconds in which they were read or copied.
     """
 
     transfers: int = 0
@@ -81,12 +84,12 @@ class RouteTotals:
 
 @dataclass(eq=False)
 class TransferResult:
-    """How a transfer ended.
+    """Holds the result of a transfer.
 
     Attributes:
         inflight: the transfer.
-        error: why it failed, None if it did not.
-        arrived: nodes that are on the device now, and were not there or were about to be freed.
+        error: cause of the failure; None if the transfer succeeded.
+        arrived: nodes that are on the device now, and that were missing or about to be freed before.
     """
 
     inflight: InflightTransfer

@@ -1,9 +1,9 @@
-"""The usage-dependency tree: adapters below the root, and below each adapter its KV (ELORA §V-A).
+"""Implements the usage-dependency tree: adapters below the root, and below each adapter its KV (ELORA §V-A).
 
-KV is useful only with the adapter version that computed it, so it is in the subtree of that version. A KV node is one
-block. Its key is a hash chained from the adapter's digest and the request's salt over all tokens up to the end of the
-block, so it matches only the same tokens with the same version and salt. The base model counts as an adapter without
-weights.
+KV is useful only with the adapter version that computed it, so the KV is in the subtree of that version. A KV node is
+one block. The node's key is a hash chained from the adapter's digest and the request's salt over all tokens up to the
+end of the block. So the key matches only the same tokens with the same version and salt. The base model counts as an
+adapter without weights.
 
 A node records where its bytes are: on the device, on the host, on both, or in flight. ``Tiers`` updates it. The fields
 of nodes are numpy arrays indexed by node, so that policies can score a hundred thousand nodes in one call. The arrays
@@ -30,47 +30,48 @@ BASE = 0
 _KEY_BYTES = 16
 _FIRST_NODES = 1024
 _NUMBERS: list[int] = []
-"""The node indices as objects, one each for all trees of a process: simulated clusters have millions of nodes."""
+"""Node indices as shared objects, one for each index in all trees of a process, because simulated clusters have
+millions of nodes."""
 
 Nodes = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
 
 
 class NodeKind:
-    """Kinds of nodes. Plain integers, since they are compared with arrays and in hot loops."""
+    """Names the kinds of nodes. The kinds are plain integers, because hot loops and array operations compare them."""
 
     UNUSED: Final = 0
-    """A free index."""
+    """A free index without a node."""
     BASE: Final = 1
     ADAPTER: Final = 2
     KV: Final = 3
 
 
 class NodeTransfer:
-    """The transfer that a node is part of."""
+    """Names the transfers of which a node can be a part."""
 
     NO: Final = 0
     IN: Final = 1
-    """To the device; its device blocks are leased and not filled yet."""
+    """The node is being loaded to the device. Its device blocks are leased and not filled yet."""
     OUT: Final = 2
-    """From the device to the host; the device copy can still be read."""
+    """The node is moving from the device to the host. Its device copy can still be read."""
     READ: Final = 3
-    """From the source to the host."""
+    """The node is being read from its source into the host tier."""
     COPY: Final = 4
-    """From the device to the host as well: the device copy stays."""
+    """The node is being copied from the device to the host. Its device copy stays."""
 
 
 @dataclass(slots=True)
 class AdapterNode:
-    """Fields that only adapters have.
+    """Holds the fields that only adapters have.
 
     Attributes:
         ref: the adapter version.
         host_size: number of blocks of its packed weights.
-        device_blocks: its blocks on the device, in packing order; more than ``host_size`` where slots are padded. Only
-            the first ones (``DependencyTree.kept``) if the others were evicted.
-        host_blocks: its blocks on the host, in packing order.
-        retired: whether it will be freed, and must not be prefetched.
+        device_blocks: blocks of the adapter on the device, in packing order. If slots are padded, their number is
+            larger than ``host_size``. If the last blocks were evicted, only the first ones (``DependencyTree.kept``).
+        host_blocks: blocks of the adapter on the host, in packing order.
+        retired: whether the adapter will be freed, and must not be prefetched.
     """
 
     ref: AdapterRef
@@ -81,25 +82,26 @@ class AdapterNode:
 
 
 class DependencyTree:
-    """Nodes of the base model, of adapters and of KV blocks, with their fields as arrays.
+    """Holds the nodes of the base model, of adapters and of KV blocks, with their fields as arrays.
 
     Attributes:
         kind: :class:`NodeKind` of each node.
-        parent: node of the block before it, or of the adapter for its first block; ``NO_NODE`` for base and adapters.
-        top: node of the adapter or base that computed the KV; an adapter or the base is its own top.
+        parent: node of the previous block, or node of the adapter for its first block; ``NO_NODE`` for base and
+            adapters.
+        top: node of the adapter or base that computed the KV. The top of an adapter or of the base is the node itself.
         depth: 0 for adapters, 1 for their first blocks.
-        size: blocks that it takes on the device: 1 for KV.
-        kept: number of blocks that stayed on the device when the last blocks of an adapter were evicted; else 0. Such
-            an adapter is not ``on_device``, and loading it copies only the missing blocks.
+        size: number of device blocks that the node takes: 1 for KV.
+        kept: number of blocks that stayed on the device when the last blocks of an adapter were evicted; otherwise 0.
+            Such an adapter is not ``on_device``, and loading it copies only the missing blocks.
         device, host: block of KV on either tier, ``NO_BLOCK`` if it has none.
         device_generation, host_generation: generations of these blocks (see ``BlockPool``).
-        on_device, on_host: whether its bytes can be read on the tier.
-        moving: its :class:`NodeTransfer`.
-        pins: number of leases and transfers that need it where it is.
-        children: number of its children.
-        children_on_device: number of its children on the device, or in flight to it.
-        last_use_s: when a request last matched or used it; transfers do not count (ELORA spec, R19).
-        visits: number of requests that matched it on arrival; 1 for a new node.
+        on_device, on_host: whether the node's bytes can be read on the tier.
+        moving: :class:`NodeTransfer` of the node.
+        pins: number of leases and transfers that need the node on its tier.
+        children: number of the node's children.
+        children_on_device: number of the node's children on the device, or in flight to it.
+        last_use_s: time at which a request last matched or used the node; transfers do not count (ELORA spec, R19).
+        visits: number of requests that matched the node on arrival; 1 for a new node.
         score: last score of the eviction policy.
         touched: counter that rises with each change of the node, so that outdated heap entries can be recognised.
         adapters: adapter fields by node.
@@ -166,11 +168,11 @@ class DependencyTree:
     # --- queries -------------------------------------------------------------------------------------
 
     def adapter(self, digest: AdapterDigest | None) -> int | None:
-        """Return the node of a version (None: the base), or None if it is not in the tree."""
+        """Return the node of a version (None for the base); None if the tree does not contain it."""
         return self._by_digest.get(digest)
 
     def digest(self, node: int) -> AdapterDigest | None:
-        """Return the version that a node belongs to; None for the base."""
+        """Return the digest of a node's adapter version; None for the base."""
         top = int(self.top[node])
         return None if top == BASE else self.adapters[top].ref.digest
 
@@ -183,19 +185,19 @@ class DependencyTree:
         return np.flatnonzero(self.on_host[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
 
     def device_size(self, node: int) -> int:
-        """Return the device blocks that a node has now, without blocks in flight."""
+        """Return the number of a node's device blocks, without blocks in flight."""
         return int(self.size[node] if self.on_device[node] else self.kept[node])
 
     def missing_blocks(self, adapter: int) -> int:
-        """Return the device blocks that an adapter needs beside the blocks that it has kept."""
+        """Return the number of device blocks that an adapter needs in addition to its kept blocks."""
         return int(self.size[adapter] - self.kept[adapter])
 
     def find(self, key: bytes) -> int | None:
-        """Return the KV node with this key, or None. Its bytes need not be on a tier."""
+        """Return the KV node with this key, or None. The node's bytes need not be on a tier."""
         return self._by_key.get(key)
 
     def key_of(self, node: int) -> bytes:
-        """Return the key that identifies the content of a node, since node indices are reused."""
+        """Return the key that identifies a node's content. A node's index does not, because indices are reused."""
         entry = self.adapters.get(node)
         return self._keys[node] if entry is None else entry.ref.digest.encode()
 
@@ -215,11 +217,11 @@ class DependencyTree:
 
     @property
     def end(self) -> int:
-        """One more than the largest node index in use so far."""
+        """Largest node index in use so far, plus one."""
         return self._end
 
     def __len__(self) -> int:
-        """Return the number of nodes, the base excluded."""
+        """Return the number of nodes without the base."""
         return len(self._by_key) + len(self.adapters)
 
     def below(self, node: int) -> Iterator[int]:
@@ -230,7 +232,7 @@ class DependencyTree:
     # --- changes -------------------------------------------------------------------------------------
 
     def add_adapter(self, ref: AdapterRef, device_size: int, host_size: int) -> int:
-        """Add an adapter version that is on no tier yet, and return its node; sizes in blocks."""
+        """Add an adapter version that is on no tier yet, and return its node. Sizes are in blocks."""
         (node,) = self._new(1)
         self.kind[node] = NodeKind.ADAPTER
         self.top[node] = node
@@ -240,7 +242,7 @@ class DependencyTree:
         return node
 
     def descendants(self, node: int) -> Iterator[int]:
-        """Yield all KV below a node of KV, parents before children, whichever adapter or base it belongs to."""
+        """Yield all KV below a node of KV, parents before children, including KV of other adapters."""
         end = self._end
         found = {node}
         kv = np.flatnonzero((self.kind[:end] == NodeKind.KV) & (self.depth[:end] > self.depth[node]))
@@ -260,7 +262,7 @@ class DependencyTree:
 
         Args:
             above: parent of the first block of each chain.
-            keys: the keys of each chain, at least one; each block is the parent of the next.
+            keys: keys of each chain, at least one. Each block is the parent of the next.
             now: the time.
             tops: node of the adapter or base that computed each block; None for the top of ``above``.
 
@@ -322,7 +324,7 @@ class DependencyTree:
         touched = self.touched[at] + 1
         for name, _, empty in self._FIELDS:
             getattr(self, name)[at] = empty
-        self.touched[at] = touched  # so that heap entries of the removed nodes are recognised as outdated
+        self.touched[at] = touched  # marks heap entries of the removed nodes as outdated
         self._free.extend(nodes)
 
     def _grow(self) -> None:
@@ -336,7 +338,7 @@ class DependencyTree:
         _NUMBERS.extend(range(len(_NUMBERS), 2 * old))
 
     def metadata_bytes(self) -> int:
-        """Return the bytes of the tree itself: arrays, keys, and the key table (estimated per entry)."""
+        """Return the size in bytes of the tree's data: arrays, keys, and the key table (estimated per entry)."""
         arrays: int = sum(getattr(self, name).nbytes for name, _, _ in self._FIELDS)
         keys = len(self._by_key) * (_KEY_BYTES + 33)
         return arrays + keys + self._by_key.__sizeof__() + len(self._keys) * 8 + len(self._by_key) * 28
@@ -354,12 +356,12 @@ def block_keys(
     """Return the keys of all whole blocks of ``token_ids``.
 
     Args:
-        digest: the adapter version, None for the base.
+        digest: digest of the adapter version; None for the base.
         token_ids: tokens of one sequence.
         block_size: tokens in a block.
-        known: keys of its first blocks, which are not computed again.
-        salt: other salts give other keys.
-        start: position of the first token on which the adapter acts. Blocks before it have the base's keys.
+        known: keys of the sequence's first blocks, which are not computed again.
+        salt: salt of the keys. Other salts give other keys.
+        start: position of the first token on which the adapter acts. Blocks before this position have the base's keys.
     """
     of_base = start // block_size if digest is not None else 0
     keys = list(known)
@@ -368,7 +370,7 @@ def block_keys(
         if len(keys) < of_base:
             return keys
     before = keys[-1] if keys else (digest or "").encode()
-    if salt and not keys:  # hashed, so that no salt looks like a digest
+    if salt and not keys:  # the hash ensures that no salt looks like a digest
         before = blake2b(before + b"\0" + salt.encode(), digest_size=_KEY_BYTES).digest()
     if start and digest is not None and len(keys) == of_base:
         before = blake2b(before + f"\0{digest}@{start}".encode(), digest_size=_KEY_BYTES).digest()

@@ -1,1 +1,1 @@
-"""Eviction and prefetch policies, each in one file; ``lorikeet.policies`` has their names."""
+"""Holds the eviction and prefetch policies, each in one file. ``lorikeet.policies`` lists their names."""

@@ -1,4 +1,4 @@
-"""Prefetch of all adapters: the upper bound that TOPPINGS calls CACHED (section 7.1)."""
+"""Prefetches all adapters: the upper bound that TOPPINGS calls CACHED (section 7.1)."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,12 @@ from lorikeet.memory.tree import NodeKind, NodeTransfer
 
 
 class AllPrefetch(PrefetchPolicy):
-    """Names every registered adapter, in order of registration. Nothing is evicted for it."""
+    """Prefetches every registered adapter, in order of registration, without evicting other nodes."""
 
     below_watermark_only = False
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield the adapters that are off the device and in no transfer."""
+        """Yield the adapters that are neither on the device nor in a transfer."""
         tree = self.view.tree
         every = slice(tree.end)
         away = (tree.kind[every] == NodeKind.ADAPTER) & ~tree.on_device[every] & (tree.moving[every] == NodeTransfer.NO)

@@ -1,8 +1,8 @@
-"""Interfaces of the memory's policies.
+"""Defines the interfaces of the memory's policies.
 
 An :class:`EvictionPolicy` scores nodes of the tree, and the memory evicts the lowest score first. A
 :class:`PrefetchPolicy` names nodes to load to the device, best first. Policies read the :class:`MemoryView` and are
-notified of events; they change nothing in the memory.
+notified of events. Policies never change the memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
 LOWEST = float(np.finfo(np.float64).min)
-"""Used for a score of minus infinity, which would become NaN when an infinite offset is added."""
+"""Replaces a score of minus infinity, which would become NaN when an infinite offset is added."""
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -24,23 +24,23 @@ class StepForecast(Protocol):
     """Predicts steps and delays for the memory's policies."""
 
     def prefill_s(self, tokens: float) -> float:
-        """Return the expected seconds by which this many prompt tokens lengthen a step; 0 where not known."""
+        """Return the expected seconds by which this many prompt tokens lengthen a step; 0 if unknown."""
         ...
 
     def delay_per_lost_second(self, excluded: int = 0) -> float:
-        """Return by how many seconds all requests together are delayed if the engine loses a second.
+        """Return the total seconds by which all requests are delayed if the engine loses a second.
 
         Args:
-            excluded: number of waiting requests that do not count.
+            excluded: number of waiting requests to leave out.
         """
         ...
 
 
 @dataclass
 class MemoryView:
-    """State that policies may read. The memory keeps it up to date.
+    """Holds the memory's state that policies may read. The memory updates the view.
 
-    All its functions are there before a policy is created, so a policy may keep them.
+    All functions of the view are set before a policy is created, so a policy may store them.
 
     Attributes:
         tree: all nodes.
@@ -48,16 +48,15 @@ class MemoryView:
         queued: number of requests in the admission queue.
         waiting: adapter nodes of the queued requests, in queue order, with the number of requests for each; updated
             only if a policy sets ``follows_queue``.
-        resident_adapters: returns the present number of adapters on the device or in flight to it.
-        load_s: returns the expected seconds to load each of the given adapters; 0 where not known.
-        iteration_s: duration of the last step in seconds; 0 where not known.
-        load_kv_s: returns the expected seconds until this many blocks of KV are copied from the host; 0 if unknown.
+        resident_adapters: returns the current number of adapters on the device or in flight to it.
+        load_s: returns the expected seconds to load each of the given adapters; 0 if unknown.
+        iteration_s: duration of the last step in seconds; 0 if unknown.
+        load_kv_s: returns the expected seconds until so many blocks of KV are copied from the host; 0 if unknown.
         store_kv_s: returns the expected seconds until this many blocks of KV are copied to the host; 0 if unknown.
-        prefill_s: returns the expected seconds by which a step is longer if it computes this many blocks of KV; 0 where
-            not known.
-        delay_per_lost_second: returns the seconds by which all requests together are delayed if the engine loses one;
+        prefill_s: returns the expected seconds that computing this many blocks of KV adds to a step; 0 if unknown.
+        delay_per_lost_second: returns the total seconds by which all requests are delayed if the engine loses a second;
             see :class:`StepForecast`.
-        kv_reuse: returns the share of each adapter's KV that is expected to be reused, given their nodes.
+        kv_reuse: returns the share of each adapter's KV that is expected to be reused, given the adapters' nodes.
     """
 
     tree: DependencyTree
@@ -74,15 +73,15 @@ class MemoryView:
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
 
     def loading_kv_pays(self, blocks: int, needed: int = 0, *, is_waiting: bool = False) -> bool:
-        """Return whether loading blocks of KV from the host probably costs less than computing them.
+        """Return whether loading blocks of KV from the host is expected to cost less time than computing them.
 
-        A load delays the request that waits for it, and queued requests that wait for the blocks it keeps meanwhile. A
-        longer step delays all requests.
+        A load delays the request that waits for it. While the load holds blocks, it also delays queued requests that
+        need blocks. A longer step delays all requests.
 
         Args:
             blocks: number of blocks to load or to compute.
             needed: number of all blocks that the request needs on the device.
-            is_waiting: whether the request is queued now, and so counted among the queued ones.
+            is_waiting: whether the request is queued now, so that it is one of the queued requests.
         """
         prefill_s = self.prefill_s(blocks)
         if not prefill_s:
@@ -92,14 +91,14 @@ class MemoryView:
         return load_s <= prefill_s * (1 + self.delay_per_lost_second(int(is_waiting)))
 
     def waiting_for_a_copy_pays(self, blocks: int, reused_share: float) -> bool:
-        """Whether so many blocks of KV should be copied to the host before they are evicted, although requests wait.
+        """Return whether KV should be copied to the host before its eviction, although requests wait for its blocks.
 
-        The wait delays the request that needs the blocks, and those queued behind it. Without a copy the KV is computed
-        again, if it is used again, in a longer step that delays all requests.
+        The wait delays the request that needs the blocks, and the requests queued behind it. Without a copy, reused KV
+        must be computed again, in a longer step that delays all requests.
 
         Args:
-            blocks: to copy.
-            reused_share: share of them that is expected to be used again.
+            blocks: number of blocks to copy.
+            reused_share: share of the blocks that is expected to be reused.
         """
         prefill_s = self.prefill_s(blocks)
         if not prefill_s:
@@ -109,23 +108,25 @@ class MemoryView:
 
 
 class EvictionPolicy:
-    """Scores nodes; the lowest is evicted first. Subclasses override what they need.
+    """Scores nodes; the node with the lowest score is evicted first. Subclasses override the methods that they need.
 
     Args:
         view: the state of the memory.
 
     Attributes:
         rescored_at_eviction: whether scores of adapters depend on the other resident nodes. If so, all adapters are
-            scored again before every eviction. Otherwise the scores of the last tick are used, updated for nodes that
-            were used since.
-        whole_branches: whether the eviction of a node also evicts everything evictable of its branch (all nodes of the
+            scored again before every eviction. If not, the scores of the last tick are used, updated for nodes that
+            were used since then.
+        whole_branches: whether the eviction of a node also evicts all evictable nodes of its branch (the nodes with the
             same ``top``).
         deeper_first: whether the deeper of two nodes with equal scores is evicted first, and KV of one branch with
-            equal scores together. Otherwise the node with the lower index is evicted first, one at a time.
-        proposals: number of lowest-scored nodes that are passed to :meth:`choose`; with 1 the lowest is evicted.
-        evictable_below: adapters with a lower score may be evicted for prefetches that queued requests need.
-        worthless_below: nodes with a lower score are evicted for any prefetch, if evicted blocks are free immediately.
-        follows_queue: whether it reads ``view.waiting``.
+            equal scores together. If not, nodes are evicted one at a time, the lower index first.
+        proposals: number of lowest-scored nodes that are passed to :meth:`choose`. With 1, the lowest-scored node is
+            evicted.
+        evictable_below: score below which adapters may be evicted for prefetches that queued requests need.
+        worthless_below: score below which nodes are evicted for any prefetch, if evicted blocks become free
+            immediately.
+        follows_queue: whether the policy reads ``view.waiting``.
     """
 
     rescored_at_eviction = False
@@ -140,41 +141,47 @@ class EvictionPolicy:
         self.view = view
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return a finite score for each of ``nodes``; ``deeper_first`` breaks ties.
+        """Return a finite score for each node.
 
-        The score of the base model's node is ignored.
+        ``deeper_first`` breaks ties. The score of the base model's node is ignored.
         """
         raise NotImplementedError
 
     def adapter_offset(self, now: float) -> float:
-        """Return the number to add to scores of adapters before they are compared with scores of KV for eviction."""
+        """Return the number to add to adapters' scores before they are compared with scores of KV for eviction."""
         return 0.0
 
     def prefetch_adapter_offset(self, now: float) -> float:
-        """Return the number to add to scores of adapters before they are compared with scores of KV for prefetch."""
+        """Return the number to add to adapters' scores before they are compared with scores of KV for prefetch."""
         return 0.0
 
     def choose(self, nodes: Sequence[int], now: float) -> int:
-        """Return which of the proposed nodes to evict; ``nodes`` are in order of score, the lowest first."""
+        """Choose one of the proposed nodes to evict. ``nodes`` are in order of score, the lowest first."""
         return nodes[0]
 
     def protect(self, adapter: int, until_s: float) -> None:
-        """Handle a prefetch policy's wish to keep an adapter until ``until_s``; ignored by default."""
+        """Handle a prefetch policy's request to keep an adapter until ``until_s``.
+
+        By default, the request is ignored.
+        """
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """Handle the arrival of a request for ``adapter`` that matches ``path``; visits and last use are updated."""
+        """Handle the arrival of a request for ``adapter`` that matches ``path``.
+
+        Visits and last use are already updated.
+        """
 
     def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
         """Handle the admission of a request."""
 
     def inserted(self, nodes: Sequence[int], now: float) -> None:
-        """Handle adapters or KV that are new on the device; earlier KV first."""
+        """Handle adapters or KV that have arrived on the device, earlier KV first."""
 
     def removed(self, nodes: Sequence[int], now: float) -> None:
         """Handle the eviction of nodes from the device, in this order."""
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """Handle the removal of nodes from the tree; their indices may be reused."""
+        """Handle the removal of nodes from the tree. The nodes' indices may be reused."""
 
     def batch(self, running: int, now: float) -> None:
         """Handle a change of the number of sequences that hold blocks."""
@@ -188,9 +195,9 @@ class PrefetchPolicy:
         eviction: eviction policy of the same preset.
 
     Attributes:
-        below_watermark_only: whether it prefetches only while less than ``swapper.PREFETCH_BELOW`` of the device
-            is in use, up to it. Otherwise it uses any free memory.
-        follows_queue: whether it reads ``view.waiting``.
+        below_watermark_only: whether prefetches use the device only up to a share of ``swapper.PREFETCH_BELOW``. If
+            not, prefetches may use all free memory.
+        follows_queue: whether the policy reads ``view.waiting``.
     """
 
     below_watermark_only = True
@@ -204,32 +211,35 @@ class PrefetchPolicy:
         """Yield nodes to load, best first: KV on the host, and adapters on the host or at their source.
 
         A KV node may be yielded only if its parent is on the device, in flight to it, or was yielded before (any node
-        in presets without ``dependency_tree``). The swapper skips nodes that cannot be moved now. It starts or skips
-        each adapter before it takes the next node. If ``below_watermark_only``, the scores in ``tree.score`` are up to
+        in presets without ``dependency_tree``). The swapper skips nodes that cannot be moved now, and starts or skips
+        each adapter before it reads the next node. If ``below_watermark_only``, the scores in ``tree.score`` are up to
         date.
         """
         return iter(())
 
     def due_s(self, now: float) -> float:
-        """Return the next time at which :meth:`targets` yields more without any event; ``inf`` if never."""
+        """Return the next time at which :meth:`targets` yields more nodes without an event.
+
+        Return ``inf`` if there is none.
+        """
         return float("inf")
 
     def evicts_below(self, node: int) -> float:
-        """Return the score below which adapters may be evicted to load ``node``; -inf: none may."""
+        """Return the score below which adapters may be evicted to load ``node``; ``-inf`` if none may be evicted."""
         return -np.inf
 
     def arrived(self, adapter: int, now: float) -> None:
-        """Handle the arrival of a request for ``adapter``, before anything is loaded for it."""
+        """Handle the arrival of a request for ``adapter``, before any load for the request."""
 
     def fetched(self, node: int, now: float) -> None:
-        """Handle the start of a prefetch of a node that it named."""
+        """Handle the start of a prefetch that the policy named."""
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """Handle the removal of nodes from the tree; their indices may be reused."""
+        """Handle the removal of nodes from the tree. The nodes' indices may be reused."""
 
 
 def is_prefetchable(tree: DependencyTree, node: int) -> bool:
-    """Return whether a node is off the device, in no transfer, and could be loaded to it."""
+    """Return whether a node could be loaded to the device: it is off the device and in no transfer."""
     entry = tree.adapters.get(node)
     if entry is not None and entry.retired:
         return False
@@ -239,7 +249,7 @@ def is_prefetchable(tree: DependencyTree, node: int) -> bool:
 def stays_on_device(
     tree: DependencyTree, nodes: npt.NDArray[np.int64] | npt.NDArray[np.int32]
 ) -> npt.NDArray[np.bool_]:
-    """Return which nodes are on the device and not being evicted, or are in flight to it."""
+    """Return whether each node is on the device without being evicted, or is in flight to the device."""
     moving = tree.moving[nodes]
     staying: npt.NDArray[np.bool_] = (tree.on_device[nodes] & (moving != NodeTransfer.OUT)) | (
         moving == NodeTransfer.IN
@@ -248,6 +258,6 @@ def stays_on_device(
 
 
 def extend_to_nodes(values: npt.NDArray[_Number], tree: DependencyTree, empty: Any) -> npt.NDArray[_Number]:
-    """Return an array indexed by node, extended with ``empty`` to the size of the tree if that has grown."""
+    """Extend an array indexed by node with ``empty`` to the size of the tree."""
     missing = len(tree.kind) - len(values)
     return np.concatenate([values, np.full(missing, empty, values.dtype)]) if missing > 0 else values

@@ -1,4 +1,4 @@
-"""Least recently used: adapters and KV are evicted by time of last use."""
+"""Evicts the least recently used adapters and KV first."""
 
 from typing import Final
 
@@ -29,7 +29,7 @@ class LruWithReuse(Lru):
     worthless_below = -_EVICTED_FIRST_S / 2
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return the times of last use; a constant is subtracted for KV that is rarely reused."""
+        """Return the times of last use, minus a constant for KV that is rarely reused."""
         tree = self.view.tree
         scores = super().scores(nodes, now)
         is_kv = tree.kind[nodes] == NodeKind.KV

@@ -1,4 +1,4 @@
-"""Prefetch by rank, parents before children: the most recently used nodes first."""
+"""Prefetches nodes by rank, parents before children."""
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -10,14 +10,14 @@ from lorikeet.memory.policies.base import PrefetchPolicy, is_prefetchable, stays
 from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 
 _SORTED = 256
-"""Number of best nodes that are sorted first; doubled each time more are needed."""
+"""Number of best nodes that are sorted first. The number doubles each time more nodes are needed."""
 
 _Key = tuple[float, float, int, int]
 """Negative score, negative last use, depth, node: among equal scores the newer node comes first, then the shallower."""
 
 
 class RankedPrefetch(PrefetchPolicy):
-    """Names the nodes with the highest ranks; the eviction policy's offset applies between adapters and KV.
+    """Prefetches the nodes with the highest ranks. Between adapters and KV, the eviction policy's offset applies.
 
     A candidate is a node off the device whose parent is on the device, in flight to it, or was named before. Subclasses
     define the ranks.
@@ -29,11 +29,15 @@ class RankedPrefetch(PrefetchPolicy):
     flat = False
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield nodes, best first. The offset of adapters is read again for each, since it changes as they load."""
+        """Yield nodes, best first.
+
+        The offset of adapters is read again for each node, because it changes as adapters load.
+        """
         tree = self.view.tree
         ranks = self.ranks()
         adapters, kv = off_device(tree)
-        kv = kv[tree.score[kv] >= self.eviction.worthless_below]  # else it would displace what is worth as little
+        # Otherwise the prefetch would evict a node of the same worth
+        kv = kv[tree.score[kv] >= self.eviction.worthless_below]
         is_open = np.ones(len(kv), np.bool_) if self.flat else stays_on_device(tree, tree.parent[kv])
         below = _Children(tree, kv[~is_open])
         best_adapters = _Ranked(tree, adapters, ranks)
@@ -51,14 +55,14 @@ class RankedPrefetch(PrefetchPolicy):
                     best_kv.add(child)
 
     def ranks(self) -> Scores:
-        """Return the rank of each node; the highest is named first."""
+        """Return the rank of each node. The node with the highest rank is named first."""
         raise NotImplementedError
 
 
 class NewestFirst(RankedPrefetch):
-    """Names the most recently used nodes, parents before children.
+    """Prefetches the most recently used nodes, parents before children.
 
-    It fits eviction policies whose scores rank only nodes on the device.
+    The policy fits eviction policies whose scores rank only nodes on the device.
     """
 
     def ranks(self) -> Scores:
@@ -67,12 +71,12 @@ class NewestFirst(RankedPrefetch):
 
 
 class _Ranked:
-    """A priority queue of nodes of one kind by rank. Initial nodes are sorted lazily, only as many as are taken."""
+    """Queues nodes of one kind by rank. Initial nodes are sorted lazily, as they are popped."""
 
     def __init__(self, tree: DependencyTree, nodes: Nodes, ranks: Scores) -> None:
         self._tree = tree
         self._ranks = ranks
-        self._heap: list[tuple[_Key, bool]] = []  # (key, whether it is one of the sorted initial nodes)
+        self._heap: list[tuple[_Key, bool]] = []  # (key, whether the node is one of the sorted initial nodes)
         self._sorted = self._falling(nodes)
         self._take_next()
 
@@ -113,14 +117,14 @@ class _Ranked:
             count = 2 * count
 
     def _among_best(self, nodes: Nodes, count: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ``count`` best nodes, with all nodes of equal rank and last use."""
+        """Return a mask of the ``count`` best nodes, including all nodes of equal rank and last use."""
         if count >= len(nodes):
             return np.ones(len(nodes), np.bool_)
         ranks = self._ranks[nodes]
         least = np.partition(ranks, -count)[-count]
         is_best: npt.NDArray[np.bool_] = ranks >= least
         ties = np.flatnonzero(ranks == least)
-        if len(ties) > count:  # if scores ignore recency, most of them are equal
+        if len(ties) > count:  # most scores are equal if they ignore recency
             last = self._tree.last_use_s[nodes[ties]]
             is_best[ties] = last >= np.partition(last, -count)[-count]
         return is_best
@@ -132,10 +136,11 @@ class _Children:
     def __init__(self, tree: DependencyTree, nodes: Nodes) -> None:
         self._tree = tree
         self._nodes = nodes
-        self._by_parent: npt.NDArray[np.int64] | None = None  # parent in the upper half of bits, node in the lower
+        # The parent is in the upper half of the bits, the node in the lower half
+        self._by_parent: npt.NDArray[np.int64] | None = None
 
     def of(self, parent: int) -> list[int]:
-        """Return the children of ``parent``; the first call sorts the nodes by parent."""
+        """Return the children of ``parent``. The first call sorts the nodes by parent."""
         if not self._tree.children[parent] or not len(self._nodes):
             return []
         if self._by_parent is None:
@@ -146,7 +151,7 @@ class _Children:
 
 
 def off_device(tree: DependencyTree) -> tuple[Nodes, Nodes]:
-    """Return the adapters off the device, and the KV that is on the host only; neither in a transfer."""
+    """Return adapters that are off the device and KV that is on the host only, without nodes in a transfer."""
     end = tree.end
     kind = tree.kind[:end]
     idle = ~tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)

@@ -1,4 +1,4 @@
-"""Prefetch by the queue (Chameleon §4.1, after S-LoRA): the adapters of waiting requests, in queue order."""
+"""Prefetches the adapters of waiting requests, in queue order (Chameleon §4.1, after S-LoRA)."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,9 @@ from lorikeet.memory.tree import NodeTransfer
 
 
 class QueuePrefetch(PrefetchPolicy):
-    """Names the adapters of waiting requests that are not on the device.
+    """Prefetches the adapters of waiting requests that are not on the device.
 
-    Only adapters that no queued request wants are evicted for them, and only if the eviction policy sets
+    A prefetch evicts only adapters that no queued request needs, and only if the eviction policy sets
     ``evictable_below``.
     """
 
@@ -25,5 +25,5 @@ class QueuePrefetch(PrefetchPolicy):
         yield from wanted[~tree.on_device[wanted] & (tree.moving[wanted] == NodeTransfer.NO)].tolist()
 
     def evicts_below(self, node: int) -> float:
-        """Return the limit of the eviction policy."""
+        """Return the eviction policy's ``evictable_below``."""
         return self.eviction.evictable_below
