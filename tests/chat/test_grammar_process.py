@@ -120,6 +120,35 @@ def test_objects_that_must_contain_one_another_without_end_are_refused() -> None
     assert READER.check(spec("json_schema", '{"$ref": "#"}')).error == "no answer can follow the grammar"
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "most"),
+    [
+        (GrammarKind.CHOICE, '["yes", "né"]', 3),
+        (GrammarKind.REGEX, r"\d{5}", 5),
+        (GrammarKind.REGEX, r"[A-Z]{2}(-\w{3}){0,4}", 18),
+        (GrammarKind.JSON_SCHEMA, '{"enum": ["red", null]}', 5),
+        (GrammarKind.EBNF, 'root ::= "a" | "bc" "d"?', 3),
+    ],
+)
+def test_an_answer_that_is_always_shorter_than_min_tokens_is_refused(kind: GrammarKind, text: str, most: int) -> None:
+    assert not READER.check(GrammarSpec(kind, text, "x", least_tokens=most)).error
+    error = READER.check(GrammarSpec(kind, text, "x", least_tokens=most + 1)).error
+    assert error.startswith(f"min_tokens is {most + 1}, but no answer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.REGEX, "a*"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+        (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 0, "maximum": 999999}'),  # Too many to count.
+        (GrammarKind.EBNF, 'root ::= "a" root | "b"'),
+    ],
+)
+def test_answers_whose_length_has_no_known_limit_are_not_refused(kind: GrammarKind, text: str) -> None:
+    assert not READER.check(GrammarSpec(kind, text, "x", least_tokens=500)).error
+
+
 def test_whitespace_of_a_pattern_is_that_of_json() -> None:
     text = json.dumps({"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 3})
     found = READER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, text, "p", r"\s{0,10}"))

@@ -227,10 +227,19 @@ def test_a_trigger_goes_on_with_one_of_its_parts(text: str, follows: bool) -> No
         ({"allowed_token_ids": [END], "regex": "a*"}, ""),
         ({"allowed_token_ids": [END], "min_tokens": 0}, ""),
         ({"regex": "(a|b)+", "bad_words": ["a"], "min_tokens": 3}, ""),
+        ({"guided_choice": ["a", "bcd"], "min_tokens": 4}, "guided_choice: min_tokens is 4, but no answer"),
+        ({"guided_choice": ["a", "bcd"], "min_tokens": 3}, ""),
+        (
+            {
+                "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}},
+                "min_tokens": 6,
+            },
+            "response_format: min_tokens is 6, but no answer",
+        ),
     ],
 )
 async def test_fields_that_leave_no_first_token_are_a_400(server: Running, fields: dict[str, Any], names: str) -> None:
-    reply = await server.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 5, **fields})
+    reply = await server.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 8, **fields})
     assert reply.status_code == (400 if names else 200), reply.text
     if names:
         assert names in reply.json()["error"]["message"]

@@ -191,6 +191,56 @@ def test_a_parameter_that_is_cut_off_has_its_text_so_far() -> None:
     assert (content, calls) == ("", [Call("get_weather", '{"city": "Os')])
 
 
+def late(schema: object, text: str) -> int:
+    """Return after how many letters of a value its first letter has been passed on."""
+    functions = {"write": {"type": "object", "properties": {"text": schema}}}
+    parser = TOOL_FORMATS["qwen3_coder"].parser(functions)
+    parser.push("<tool_call>\n<function=write>\n<parameter=text>\n")
+    for at, letter in enumerate(text):
+        if any(isinstance(event, CallArguments) for event in parser.push(letter)):
+            return at
+    return len(text)
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "most"),
+    [
+        ({"type": "string"}, "def f():\n    pass\n", 1),
+        ({}, "5", 1),
+        (OPTIONAL, "def f():", 1),
+        (OPTIONAL, "None of these", 7),
+        (OPTIONAL, "# A title\n\nA text", 14),
+        ({"type": ["string", "number"]}, "2026-11-30 was a Monday", 13),
+        ({"type": ["string", "number"]}, "2026", 4),
+        ({"enum": ["one", "two"]}, "one", 3),
+        ({"type": ["string", "array"]}, "text", 4),
+        ({"type": "integer"}, "12", 2),
+    ],
+)
+def test_a_parameter_is_passed_on_as_soon_as_it_must_be_a_string(schema: object, text: str, most: int) -> None:
+    assert late(schema, text) <= most
+
+
+def test_a_long_string_is_passed_on_letter_by_letter_but_for_what_may_be_its_end() -> None:
+    parser = TOOL_FORMATS["qwen3_coder"].parser(FUNCTIONS)
+    code = 'say("é")\n' * 100 + "</parameter> in a text\n"
+
+    def push(text: str) -> str:
+        return "".join(event.text for event in parser.push(text) if isinstance(event, CallArguments))
+
+    sent = push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
+    for at, letter in enumerate(code):
+        sent += push(letter)
+        whole = '{"city": ' + json.dumps(code[: at + 1], ensure_ascii=False)[:-1]
+        assert whole.startswith(sent)
+        assert len(whole) - len(sent) <= len("\\n</parameter> ")
+    parser.push("\n</parameter>\n</function>")
+    assert sent.endswith("in a text")
+
+
 @pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("parallel", [True, False])

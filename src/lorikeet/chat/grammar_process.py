@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import lru_cache
@@ -37,6 +37,9 @@ _JSON_SPACE = r"[ \t\r\n]"
 r"""All whitespace that JSON allows, which is less than ``\s``."""
 _MAX_CHECK_S = 0.5
 """Of a core."""
+_MAX_LENGTH_S = 0.1
+"""Of a core, for the length of the longest answer."""
+_MOST_BYTES_OF_A_LETTER = 4
 _PATTERNS = '"patternProperties"'
 _JSON_RULE = "%json "
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
@@ -100,6 +103,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         param: the field of the grammar, for errors.
         whitespace: regex of the whitespace that JSON may have between its parts; empty for no whitespace.
         thoughts: thoughts that may precede the answer; None for no thoughts.
+        least_tokens: number of tokens that an answer needs before its end.
     """
 
     kind: GrammarKind
@@ -107,6 +111,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     param: str
     whitespace: str = WHITESPACE
     thoughts: Thoughts | None = None
+    least_tokens: int = 0
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
@@ -178,7 +183,72 @@ class GrammarReader:
             return GrammarChecked(error=_reason(matcher.get_error()))
         if time.thread_time() - began_s > _MAX_CHECK_S:
             return GrammarChecked(error="the grammar takes too long to compile; simplify it, above all its repetitions")
+        if spec.least_tokens and not can_have_bytes(spec, grammar):
+            least = spec.least_tokens
+            return GrammarChecked(error=f"min_tokens is {least}, but no answer that follows this has so many tokens")
         return GrammarChecked(grammar, first=bytes(first))
+
+
+def can_have_bytes(spec: GrammarSpec, grammar: str) -> bool:
+    """Return whether an answer may have a byte for each of ``least_tokens``; True if this is not known.
+
+    Args:
+        spec: the grammar in the form of a request.
+        grammar: the same in llguidance's notation.
+    """
+    least = spec.least_tokens
+    if spec.thoughts is not None or spec.kind is GrammarKind.LARK:  # Special tokens have no bytes.
+        return True
+    if spec.kind is GrammarKind.CHOICE:
+        return any(len(choice.encode()) >= least for choice in json.loads(spec.text))
+    if spec.kind is GrammarKind.REGEX:
+        is_ascii = not _may_match(spec, r"(.|\n)*[^\x00-\x7f](.|\n)*")
+        letters = least if is_ascii else -(-least // _MOST_BYTES_OF_A_LETTER)
+        return _may_match(spec, rf"(.|\n){{{letters},}}")
+    return _reaches(grammar, least)
+
+
+def _may_match(spec: GrammarSpec, other: str) -> bool:
+    """Return whether a text may match the regex of a grammar and another regex; True if this is not known."""
+    grammar = f"start: BOTH\nBOTH: /{_as_lark(spec.text)}/ & /{other}/"
+    matcher = LLMatcher(_of_bytes(), grammar, log_level=0)
+    if matcher.is_error():
+        return True
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
+def _reaches(grammar: str, least: int) -> bool:
+    """Return whether a text of so many bytes may begin an answer; True if this is not known soon."""
+    began_s = time.thread_time()
+    paths = [_next_bytes(LLMatcher(_of_bytes(), grammar, log_level=0))]
+    while paths:
+        if time.thread_time() - began_s > _MAX_LENGTH_S:
+            return True
+        then = next(paths[-1], None)
+        if then is None:
+            paths.pop()
+        elif then.is_error() or len(paths) >= least:
+            return True
+        else:
+            paths.append(_next_bytes(then))
+    return False
+
+
+def _next_bytes(matcher: LLMatcher) -> Iterator[LLMatcher]:
+    """Yield the matcher behind each byte that may come next; one with an error if that cannot be computed."""
+    if matcher.is_error():
+        yield matcher
+        return
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        yield matcher
+        return
+    for byte in range(256):
+        if mask[byte // 8] >> (byte % 8) & 1:
+            then = matcher.deep_copy()
+            then.consume_token(byte)
+            yield then
 
 
 def _follow_forced(matcher: LLMatcher) -> None:
@@ -231,9 +301,13 @@ def _notation_of_answer(spec: GrammarSpec) -> str:
     if spec.kind is GrammarKind.LARK:
         return _with_plain_schemas(spec.text) if _PATTERNS in spec.text else spec.text
     if spec.kind is GrammarKind.REGEX:
-        # Only ASCII digits, letters and spaces are allowed, since a free model would choose rare ones of Unicode.
-        return f"start: /{regex_to_lark(spec.text, 'dws')}/"
+        return f"start: /{_as_lark(spec.text)}/"
     return grammar_from("ebnf", spec.text)
+
+
+def _as_lark(regex: str) -> str:
+    """Return a regex for a grammar. Only ASCII's digits, letters and spaces match, since a model chooses rare ones."""
+    return regex_to_lark(regex, "dws")
 
 
 def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:

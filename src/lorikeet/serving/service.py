@@ -223,7 +223,9 @@ class Service:
             prompts = await spec.encode()
             grammar: GrammarChecked | None = None
             if spec.grammar is not None:
-                answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
+                thoughts = spec.thoughts(prompts[0])
+                least = body.min_tokens or 0
+                answer = msgspec.structs.replace(spec.grammar, thoughts=thoughts, least_tokens=least)
                 grammar = await self.grammars.check(answer, sequences)
             predicted: list[int | None] = [None] * len(prompts)
             if spec.pooling is None:

@@ -323,13 +323,15 @@ def as_object(schema: Parameters) -> dict[str, Any]:
 
 def content_until(output: Output, *markers: str) -> Reads[str]:
     """Pass letters on as content; return the first marker, or ``END`` at the end of the text."""
-    return (yield from _until(markers, output.content))
+    return (yield from passed_until(output.content, *markers))
 
 
 def structure_until(output: Output, *markers: str) -> Reads[str]:
     """Pass text between the parts of calls on as content, so that nothing is lost, up to a whole marker or ``END``."""
     text: list[str] = []
-    marker = yield from _until(markers, text.append, lambda held: None if len(held) > 1 else text.append(held))
+    marker = yield from passed_until(
+        text.append, *markers, at_end=lambda held: None if len(held) > 1 else text.append(held)
+    )
     if "".join(text).strip(_SPACE):
         output.content("".join(text))
     return marker
@@ -338,13 +340,18 @@ def structure_until(output: Output, *markers: str) -> Reads[str]:
 def text_until(*markers: str) -> Reads[tuple[str, str]]:
     """Return the text before the first marker, and the marker, or ``END`` at the end of the text."""
     text: list[str] = []
-    marker = yield from _until(markers, text.append)
+    marker = yield from passed_until(text.append, *markers)
     return "".join(text), marker
 
 
-def _until(
-    markers: tuple[str, ...], sink: Callable[[str], None], at_end: Callable[[str], None] | None = None
-) -> Reads[str]:
+def passed_until(sink: Callable[[str], None], *markers: str, at_end: Callable[[str], None] | None = None) -> Reads[str]:
+    """Pass letters on; return the first marker, or ``END`` at the end of the text.
+
+    Args:
+        sink: takes the letters before the marker, as soon as they cannot begin one.
+        markers: texts that end the letters.
+        at_end: takes the beginning of a marker at the end of the text; ``sink`` by default.
+    """
     held = ""
     while letter := (yield):
         held += letter

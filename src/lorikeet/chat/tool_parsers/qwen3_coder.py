@@ -11,7 +11,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lorikeet.chat.json_schema import KINDS, fixed_values, kind_of, kinds_of
@@ -27,6 +27,7 @@ from lorikeet.chat.tool_parsers.base import (
     as_object,
     content_until,
     literal,
+    passed_until,
     rest_of,
     structure_until,
     text_until,
@@ -43,6 +44,13 @@ _NEWLINE = "\n"
 _ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _END)
 """Tags that may end a value, since models forget some of them."""
 _KEY = re.compile(r"[^>\n]+")
+_PLAIN_KINDS = frozenset({"null", "boolean", "integer", "number", "string"})
+_PLAIN_WORDS = ("null", "None", "true", "True", "false", "False")
+_PLAIN_NUMBER = re.compile(r"[\d.][\w.+-]*")
+_AROUND_PLAIN = re.compile(r"#[^\n]*|[\\()]")
+"""Comments, continued lines and brackets, with which Python may write a constant."""
+_MOST_PLAIN = 200
+"""Letters of a value after which it is no longer compared with null, booleans and numbers."""
 
 
 class _Value:
@@ -77,6 +85,14 @@ class _Value:
         markers = "|".join(re.escape(each).replace("/", r"\/") for each in _ENDS)
         return grammar.terminal(rf"/(.|\n)*{last}/ & ~/(.|\n)*({markers})(.|\n)*{last}/")
 
+    def is_text(self, begin: str) -> bool:
+        """Return whether a value is a string, however it goes on after its ``begin``."""
+        if self._kinds in (frozenset(KINDS), frozenset({"string"})):
+            return True
+        if self._fixed is not None or "string" not in self._kinds or not self._kinds <= _PLAIN_KINDS:
+            return False
+        return len(begin) <= _MOST_PLAIN and not _may_be_plain(begin)
+
     def read(self, text: str) -> str:
         """Return a parameter's text as JSON: a value that its schema allows, else a string."""
         text = text.removeprefix(_NEWLINE).removesuffix(_NEWLINE)
@@ -94,6 +110,63 @@ class _Value:
 
 def _written(value: Any) -> str:
     return value if isinstance(value, str) else write_json(value)
+
+
+def _may_be_plain(begin: str) -> bool:
+    """Return whether a text may begin null, a boolean or a number, in JSON or Python."""
+    words = _AROUND_PLAIN.sub(" ", begin).split()
+    while words and not words[0].strip("+-"):
+        words.pop(0)
+    if len(words) != 1:
+        return not words
+    word = words[0].lstrip("+-")
+    return any(each.startswith(word) for each in _PLAIN_WORDS) or bool(_PLAIN_NUMBER.fullmatch(word))
+
+
+class _Argument:
+    """Passes a parameter on as JSON: a string as it is written, any other value at its end.
+
+    Args:
+        output: takes the JSON text.
+        value: the parameter's value.
+    """
+
+    def __init__(self, output: Output, value: _Value) -> None:
+        self._output = output
+        self._value = value
+        self._held: list[str] = []
+        """Letters that are not passed on yet; of a string only a newline, which may belong to the end tag."""
+        self._is_text = False
+
+    def add(self, letters: str) -> None:
+        """Add letters of the value."""
+        self._held.append(letters)
+        if not self._is_text:
+            if len(self._held) > _MOST_PLAIN or not self._value.is_text("".join(self._held)):
+                return
+            self._is_text = True
+            self._output.arguments(': "')
+            self._held = ["".join(self._held).removeprefix(_NEWLINE)]
+        text = "".join(self._held)
+        self._held = [_NEWLINE] if text.endswith(_NEWLINE) else []
+        self._pass_on(text.removesuffix(_NEWLINE))
+
+    def end(self) -> None:
+        """End the value at its end tag."""
+        if self._is_text:
+            self._output.arguments('"')
+        else:
+            self._output.arguments(f": {self._value.read(''.join(self._held))}")
+
+    def cut(self) -> None:
+        """End the value at the end of the text: a string that is not closed."""
+        if not self._is_text:
+            self._output.arguments(': "')
+        text = "".join(self._held)
+        self._pass_on(text if self._is_text else text.removeprefix(_NEWLINE))
+
+    def _pass_on(self, text: str) -> None:
+        self._output.arguments(write_json(text)[1:-1])
 
 
 class _Reader:
@@ -141,11 +214,12 @@ class _Reader:
             opening = ", "
             if not end:
                 return
-            text, marker = yield from _value_text()
+            argument = _Argument(output, _Value(name.strip(), schema))
+            marker = yield from _value_until_end(argument.add)
             if not marker:
-                output.arguments(f": {write_json(text.removeprefix(_NEWLINE))[:-1]}")
+                argument.cut()
                 return
-            output.arguments(f": {_Value(name.strip(), schema).read(text)}")
+            argument.end()
             if marker in (_FUNCTION_END, _END):
                 output.arguments("}")
                 break
@@ -158,14 +232,12 @@ class _Reader:
                 output.give_back()
 
 
-def _value_text() -> Reads[tuple[str, str]]:
-    """Return a parameter's text and its end; the text may contain its end tag before other text, as in code."""
-    text = ""
+def _value_until_end(sink: Callable[[str], None]) -> Reads[str]:
+    """Pass a parameter's text on; return its end. The text may contain its end tag before other text, as in code."""
     while True:
-        more, marker = yield from text_until(*_ENDS)
-        text += more
+        marker = yield from passed_until(sink, *_ENDS)
         if marker != _PARAMETER_END:
-            return text, marker
+            return marker
         space = ""
         found = ""
         while not found:
@@ -175,8 +247,8 @@ def _value_text() -> Reads[tuple[str, str]]:
                 continue
             found = yield from _prefix_of(letter, _PARAMETER, _FUNCTION_END, _END)
             if not found or found in (_PARAMETER, _FUNCTION_END, _END):
-                return text, found or _PARAMETER_END
-        text += marker + space + found
+                return found or _PARAMETER_END
+        sink(marker + space + found)
 
 
 def _prefix_of(first: str, *markers: str) -> Reads[str]:
