@@ -16,16 +16,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness import ROOT, default_model, print_setup, print_table, running_server, sample_flags
+from benchmarks.harness import (
+    ROOT,
+    default_model,
+    print_setup,
+    print_table,
+    running_server,
+    sample_adapters,
+    sample_flags,
+)
 
 FOLDER = ROOT / ".venvs" / "agents"
 PACKAGES = ("@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.197")
 _STAMP = FOLDER / ".packages"
 """Names the packages that are installed."""
 MODEL = "pirate"
+KNOWN_MODEL = "gpt-5.5"
+"""Another name of the adapter: Codex edits files by a tool of free text only with models that it knows."""
 BROKEN = "def add(a, b):\n    return a - b\n"
 FIXED = BROKEN.replace("-", "+")
 LAST = "The function adds now."
@@ -63,10 +74,15 @@ def _calls_of_codex(file: Path) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _codex(url: str, home: Path) -> list[str]:
+def _calls_of_freeform(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    lines = ["*** Begin Patch", f"*** Update File: {file.name}", "@@", "-    return a - b", "+    return a + b"]
+    return [("apply_patch", {"input": "\n".join([*lines, "*** End Patch"])})]
+
+
+def _codex(url: str, home: Path, model: str = MODEL) -> list[str]:
     settings = home / ".codex" / "config.toml"
     settings.parent.mkdir()
-    settings.write_text(_CODEX.format(model=MODEL, url=url))
+    settings.write_text(_CODEX.format(model=model, url=url))
     options = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     return ["node", str(FOLDER / "node_modules/@openai/codex/bin/codex.js"), "exec", *options]
 
@@ -87,6 +103,7 @@ def _claude(url: str, home: Path) -> list[str]:
 
 AGENTS = {
     "codex": Agent(_calls_of_codex, _codex, lambda url: {}),
+    "codex-freeform": Agent(_calls_of_freeform, partial(_codex, model=KNOWN_MODEL), lambda url: {}),
     "claude-code": Agent(
         _calls_of_claude,
         _claude,
@@ -142,7 +159,8 @@ def run(agent: Agent) -> str:
         said.write_text(json.dumps([*map(_call, agent.calls(file)), LAST]))
         log = Path(scratch) / "server.log"
         model = _model(Path(scratch) / "model")
-        flags = [str(model), *sample_flags(), "--tool-call-parser", "hermes", "--store-dir", scratch]
+        known = ["--lora-modules", f"{KNOWN_MODEL}={sample_adapters()[MODEL]}"]
+        flags = [str(model), *sample_flags(), *known, "--tool-call-parser", "hermes", "--store-dir", scratch]
         command = (sys.executable, "-m", "benchmarks.scripted_serve", "serve")
         with running_server(flags, log, command=command, environment={"LORIKEET_SAID": str(said)}) as server:
             outcome = _ask(agent, server.url, home, project)

@@ -218,15 +218,14 @@ async def test_what_cannot_be_served_is_refused(
 CODEX_TOOLS = [
     {"type": "web_search", "external_web_access": False},
     *TOOLS,
-    {"type": "namespace", "name": "agents", "description": "x", "tools": [WEATHER]},
-    {"type": "custom", "name": "apply_patch", "description": "x"},
+    {"type": "namespace", "name": "empty", "description": "x", "tools": [{"type": "web_search"}]},
     {"type": "image_generation\r\n"},
 ]
 
 
 async def test_tools_that_are_no_functions_are_left_out_and_named_in_a_header(start: Start) -> None:
     async with start(max_model_len=LONG) as server:
-        named = "tools.0 (web_search), tools.3 (namespace), tools.4 (custom), tools.5 (image_generation\\r\\n)"
+        named = "tools.0 (web_search), tools.3 (namespace), tools.4 (image_generation\\r\\n)"
         plainly = await server.http.post(RESPONSES, json=body(tools=TOOLS))
         assert "X-Lorikeet-Ignored" not in plainly.headers
         prompt = prompt_of(server)
@@ -245,6 +244,88 @@ async def test_a_tool_choice_of_a_tool_that_is_left_out_is_refused(server: Runni
         reply = await server.http.post(RESPONSES, json=body(tools=CODEX_TOOLS, tool_choice=choice))
         assert (reply.status_code, reply.json()["error"]["param"]) == (status, "tool_choice"), reply.text
     assert not server.engine.submitted
+
+
+PATCH_TEXT = '*** Begin Patch\n+say("é🦜\\\\n")\n*** End Patch'
+FREEFORM: list[dict[str, Any]] = [
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+    },
+    {"type": "namespace", "name": "mcp__git_", "description": "A repository.", "tools": [WEATHER, {**TOOLS[1]}]},
+]
+
+
+def call_of(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 7, 1000])
+async def test_a_custom_tool_is_called_with_text(start: Start, tokens_at_once: int) -> None:
+    async with start(max_model_len=LONG, answer=call_of("apply_patch", input=PATCH_TEXT)) as server:
+        server.engine.tokens_at_once = tokens_at_once
+        (item,) = (await create(server, tools=FREEFORM))["output"]
+        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCH_TEXT)
+        assert item["id"].startswith("ctc_")
+        assert "arguments" not in item
+        prompt = prompt_of(server)
+        assert "Edits files." in prompt
+        assert "lark grammar" in prompt
+        stream = await events(server.http, RESPONSES, body(tools=FREEFORM))
+        kinds = [event["type"] for event in stream if "custom" in event["type"] or "item" in event["type"]]
+        deltas = [event["delta"] for event in stream if event["type"] == "response.custom_tool_call_input.delta"]
+        assert kinds == [
+            "response.output_item.added",
+            *["response.custom_tool_call_input.delta"] * len(deltas),
+            "response.custom_tool_call_input.done",
+            "response.output_item.done",
+        ]
+        assert "".join(deltas) == PATCH_TEXT
+        assert len(deltas) > 1 or tokens_at_once == 1000
+        assert next(event for event in stream if event["type"].endswith("added"))["item"]["input"] == ""
+        assert next(event for event in stream if event["type"].endswith("input.done"))["input"] == PATCH_TEXT
+        assert stream[-1]["response"]["output"][0]["input"] == PATCH_TEXT
+
+
+async def test_a_tool_of_a_namespace_is_called_by_both_names(start: Start) -> None:
+    async with start(max_model_len=LONG, answer=call_of("mcp__git__now")) as server:
+        (item,) = (await create(server, tools=FREEFORM))["output"]
+        assert (item["type"], item["namespace"], item["name"]) == ("function_call", "mcp__git_", "now")
+        assert prompt_of(server).count("A repository.") == 1
+        stream = await events(server.http, RESPONSES, body(tools=FREEFORM))
+        done = next(event for event in stream if event["type"] == "response.function_call_arguments.done")
+        assert done["name"] == "now"
+        named = {"type": "function", "namespace": "mcp__git_", "name": "now"}
+        for choice in (named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
+            assert (await create(server, tools=FREEFORM, tool_choice=choice))["output"][0]["name"] == "now"
+            assert server.engine.submitted[-1].sampling.grammar
+
+
+async def test_custom_and_namespaced_calls_go_back_into_the_conversation(start: Start) -> None:
+    async with start(max_model_len=LONG, answer=call_of("apply_patch", input="a\nb")) as server:
+        first = await create(server, tools=FREEFORM)
+        call = first["output"][0]
+        result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "Done."}
+        namespaced = {
+            "type": "function_call",
+            "namespace": "mcp__git_",
+            "name": "now",
+            "call_id": "c",
+            "arguments": "{}",
+        }
+        told = {"type": "function_call_output", "call_id": "c", "output": "noon"}
+        await create(server, tools=FREEFORM, input=[result, namespaced, told], previous_response_id=first["id"])
+        by_id = prompt_of(server)
+        given = [{"role": "user", "content": "hello"}, call, result, namespaced, told]
+        await create(server, tools=FREEFORM, input=given)
+        assert prompt_of(server) == by_id
+        for said in (call_of("apply_patch", input="a\nb"), "Done.", call_of("mcp__git__now"), "noon"):
+            assert said in by_id
+        for item in ({"type": "custom_tool_call", "call_id": "c"}, {"type": "custom_tool_call_output"}):
+            reply = await server.http.post(RESPONSES, json=body(input=[item]))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input")
 
 
 async def test_failure_before_the_first_token_has_its_status_and_a_later_one_an_event(server: Running) -> None:

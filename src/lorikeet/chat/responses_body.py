@@ -10,6 +10,14 @@ from pydantic import Field, TypeAdapter
 
 from lorikeet.chat.ignored_parts import ignored_tools
 from lorikeet.chat.protocol import Body, ChatCompletionRequest, Count, GenerationBody, validated
+from lorikeet.chat.responses_tools import (
+    ResponsesTool,
+    ServedTool,
+    as_arguments,
+    chat_name,
+    kinds_of_tools,
+    served_tools,
+)
 from lorikeet.http.errors import ApiError, bad_request, not_supported
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -65,21 +73,13 @@ class InputItem(Body):
     content: str | Parts | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Parts | None = None
 
 
 _ITEMS = TypeAdapter(list[InputItem])
-
-
-class FunctionTool(Body):
-    """A tool; those that are not functions are left out."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextConfig(Body):
@@ -103,7 +103,7 @@ class ResponsesRequest(GenerationBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=1024)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -125,8 +125,13 @@ class ResponsesRequest(GenerationBody):
 
     @property
     def ignored(self) -> list[str]:
-        """The parts of the body that are left out: tools that the server cannot run, beside functions."""
-        return ignored_tools((tool.type, tool.type == "function") for tool in self.tools or ())
+        """The parts of the body that are left out: tools that the server cannot run, beside those that clients run."""
+        return ignored_tools(kinds_of_tools(self.tools or ()))
+
+    @property
+    def served(self) -> dict[str, ServedTool]:
+        """The tools that the model may call, by their names in the chat."""
+        return served_tools(self.tools or ())
 
     @property
     def items(self) -> list[InputItem]:
@@ -177,23 +182,25 @@ class ResponsesRequest(GenerationBody):
         return fields | (self.chat_template_kwargs or {})
 
     def _tool_fields(self) -> dict[str, Any]:
-        tools = self.tools or []
+        tools = list(self.served.values())
         choice = self.tool_choice
-        if tools and not (functions := [tool for tool in tools if tool.type == "function"]):
-            raise not_supported(f"tools.0: tools of type {tools[0].type[:100]!r} are not supported.", "tools")
-        tools = functions if tools else []
+        if self.tools and not tools:
+            raise not_supported(f"tools.0: tools of type {self.tools[0].type[:100]!r} are not supported.", "tools")
         if isinstance(choice, dict):
             kind = choice.get("type")
             if kind == "allowed_tools":
                 allowed = [each.get("name") for each in choice.get("tools") or () if isinstance(each, dict)]
-                tools = [tool for tool in tools if tool.name in allowed]
+                tools = [tool for tool in tools if tool.is_named(allowed)]
                 choice = choice.get("mode", "auto")
-            elif kind == "function":
-                choice = {"type": "function", "function": {"name": choice.get("name")}}
+            elif kind in ("function", "custom"):
+                name = chat_name(choice.get("name"), choice.get("namespace"))
+                choice = {"type": "function", "function": {"name": name}}
             else:
                 raise not_supported(f"tool_choice: {str(kind)[:100]!r} is not supported.", "tool_choice")
         fields: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
-        return fields | ({"tools": [_chat_tool(tool) for tool in tools]} if tools else {})
+        return fields | (
+            {"tools": [{"type": "function", "function": tool.function} for tool in tools]} if tools else {}
+        )
 
 
 def joined(*arrays: bytes) -> bytes:
@@ -208,11 +215,6 @@ def in_these_words(error: ApiError) -> ApiError:
         return error
     message = error.message.replace(str(error.param), param)
     return ApiError(error.status, message, param=param, type=error.type, headers=error.headers)
-
-
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def _response_format(form: dict[str, Any]) -> dict[str, Any]:
@@ -239,19 +241,23 @@ def _messages(items: list[InputItem]) -> list[dict[str, Any]]:
                     last["content"] = content
                 else:
                     messages.append({"role": item.role, "content": content})
-            case "function_call" if item.name and item.call_id:
-                function = {"name": item.name, "arguments": item.arguments or "{}"}
+            case "function_call" | "custom_tool_call" as kind if item.name and item.call_id:
+                is_custom = kind == "custom_tool_call"
+                arguments = as_arguments(item.input or "") if is_custom else item.arguments or "{}"
+                function = {"name": chat_name(item.name, item.namespace), "arguments": arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _assistants_message(messages).setdefault("tool_calls", []).append(call)
-            case "function_call_output" if item.call_id:
+            case "function_call_output" | "custom_tool_call_output" if item.call_id:
                 output = _content(item.output, where)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
             case "reasoning":
                 parts = [] if item.content is None or isinstance(item.content, str) else item.content
                 messages.append({"role": "assistant", "reasoning": "".join(part.text or "" for part in parts)})
-            case "message" | "function_call" | "function_call_output" as kind:
-                needed = {"message": "role", "function_call": "name and call_id"}.get(kind, "call_id")
+            case "message" | "function_call" | "custom_tool_call" as kind:
+                needed = "role" if kind == "message" else "name and call_id"
                 raise bad_request(f"{where}: a {kind} needs {needed}.", "input")
+            case "function_call_output" | "custom_tool_call_output" as kind:
+                raise bad_request(f"{where}: a {kind} needs call_id.", "input")
             case kind:
                 raise not_supported(f"{where}: items of type {kind[:100]!r} are not supported.", "input")
     return messages

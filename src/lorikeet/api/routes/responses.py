@@ -26,6 +26,7 @@ from lorikeet.chat.ignored_parts import ignored_header
 from lorikeet.chat.logprobs import TokenNames, chat_logprobs
 from lorikeet.chat.protocol import refuse_unsupported
 from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
+from lorikeet.chat.responses_tools import CustomInput, ServedTool, whole_input
 from lorikeet.core.plan import Token
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError, bad_request, unexpected_failure
@@ -206,6 +207,9 @@ class ResponseWriter:
         self.blocks = AnswerBlocks()
         self.status = "queued" if body.background else "in_progress"
         self._body = body
+        self._tools = body.served
+        self._inputs: dict[int, CustomInput] = {}
+        """Readers of the inputs of custom tools, by the index of the call."""
         self._names = names
         self._is_stored = is_stored
         self._created_s = int(time.time())
@@ -294,6 +298,8 @@ class ResponseWriter:
         if isinstance(change, BlockOpened):  # The same step may already have filled and closed it.
             block = dataclasses.replace(block, text="", tokens=[], is_complete=False)
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        if self._is_custom(block):
+            return self._custom_events(change)
         if block.kind is BlockKind.CALL:
             name = "response.function_call_arguments"
             part = None
@@ -310,7 +316,7 @@ class ResponseWriter:
             events = [self._event("response.output_item.added", output_index=block.index, item=item)]
             return events + ([] if part is None else [self._event("response.content_part.added", **place, part=part)])
         if part is None:
-            events = [self._event(f"{name}.done", **place, name=block.name, arguments=block.text)]
+            events = [self._event(f"{name}.done", **place, name=self._tool_name(block), arguments=block.text)]
         else:
             scores = {"logprobs": self._logprobs(block.tokens)} if is_text else {}
             events = [
@@ -318,6 +324,39 @@ class ResponseWriter:
                 self._event("response.content_part.done", **place, part=part),
             ]
         return [*events, self._event("response.output_item.done", output_index=block.index, item=self._item(block))]
+
+    def _custom_events(self, change: BlockEvent) -> list[dict[str, Any]]:
+        """Return the events of a call of a custom tool, whose input arrives within the arguments of a function."""
+        block = change.block
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        name = "response.custom_tool_call_input"
+        if isinstance(change, BlockOpened):
+            self._inputs[block.index] = CustomInput()
+            begun = dataclasses.replace(block, text="", is_complete=False)
+            return [self._event("response.output_item.added", output_index=block.index, item=self._item(begun))]
+        reader = self._inputs[block.index]
+        more = reader.push(change.text) if isinstance(change, BlockAdded) else reader.finish()
+        events = [self._event(f"{name}.delta", **place, delta=more)] if more else []
+        if isinstance(change, BlockAdded):
+            return events
+        item = self._item(block)
+        return [
+            *events,
+            self._event(f"{name}.done", **place, input=item["input"]),
+            self._event("response.output_item.done", output_index=block.index, item=item),
+        ]
+
+    def _tool(self, block: Block) -> ServedTool | None:
+        return self._tools.get(block.name) if block.kind is BlockKind.CALL else None
+
+    def _is_custom(self, block: Block) -> bool:
+        tool = self._tool(block)
+        return tool is not None and tool.is_custom
+
+    def _tool_name(self, block: Block) -> str:
+        """Return the name of a called tool, without its namespace."""
+        tool = self._tool(block)
+        return block.name if tool is None else tool.name
 
     def _item(self, block: Block) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block), "status": self._status(block)}
@@ -328,8 +367,13 @@ class ResponseWriter:
                 told = {"summary": [], "content": [self._part(block)], "encrypted_content": None}
                 return item | {"type": "reasoning", **told}
             case BlockKind.CALL:
-                call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-                return item | {"type": "function_call", **call}
+                tool = self._tool(block)
+                call = {"call_id": block.call_id, "name": self._tool_name(block)}
+                if tool is not None and tool.namespace is not None:
+                    call["namespace"] = tool.namespace
+                if self._is_custom(block):
+                    return item | {"type": "custom_tool_call", **call, "input": whole_input(block.text)}
+                return item | {"type": "function_call", **call, "arguments": block.text}
 
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind is BlockKind.THOUGHTS:
@@ -345,6 +389,7 @@ class ResponseWriter:
 
     def _item_id(self, block: Block) -> str:
         prefix = {BlockKind.TEXT: "msg", BlockKind.THOUGHTS: "rs", BlockKind.CALL: "fc"}[block.kind]
+        prefix = "ctc" if self._is_custom(block) else prefix
         return f"{prefix}_{self._key}{block.index:04x}"
 
     def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> list[Any]:
@@ -367,6 +412,8 @@ class ResponseWriter:
 
 def _repeated(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool in the form that a response repeats."""
+    if tool["type"] != "function":
+        return tool
     return {"description": None, "parameters": None, "strict": None, **tool}
 
 
