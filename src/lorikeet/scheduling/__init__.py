@@ -1,1 +1,1 @@
-"""Scheduling of one engine: admission queues, batching modes, and the scheduler that plans each step."""
+"""Schedules one engine: admission queues, batching modes, and the scheduler that plans each step."""

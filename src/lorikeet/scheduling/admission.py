@@ -1,7 +1,7 @@
-"""Interface of admission policies: which of the waiting requests is tried next.
+"""Defines the interface of admission policies, which choose the next waiting request to try.
 
-A policy is a queue of requests, with the state that it needs about running ones; it never touches the memory. Each
-policy is one file; ``lorikeet.policies.ADMISSION`` finds it by its name.
+A policy is a queue of requests, which may also track running requests. A policy never touches the memory. Each policy
+is one file; ``lorikeet.policies.ADMISSION`` finds a policy by its name.
 """
 
 from abc import ABC, abstractmethod
@@ -21,11 +21,11 @@ from lorikeet.scheduling.state import StepTimeEstimator
 
 
 class AdmissionCandidate(NamedTuple):
-    """A request to try next.
+    """Holds the next request to try.
 
     Attributes:
         request: the request.
-        saved_s: seconds that its admission now saves over all requests, against first come, first served.
+        saved_s: seconds that admitting the request now saves over all requests, compared with first come, first served.
     """
 
     request: Request
@@ -33,16 +33,19 @@ class AdmissionCandidate(NamedTuple):
 
 
 Admission = Generator[AdmissionCandidate, WaitReason | None, None]
-"""Yields requests to try, one by one. The outcome is sent back: None if it was admitted, else why it must wait."""
+"""Yields requests to try, one by one.
+
+The scheduler sends the outcome back: None if the request was admitted, otherwise the reason why it must wait.
+"""
 
 
 class RunningRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request that holds blocks.
+    """Describes a request that holds blocks.
 
     Attributes:
         request: the request as it was admitted.
-        output_tokens: number of tokens generated so far, earlier attempts included.
-        kv_tokens: size of its blocks in tokens of KV; some may be shared with other requests.
+        output_tokens: number of tokens generated so far, including earlier attempts.
+        kv_tokens: size of the request's blocks in tokens of KV. Other requests may share some of the blocks.
     """
 
     request: Request
@@ -51,7 +54,10 @@ class RunningRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class AdmissionView(Protocol):
-    """State of the engine that an admission policy may read. All sizes, also of adapters, are in tokens of KV."""
+    """Provides the engine's state that an admission policy may read.
+
+    All sizes, also of adapters, are in tokens of KV.
+    """
 
     @property
     def total_tokens(self) -> int:
@@ -60,21 +66,21 @@ class AdmissionView(Protocol):
 
     @property
     def max_running(self) -> int:
-        """Most sequences in a step."""
+        """Largest number of sequences in a step."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence."""
+        """Largest number of tokens in a sequence."""
         ...
 
     @property
     def step_times(self) -> StepTimeEstimator:
-        """Estimates how long steps take."""
+        """Estimator of the duration of steps."""
         ...
 
     def free_tokens(self) -> int:
-        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
+        """Return the number of tokens of KV that could be leased now if all evictable nodes were evicted."""
         ...
 
     def adapter_tokens(self, adapter: AdapterRef | None) -> int:
@@ -82,7 +88,7 @@ class AdmissionView(Protocol):
         ...
 
     def is_resident(self, adapter: AdapterRef | None) -> bool:
-        """Return whether an adapter is on the device or in flight to it; True for the base model."""
+        """Return whether an adapter is on the device or in flight to it. The base model is always resident."""
         ...
 
     def may_run(self, request: Request) -> bool:
@@ -90,30 +96,30 @@ class AdmissionView(Protocol):
         ...
 
     def running(self) -> Sequence[RunningRequest]:
-        """Return the running requests that are not in the background; the last is preempted first."""
+        """Return the running requests that are not in the background. The last request is preempted first."""
         ...
 
 
 class AdmissionQueue(ABC):
-    """Holds the waiting requests, and decides which is tried next.
+    """Holds the waiting requests, and chooses the next request to try.
 
     Args:
         view: state of the engine.
     """
 
     due_s = float("inf")
-    """Time at which its decision may change without any event. A plan ends at this time at the latest."""
+    """Time at which the policy's decision may change without an event. A plan ends at this time at the latest."""
     restarts_squashed = False
-    """Whether requests that :meth:`review` returns lose their output and are executed again from the start."""
+    """Whether requests that :meth:`review` returns lose their output and start again from the prompt."""
 
     def __init__(self, view: AdmissionView) -> None:
         self.view = view
 
     @classmethod
     def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
-        """Return how many waiting requests would be admitted before a new one; by default all.
+        """Return the number of waiting requests that would be admitted before a new one. By default, all would be.
 
-        Load shedding predicts the wait of a request with it, outside of the engine.
+        Load shedding uses the number to predict the wait of a request, outside of the engine.
 
         Args:
             waiting: the waiting requests.
@@ -124,7 +130,7 @@ class AdmissionQueue(ABC):
 
     @abstractmethod
     def add(self, request: Request, now: float) -> None:
-        """Add a new request, or one that was preempted or moved here and resumes."""
+        """Add a new request, or a request that resumes after a preemption or a move to this engine."""
 
     @abstractmethod
     def remove(self, request: Request, now: float) -> None:
@@ -132,18 +138,18 @@ class AdmissionQueue(ABC):
 
     @abstractmethod
     def admit(self, now: float) -> Admission:
-        """Yield the requests to try, and receive the outcome of each.
+        """Yield the requests to try, and receive the outcome of each request.
 
-        A request that was admitted (None is sent) must leave the queue. The scheduler may stop at any ``yield``, when
-        the step is full; the request yielded last has then not been tried.
+        A request that was admitted (outcome None) must leave the queue. The scheduler may stop at any ``yield`` because
+        the step is full. In that case the last request was not tried.
         """
 
     @abstractmethod
     def waiting(self) -> Iterable[Request]:
-        """Return the waiting requests, roughly in the order in which they will be admitted; used for prefetch."""
+        """Return the waiting requests, roughly in their order of admission. Prefetch policies use this order."""
 
     def wanted(self) -> Counter[AdapterDigest]:
-        """Return the adapters of the waiting requests, in the order of :meth:`waiting`, with the number of requests."""
+        """Return each adapter and its number of waiting requests, in the order of :meth:`waiting`."""
         return Counter(request.digest for request in self.waiting() if request.digest is not None)
 
     @abstractmethod
@@ -151,35 +157,41 @@ class AdmissionQueue(ABC):
         """Return the number of waiting requests."""
 
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:  # noqa: B027  # optional
-        """Handle the end of a running request, or with ``will_resume`` its preemption or export."""
+        """Handle the end of a running request. With ``will_resume``, the request was preempted or exported."""
 
     def review(self, now: float) -> Iterable[Request]:
         """Return the running requests to preempt before the next step."""
         return ()
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
-        """Return how many more tokens each request may generate before :meth:`review` must be called.
+        """Return the number of tokens that each request may generate before the next :meth:`review`.
 
         Args:
-            running: requests, each with its number of generated tokens.
+            running: running requests with their numbers of generated tokens.
         """
         return float("inf")
 
     def precedence(self, request: Request) -> Any:
-        """Return the key by which running requests keep their blocks; the largest is preempted first. Never changes."""
+        """Return the key by which running requests keep their blocks.
+
+        The request with the largest key is preempted first. A request's key never changes.
+        """
         return request.arrival_s
 
     def urgency(self, request: Request) -> Any:
-        """Return the key by which requests, waiting or running, are passed to the batching mode, smallest first."""
+        """Return the key that orders waiting and running requests for the batching mode, smallest first."""
         return request.arrival_s
 
     def stats(self) -> QueueStats | None:
-        """Return statistics of the queue's classes; None if it has none."""
+        """Return statistics of the queue's classes; None if the queue has no classes."""
         return None
 
 
 def tokens_needed(request: Request, view: AdmissionView) -> int:
-    """Return the tokens of KV that a request needs to be admitted now; an adapter that is not resident counts too."""
+    """Return the number of tokens of KV that a request needs to be admitted now.
+
+    An adapter that is not resident is included.
+    """
     adapter = 0 if view.is_resident(request.adapter) else view.adapter_tokens(request.adapter)
     return len(request.prompt_token_ids) + len(request.output_token_ids) + adapter
 
@@ -189,10 +201,10 @@ AdmissionPolicy = Callable[[AdmissionView], AdmissionQueue]
 
 
 class OrderedQueue(AdmissionQueue):
-    """Admits by a rank that never changes, so that a preempted request gets its place back.
+    """Admits requests by a rank that never changes, so that a preempted request returns to its position.
 
-    A request that lacks blocks ends admission, so that later ones cannot starve it. A request that waits for something
-    else is passed over.
+    A request that lacks blocks ends admission, so that later requests cannot starve it. A request that waits for
+    another reason is skipped.
     """
 
     def __init__(self, view: AdmissionView) -> None:
@@ -201,14 +213,14 @@ class OrderedQueue(AdmissionQueue):
 
     @abstractmethod
     def rank(self, request: Request) -> Any:
-        """Return the rank of a request; the smallest is admitted first."""
+        """Return the rank of a request. The request with the smallest rank is admitted first."""
 
     def urgency(self, request: Request) -> Any:
         """Return the rank."""
         return self.rank(request)
 
     def add(self, request: Request, now: float) -> None:
-        """Insert a request by rank, behind requests of equal rank."""
+        """Insert a request by rank, after requests of equal rank."""
         insort(self._waiting, request, key=self.rank)
 
     def remove(self, request: Request, now: float) -> None:
@@ -234,5 +246,5 @@ class OrderedQueue(AdmissionQueue):
 
 
 def count_ranked(rank: Callable[[Request], float], waiting: Sequence[Request], new: Request) -> int:
-    """Return how many requests have no larger rank than a new one, for policies that admit the lowest rank first."""
+    """Return the number of requests whose rank does not exceed a new request's, for policies that admit by rank."""
     return sum(rank(other) <= rank(new) for other in waiting)

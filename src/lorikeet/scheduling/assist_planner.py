@@ -1,4 +1,4 @@
-"""Planner of assisted prefills: which ones host cores assist, and in which order their adapters are loaded."""
+"""Plans assisted prefills: decides which prefills host cores assist, and the load order of their adapters."""
 
 from functools import lru_cache
 
@@ -13,21 +13,25 @@ from lorikeet.scheduling.engine_load import EngineLoad
 
 _Ranks = tuple[tuple[str, tuple[int, ...]], ...]
 _CACHE_SIZE = 1024
-"""Bound of the cache by adapter ranks, since every version may have different ranks on every layer."""
+"""Largest number of cached entries.
+
+The cache is keyed by an adapter's ranks, which may differ on every layer of every version.
+"""
 
 
 class AssistPlanner:
     """Decides whether host cores assist a prefill, and plans the load order of its adapter.
 
-    It plans for the first chunk of the prompt only: an adapter arrives within one or two chunks, and the sooner the
-    first chunk ends, the sooner the whole prefill ends.
+    The plan covers only the first chunk of the prompt, because an adapter arrives within one or two chunks, and a
+    shorter first chunk shortens the whole prefill.
 
     Args:
         costs: costs of assisted prefills.
         sizes: sizes of the executor.
         max_num_batched_tokens: token limit of a step.
-        cold_start: the preset's option; ``ASSIST`` assists whenever possible, ``AUTO`` where it pays.
-        load: the requests that assistance would delay.
+        cold_start: the preset's option. ``ASSIST`` assists whenever possible, and ``AUTO`` only if assistance saves
+            time.
+        load: sequences of the engine, which assistance would delay.
 
     Attributes:
         costs: costs of assisted prefills.
@@ -60,7 +64,8 @@ class AssistPlanner:
         tokens = min(tokens, self._max_tokens)
         if not self._assists(ref, tokens):
             return PACKING_ORDER
-        return self._planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # groups depend on no more
+        # Layer groups depend only on these numbers
+        return self._planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())
 
     def _assists(self, ref: AdapterRef, tokens: int) -> bool:
         if self._cold_start is ColdStart.ASSIST:

@@ -1,4 +1,4 @@
-"""Background requests, which run only when no other request waits."""
+"""Queues background requests, which run only when no other request waits."""
 
 from bisect import insort
 from collections import Counter
@@ -19,23 +19,23 @@ from lorikeet.scheduling.admission import (
 
 
 class BackgroundView(AdmissionView, Protocol):
-    """State of the engine with its background requests."""
+    """Provides the engine's state with its background requests."""
 
     def background(self) -> Sequence[RunningRequest]:
-        """Return the running background requests; the last is preempted first."""
+        """Return the running background requests. The last request is preempted first."""
         ...
 
     def free_slots(self) -> int:
-        """Return how many more sequences may run."""
+        """Return the number of further sequences that may run."""
         ...
 
 
 class BackgroundLast(AdmissionQueue):
-    """Puts background requests behind all others, whatever the admission policy.
+    """Puts background requests behind all others, under any admission policy.
 
-    A background request is admitted, by time of arrival, when no other request waits. When one waits for a slot or for
-    blocks, running background requests are preempted for it; they resume later with their tokens. The policy sees
-    no background request.
+    A background request is admitted, by time of arrival, when no other request waits. When another request waits for a
+    slot or for blocks, running background requests are preempted for it. Preempted requests resume later with their
+    tokens. The admission policy never sees background requests.
 
     Args:
         foreground: queue of the admission policy, for all other requests.
@@ -55,7 +55,7 @@ class BackgroundLast(AdmissionQueue):
 
     @property
     def restarts_squashed(self) -> bool:  # type: ignore[override]
-        """Whether requests that the policy preempts start anew; background requests never do."""
+        """Whether requests that the policy preempts start again from the prompt. Background requests never do."""
         return self.foreground.restarts_squashed
 
     def add(self, request: Request, now: float) -> None:
@@ -73,7 +73,7 @@ class BackgroundLast(AdmissionQueue):
             self.foreground.remove(request, now)
 
     def admit(self, now: float) -> Admission:
-        """Yield the policy's requests; when none of them waits, yield the background requests."""
+        """Yield the policy's requests. If none of them waits, yield the background requests."""
         yield from self.foreground.admit(now)
         if len(self.foreground):
             return
@@ -103,7 +103,11 @@ class BackgroundLast(AdmissionQueue):
             self.foreground.ended(request, now, will_resume=will_resume)
 
     def review(self, now: float) -> Iterable[Request]:
-        """Return the requests that the policy preempts, and background requests that hold what others wait for."""
+        """Return the requests to preempt before the next step.
+
+        These are the requests that the policy preempts, and background requests whose slots or blocks other requests
+        need.
+        """
         preempted = list(self.foreground.review(now))
         running = list(self._view.background()) if len(self.foreground) else []
         if not running:
@@ -119,15 +123,15 @@ class BackgroundLast(AdmissionQueue):
         return preempted
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
-        """Return how many tokens may be generated before the policy's next review."""
+        """Return the number of tokens that may be generated before the policy's next review."""
         return self.foreground.tokens_until_review(each for each in running if not each[0].background)
 
     def precedence(self, request: Request) -> Any:
-        """Return the policy's key; background requests are preempted before all others."""
+        """Return the policy's key. Background requests are preempted before all others."""
         return (True, request.arrival_s) if request.background else (False, self.foreground.precedence(request))
 
     def urgency(self, request: Request) -> Any:
-        """Return the policy's key; background requests come after all others."""
+        """Return the policy's key. Background requests come after all others."""
         return (True, request.arrival_s) if request.background else (False, self.foreground.urgency(request))
 
     def stats(self) -> QueueStats | None:

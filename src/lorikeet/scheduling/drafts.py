@@ -1,8 +1,8 @@
-"""Drafts: tokens that may come next, found by n-grams in a sequence's own tokens and its adapter's latest answers.
+"""Drafts likely next tokens from n-grams in a sequence's tokens and in its adapter's latest answers.
 
-A step computes a draft behind a sequence's newest token, and the tokens that it yields show how far the draft was right
-(``SequenceStep.draft``). A token is a function of the logits, the seed and its position, so an answer is the same with
-any draft. See docs/decisions/speculation.md.
+A step computes a draft after a sequence's newest token. The sampled tokens show how many drafted tokens were right
+(``SequenceStep.draft``). A token is a function of the logits, the seed and the position, so drafts never change an
+answer. See docs/decisions/speculation.md.
 """
 
 from collections import OrderedDict, deque
@@ -13,48 +13,59 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.scheduling.state import Sequence
 
 Drafts = Mapping[RequestId, tuple[int, ...]]
-"""The drafted tokens of some sequences."""
+"""Drafted tokens, by request."""
 
 _ORDERS = (3, 2, 1)
-"""Lengths of the n-grams that are looked up, the longest one first."""
+"""Lengths of the n-grams that are looked up, the longest first."""
 _LONGEST_MATCH = 12
-"""Most agreeing tokens that are counted; guesses with more are not right more often."""
+"""Largest number of agreeing tokens that counts. Guesses with more agreeing tokens are not right more often."""
 _KEPT_TOKENS = 4096
-"""Indexed tokens of an adapter's latest answers, and of a sequence at its first draft (later ones are added)."""
+"""Number of indexed tokens of an adapter's latest answers, and of a sequence at its first draft.
+
+Later tokens are added.
+"""
 _KEPT_ADAPTERS = 64
 _KNOWN_ADAPTERS = 4096
-"""Number of recently used adapters whose answers (some hundred kilobytes each), and whose rates, are kept."""
+"""Number of recently used adapters whose answers and rates are kept.
+
+An adapter's answers take some hundred kilobytes.
+"""
 _LEAST_CHANCE = 0.5
 """A draft ends before a token with a lower probability, by the rates of earlier guesses."""
 _ONCE_ANSWERED = 0.6
-"""Factor of the prior rate of a token seen once in an earlier answer: answers may differ in this place."""
+"""Factor of the prior rate of a token that was seen only once in an earlier answer, because answers may differ
+there."""
 _PRIOR = 2.0
 """Weight of the prior rate of a kind of guess, in guesses."""
 _FADING = 0.95
 _FADING_BY_ANSWER = 0.9
-"""Factors of the counts of a kind of guess, at each new one and after each answer, so that newer ones count more."""
+"""Factors by which the counts of a kind of guess fade, at each new guess and after each answer, so that newer guesses
+count more."""
 _MOST_COST = 0.9
-"""Limit of the cost of a drafted token, so that a wrong measurement does not end all drafts."""
+"""Upper limit of the cost of a drafted token, so that a wrong measurement does not stop all drafts."""
 _MIN_BALANCE = -2.0
 _START_BALANCE = 2.0
 _MAX_BALANCE = 8.0
-"""Lower bound, start and upper bound of an adapter's balance, in drafted tokens that may be wrong."""
+"""Lower limit, start and upper limit of an adapter's balance, in drafted tokens that may be wrong."""
 _PER_TOKEN = 0.01
-"""Fall of the balance, down to its start, for each token that comes without a draft."""
+"""Amount by which the balance falls, down to its start value, for each token without a draft."""
 _PER_RIGHT = 0.5
-"""Rise of the balance for each token that was guessed right, drafted or not; a wrong guess lowers it by 1."""
+"""Amount by which the balance rises for each token that was guessed right, drafted or not.
+
+A wrong guess lowers the balance by 1.
+"""
 _PAYS_BALANCE = 4.0
-"""From this balance on, drafts save more than plans of several steps, which have none."""
+"""Balance from which drafts save more than plans of several steps, which have no drafts."""
 
 
 class Guess(NamedTuple):
-    """A guess of the next token.
+    """Describes a guess of the next token.
 
     Attributes:
-        agreeing: number of last tokens that equal the tokens before the place; at most ``_LONGEST_MATCH``.
-        repeated: how often in a row the token has followed the n-gram again, after the first time.
-        token_id: the token.
-        is_own: whether the place is in the sequence's own tokens, not in an earlier answer.
+        agreeing: number of last tokens that equal the tokens before the matching place; at most ``_LONGEST_MATCH``.
+        repeated: number of times in a row that the token has followed the n-gram again.
+        token_id: the guessed token.
+        is_own: whether the place is in the sequence's tokens, not in an earlier answer.
     """
 
     agreeing: int
@@ -64,27 +75,27 @@ class Guess(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """Kind of the guess; guesses of one kind are about equally often right."""
+        """Kind of the guess. Guesses of one kind are right about equally often."""
         return min(self.agreeing.bit_length(), 4), min(self.repeated, 3), self.is_own
 
     @property
     def prior(self) -> float:
-        """Assumed share of right guesses of this kind before there have been any."""
+        """Assumed share of right guesses of this kind, before any guess."""
         agreeing, repeated, is_own = self.kind
         rate = 1 - 0.7 * 0.75 ** (agreeing - 1) * 0.6**repeated
         return rate if is_own or repeated else _ONCE_ANSWERED * rate
 
 
 class NgramIndex:
-    """Finds the latest earlier place of the last tokens of a text.
+    """Finds the latest earlier place where the last tokens of a text occur.
 
     Args:
-        begin: how many tokens of the text are left out at its beginning.
+        begin: number of tokens that are left out at the beginning of the text.
         is_own: see :class:`Guess`.
 
     Attributes:
-        begin: see above.
-        tokens: the text so far, without these.
+        begin: see the argument.
+        tokens: tokens of the text so far, without the left-out tokens.
     """
 
     def __init__(self, begin: int = 0, *, is_own: bool = False) -> None:
@@ -94,7 +105,7 @@ class NgramIndex:
         self._after: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens. Places that the last of them ends are found once another follows."""
+        """Append tokens. A place that ends with the last token is found only after another token follows."""
         known = self.tokens
         after = self._after
         for token in tokens:
@@ -107,7 +118,7 @@ class NgramIndex:
             known.append(token)
 
     def guess(self, tail: list[int]) -> Guess | None:
-        """Return the token after the latest place that agrees with the end of ``tail``; None if there is no such place.
+        """Return the token after the latest place that agrees with the end of ``tail``; None if no place agrees.
 
         If only one token agrees, the guessed token must have followed it before.
         """
@@ -127,11 +138,11 @@ class NgramIndex:
 
 
 class _Adapter:
-    """Answers and rates of an adapter, or of the base model.
+    """Holds the answers and rates of an adapter, or of the base model.
 
     Attributes:
-        answers: the latest answers, each with the end of its prompt.
-        balance: how many drafted tokens may be wrong before there are no more drafts.
+        answers: latest answers, each with the end of its prompt.
+        balance: number of drafted tokens that may be wrong before drafts stop.
     """
 
     def __init__(self) -> None:
@@ -141,7 +152,7 @@ class _Adapter:
         self._rates: dict[tuple[int, int, bool], tuple[float, float]] = {}
 
     def add(self, answer: list[int]) -> None:
-        """Add an answer, and forget the oldest ones."""
+        """Add an answer, and delete the oldest answers."""
         self._rates = {
             kind: (right * _FADING_BY_ANSWER, tried * _FADING_BY_ANSWER) for kind, (right, tried) in self._rates.items()
         }
@@ -156,29 +167,29 @@ class _Adapter:
             self.answers.extend(each)
 
     def forget_answers(self) -> None:
-        """Forget all answers, but not how well drafts did."""
+        """Delete all answers, but keep the rates of guesses."""
         self._latest.clear()
         self.answers = NgramIndex()
 
     def rate(self, guess: Guess) -> float:
-        """Return how often guesses like this one have been right."""
+        """Return the share of right guesses among earlier guesses of this kind."""
         right, tried = self._rates.get(guess.kind, (0.0, 0.0))
         return (right + _PRIOR * guess.prior) / (tried + _PRIOR)
 
     def note(self, draft: list[Guess], drafted: int, kept: int) -> None:
-        """Note how far a draft was right."""
+        """Record the number of right tokens in a draft."""
         for at, guess in enumerate(draft[: min(kept + 1, drafted)]):
             self._count(guess, at < kept)
         self._change(_PER_RIGHT * kept - (drafted - kept))
 
     def note_undrafted(self, guess: Guess | None, token_id: int) -> None:
-        """Note which token has come without a draft where ``guess`` was the guess."""
+        """Record the sampled token for a guess that was not drafted."""
         if self.balance > _START_BALANCE:
             self.balance = max(_START_BALANCE, self.balance - _PER_TOKEN)
         if guess is None:
             return
         is_right = guess.token_id == token_id
-        if self.rate(guess) >= _LEAST_CHANCE:  # it might have been drafted
+        if self.rate(guess) >= _LEAST_CHANCE:  # the guess was likely enough for a draft
             self._change(_PER_RIGHT if is_right else -1.0)
         self._count(guess, is_right)
 
@@ -191,17 +202,17 @@ class _Adapter:
 
 
 class Drafter:
-    """Drafts for the sequences of an engine, and learns for each adapter how often guesses are right.
+    """Drafts tokens for the sequences of an engine, and learns each adapter's share of right guesses.
 
-    Every token is guessed, even if the guess is not drafted, which costs no step any time. An adapter's balance falls
-    with each likely guess that was wrong, and rises with each right one. Below 1 there is no draft. So adapters whose
-    answers do not repeat have few drafts, and adapters whose answers begin to repeat soon have some.
+    Every token is guessed, even if the guess is not drafted, because a guess costs a step no time. An adapter's balance
+    falls with each likely guess that was wrong, and rises with each right guess. Below 1, the adapter has no drafts. So
+    adapters whose answers do not repeat have few drafts, and adapters whose answers begin to repeat soon get drafts.
 
     Args:
-        most: most tokens of a draft; 0 for no drafts.
+        most: largest number of tokens in a draft; 0 for no drafts.
 
     Attributes:
-        drafted_tokens, kept_tokens: since the start.
+        drafted_tokens, kept_tokens: numbers of drafted and of right tokens since the start.
     """
 
     def __init__(self, most: int) -> None:
@@ -211,17 +222,17 @@ class Drafter:
         self._texts: dict[RequestId, NgramIndex] = {}
         self._guesses: dict[RequestId, list[Guess]] = {}
         self._noted: dict[RequestId, int] = {}
-        """By sequence, how many of its tokens have been learned from when its next ones are read."""
+        """Number of tokens of each sequence that have been learned from when the next tokens are read."""
         self.drafted_tokens = self.kept_tokens = 0
 
     def draft(self, sequences: Iterable[Sequence], budget_tokens: int, cost: float) -> dict[RequestId, tuple[int, ...]]:
-        """Return drafts for sequences that yield a token.
+        """Return drafts for sequences that yield a token in the step.
 
         Args:
-            sequences: which.
-            budget_tokens: most tokens of all drafts.
-            cost: time that a drafted token adds to a step, as a share of the step's time for each sequence. A token
-                is drafted only if its probability is higher.
+            sequences: the sequences.
+            budget_tokens: largest total number of drafted tokens.
+            cost: time that a drafted token adds to a step, as a share of the step's time for each sequence. A token is
+                drafted only if its probability exceeds this cost.
         """
         drafts: dict[RequestId, tuple[int, ...]] = {}
         self._guesses.clear()
@@ -240,7 +251,7 @@ class Drafter:
         return drafts
 
     def _read(self, sequence: Sequence, adapter: _Adapter) -> NgramIndex:
-        """Return the index of all tokens of a sequence; learn from the tokens that came without a draft."""
+        """Return the index of a sequence's tokens, after learning from tokens that were sampled without a draft."""
         token_ids = sequence.token_ids
         text = self._texts.get(sequence.request_id)
         if text is None:
@@ -257,14 +268,14 @@ class Drafter:
     def _guess(
         self, sequence: Sequence, text: NgramIndex, adapter: _Adapter, most: int, least_chance: float
     ) -> list[Guess]:
-        """Return the tokens that probably follow the newest one."""
+        """Return the tokens that probably follow the newest token."""
         tail = sequence.token_ids[-_LONGEST_MATCH:]
         stops = sequence.request.sampling.stop_token_ids
         guesses: list[Guess] = []
         chance = 1.0
         while len(guesses) < most:
             guess = _best(text, adapter, tail)
-            if guess is None or guess.token_id in stops:  # nothing follows a stop token
+            if guess is None or guess.token_id in stops:  # no token follows a stop token
                 break
             chance *= adapter.rate(guess)
             if chance < least_chance:
@@ -274,17 +285,17 @@ class Drafter:
         return guesses
 
     def pays(self, sequences: Iterable[Sequence]) -> bool:
-        """Return whether drafts of one of these adapters are right so often that every step should have drafts."""
+        """Return whether an adapter's drafts are right so often that every step should have drafts."""
         return bool(self._most) and any(self._adapter(sequence).balance >= _PAYS_BALANCE for sequence in sequences)
 
     def note(self, sequence: Sequence, drafted: int, kept: int, known: int) -> None:
-        """Note how many drafted tokens were right.
+        """Record the number of drafted tokens that were right.
 
         Args:
-            sequence: which.
-            drafted: tokens of its draft.
-            kept: how many of them came.
-            known: its tokens when they were drafted.
+            sequence: the sequence.
+            drafted: drafted tokens.
+            kept: number of drafted tokens that were right.
+            known: tokens of the sequence at the time of the draft.
         """
         if drafted:
             self._adapter(sequence).note(self._guesses[sequence.request_id], drafted, kept)
@@ -293,7 +304,7 @@ class Drafter:
             self.kept_tokens += kept
 
     def ended(self, sequence: Sequence, *, will_resume: bool) -> None:
-        """Forget a sequence; its answer is kept for others of its adapter unless it resumes."""
+        """Remove a sequence. Unless the sequence resumes, its answer is kept for other sequences of its adapter."""
         if sequence.request_id in self._texts:
             self._read(sequence, self._adapter(sequence))
             del self._texts[sequence.request_id]
@@ -328,5 +339,5 @@ def _best(text: NgramIndex, adapter: _Adapter, tail: list[int]) -> Guess | None:
 
 
 def _owner(sequence: Sequence) -> tuple[AdapterDigest | None, str]:
-    """Return the key of the answers that may be drafts for a sequence: as with KV, its adapter and its salt."""
+    """Return the key of the answers that may be drafts for a sequence: its adapter and its salt, as with KV."""
     return sequence.digest, sequence.request.cache_salt

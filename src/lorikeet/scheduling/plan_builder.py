@@ -1,6 +1,6 @@
-"""Builder of the plan of one step: the sequences that run, and how many tokens each computes.
+"""Builds the plan of one step: the sequences that run, and the number of tokens that each computes.
 
-``PlanBuilder`` collects the sequences of a step within its token budget, and ``build_plan`` turns them into a plan.
+``PlanBuilder`` collects the sequences of a step within the token budget, and ``build_plan`` makes a plan of them.
 """
 
 import collections.abc
@@ -21,11 +21,11 @@ class PlanBuilder:
     """Collects the sequences of a step with their token counts, within the token budget.
 
     Attributes:
-        budget_tokens: tokens of the budget that are left.
+        budget_tokens: remaining tokens of the budget.
         tokens: number of tokens to compute, by sequence.
-        assisted: number of tokens to compute of prefills that host cores assist, by sequence.
-        preempted: whether a sequence was preempted for lack of blocks.
-        adapters_without_slot: adapters without a slot in this step; their requests are not tried again.
+        assisted: number of tokens to compute in prefills that host cores assist, by sequence.
+        preempted: whether a sequence was preempted because blocks were short.
+        adapters_without_slot: adapters without a slot in this step, whose requests are not tried again.
         deferred: tokens of decodes that run only if the step has no prefill (:meth:`defer_decodes`).
         drafts: drafted tokens to verify in the step, by request.
     """
@@ -39,7 +39,7 @@ class PlanBuilder:
     drafts: Drafts = field(default_factory=dict)
 
     def add_decodes(self, sequences: collections.abc.Sequence[Sequence]) -> None:
-        """Add sequences with one remaining token each. None may be cold, and the budget must suffice."""
+        """Add sequences with one remaining token each. No sequence may be cold, and the budget must suffice."""
         self.tokens.update(dict.fromkeys(sequences, 1))
         self.budget_tokens -= len(sequences)
 
@@ -48,12 +48,12 @@ class PlanBuilder:
         return {
             sequence: tokens
             for sequence, tokens in self.tokens.items()
-            # ``Sequence.is_decoding``, written out since this runs for all sequences in every step.
+            # ``Sequence.is_decoding`` is inlined, because this loop runs over all sequences in every step.
             if (known := len(sequence.token_ids)) - sequence.computed_tokens != 1 or known <= sequence.prompt_tokens
         }
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence with as many of its remaining tokens as the budget allows."""
+        """Add a sequence with as many remaining tokens as the budget allows."""
         tokens = min(sequence.remaining_tokens, self.budget_tokens)
         if not tokens:
             return
@@ -68,7 +68,7 @@ class PlanBuilder:
         self.deferred.pop(sequence, None)
 
     def defer_decodes(self) -> None:
-        """Take the sequences added so far out of the step; they run only if it gets no prefill."""
+        """Defer the sequences added so far. Deferred sequences run only if the step has no prefill."""
         self.budget_tokens += sum(self.tokens.values())
         self.deferred.update(self.tokens)
         self.tokens.clear()
@@ -79,7 +79,7 @@ class PlanBuilder:
             self.tokens.update(self.deferred)
 
     def lacks_slot(self, digest: AdapterDigest | None) -> bool:
-        """Return whether a request of the adapter was refused for lack of a slot in this step."""
+        """Return whether a request of the adapter was refused in this step because it lacked a slot."""
         return digest in self.adapters_without_slot
 
     def note_refusal(self, digest: AdapterDigest | None, why: WaitReason) -> WaitReason:
@@ -92,16 +92,16 @@ class PlanBuilder:
         return why
 
     def grouped_by_adapter(self) -> list[tuple[Sequence, int]]:
-        """Return the sequences and their token counts, sequences of one adapter next to each other."""
+        """Return the sequences and their token counts, grouped by adapter."""
         return sorted(self.tokens.items(), key=lambda item: item[0].digest or "")
 
 
 class PlanLength(NamedTuple):
-    """How long a plan may run.
+    """Limits the length of a plan.
 
     Attributes:
-        repeat: most identical steps.
-        limit_s: seconds after which no further step begins.
+        repeat: largest number of identical steps.
+        limit_s: seconds after which the plan starts no further step.
         overlapped: whether the executor returns each step while the next one runs (async scheduling).
     """
 
@@ -119,16 +119,16 @@ def build_plan(
     drops: tuple[RequestId, ...],
     merged: AdapterDigest | None,
 ) -> StepPlan:
-    """Return the plan of a step, with the transfers and evictions that the memory has begun since the last plan.
+    """Return the plan of a step, with the transfers and evictions that the memory began since the last plan.
 
     Args:
         builder: the sequences of the step.
-        length: how long the plan may run.
+        length: limits of the plan's length.
         step: number of the step.
-        memory: returns transfers and evictions.
+        memory: memory that returns the transfers and evictions.
         kernel_form: how mixed ranks are computed.
-        drops: sequences that the executor may forget.
-        merged: the adapter that is merged for the step; None for none.
+        drops: sequences that the executor may delete.
+        merged: adapter that is merged for the step; None for none.
     """
     starts: list[SequenceStart] = []
     steps: list[SequenceStep] = []
@@ -165,7 +165,7 @@ def build_plan(
 def continue_plan(
     plan: StepPlan, result: StepResult, step: int, sequences: Mapping[RequestId, Sequence], *, further: bool
 ) -> StepPlan | None:
-    """Return the plan of a step that the executor has already started while ``result`` was returned (async scheduling).
+    """Return the plan of a step that the executor has already started (async scheduling).
 
     Args:
         plan, result: plan and result of the previous step.

@@ -1,4 +1,4 @@
-"""Rules that decide whether the KV of a preempted sequence stays cached."""
+"""Decides whether the KV of a preempted sequence stays cached."""
 
 from collections.abc import Callable, Mapping
 

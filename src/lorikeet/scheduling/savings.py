@@ -1,7 +1,7 @@
-"""Estimates of the time that the mechanisms of an engine save each request, against the same engine without them.
+"""Estimates the time that an engine's mechanisms save each request, compared with an engine without them.
 
-Each estimate is a difference of two measured times of steps, transfers or waiting. It counts the work or the waiting
-that a mechanism replaced, and not the consequences for later steps.
+Each estimate is a difference of two measured times of steps, transfers or waiting. The estimate counts the work or the
+waiting that a mechanism replaced, but not the consequences for later steps.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from lorikeet.scheduling.step_costs import StepCostMeter
 
 
 class SavingsEstimator:
-    """Estimates the time that each decision about a request saved.
+    """Estimates the time that each decision saved a request.
 
     Args:
-        memory: the engine's memory, which measures its transfers.
-        step_times: estimates how long steps take.
-        meter: estimates how long steps with adapters take.
-        assist: planner of assisted prefills, which learns how long cold prefills took; None without assistance.
+        memory: the engine's memory, which measures transfers.
+        step_times: estimator of the duration of steps.
+        meter: estimator of the duration of steps with adapters.
+        assist: planner of assisted prefills, which learns the duration of cold prefills; None without assistance.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SavingsEstimator:
         self._assist = assist
 
     def admitted(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
-        """Yield the time that the cache and prefetches saved an admitted request."""
+        """Yield the seconds that the cache and prefetches saved an admitted request."""
         tree = self._memory.tree
         name = sequence.request_id
         if lease.adapter != BASE:
@@ -57,7 +57,7 @@ class SavingsEstimator:
         compute_s = self._step_times.prefill_s(tokens)
         loaded_s = self._copy_s(Tier.HOST, ahead)
         if ahead:
-            # Without the prefetch these blocks would have been loaded now, or computed if that is faster.
+            # Without the prefetch, these blocks would be loaded now, or computed if that is faster.
             loaded_s = min(loaded_s, compute_s * ahead / lease.cached_blocks)
             yield Decided(name, now, Mechanism.PREFETCH, loaded_s, f"{ahead * block_size} tokens of KV had been loaded")
         total = len(sequence.token_ids)
@@ -87,7 +87,7 @@ class SavingsEstimator:
             )
 
     def cold_ended(self, sequence: Sequence, now: float) -> Iterator[Decided]:
-        """Record the time of a cold request to its first token, and yield the time that host cores saved it."""
+        """Record a cold request's time to its first token, and yield the time that host cores saved."""
         ref = sequence.request.adapter
         is_assisted = sequence.cold_start is ColdStart.ASSIST
         sequence.cold_start = None
@@ -104,13 +104,16 @@ class SavingsEstimator:
             yield Decided(sequence.request_id, now, Mechanism.ASSIST, waiting_s - took_s, why)
 
     def order(self, sequence: Sequence, saved_s: float, now: float) -> Iterator[Decided]:
-        """Yield the time that the order of admission saved: older requests would have taken it before this one."""
+        """Yield the time that the order of admission saved.
+
+        Without it, older requests would have been served before this request.
+        """
         if saved_s:
             why = "it was admitted before older requests that take longer"
             yield Decided(sequence.request_id, now, Mechanism.ORDER, saved_s, why)
 
     def note_merged(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, step_s: float) -> None:
-        """Add to each sequence of merged steps the time that they saved against unmerged steps."""
+        """Add the time that merged steps saved, compared with unmerged steps, to each of their sequences."""
         costs = self._meter.costs()
         if costs is None or plan.merged is None:
             return
@@ -124,7 +127,7 @@ class SavingsEstimator:
             sequence.merge_saved_s += result.steps_run * (base_s + lora_s - step_s) - result.switch_s
 
     def merged(self, sequence: Sequence, now: float) -> Iterator[Decided]:
-        """Yield the time that merged steps saved a request that ends."""
+        """Yield the time that merged steps saved a request that has ended."""
         if sequence.merge_saved_s:
             why = "steps ran with its adapter merged into the base weights"
             yield Decided(sequence.request_id, now, Mechanism.MERGING, sequence.merge_saved_s, why)

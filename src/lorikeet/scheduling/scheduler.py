@@ -1,8 +1,8 @@
-"""The scheduler of one engine: it queues requests, and plans one step after the other.
+"""Schedules one engine: queues requests, and plans one step after the other.
 
 ``Scheduler.plan`` extends the blocks of running sequences where needed, admits waiting requests, and returns a
-``StepPlan``. ``Scheduler.commit`` applies the tokens of the step. The scheduler is plain data with a clock passed in:
-it runs no kernels, and it changes blocks only through ``Memory``.
+``StepPlan``. ``Scheduler.commit`` applies the tokens of the step. The scheduler is plain data, and callers pass in the
+time. The scheduler runs no kernels, and changes blocks only through ``Memory``.
 """
 
 import math
@@ -44,26 +44,27 @@ from lorikeet.scheduling.selection import BatchSelector
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence
 
 MAX_UNINTERRUPTED_STEPS = 32
-"""Most identical decode steps in one plan if no request can arrive meanwhile, or if an arrival ends the plan."""
+"""Largest number of identical decode steps in one plan if no request can arrive during the plan, or if an arrival ends
+the plan."""
 
 
 class Scheduler:
-    """Decides which requests run in each step.
+    """Chooses the requests that run in each step.
 
     Args:
         memory: leases blocks and starts transfers.
-        load: the sequences and their step times; this scheduler keeps them up to date.
+        load: sequences and step times, which the scheduler updates.
         admission: creates the queue of waiting requests.
-        limits: bounds of a plan.
-        preset: options of the system.
+        limits: limits of a plan.
+        preset: options of the preset.
         batching: creates the batching mode.
-        assist: plans the prefills that host cores assist; None if host cores do not assist.
+        assist: planner of assisted prefills; None if host cores do not assist.
         iterations: profiled times of iterations; None without a profile.
 
     Attributes:
         queue: the waiting requests.
         selector: selects the requests that may run.
-        held_until_s: latest time until which the last step waits for transfers (``Preset.step_hold``); ``inf`` if the
+        held_until_s: time until which the last step waits for transfers at most (``Preset.step_hold``); ``inf`` if the
             step does not wait.
         preemptions: number of preemptions so far.
         prefix_queries_tokens: number of tokens of admitted sequences so far.
@@ -121,21 +122,21 @@ class Scheduler:
             )
             return
         sequence = self._enqueue(request, now)
-        # Not in ``_enqueue``, which also queues preempted sequences: they have arrived before.
+        # ``_enqueue`` does not do this, because it also queues preempted sequences, which have arrived before.
         self._memory.arrive(request.adapter, sequence.keys, len(sequence.token_ids), now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """End a request and free its blocks. An unknown id is ignored, since the request may just have finished."""
+        """End a request and free its blocks. An unknown id is ignored, because the request may just have finished."""
         if request_id in self._sequences:
             self._finish(self._sequences[request_id], now, FinishReason.ABORT)
 
     def export_request(self, request_id: RequestId, now: float, *, keep_kv: bool = False) -> Request:
-        """Remove a request and return it as plain data that :meth:`submit` resumes, here or in another engine.
+        """Remove a request and return it as plain data, which :meth:`submit` of this or another engine resumes.
 
         Args:
             request_id: the request.
             now: the time.
-            keep_kv: keep its KV cached, whatever the preset does with the KV of preempted sequences.
+            keep_kv: whether the request's KV stays cached, even if the preset frees the KV of preempted sequences.
 
         Raises:
             KeyError: the request does not exist.
@@ -152,7 +153,7 @@ class Scheduler:
         return {d for d in running if d is not None}, {d for d in waiting if d is not None}
 
     def may_be_next(self, request: Request) -> bool:
-        """Return whether a new request may be admitted next, because no waiting request goes before it."""
+        """Return whether a new request may be admitted next, because no waiting request precedes it."""
         queue = self.queue
         if isinstance(queue, BackgroundLast) and not request.background:
             queue = queue.foreground
@@ -160,7 +161,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is any request."""
+        """Whether the scheduler has any request."""
         return bool(self._sequences)
 
     def stats(self) -> SchedulerStats:
@@ -168,7 +169,7 @@ class Scheduler:
         return SchedulerStats.of(self._running, len(self._sequences))
 
     def queued(self) -> dict[str, int]:
-        """Count the requests without blocks by the reason why they wait; see ``EngineStats.queued``."""
+        """Count the requests without blocks by the reason for which they wait; see ``EngineStats.queued``."""
         without = (each for each in self._sequences.values() if each.lease is None)
         return dict(Counter("order" if each.refused is None else each.refused.name.lower() for each in without))
 
@@ -179,9 +180,9 @@ class Scheduler:
     def finish_transfer(self, done: TransferDone, now: float) -> None:
         """Apply the end of a transfer.
 
-        If it failed, requests that waited for the adapter end with its error, but for requests that were queued after
-        the transfer had begun: they are queued again, since the files may have been replaced meanwhile. Requests that
-        waited for KV are queued again and compute it.
+        If the transfer failed, requests that waited for the adapter end with the transfer's error. Requests that were
+        queued after the transfer had begun are queued again, because the files may have been replaced since then.
+        Requests that waited for KV are queued again and compute the KV.
         """
         outcome = self._memory.finish_transfer(done, now)
         for sequence in self._owners(outcome.adapter):
@@ -203,11 +204,11 @@ class Scheduler:
     # --- plan ----------------------------------------------------------------------------------------
 
     def plan(self, now: float, until_s: float | None = None) -> StepPlan:
-        """Return the plan of the next step; leases its blocks and starts transfers.
+        """Return the plan of the next step, after leasing its blocks and starting transfers.
 
         Args:
             now: the time.
-            until_s: on a virtual clock, the time until which no request arrives (see ``Engine.step``); else None.
+            until_s: time until which no request arrives, on a virtual clock (see ``Engine.step``); otherwise None.
         """
         builder = PlanBuilder(self._limits.max_num_batched_tokens)
         self._review(now)
@@ -219,10 +220,10 @@ class Scheduler:
         return self._build(builder, length)
 
     def continue_plan(self, *, further: bool) -> StepPlan | None:
-        """Return the plan of the step that the executor already runs (async scheduling); None if it runs none.
+        """Return the plan of the step that the executor already runs (async scheduling); None if no step runs.
 
         Args:
-            further: whether it may run the remaining repeats of the plan after that step.
+            further: whether the executor may run the remaining repeats of the plan after that step.
         """
         if self._running_step is None:
             return None
@@ -232,13 +233,13 @@ class Scheduler:
         return plan
 
     def _review(self, now: float) -> None:
-        """Preempt the requests that the admission policy sends back to its queue."""
+        """Preempt the requests that the admission policy returns to its queue."""
         for request in self.queue.review(now):
             restarts = self.queue.restarts_squashed and not request.background
             self._suspend(self._sequences[request.request_id], now, restarts=restarts)
 
     def _choose(self, now: float) -> None:
-        """Let the batching mode choose requests, and report the queue to the memory's policies."""
+        """Call the batching mode to choose requests, and report the queue to the memory's policies."""
         self.selector.choose(self.queue.urgency)
         self._memory.note_waiting(len(self.queue), self.queue.wanted, now)
 
@@ -261,7 +262,8 @@ class Scheduler:
 
     def _add_running(self, sequences: list[Sequence], builder: PlanBuilder, now: float, *, all_grown: bool) -> None:
         for sequence in sequences:
-            can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted meanwhile
+            # An earlier iteration may have preempted the sequence
+            can_run = sequence.lease is not None and builder.budget_tokens
             if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
                 builder.add(sequence)
 
@@ -270,14 +272,15 @@ class Scheduler:
             builder.defer_decodes()
 
     def _grow_or_preempt(self, sequence: Sequence, builder: PlanBuilder, now: float) -> bool:
-        """Lease the block for the next token of a sequence; preempt the last running sequences for it if necessary."""
+        """Lease the block for a sequence's next token. If necessary, preempt the last running sequences for it."""
         assert sequence.lease is not None
         while not self._memory.try_grow([(sequence.lease, len(sequence.token_ids))], now):
             if self._memory.blocks_are_being_freed or (len(self._running) == 1 and self._memory.transfers_in_flight):
-                return False  # it runs again when a transfer has ended
-            # Sequences that the batching mode has not chosen are preempted first. The last one may be this sequence
-            # itself. Alone it can lack blocks only if its own copies duplicate blocks in the tree, because two
-            # sequences computed them at the same time; readmitted, it shares the blocks in the tree.
+                return False  # the sequence runs again when a transfer has ended
+            # Sequences that the batching mode has not chosen are preempted first. The last sequence may be this
+            # sequence. A sequence that runs alone can lack blocks only if its blocks duplicate blocks in the tree,
+            # because two sequences computed them at the same time. After its readmission, it shares the blocks in the
+            # tree.
             last = self.selector.last_not_allowed(self._running) or self._running[-1]
             builder.remove(last)
             builder.preempted = True
@@ -288,13 +291,13 @@ class Scheduler:
 
     @property
     def _decodes_until_admission(self) -> int:
-        """Decode steps of the running sequences until requests may be admitted again."""
+        """Return the number of decode steps until requests may be admitted again."""
         return max(0, self._preset.decodes_between_prefills - self._decode_steps)
 
     def _admit(self, builder: PlanBuilder, now: float) -> None:
-        """Admit waiting requests to the step, unless running sequences lack blocks or have to decode first.
+        """Admit waiting requests to the step, unless running sequences lack blocks or must decode first.
 
-        If no sequence can run and no transfer will change that, preempt sequences that the batching mode has not
+        If no sequence can run, even after the transfers in flight, preempt sequences that the batching mode has not
         chosen.
         """
         if builder.preempted or (self._running and self._decodes_until_admission):
@@ -310,7 +313,7 @@ class Scheduler:
             self._admit_waiting(builder, now)
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
-        """Try the candidates of the admission policy until there are no more, or the step is full."""
+        """Try the admission policy's candidates until none is left or the step is full."""
         policy = self.queue.admit(now)
         candidate = next(policy, None)
         while candidate is not None and builder.budget_tokens and self.selector.can_admit_more(self._running):
@@ -327,9 +330,10 @@ class Scheduler:
         policy.close()
 
     def _try_admit(self, sequence: Sequence, builder: PlanBuilder, now: float) -> WaitReason | None:
-        """Lease blocks for a waiting request and add it to the step; return why it must wait, None if it is admitted.
+        """Lease blocks for a waiting request and add it to the step.
 
-        For blocks, running sequences that the batching mode has not chosen are preempted.
+        Return None if the request is admitted, otherwise the reason why it must wait. To free blocks, running sequences
+        that the batching mode has not chosen are preempted.
         """
         request = sequence.request
         if not self.selector.allows(sequence.request_id):
@@ -360,7 +364,7 @@ class Scheduler:
         return None
 
     def _start_running(self, sequence: Sequence, lease: SequenceLease, now: float) -> None:
-        """Put an admitted sequence among the running ones."""
+        """Add an admitted sequence to the running sequences."""
         cached = lease.cached_blocks * self._memory.block_size
         sequence.lease = lease
         sequence.computed_tokens = cached
@@ -380,7 +384,7 @@ class Scheduler:
             sequence.cold_tokens = len(sequence.token_ids) - cached
 
     def _arrange(self, builder: PlanBuilder, now: float) -> None:
-        """Decide which of the sequences run in this step and which in the next, and draft tokens."""
+        """Divide the sequences between this step and the next one, and draft tokens."""
         builder.run_deferred_decodes()
         if self._preset.prefill_apart is PrefillApart.WHEN_FASTER and not builder.preempted:
             self.selector.separate_prefills(builder)
@@ -396,8 +400,8 @@ class Scheduler:
     def _holds(self, builder: PlanBuilder, now: float) -> bool:
         """Return whether the step waits for transfers (``Preset.step_hold``).
 
-        It waits if the requests that need the transfers gain more time than all others lose. Steps wait for at most
-        half of their length, however many requests come meanwhile.
+        A step waits if the requests that need the transfers gain more time than all others lose. A step waits for at
+        most half of its duration, even if more requests arrive.
         """
         step_s = self._memory.iteration_s
         if not builder.tokens or not self._preset.step_hold:
@@ -412,13 +416,16 @@ class Scheduler:
         return True
 
     def _draft(self, builder: PlanBuilder, now: float) -> Drafts:
-        """Return tokens to verify in the step, and lease blocks for them; none if they do not fit beside the others."""
+        """Return drafted tokens to verify in the step, and lease blocks for them.
+
+        Return none if they do not fit the step.
+        """
         if not self._limits.max_draft_tokens or builder.preempted:
             return {}
-        # A prefill that ends in the step has a draft, too: answers of an adapter often begin alike.
+        # A prefill that ends in the step also has a draft, because an adapter's answers often begin alike.
         sequences = [s for s, tokens in builder.tokens.items() if tokens == s.remaining_tokens and not s.is_cold]
         cost = self._step_times.row_cost(len(builder.tokens))
-        # At most twice as many rows of logits as without drafts: the executor has memory for so many.
+        # Drafts at most double the number of logit rows, for which the executor has memory.
         most = min(builder.budget_tokens, max(self._limits.max_num_seqs, self._limits.max_draft_tokens))
         drafts = self.drafter.draft(sequences, most, cost)
         ahead = [
@@ -429,7 +436,7 @@ class Scheduler:
         return drafts if self._memory.try_grow(ahead, now) else {}
 
     def _length(self, builder: PlanBuilder, now: float, until_s: float | None) -> PlanLength:
-        """Return how long the plan may run, and lease blocks for its steps."""
+        """Return the limits of the plan's length, and lease blocks for its steps."""
         limits = self._limits
         async_scheduling = (
             limits.async_scheduling
@@ -437,7 +444,7 @@ class Scheduler:
             and self._preset.kernel_form.fits_graphs(self.selector.merged)
             and until_s is None
         )
-        # If no request can arrive, or an arrival ends the plan, only work that is due anyway limits its length.
+        # If no request can arrive, or if an arrival ends the plan, only scheduled work limits the plan's length.
         is_uninterrupted = until_s is not None or (async_scheduling and not len(self.queue))
         repeat = 1
         if not (builder.drafts or self.drafter.pays(builder.tokens)):
@@ -450,9 +457,9 @@ class Scheduler:
         return PlanLength(repeat, limit_s, overlapped=async_scheduling and repeat > 1)
 
     def _repeat(self, builder: PlanBuilder, now: float, *, async_scheduling: bool, is_uninterrupted: bool) -> int:
-        """Return how many identical decode steps the plan may run, and lease the blocks for them.
+        """Return the number of identical decode steps that the plan may run, and lease blocks for them.
 
-        Waiting requests lose nothing by it: blocks become free only when a sequence ends, which ends the plan.
+        Waiting requests lose no time, because blocks become free only when a sequence ends, which also ends the plan.
         """
         if not is_uninterrupted and self._limits.num_scheduler_steps == 1:
             return 1
@@ -474,7 +481,7 @@ class Scheduler:
         return 1
 
     def _build(self, builder: PlanBuilder, length: PlanLength) -> StepPlan:
-        """Return the plan, with the transfers, evictions and ended sequences since the last one."""
+        """Return the plan, with the transfers, evictions and ended sequences since the last plan."""
         drops = tuple(self._drops)
         self._drops = []
         merged = self.selector.merged
@@ -485,7 +492,7 @@ class Scheduler:
     # --- commit --------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Apply the tokens of a step. KV is inserted into the tree only if the adapter of its sequence has arrived."""
+        """Apply the tokens of a step. A sequence's KV is inserted into the tree only if its adapter has arrived."""
         self._running_step = (plan, result) if result.next_runs else None
         if plan.sequences:
             self._note_step(plan, result, now)
@@ -498,7 +505,7 @@ class Scheduler:
             sequence = self._sequences[step.request_id]
             lease = sequence.lease
             assert lease is not None
-            if failed and step.request_id in failed:  # its KV is not committed
+            if failed and step.request_id in failed:  # the sequence's KV is not committed
                 error = failed[step.request_id]
                 self._finish(sequence, now, FinishReason.ERROR, error=error, impossible=error != NOT_FINITE)
                 continue
@@ -507,17 +514,19 @@ class Scheduler:
                 self._outputs.events += self._savings.cold_ended(sequence, now)
             end = step.start + step.tokens
             if has_drafts:
-                # KV of rejected drafted tokens is not counted as computed: the next tokens overwrite it.
+                # KV of rejected drafted tokens does not count as computed, because the next tokens overwrite it.
                 end -= len(step.draft)
                 kept = step.kept(tokens) if step.draft else 0
                 self.drafter.note(sequence, len(step.draft), kept, end)
                 end += kept
-            # A plan of several steps may have run past a stop token; KV beyond it is not counted as computed.
+            # A plan of several steps may have run past a stop token. KV after the stop token does not count as
+            # computed.
             end = min(end + result.steps_run - 1, len(sequence.token_ids))
             sequence.computed_tokens = end
             if sequence.request.pooling is not None and not sequence.remaining_tokens:
                 finish = FinishReason.STOP, None
-            if end >= (len(lease.path) + 1) * block_size and lease.is_ready:  # full blocks are not in the tree yet
+            # The tree does not contain all full blocks yet
+            if end >= (len(lease.path) + 1) * block_size and lease.is_ready:
                 computed.append(ComputedTokens(lease, sequence.token_ids, end))
             if finish is not None:
                 ended.append((sequence, *finish))
@@ -526,7 +535,7 @@ class Scheduler:
             self._finish(sequence, now, reason, stop_token_id)
 
     def _note_step(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Report the duration of a step to everything that learns from it."""
+        """Report the duration of a step to all estimators."""
         self._last_end_s = now
         step_s = (result.duration_s - result.switch_s) / result.steps_run
         self._memory.note_step(step_s)
@@ -544,7 +553,10 @@ class Scheduler:
     # --- internals -----------------------------------------------------------------------------------
 
     def _suspend(self, sequence: Sequence, now: float, *, restarts: bool = False) -> None:
-        """Preempt a sequence: release its blocks, and queue it again; if it restarts, without its KV and output."""
+        """Preempt a sequence: release its blocks and queue it again.
+
+        If the sequence restarts, its KV and output are dropped.
+        """
         assert sequence.lease is not None
         keys = sequence.lease.keys
         if restarts or sequence.request.pools_all_tokens:
@@ -555,7 +567,7 @@ class Scheduler:
         self._enqueue(self.export_request(sequence.request_id, now), now, keys, restarts=restarts)
 
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = (), *, restarts: bool = False) -> Sequence:
-        """Add a sequence for a request to the queue; ``keys`` are known keys of its first blocks."""
+        """Add a sequence for a request to the queue. ``keys`` are known keys of the sequence's first blocks."""
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
         sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
         sequence.keys = self._memory.keys_of(
@@ -563,12 +575,12 @@ class Scheduler:
         )
         self._sequences[request.request_id] = sequence
         if request.background and not isinstance(self.queue, BackgroundLast):
-            self.queue = BackgroundLast(self.queue, self._view)  # created with the first background request
+            self.queue = BackgroundLast(self.queue, self._view)  # created at the first background request
         self.queue.add(request, now)
         return sequence
 
     def _why_impossible(self, request: Request) -> str | None:
-        """Return why a request can never run; None if it can."""
+        """Return the reason why a request can never run; None if it can run."""
         known = len(request.prompt_token_ids) + len(request.output_token_ids)
         if not request.prompt_token_ids:
             return "the prompt has no tokens"

@@ -1,4 +1,4 @@
-"""The state of the scheduler, as admission policies read it."""
+"""Provides the scheduler's state to admission policies."""
 
 import collections.abc
 
@@ -12,14 +12,14 @@ from lorikeet.scheduling.state import SchedulerLimits, Sequence, StepTimeEstimat
 
 
 class SchedulerView:
-    """Implements ``AdmissionView`` on the state of the scheduler.
+    """Implements ``AdmissionView`` with the state of the scheduler.
 
     Args:
         memory: the engine's memory.
-        limits: bounds of a plan.
+        limits: limits of a plan.
         running: the scheduler's running sequences, read live.
         selector: selects the requests that may run.
-        step_times: estimates how long steps take.
+        step_times: estimator of the duration of steps.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SchedulerView:
         return self._memory.total_blocks * self._memory.block_size
 
     def free_tokens(self) -> int:
-        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
+        """Return the number of tokens of KV that could be leased now if all evictable nodes were evicted."""
         return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
 
     def adapter_tokens(self, adapter: AdapterRef | None) -> int:
@@ -53,7 +53,7 @@ class SchedulerView:
         return self._memory.adapters.device_blocks(adapter) * self._memory.block_size
 
     def is_resident(self, adapter: AdapterRef | None) -> bool:
-        """Return whether an adapter is on the device or in flight to it; True for the base model."""
+        """Return whether an adapter is on the device or in flight to it. The base model is always resident."""
         tree = self._memory.tree
         node = tree.adapter(None if adapter is None else adapter.digest)
         return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
@@ -63,15 +63,15 @@ class SchedulerView:
         return self._selector.allows(request.request_id)
 
     def running(self) -> list[RunningRequest]:
-        """Return the running requests that are not in the background; the last is preempted first."""
+        """Return the running requests that are not in the background. The last request is preempted first."""
         return self._running_requests(background=False)
 
     def background(self) -> list[RunningRequest]:
-        """Return the running background requests; the last is preempted first."""
+        """Return the running background requests. The last request is preempted first."""
         return self._running_requests(background=True)
 
     def free_slots(self) -> int:
-        """Return how many more sequences may run."""
+        """Return the number of further sequences that may run."""
         return self.max_running - len(self._running)
 
     def _running_requests(self, *, background: bool) -> list[RunningRequest]:

@@ -1,4 +1,4 @@
-"""Selection of the requests that may run in a step, by the batching mode."""
+"""Selects the requests that may run in a step, by the batching mode."""
 
 import collections.abc
 from collections import Counter
@@ -21,27 +21,29 @@ from lorikeet.scheduling.state import SchedulerLimits, Sequence
 from lorikeet.scheduling.step_costs import StepCostMeter
 
 _MAX_SLOWDOWN = 0.2
-"""Largest share by which a step of prefills and the next step of decodes may take longer than one step of both: the
-next tokens of running answers come later by that."""
+"""Largest share by which a step of prefills and a step of decodes may together take longer than one combined step.
+
+Running answers get their next tokens later by this time.
+"""
 
 _CACHED_RANKS = 4096
-"""Number of adapters whose largest rank is cached, since it is computed over all layers."""
+"""Number of adapters whose largest rank is cached, because the rank is computed over all layers."""
 
 
 class BatchSelector:
-    """Selects the requests that may run in a step, and separates its prefills from its decodes where that is faster.
+    """Selects the requests that may run in a step, and separates prefills from decodes if that saves time.
 
     Args:
         batching: creates the preset's batching mode.
-        limits: bounds of a plan.
-        kernel_form: how mixed ranks are computed.
-        memory: the engine's memory, which has the adapters on the device.
-        load: the scheduler's sequences and their step times.
+        limits: limits of a plan.
+        kernel_form: form in which kernels compute mixed ranks.
+        memory: the engine's memory, which knows the adapters on the device.
+        load: sequences of the scheduler and their step times.
         assist: costs of assisted prefills; None if host cores do not assist.
         iterations: profiled times of iterations; None without a profile.
 
     Attributes:
-        merged: the adapter that was merged for the last plan with sequences, None if none was.
+        merged: adapter that was merged for the last plan with sequences; None for none.
         meter: measures the costs of steps.
     """
 
@@ -91,7 +93,7 @@ class BatchSelector:
     # --- batching mode -------------------------------------------------------------------------------
 
     def choose(self, urgency: Callable[[Request], Any]) -> None:
-        """Let the batching mode choose among all requests before a step, in the order of ``urgency``."""
+        """Call the batching mode before a step to choose among all requests, in the order of ``urgency``."""
         if not self._mode.follows_requests:
             return
         tree = self._memory.tree
@@ -105,19 +107,19 @@ class BatchSelector:
                 resident[digest] = node is not None and bool(tree.on_device[node])
                 if sequence.request.adapter is not None:
                     self._refs[sequence.request.adapter.digest] = sequence.request.adapter
-            # Merging would change all tokens, so an adapter that acts on a part of them is never merged.
+            # Merging would change all tokens, so an adapter that acts on only a part of them is never merged.
             may_merge = None if sequence.request.adapter_start else digest
             live.append(LiveRequest(sequence.request_id, may_merge, resident[digest], len(sequence.token_ids)))
         self._choice = self._mode.choose(live)
         self.count_untried()
 
     def count_untried(self) -> None:
-        """Count the waiting requests that the batching mode has chosen, and which are not yet tried for admission."""
+        """Count the waiting requests that the batching mode has chosen and that are not yet tried for admission."""
         chosen = self._choice.requests
         self._untried = 0 if chosen is None else sum(self._sequences[each].lease is None for each in chosen)
 
     def note_tried(self) -> None:
-        """Record that one of the chosen waiting requests is being tried."""
+        """Record that a chosen waiting request is being tried."""
         self._untried -= 1
 
     def can_admit_more(self, running: collections.abc.Sequence[Sequence]) -> bool:
@@ -126,30 +128,33 @@ class BatchSelector:
         Running sequences that the batching mode has not chosen keep their blocks.
         """
         if self._choice.requests is not None:
-            return self._untried > 0  # a mode never chooses more requests than fit into a step
+            return self._untried > 0  # a mode never chooses more requests than fit a step
         return len(running) < self._limits.max_num_seqs
 
     def allows(self, request_id: RequestId) -> bool:
-        """Return whether the batching mode lets a request run now."""
+        """Return whether the batching mode allows a request to run now."""
         return self._choice.requests is None or request_id in self._choice.requests
 
     def allowed(self, running: collections.abc.Sequence[Sequence]) -> collections.abc.Sequence[Sequence]:
-        """Return the running sequences that the batching mode lets run now."""
+        """Return the running sequences that the batching mode allows to run now."""
         return running if self._choice.requests is None else [s for s in running if self.allows(s.request_id)]
 
     def last_not_allowed(self, running: collections.abc.Sequence[Sequence]) -> Sequence | None:
-        """Return the last running sequence that may not run now, which is preempted first; None if all may run."""
+        """Return the last running sequence that may not run now; None if all may run.
+
+        This sequence is preempted first.
+        """
         if self._choice.requests is None:
             return None
         return next((sequence for sequence in reversed(running) if not self.allows(sequence.request_id)), None)
 
     @property
     def steps_until_review(self) -> float:
-        """Number of identical steps until the batching mode may choose otherwise, or until postponed prefills run."""
+        """Number of identical steps until the batching mode may choose differently, or until postponed prefills run."""
         return 1 if self._assisted_postponed else self._mode.steps_until_review()
 
     def switch_merged(self, builder: PlanBuilder) -> None:
-        """Set the merged adapter to the choice of the batching mode; a plan without sequences keeps the present one."""
+        """Set the merged adapter to the batching mode's choice. A plan without sequences keeps the current adapter."""
         if builder.tokens:
             self._switches += self._choice.merged != self.merged
             self.merged = self._choice.merged
@@ -158,7 +163,7 @@ class BatchSelector:
         """Report a finished plan to the meter and the batching mode.
 
         Args:
-            plan, result: the plan and its result.
+            plan, result: plan and its result.
             step_s: mean seconds of its steps without the merge switch.
         """
         self._switch_s += result.switch_s
@@ -202,7 +207,7 @@ class BatchSelector:
     # --- steps of prefills alone ---------------------------------------------------------------------
 
     def separate_prefills(self, builder: PlanBuilder) -> None:
-        """Run the prefills of a step without its decodes if all requests together gain time; never twice in a row.
+        """Run a step's prefills without its decodes if this saves time over all requests, but never twice in a row.
 
         Requests that get their first token in the step gain the decode time (and the slowdown from larger ranks). Every
         other request loses the extra time of two steps over one.
@@ -232,7 +237,7 @@ class BatchSelector:
             self._last_step_had_only_prefills = True
 
     def _rows(self, tokens: Mapping[Sequence, int]) -> Counter[AdapterDigest]:
-        """Return the tokens of each adapter."""
+        """Return the number of tokens of each adapter."""
         rows = Counter[AdapterDigest]()
         for sequence, count in tokens.items():
             if (ref := sequence.request.adapter) is not None:
@@ -243,10 +248,10 @@ class BatchSelector:
     # --- assisted prefills ---------------------------------------------------------------------------
 
     def place_assisted_prefills(self, builder: PlanBuilder) -> None:
-        """Add assisted prefills to the step, or run them in a step of their own.
+        """Add assisted prefills to the step, or run them in a separate step.
 
-        They join the step unless they would delay its decodes by more than the time of a decode step. Otherwise a step
-        of the assisted prefills comes first, and a step of the other sequences follows it.
+        Assisted prefills join the step unless they would delay its decodes by more than the time of a decode step. In
+        that case a step of the assisted prefills comes first, and a step of the other sequences follows.
         """
         self._assisted_postponed = False
         if not builder.assisted:
@@ -263,7 +268,7 @@ class BatchSelector:
         builder.tokens.update(builder.assisted)
 
     def _assist_delay_s(self, builder: PlanBuilder) -> float:
-        """Return the most seconds by which assisted prefills prolong a step."""
+        """Return the largest number of seconds by which assisted prefills prolong a step."""
         assist = self._assist
         assert assist is not None, "a prefill is assisted, but its costs are not known"
         delay_s = 0.0

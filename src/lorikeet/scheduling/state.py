@@ -1,4 +1,4 @@
-"""State of the scheduler: limits, sequences, statistics, and estimated step times."""
+"""Holds the state of the scheduler: limits, sequences, statistics, and estimated step times."""
 
 import collections.abc
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.presets import ColdStart
 
 FORGET = 0.998
-"""Factor by which the weight of a sample falls with each later one: about the last 500 count."""
+"""Factor by which a sample's weight falls with each later sample. About the last 500 samples count."""
 _PRIOR = 1e-3
 _ROUNDS = 8
-"""Reweighting rounds of a robust fit."""
+"""Number of reweighting rounds of a robust fit."""
 _EXACT = 0.01
 """Residual, as a share of the median value, below which a sample counts as exactly on the line."""
 
@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 
 def faded(old: Any, new: Any, times: int = 1) -> Any:
-    """Return a fading sum after ``new`` was added ``times`` times; see ``FORGET``."""
+    """Return a fading sum after adding ``new`` ``times`` times; see ``FORGET``."""
     if times == 1:  # as a rule
         return FORGET * old + new
     weight = FORGET**times
@@ -36,7 +36,10 @@ def faded(old: Any, new: Any, times: int = 1) -> Any:
 
 
 def _least_squares(squares: Floats, products: Floats) -> Floats:
-    """Solve normal equations without negative coefficients: the most negative one is dropped until none is left."""
+    """Solve normal equations with non-negative coefficients.
+
+    The most negative coefficient is dropped until none is negative.
+    """
     parts: Floats = np.asarray(np.linalg.solve(squares, products), np.float64)
     if parts.min() >= 0:  # as a rule
         return parts
@@ -52,10 +55,10 @@ def _least_squares(squares: Floats, products: Floats) -> Floats:
 
 
 class OnlineFit:
-    """Least squares with non-negative coefficients, in which old samples fade.
+    """Fits least squares with non-negative coefficients, in which old samples fade.
 
     Args:
-        features: number of features of a sample; the first is always 1.
+        features: number of features of a sample. The first feature is always 1.
     """
 
     def __init__(self, features: int) -> None:
@@ -76,25 +79,25 @@ class OnlineFit:
         return bool(self._products[0])
 
     def parts(self) -> Floats:
-        """Return the coefficient of each feature; all 0 before the first sample."""
+        """Return the coefficient of each feature; all are 0 before the first sample."""
         if self._parts is None:
             self._parts = _least_squares(self._squares, self._products)
         return self._parts
 
 
 class RobustFit:
-    """Least absolute deviations with non-negative coefficients, over the last samples of each kind.
+    """Fits least absolute deviations with non-negative coefficients, over the last samples of each kind.
 
-    An outlier has no more influence than a sample on the line, so a delayed step hardly matters. The method is
+    An outlier has no more influence than a sample on the fitted line, so a delayed step hardly matters. The method is
     iteratively reweighted least squares: I. Daubechies et al., "Iteratively reweighted least squares minimization for
     sparse recovery", CPAM 2010.
 
     Args:
-        features: number of features of a sample; the first is always 1.
-        kinds: number of kinds of samples. New samples replace only old ones of their kind, so rare kinds are kept.
-        window: number of samples kept of each kind.
-        ridge: ridge penalty, as a share of each feature's own squares. Features that always occurred together then
-            share what they explain.
+        features: number of features of a sample. The first feature is always 1.
+        kinds: number of kinds of samples. New samples replace only old samples of their kind, so rare kinds are kept.
+        window: number of samples that are kept for each kind.
+        ridge: ridge penalty, as a share of the sum of each feature's squares. Features that always occurred together
+            then share their effect.
     """
 
     def __init__(self, features: int, kinds: int, window: int, ridge: float) -> None:
@@ -116,7 +119,7 @@ class RobustFit:
         self._parts = None
 
     def parts(self) -> Floats:
-        """Return the coefficient of each feature; all 0 before the first sample."""
+        """Return the coefficient of each feature; all are 0 before the first sample."""
         if self._parts is None:
             used = self._times > 0
             samples = self._samples[used]
@@ -135,9 +138,9 @@ class RobustFit:
 
 
 class StepTimeEstimator:
-    """A linear fit of recent step times: a cost per step, per prefill token, and per decode.
+    """Fits recent step times linearly: a cost per step, per prefill token, and per decode.
 
-    It returns 0 before the first step.
+    Estimates are 0 before the first step.
     """
 
     def __init__(self) -> None:
@@ -151,7 +154,7 @@ class StepTimeEstimator:
 
     @property
     def is_known(self) -> bool:
-        """Whether there have been steps."""
+        """Whether a step has been recorded."""
         return self._fit.is_known
 
     def step_s(self, prefill_tokens: float, decodes: float) -> float:
@@ -160,7 +163,7 @@ class StepTimeEstimator:
         return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
 
     def row_cost(self, rows: int) -> float:
-        """Return the time that one more decoded row adds to a step, as a share of the step's time per row."""
+        """Return the time that a further decoded row adds to a step, as a share of the step's time per row."""
         base_s, _, decode_s = self._fitted()
         of_row_s = base_s / max(1, rows) + decode_s
         return decode_s / of_row_s if of_row_s else 0.0
@@ -175,7 +178,10 @@ class StepTimeEstimator:
         return self.step_s(input_tokens, 0) + (output_tokens - 1) * self.step_s(0, 1)
 
     def _fitted(self) -> tuple[float, float, float]:
-        """Return the seconds of a step, of a prompt token and of a decode; cached, as they are read often."""
+        """Return the seconds of a step, of a prompt token and of a decode.
+
+        The values are cached, because they are read often.
+        """
         if self._costs_s is None:
             base_s, prefill_s, decode_s = self._fit.parts().tolist()
             self._costs_s = base_s, prefill_s, decode_s
@@ -183,18 +189,18 @@ class StepTimeEstimator:
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True):
-    """Bounds of a plan.
+    """Holds the limits of a plan.
 
     Attributes:
-        max_num_seqs: most sequences in a step.
-        max_num_batched_tokens: most tokens in a step.
-        max_model_len: most tokens of a sequence.
-        num_scheduler_steps: most identical decode steps in one plan.
-        multi_step_limit_s: time after which a plan of several steps ends, in seconds.
-        max_draft_tokens: most tokens of a sequence that are drafted for a step; 0: none are.
-        async_scheduling: whether the executor returns each step of such a plan while the next one is running. The two
-            limits above then apply only while requests wait; otherwise plans are longer, unless ``num_scheduler_steps``
-            is 1.
+        max_num_seqs: largest number of sequences in a step.
+        max_num_batched_tokens: largest number of tokens in a step.
+        max_model_len: largest number of tokens in a sequence.
+        num_scheduler_steps: largest number of identical decode steps in one plan.
+        multi_step_limit_s: seconds after which a plan of several steps ends.
+        max_draft_tokens: largest number of drafted tokens of a sequence in a step; 0 for no drafts.
+        async_scheduling: whether the executor returns each step of such a plan while the next one is running. If so,
+            ``num_scheduler_steps`` and ``multi_step_limit_s`` apply only while requests wait. Otherwise plans are
+            longer, unless ``num_scheduler_steps`` is 1.
     """
 
     max_num_seqs: int
@@ -208,29 +214,30 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request in the scheduler, waiting or running.
+    """Tracks a waiting or running request in the scheduler.
 
-    There are no phases: prefill, chunked prefill, decode and recompute all follow from ``computed_tokens`` and
-    ``len(token_ids)``.
+    A sequence has no explicit phase. Prefill, chunked prefill, decode and recompute all follow from ``computed_tokens``
+    and ``len(token_ids)``.
 
     Attributes:
         request: the request as submitted or resumed.
         queued_s: time at which it was queued.
-        max_total_tokens: most tokens of prompt and output together.
+        max_total_tokens: largest number of tokens of prompt and output together.
         digest: digest of the request's adapter; None for the base model.
-        token_ids: prompt and output so far.
+        token_ids: tokens of the prompt and of the output so far.
         prompt_tokens: number of tokens of the prompt.
-        computed_tokens: number of tokens whose KV is in its blocks.
-        lease: its blocks, None while it waits.
+        computed_tokens: number of tokens whose KV is in the sequence's blocks.
+        lease: lease of the sequence's blocks; None while it waits.
         sent_blocks: number of blocks of the lease that were sent to the executor.
-        started: whether it was sent to the executor.
-        keys: keys of the whole blocks that it had when it was queued.
-        restarts: whether it is executed again from its prompt; tokens that were sent before are not sent again.
-        refused: why its last admission failed; None if it was not refused.
-        admitted_s: time at which it was admitted.
-        cold_start: how it waits for its adapter, until its first token; None if the adapter was on the device.
-        cold_tokens: tokens of that prefill.
-        merge_saved_s: seconds that merged steps saved it so far.
+        started: whether the sequence was sent to the executor.
+        keys: keys of the whole blocks that the sequence had when it was queued.
+        restarts: whether the sequence runs again from its prompt. Tokens that were sent before are not sent again.
+        refused: reason why the last admission failed; None if it was not refused.
+        admitted_s: time of the admission.
+        cold_start: the way in which the sequence waits for its adapter, until its first token; None if the adapter was
+            on the device.
+        cold_tokens: number of tokens of the prefill that waits for the adapter.
+        merge_saved_s: seconds that merged steps have saved the sequence so far.
     """
 
     request: Request
@@ -252,7 +259,7 @@ class Sequence:
     merge_saved_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Set the token lists from the request, with the output of earlier attempts unless it restarts."""
+        """Set the token lists from the request, with the output of earlier attempts unless the sequence restarts."""
         self.digest = self.request.digest
         known = [] if self.restarts else self.request.output_token_ids
         self.token_ids = self.request.prompt_token_ids + known
@@ -260,52 +267,52 @@ class Sequence:
 
     @property
     def request_id(self) -> RequestId:
-        """Id of the request."""
+        """Id of the sequence's request."""
         return self.request.request_id
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far, here or elsewhere."""
+        """Number of tokens generated so far, by this or another engine."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens to compute until the next one can be sampled; 1 while decoding."""
+        """Number of tokens to compute until the next token can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.computed_tokens
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that it may still generate."""
+        """Number of tokens that the sequence may still generate."""
         return self.max_total_tokens - len(self.token_ids)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has its blocks, and all transfers that it waited for have ended."""
+        """Whether the sequence has its blocks, and all transfers that it waited for have ended."""
         return self.lease is not None and self.lease.is_ready
 
     @property
     def can_run(self) -> bool:
-        """Whether it may be part of a step."""
+        """Whether the sequence may be part of a step."""
         return self.lease is not None and (self.lease.is_ready or self.is_cold)
 
     @property
     def is_cold(self) -> bool:
-        """Whether it can prefill with the assistance of host cores while its adapter is in flight."""
+        """Whether the sequence can prefill with the assistance of host cores while its adapter is in flight."""
         return self.lease is not None and self.lease.is_cold and not self.is_decoding
 
     @property
     def waits_to_decode(self) -> bool:
-        """Whether its assisted prefill is done and its adapter is still in flight, so that its decode must wait."""
+        """Whether the assisted prefill is done and the adapter is still in flight, so that decoding must wait."""
         return self.lease is not None and self.lease.is_cold and self.is_decoding
 
     @property
     def is_decoding(self) -> bool:
-        """Whether one more token is to be computed, after the first output token."""
-        known = len(self.token_ids)  # read several times a step for every sequence
+        """Whether the sequence decodes: one token remains to compute, after the first output token."""
+        known = len(self.token_ids)  # this property is read several times a step for every sequence
         return known - self.computed_tokens == 1 and known > self.prompt_tokens
 
     def start(self) -> SequenceStart:
-        """Return the data that the executor needs to start it."""
+        """Return the data that the executor needs to start the sequence."""
         request = self.request
         return SequenceStart(
             request.request_id,
@@ -319,11 +326,11 @@ class Sequence:
         )
 
     def step(self, tokens: int, draft: tuple[int, ...] = ()) -> SequenceStep:
-        """Return its part of a plan, with all its new blocks.
+        """Return the sequence's part of a plan, with all its new blocks.
 
         Args:
             tokens: number of tokens to compute, without the draft.
-            draft: drafted tokens, see ``SequenceStep``.
+            draft: drafted tokens; see ``SequenceStep``.
         """
         assert self.lease is not None
         blocks = self.lease.blocks
@@ -340,7 +347,7 @@ class Sequence:
         return SequenceStep(request.request_id, computed, tokens + len(draft), new_blocks, samples, draft)
 
     def export(self) -> Request:
-        """Return a request that resumes it, in this or another engine."""
+        """Return a request that resumes the sequence, in this or another engine."""
         made = self.token_ids[self.prompt_tokens :]
         sent = self.request.output_token_ids
         return msgspec.structs.replace(
@@ -351,14 +358,14 @@ class Sequence:
 
 
 class SchedulerStats(NamedTuple):
-    """Numbers of requests by state at one moment.
+    """Counts the requests by state at one moment.
 
     Attributes:
-        running: sequences that hold blocks and can run.
-        waiting: all other requests.
-        waiting_for_adapter: sequences that hold blocks and wait for their adapter.
-        waiting_for_kv: sequences that hold blocks and wait only for KV.
-        ahead_of_adapter: sequences whose assisted prefill is done and which wait for their adapter to decode.
+        running: number of sequences that hold blocks and can run.
+        waiting: number of all other requests.
+        waiting_for_adapter: number of sequences that hold blocks and wait for their adapter.
+        waiting_for_kv: number of sequences that hold blocks and wait only for KV.
+        ahead_of_adapter: number of sequences whose assisted prefill is done and that wait for their adapter to decode.
     """
 
     running: int
@@ -390,7 +397,7 @@ class OutputCollector:
     """Collects tokens and events until the engine takes them.
 
     Attributes:
-        events: in the order in which they happened.
+        events: events in the order in which they happened.
     """
 
     def __init__(self) -> None:
@@ -407,7 +414,7 @@ class OutputCollector:
     def accept(
         self, sequence: Sequence, tokens: tuple[Token, ...], now: float
     ) -> tuple[FinishReason, int | None] | None:
-        """Append sampled tokens to a sequence until one ends it.
+        """Append sampled tokens to a sequence until a token ends it.
 
         Args:
             sequence: the sequence, changed in place.
@@ -415,7 +422,7 @@ class OutputCollector:
             now: the time.
 
         Returns:
-            Why the sequence has ended and by which stop token, None if it has not.
+            Reason why the sequence has ended, and its stop token; None if it has not ended.
         """
         if not tokens:
             return None
@@ -440,7 +447,7 @@ class OutputCollector:
                 break
         made = known - prompt_tokens
         sent = len(request.output_token_ids)
-        if index <= sent < made:  # ``sent`` is above ``index`` only while it restarts
+        if index <= sent < made:  # ``sent`` exceeds ``index`` only while the sequence restarts
             self.events.append(FirstToken(request.request_id, now))
         if made > sent:
             begin = index if index > sent else sent

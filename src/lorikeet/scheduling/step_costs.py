@@ -1,4 +1,4 @@
-"""Costs of steps, measured while the engine serves."""
+"""Measures the costs of steps while the engine serves."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,19 +15,19 @@ _SCALE = np.array((1.0, 100.0, 10.0, 1.0, 10_000.0, 100.0))
 """Units of the features (step, prompt tokens, decodes, any LoRA, LoRA work of prompts and of decodes)."""
 _DECODES, _PREFILLS, _LORA_DECODES, _LORA_PREFILLS = range(4)
 _WINDOW = 64
-"""Latest steps of each kind that count."""
+"""Number of the latest steps of each kind that count."""
 _RIDGE = 1e-4
 _UTILIZATION_S = 5.0
 _MOST_UTILIZED = 0.95
 """Half-life of the measured utilization in seconds, and the highest utilization that counts."""
 _FEWEST = 16
-"""Number of steps with prompts, and of steps without, before there are estimates."""
+"""Number of steps with prompts, and of steps without, that are needed for an estimate."""
 
 
 class Utilization:
-    """Measures the share of the engine's time that grows with the requests: all but the fixed part of each step.
+    """Measures the share of the engine's time that grows with the requests: everything except each step's fixed part.
 
-    A lost second delays the present requests, and the requests that come while the engine catches up. In a queue with
+    A lost second delays the current requests, and the requests that arrive while the engine catches up. In a queue with
     exponential gaps the total delay is 1 / (1 - share) seconds.
     """
 
@@ -35,7 +35,7 @@ class Utilization:
         self._from_s = self._elapsed_s = self._busy_s = self._steps = 0.0
 
     def note(self, now: float, steps: int, busy_s: float) -> None:
-        """Add the steps that end now, and how long they took together."""
+        """Add the steps that end now, and their total duration."""
         passed_s = max(0.0, now - self._from_s)
         fade = 0.5 ** (passed_s / _UTILIZATION_S)
         self._from_s = now
@@ -44,16 +44,16 @@ class Utilization:
         self._steps = self._steps * fade + steps
 
     def delay_of_a_second(self, step_s: float) -> float:
-        """Return the delay in seconds per lost second; ``step_s`` is the fixed part of a step."""
+        """Return the delay in seconds per lost second. ``step_s`` is the fixed part of a step."""
         work_s = max(0.0, self._busy_s - self._steps * step_s)
         return 1 / (1 - min(work_s / self._elapsed_s, _MOST_UTILIZED)) if self._elapsed_s else 1.0
 
 
 class StepCostMeter:
-    """Fits the costs of a step to the latest steps of each kind, so that rare kinds are not forgotten.
+    """Fits the costs of a step to the latest steps of each kind, so that rare kinds stay represented.
 
     Args:
-        form: how mixed ranks are computed.
+        form: form in which kernels compute mixed ranks.
         rank: returns the rank of an adapter.
     """
 
@@ -78,9 +78,10 @@ class StepCostMeter:
 
         Args:
             steps: number of them.
-            step_s: mean seconds of one.
-            prefill_tokens, decodes: tokens of prompts, and sequences that decode, in each.
-            prefill_rows, decode_rows: tokens and sequences with an adapter that is not merged, by adapter.
+            step_s: mean seconds of a step.
+            prefill_tokens, decodes: number of prompt tokens, and of decoding sequences, in each step.
+            prefill_rows, decode_rows: numbers of prompt tokens and of decoding sequences by adapter, without the merged
+                adapter.
         """
         prefill_work, decode_work = self._work(prefill_rows, decode_rows)
         has_lora = bool(prefill_rows or decode_rows)
@@ -93,12 +94,12 @@ class StepCostMeter:
 
     @property
     def is_known(self) -> bool:
-        """Whether there have been enough steps with prompts and enough without."""
+        """Whether enough steps with prompts and enough without have been recorded."""
         with_prompts = self._seen[_PREFILLS] + self._seen[_LORA_PREFILLS]
         return min(with_prompts, sum(self._seen) - with_prompts) >= _FEWEST
 
     def costs(self) -> ReplicaCosts | None:
-        """Return the costs of a step; loads are not among them. None before enough is known."""
+        """Return the costs of a step, without loads; None until enough steps are recorded."""
         if not self.is_known:
             return None
         seen = sum(self._seen)
@@ -114,7 +115,10 @@ class StepCostMeter:
         prefill_rows: Counter[AdapterDigest],
         decode_rows: Counter[AdapterDigest],
     ) -> float:
-        """Return the expected seconds of a step; 0 before enough is known. See :meth:`note` for the arguments."""
+        """Return the expected seconds of a step; 0 until enough steps are recorded.
+
+        See :meth:`note` for the arguments.
+        """
         costs = self.costs()
         if costs is None:
             return 0.0
@@ -124,7 +128,7 @@ class StepCostMeter:
         return costs.step_s + costs.prefill_token_s * prefill_tokens + costs.decode_s * decodes + lora_s
 
     def _work(self, prefill: Counter[AdapterDigest], decode: Counter[AdapterDigest]) -> tuple[float, float]:
-        """Return ranks times rows of prompts and of decodes, as the kernel form counts them."""
+        """Return the products of ranks and rows, of prompts and of decodes, as the kernel form counts them."""
         if not (prefill or decode):
             return 0.0, 0.0
         if self._form is KernelForm.UNPADDED:

@@ -1,1 +1,1 @@
-"""Batching modes, each in one file; ``lorikeet.policies`` has their names."""
+"""Holds the batching modes, each in one file. ``lorikeet.policies`` lists their names."""

@@ -1,7 +1,7 @@
-"""Merging with a bound on what it may cost: an adapter is merged only when its past overhead has paid for the switches.
+"""Merges an adapter only after its accumulated LoRA overhead exceeds the cost of the switches.
 
-All requests run, in any mix, as without merging. Only while every request is of one adapter may that adapter be merged;
-the first request of another ends it. So merging makes nobody wait but for the switch itself.
+All requests run, in any mix, as without merging. An adapter may be merged only while all requests use it. The first
+request of another adapter ends the merge. So requests wait only for the switch.
 """
 
 from collections import Counter
@@ -20,24 +20,25 @@ from lorikeet.scheduling.batching.mode import (
 from lorikeet.scheduling.step_costs import StepCostMeter
 
 REGRET_SHARE: Final = 0.01
-"""Largest share of the engine's time that trials without a gain may cost, with the next trial included."""
+"""Largest share of the engine's time that trials without a gain may cost, including the next trial."""
 _FIRST_STEPS: Final = 64
-"""Steps of one adapter before the first trial, which measures the costs and savings of merging."""
+"""Number of steps of one adapter before the first trial, which measures the costs and savings of merging."""
 
 
 class MergePaid(BatchingMode):
-    """Merges the only adapter that has requests, as soon as its overhead so far would have paid for it.
+    """Merges the only adapter with requests, as soon as its accumulated overhead equals the cost of merging.
 
-    This is the rent-or-buy rule: whenever other requests come, the time lost is at most twice the loss of a policy that
-    had known. The total loss of all trials, against never merging, stays within ``REGRET_SHARE`` of the time: a trial
-    begins only if this holds even if it saves nothing. Where LoRA costs too little, only the first trial begins.
+    This is the rent-or-buy rule: at any arrival of other requests, the time lost is at most twice the loss of a policy
+    that knows the future. The total loss of all trials, against never merging, stays within ``REGRET_SHARE`` of the
+    time: a trial begins only if this bound holds even without any saving. If LoRA costs too little, only the first
+    trial begins.
 
     Args:
         setup: limits and costs of the replica.
 
     Attributes:
-        net_s: seconds that merging has saved so far, switches included; negative if it has cost time.
-        busy_s: seconds of all steps and switches.
+        net_s: seconds that merging has saved so far, including switches; negative if merging has cost time.
+        busy_s: total seconds of all steps and switches.
     """
 
     merges = True
@@ -54,7 +55,7 @@ class MergePaid(BatchingMode):
         self.net_s = self.busy_s = 0.0
 
     def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
-        """Let all requests run; merge their adapter if it is the only one and that pays."""
+        """Let all requests run. Merge their adapter if it is the only one and merging pays."""
         first = live[0].adapter if live else self._alone
         alone = first if all(request.adapter == first for request in live) else None
         if alone != self._alone:
@@ -76,7 +77,7 @@ class MergePaid(BatchingMode):
         return self._overhead_s >= switches_s and switches_s <= may_lose_s
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
-        """Record the times of steps, and the seconds that merging has saved or would have saved."""
+        """Record the duration of steps, and the seconds that merging saved or would have saved."""
         is_merged = self._alone is not None and not work.rows and work.types == {self._alone}
         self.busy_s += steps * step_s + switch_s
         self.net_s -= switch_s
@@ -100,7 +101,7 @@ class MergePaid(BatchingMode):
             self._overhead_s += steps * added_s
 
     def _added_s(self, work: BatchWork) -> float:
-        """Return the seconds that the only adapter adds to an unmerged step; 0 before they are known."""
+        """Return the seconds that the only adapter adds to an unmerged step; 0 until they are known."""
         costs = self._meter.costs()
         alone = self._alone
         if costs is None or alone is None or not self._has_tried:
@@ -109,5 +110,5 @@ class MergePaid(BatchingMode):
         return costs.lora_s + rank * (costs.lora_prefill_s * work.prefill_tokens + costs.lora_decode_s * work.decodes)
 
     def steps_until_review(self) -> float:
-        """Return 1 while the next step may be the one at which merging pays."""
+        """Return 1 while merging may begin to pay at the next step."""
         return 1 if self._alone is not None and self._merged is None else float("inf")

@@ -1,7 +1,7 @@
-"""Interface of batching modes: which requests may run in a step, and which adapter is merged for it.
+"""Defines the interface of batching modes, which choose the requests of a step and the adapter merged for it.
 
-A mode gets the requests of one replica as plain data, and never touches the memory. The scheduler calls ``choose``
-before each plan, and ``ran`` when steps of the plan have run. ``policies.BATCHING`` lists the modes by name.
+A mode receives the requests of one replica as plain data, and never touches the memory. The scheduler calls ``choose``
+before each plan, and ``ran`` after steps of the plan. ``policies.BATCHING`` lists the modes by name.
 """
 
 from abc import ABC, abstractmethod
@@ -14,13 +14,13 @@ from lorikeet.costs.iteration_costs import IterationCosts
 
 
 class LiveRequest(NamedTuple):
-    """A request of the replica, waiting or running.
+    """Describes a waiting or running request of the replica.
 
     Attributes:
         request_id: its id.
-        adapter: its adapter version; None for the base model, which is never merged.
-        is_legal: whether its adapter is on the device, so that it could be merged now.
-        tokens: number of tokens so far, prompt and output.
+        adapter: adapter version of the request; None for the base model, which is never merged.
+        is_legal: whether the adapter is on the device, so that it could be merged now.
+        tokens: number of tokens of the prompt and the output so far.
     """
 
     request_id: RequestId
@@ -30,11 +30,11 @@ class LiveRequest(NamedTuple):
 
 
 class BatchingChoice(NamedTuple):
-    """The requests that may run.
+    """Holds the requests that may run, and the merged adapter.
 
     Attributes:
-        merged: adapter that is merged into the base weights for them, None for none.
-        requests: the requests that may run; None for all.
+        merged: adapter that is merged into the base weights for these requests; None for none.
+        requests: requests that may run; None for all.
     """
 
     merged: AdapterDigest | None
@@ -46,15 +46,15 @@ ALL_REQUESTS = BatchingChoice(None, None)
 
 
 class BatchWork(NamedTuple):
-    """The work of one step.
+    """Describes the work of one step.
 
     Attributes:
         prefills: number of sequences that prefilled.
-        prefill_tokens: number of their tokens.
-        decodes: number of the other sequences, with one token each.
-        rows: number of tokens by adapter, without the merged one.
-        types: adapters of all sequences, None for the base model.
-        is_assisted: whether host cores took part, so that the time does not apply to other steps.
+        prefill_tokens: number of prefilled tokens.
+        decodes: number of sequences that decoded one token.
+        rows: number of tokens by adapter, without the merged adapter.
+        types: adapters of all sequences; None for the base model.
+        is_assisted: whether host cores assisted, so that the step's duration does not apply to other steps.
     """
 
     prefills: int
@@ -66,11 +66,12 @@ class BatchWork(NamedTuple):
 
 
 class BatchingMode(ABC):
-    """Decides for each plan which requests may run, and which adapter is merged.
+    """Chooses the requests that may run in each plan, and the merged adapter.
 
     Attributes:
-        follows_requests: whether ``choose`` reads the requests; if not, the scheduler does not list them.
-        merges: whether it may merge an adapter into the base weights. Only then do ranks keep an unmerged copy.
+        follows_requests: whether ``choose`` reads the requests. If not, the scheduler does not list them.
+        merges: whether the mode may merge an adapter into the base weights. Only if so do tensor-parallel ranks keep an
+            unmerged copy.
         needs: names of fields of :class:`BatchingSetup` that are expensive to fill: ``iterations``.
     """
 
@@ -83,34 +84,35 @@ class BatchingMode(ABC):
         """Return the requests that may run in the next plan.
 
         Args:
-            live: all requests of the replica, in order of arrival (or of the admission queue's ``urgency``).
+            live: all requests of the replica, in order of arrival or of the admission queue's ``urgency``.
         """
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:  # noqa: B027  # optional
-        """Handle the end of steps of the last choice.
+        """Handle the end of steps that ran by the last choice.
 
         Args:
             steps: number of identical steps.
-            work: work of each of them.
+            work: work of each step.
             step_s: mean seconds of a step, without the switch.
             switch_s: seconds to change the merged adapter before the first step; 0 if it did not change.
         """
 
     def steps_until_review(self) -> float:
-        """Return after how many steps of the last choice the mode may choose otherwise for the same requests."""
+        """Return the number of steps after which the mode may choose differently for the same requests."""
         return float("inf")
 
 
 class BatchingSetup(NamedTuple):
-    """Facts about the replica that a mode may use.
+    """Holds the facts about the replica that a mode may use.
 
     Attributes:
-        max_batch: most sequences in a step.
-        kernel_form: how mixed ranks are computed.
+        max_batch: largest number of sequences in a step.
+        kernel_form: form in which kernels compute mixed ranks.
         rank: returns the largest rank of an adapter.
         known_adapters: returns the number of adapters that the replica serves now.
         total_tokens: size of the whole device memory, in tokens of KV.
-        iterations: profiled times of its iterations; None without a profile, or if the mode does not need them.
+        iterations: profiled times of the replica's iterations; None without a profile, or if the mode does not need
+            them.
     """
 
     max_batch: int
@@ -126,7 +128,7 @@ BatchingPolicy = Callable[[BatchingSetup], BatchingMode]
 
 
 class Unmerged(BatchingMode):
-    """Runs any mix of adapters in one batch, with none of them merged.
+    """Runs any mix of adapters in one batch, without merging.
 
     Args:
         setup: limits and costs of the replica.

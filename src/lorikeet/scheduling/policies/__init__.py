@@ -1,1 +1,1 @@
-"""Admission policies, each in one file; ``lorikeet.policies`` has their names."""
+"""Holds the admission policies, each in one file. ``lorikeet.policies`` lists their names."""

@@ -1,4 +1,4 @@
-"""Short requests first, while no request is delayed much beyond first come, first served."""
+"""Admits short requests first, as long as no request is delayed much beyond first come, first served."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -24,18 +24,22 @@ _Floats = npt.NDArray[np.float64]
 
 _DELAY_SHARE: Final = 0.15
 _DELAY_S: Final = 0.1
-"""A request may be delayed by this share of its wait under FIFO plus this many seconds. Both are below the promise of
-the class, since delays are estimates."""
+"""Share of a request's wait under FIFO, and seconds, by which the request may be delayed.
+
+Both are below the limits that the class promises, because delays are estimates.
+"""
 _WORST_HALF_LIFE_S: Final = 60.0
-"""Half-life of the longest wait under FIFO that is remembered."""
+"""Half-life in seconds of the remembered longest wait under FIFO."""
 _COLD_FACTOR: Final = 1.1
-"""A request whose adapter is not on the device counts as this many times as expensive."""
+"""Factor of the cost of a request whose adapter is not on the device."""
 _GROWTH: Final = 1.25
-"""An answer that is longer than predicted is expected to become this many times as long as it is now."""
+"""Factor from the current length to the expected length of an answer that is longer than predicted."""
 _PACE_S = 5.0
 _MOST_PACE = 3.0
-"""Half-life of the measured pace in seconds, and its limit. The pace is the time in which requests waited over the
-costs of the requests that were admitted meanwhile."""
+"""Half-life of the measured pace in seconds, and the pace's upper limit.
+
+The pace is the time that requests waited, divided by the costs of the requests that were admitted during that time.
+"""
 _CANDIDATES: Final = 256
 """Number of oldest requests that are considered, so that a long queue does not slow down the steps."""
 _REFRESH_S: Final = 0.25
@@ -46,7 +50,7 @@ _DELAYED, _PENDING, _WAITED, _QUEUED = range(4)
 
 @dataclass(slots=True)
 class _Charge:
-    """The delay that an admitted request caused older ones that it passed, and its own times for when it resumes."""
+    """Holds the delay that an admitted request caused to older requests, and its times in case it resumes."""
 
     arrival_s: float
     cost_s: float
@@ -56,21 +60,22 @@ class _Charge:
 
 
 class BoundedShortestFirst(AdmissionQueue):
-    """Admits the request that takes the least of the engine's time, unless that delays an older one too much.
+    """Admits the request that takes the least of the engine's time, unless an older request is delayed too much.
 
-    A request that is admitted before older ones delays them by the time that the engine spends on it: its part of the
-    steps, of the places of running sequences and of the memory, whichever is largest. If its answer becomes longer than
-    predicted, the delay of the older ones grows.
+    A request that is admitted before older requests delays them by the time that the engine spends on it: its share of
+    the steps, of the running sequences or of the memory, whichever is largest. If its answer becomes longer than
+    predicted, the delay of the older requests grows.
 
     The wait of a request under FIFO is its wait so far, without delays, plus the time that the engine spends on older
-    requests that still wait. It can afford a delay as long as
+    requests that still wait. A request may be delayed as long as
 
-    * it will wait at most 1.5 times as long as under FIFO and one second, and
-    * it will not wait longer than the longest recent wait under FIFO, so that the tail does not grow.
+    * the request will wait at most 1.5 times as long as under FIFO plus one second, and
+    * the request will not wait longer than the longest recent wait under FIFO, so that the tail does not grow.
 
-    A younger request passes only if all older ones can afford it, and if it does not take memory into which the oldest
-    fits now: the oldest would have to wait until running requests end, and there is no estimate of this time. If none
-    may pass, the oldest is next, as under FIFO. A request that lacks blocks ends admission, so that it keeps its turn.
+    A younger request passes only if all older requests may be delayed by it, and if it does not take memory into which
+    the oldest request fits now. Otherwise the oldest request would have to wait until running requests end, and no
+    estimate of this time exists. If no request may pass, the oldest request is next, as under FIFO. A request that
+    lacks blocks ends admission, so that no other request takes its turn.
 
     Args:
         view: state of the engine.
@@ -79,7 +84,8 @@ class BoundedShortestFirst(AdmissionQueue):
     def __init__(self, view: AdmissionView) -> None:
         super().__init__(view)
         self._waiting: list[Request] = []
-        self._times = np.zeros((0, 4))  # of each: delayed by, of that still to come, waited before, queued at
+        # Per request: delay, part of the delay still to come, earlier wait, time of queueing
+        self._times = np.zeros((0, 4))
         self._admitted: dict[RequestId, _Charge] = {}
         self._costs = np.zeros(0)
         self._order = np.zeros(0, np.int64)
@@ -91,7 +97,7 @@ class BoundedShortestFirst(AdmissionQueue):
         self._served_s = _PACE_S
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request by time of arrival; a request that resumes keeps its time of waiting."""
+        """Queue a request by time of arrival. A request that resumes keeps its earlier wait."""
         before = self._admitted.pop(request.request_id, None)
         times = (0.0, 0.0, 0.0, now) if before is None else (np.inf, 0.0, before.waited_s, now)
         if not self._waiting:
@@ -106,12 +112,12 @@ class BoundedShortestFirst(AdmissionQueue):
         self._take(self._waiting.index(request))
 
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
-        """Forget a request, unless it will be queued again."""
+        """Remove a request, unless it will be queued again."""
         if not will_resume:
             self._admitted.pop(request.request_id, None)
 
     def admit(self, now: float) -> Admission:
-        """Yield the cheapest request that may pass all older ones, again and again."""
+        """Yield the cheapest request that may pass all older requests, repeatedly."""
         if not self._waiting:
             return
         if now >= self._fresh_until_s:
@@ -119,7 +125,7 @@ class BoundedShortestFirst(AdmissionQueue):
         requests = self._waiting[: len(self._costs)]
         costs = self._costs
         allowances = self._allowances_s(now)
-        passed = np.zeros(len(costs), np.bool_)  # admitted, or tried in vain
+        passed = np.zeros(len(costs), np.bool_)  # the request was admitted, or its admission failed
         for left in range(len(costs), 0, -1):
             chosen = oldest = int(np.argmin(passed))
             if left > 1:
@@ -140,7 +146,7 @@ class BoundedShortestFirst(AdmissionQueue):
                 self._note_admitted(requests[chosen], float(costs[chosen]), now)
 
     def waiting(self) -> Iterable[Request]:
-        """Return the waiting requests: the considered ones by cost, then the others by arrival."""
+        """Return the waiting requests: the considered requests by cost, then all others by arrival."""
         requests = tuple(self._waiting)
         count = len(self._costs)
         if self._fresh_until_s == -np.inf:
@@ -152,7 +158,7 @@ class BoundedShortestFirst(AdmissionQueue):
         return len(self._waiting)
 
     def _take(self, place: int) -> tuple[float, float]:
-        """Remove the request at a place of the queue; return its delay, and its wait before it was queued."""
+        """Remove the request at a position of the queue. Return its delay, and its wait before it was queued."""
         del self._waiting[place]
         delayed_s, _, waited_s, queued_s = self._times[place].tolist()
         self._times = np.concatenate((self._times[:place], self._times[place + 1 :]))
@@ -172,7 +178,7 @@ class BoundedShortestFirst(AdmissionQueue):
         self._note_fifo_wait(waited_s - delayed_s, now)
 
     def _takes_room(self, younger: Request, oldest: Request) -> bool:
-        """Return whether the oldest request fits into the memory now, but would not fit beside a younger one."""
+        """Return whether the oldest request fits into the memory now, but would not fit beside a younger request."""
         free_tokens = self.view.free_tokens()
         needed = tokens_needed(oldest, self.view)
         return needed <= free_tokens < needed + tokens_needed(younger, self.view)
@@ -188,7 +194,7 @@ class BoundedShortestFirst(AdmissionQueue):
         return allowances_s
 
     def _note_fifo_wait(self, under_fifo_s: float, now: float) -> None:
-        """Record the wait of a request under FIFO; the longest of recent ones is remembered and fades."""
+        """Record the wait of a request under FIFO. The longest recent wait is remembered and fades."""
         faded_s = self._worst_s * 0.5 ** ((now - self._worst_at_s) / _WORST_HALF_LIFE_S)
         self._worst_s = max(faded_s, under_fifo_s)
         self._worst_at_s = now
@@ -210,7 +216,7 @@ class BoundedShortestFirst(AdmissionQueue):
         self._fresh_until_s = now + _REFRESH_S
 
     def _charge_overruns(self, running: Sequence[RunningRequest]) -> None:
-        """Charge older requests for running ones whose answers have become longer than predicted."""
+        """Add delays to older requests for running requests whose answers have become longer than predicted."""
         for each in running:
             charge = self._admitted.get(each.request.request_id)
             if charge is None or each.output_tokens <= charge.output_tokens:
@@ -223,9 +229,10 @@ class BoundedShortestFirst(AdmissionQueue):
             charge.output_tokens = tokens
 
     def _costs_s(self, requests: Sequence[Request], there: Sequence[RunningRequest]) -> _Floats:
-        """Return the seconds by which each request delays others that are admitted after it; infinite if not known.
+        """Return the seconds by which each request delays later requests; infinite if unknown.
 
-        If answers of running requests are longer than predicted, the others count as that much longer, too.
+        If running requests' answers are longer than predicted, predicted lengths of waiting requests are raised by the
+        same factor.
         """
         times = self.view.step_times
         view = self.view
@@ -235,7 +242,7 @@ class BoundedShortestFirst(AdmissionQueue):
         inputs = np.array([len(each.prompt_token_ids) + len(each.output_token_ids) for each in requests], np.float64)
         outputs = np.array([max(1, each.expected_tokens - len(each.output_token_ids)) for each in requests], np.float64)
         prefill_s = times.prefill_s(1) * inputs
-        # In a step of a busy engine each running request has as many prompt tokens as its own prompt brings per answer.
+        # In a step of a busy engine, each running request adds its prompt tokens divided by its answer tokens.
         beside = len(there) * inputs.sum() / outputs.sum()
         runs_s = prefill_s + outputs * times.step_s(beside, len(there) + 1)
         steps_s = prefill_s + outputs * (times.step_s(0, 1) - times.step_s(0, 0))

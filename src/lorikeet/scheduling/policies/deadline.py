@@ -1,4 +1,4 @@
-"""Earliest deadline first."""
+"""Admits the request with the earliest deadline first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,16 +7,16 @@ from lorikeet.core.request import Request
 from lorikeet.scheduling.admission import OrderedQueue, count_ranked
 
 DEFAULT_TTFT_S = 60.0
-"""Deadline after arrival, in seconds, of a request without a limit on its TTFT."""
+"""Deadline of a request without a limit on TTFT, in seconds after its arrival."""
 
 
 class EarliestDeadline(OrderedQueue):
-    """Admits by the time at which the first token is due: arrival plus the limit on TTFT.
+    """Admits requests by the deadline of the first token: arrival plus the limit on TTFT.
 
-    Requests without a limit count as due after a minute. Requests with a limit go before them, but cannot starve them:
-    a request is overtaken only by requests that arrive before it is due. A request that has missed its deadline stays
-    in front of requests that can still meet theirs; load shedding may drop it. If blocks run out, the request with
-    the latest deadline is preempted.
+    A request without a limit has its deadline one minute after arrival. Requests with a limit usually overtake it, but
+    cannot starve it, because only requests that arrive before its deadline can overtake it. A request that has missed
+    its deadline stays before requests that can still meet theirs. Load shedding may reject it. If blocks run out, the
+    request with the latest deadline is preempted.
 
     Source: C. L. Liu and J. W. Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment",
     Journal of the ACM 20(1), 1973, section 7.
@@ -24,15 +24,15 @@ class EarliestDeadline(OrderedQueue):
 
     @classmethod
     def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
-        """Return how many requests are due no later."""
+        """Return the number of requests with an equal or earlier deadline."""
         return count_ranked(_due_s, waiting, new)
 
     def rank(self, request: Request) -> tuple[float, float]:
-        """Return the deadline; of equal ones the older request first."""
+        """Return the deadline, then the time of arrival."""
         return _due_s(request), request.arrival_s
 
     def precedence(self, request: Request) -> tuple[float, float]:
-        """Return the rank: the request that would be admitted last is preempted first."""
+        """Return the rank, so that the request that would be admitted last is preempted first."""
         return self.rank(request)
 
 

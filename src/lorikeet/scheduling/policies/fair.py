@@ -1,4 +1,4 @@
-"""Fair shares of served tokens between tenants or adapters (virtual token counter)."""
+"""Shares served tokens fairly between tenants or adapters (virtual token counter)."""
 
 from bisect import insort
 from collections import Counter
@@ -15,21 +15,21 @@ from lorikeet.scheduling.admission import Admission, AdmissionCandidate, Admissi
 
 INPUT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
-"""Weights of a token as in the paper's evaluation; an output token takes longer to compute."""
+"""Weights of prompt and output tokens, as in the paper's evaluation. An output token takes longer to compute."""
 SPARE = 0.15
 """Largest share of the memory that an owner above its equal share must leave free."""
 _MAX_PAID = 1024
-"""Number of remembered preempted requests above which requests that no longer wait here are dropped."""
+"""Number of remembered preempted requests above which requests that left this queue are dropped."""
 _MAX_IDLE = 1024
-"""Number of remembered owners above which owners are dropped whose counter has no effect any more."""
+"""Number of remembered owners above which owners whose counter has no effect are dropped."""
 
 
 class Owner(StrEnum):
-    """Kind of owner that gets a fair share."""
+    """Names the kinds of owners that get a fair share."""
 
     TENANT = "tenant"
     ADAPTER = "adapter"
-    """Adapter versions; the base model counts as one."""
+    """Adapter versions. The base model counts as an adapter."""
 
     def of(self, request: Request) -> str:
         """Return the owner of a request: its tenant, or its adapter version (empty for the base model)."""
@@ -37,21 +37,22 @@ class Owner(StrEnum):
 
 
 class FairShares(AdmissionQueue):
-    """Admits the owner with the fewest served tokens first; requests of one owner in order of arrival.
+    """Admits requests of the owner with the fewest served tokens first, in order of arrival within an owner.
 
     Every owner (tenant or adapter) has a counter of weighted tokens. Prompt tokens are added at admission, output
     tokens when they are generated. The counter of an owner that returns after a pause is raised to the smallest counter
-    of the owners with waiting requests (or to the counter of the last such owner), so that idle owners save up no
-    service. A request that lacks blocks ends admission, so that owners of large requests keep their turn. The prompt of
-    a preempted request is charged once.
+    of the owners with waiting requests (or to the counter of the last such owner), so that idle owners do not
+    accumulate service. A request that lacks blocks ends admission, so that owners of large requests are not overtaken.
+    The prompt of a preempted request is charged once.
 
     A token of a tenant with weight 2 counts half, and its share of the memory is twice as large as the others' (the
     paper's section 4.3, "weighted VTC"). Adapters have no weights.
 
-    Turns alone make rare owners wait for running requests of busy ones: the paper's bound on the difference between two
-    owners grows with the memory. Therefore (this is our addition) an owner that would hold more than an equal share of
-    the memory must leave its excess free, up to ``spare`` of the whole, for owners that hold less. If blocks run out,
-    the request admitted last is preempted; by arrival it would often be one of an owner that has hardly waited.
+    With counters alone, owners with few requests wait for running requests of busy owners, because the paper's bound on
+    the difference between two owners grows with the memory. Our addition: an owner that would hold more than an equal
+    share of the memory must leave its excess free for owners that hold less, up to ``spare`` of the memory. If blocks
+    run out, the request admitted last is preempted. Preemption by arrival would often hit an owner that has received
+    little service.
 
     Source: Y. Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4 (virtual token counter).
 
@@ -67,8 +68,8 @@ class FairShares(AdmissionQueue):
         self._by = by
         self._owner = by.of
         self._served: dict[str, float] = {}
-        self._weights: dict[str, float] = {}  # of owners, where it is not 1
-        self._queues: dict[str, list[Request]] = {}  # none is empty
+        self._weights: dict[str, float] = {}  # weights of owners whose weight is not 1
+        self._queues: dict[str, list[Request]] = {}  # no queue is empty
         self._last_owner: str | None = None
         self._turns = count()
         self._turn: dict[RequestId, int] = {}
@@ -78,14 +79,14 @@ class FairShares(AdmissionQueue):
 
     @classmethod
     def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
-        """Return how many requests go first if owners take turns: each other owner before each of the owner's own."""
+        """Return the number of earlier requests if owners take turns, with every other owner first in each turn."""
         owner = parameters.get("by", Owner.TENANT).of
         by_owner = Counter(map(owner, waiting))
         own = by_owner.pop(owner(new), 0)
         return own + sum(min(others, own + 1) for others in by_owner.values())
 
     def served(self, owner: str) -> float:
-        """Return the counter of an owner in weighted tokens, 0 if it has none."""
+        """Return the counter of an owner in weighted tokens; 0 if the owner has no counter."""
         return self._served.get(owner, 0)
 
     def add(self, request: Request, now: float) -> None:
@@ -117,7 +118,7 @@ class FairShares(AdmissionQueue):
             _, _, owner, place = heappop(heads)
             request = self._queues[owner][place]
             needed_tokens = tokens_needed(request, self.view)
-            # An owner that holds nothing gets its turn however much it needs; otherwise it might never run.
+            # An owner that holds no memory is admitted whatever its size; otherwise it might never run.
             beyond_tokens = held_tokens[owner] and held_tokens[owner] + needed_tokens - share_tokens * self._weight(
                 owner
             )
@@ -137,12 +138,12 @@ class FairShares(AdmissionQueue):
                 heappush(heads, self._head(owner, place))
 
     def _exceeds_share(self, needed_tokens: int, beyond_tokens: float) -> bool:
-        """Return whether a request must wait so that its owner does not exceed its share at the expense of others."""
+        """Return whether a request must wait because its owner would exceed its share of the memory."""
         left_tokens = min(beyond_tokens, self._spare * self.view.total_tokens)
         return left_tokens > 0 and self.view.free_tokens() - needed_tokens < left_tokens
 
     def _held_tokens(self) -> Counter[str]:
-        """Return the tokens of the running requests of each owner; shared blocks count for each request."""
+        """Return the number of tokens of each owner's running requests. Shared blocks count for each request."""
         held_tokens = Counter[str]()
         for each in self.view.running():
             held_tokens[self._owner(each.request)] += len(each.request.prompt_token_ids) + each.output_tokens
@@ -168,10 +169,10 @@ class FairShares(AdmissionQueue):
         return sum(map(len, self._queues.values()))
 
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
-        """Charge output tokens; a request that resumes has paid for its prompt."""
+        """Charge output tokens. A request that resumes has already paid for its prompt."""
         self._charge_answers()
         if will_resume:
-            if len(self._paid) >= _MAX_PAID:  # some resume in another engine, and do not come back
+            if len(self._paid) >= _MAX_PAID:  # some requests resume in another engine, and do not return
                 self._paid &= {waiting.request_id for queue in self._queues.values() for waiting in queue}
             self._paid.add(request.request_id)
         del self._charged_tokens[request.request_id], self._turn[request.request_id]
@@ -188,7 +189,7 @@ class FairShares(AdmissionQueue):
     def _charge_prompt(self, request: Request) -> None:
         if request.request_id in self._paid:
             self._paid.remove(request.request_id)
-        elif not request.output_token_ids:  # else it has run elsewhere
+        elif not request.output_token_ids:  # otherwise the request has run elsewhere
             owner = self._owner(request)
             self._served[owner] += INPUT_WEIGHT * len(request.prompt_token_ids) / self._weight(owner)
         self._charged_tokens[request.request_id] = len(request.output_token_ids)
@@ -209,13 +210,13 @@ class FairShares(AdmissionQueue):
             self._last_owner = owner
 
     def _level(self) -> float:
-        """Return the least counter of an owner that arrives now."""
+        """Return the counter to which a returning owner is raised."""
         if self._queues:
             return min(map(self.served, self._queues))
         return 0 if self._last_owner is None else self.served(self._last_owner)
 
     def _forget(self) -> None:
-        """Drop counters that would be raised on return anyway, since the level never falls."""
+        """Drop counters that would be raised when the owner returns. The level never falls, so they have no effect."""
         level = self._level()
         needed = {*self._queues, self._last_owner, *(self._owner(each.request) for each in self.view.running())}
         self._served = {owner: n for owner, n in self._served.items() if n > level or owner in needed}

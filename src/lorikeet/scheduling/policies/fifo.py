@@ -1,4 +1,4 @@
-"""First come, first served."""
+"""Admits first come, first served."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from lorikeet.scheduling.admission import OrderedQueue, count_ranked
 
 
 class Fifo(OrderedQueue):
-    """Admits by time of arrival."""
+    """Admits requests by time of arrival."""
 
     @classmethod
     def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
-        """Return how many requests arrived no later."""
+        """Return the number of requests that arrived at the same time or earlier."""
         return count_ranked(lambda request: request.arrival_s, waiting, new)
 
     def rank(self, request: Request) -> float:

@@ -1,4 +1,4 @@
-"""Priority classes."""
+"""Admits requests by priority class."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from lorikeet.scheduling.admission import OrderedQueue, count_ranked
 
 
 class PriorityFirst(OrderedQueue):
-    """Admits by priority, the lowest value first, then by arrival, as vLLM's ``priority`` policy.
+    """Admits requests by priority, the lowest value first, then by arrival, like vLLM's ``priority`` policy.
 
     If blocks run out, the request with the highest value is preempted. Less urgent requests wait as long as more urgent
     ones arrive.
@@ -16,7 +16,7 @@ class PriorityFirst(OrderedQueue):
 
     @classmethod
     def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
-        """Return how many requests have no higher priority value."""
+        """Return the number of requests with an equal or lower priority value."""
         return count_ranked(lambda request: request.priority, waiting, new)
 
     def rank(self, request: Request) -> tuple[int, float]:

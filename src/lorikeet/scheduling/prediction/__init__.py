@@ -1,1 +1,1 @@
-"""Prediction of output lengths: by the recent answers of an adapter, or by a learned model."""
+"""Predicts output lengths, by the recent answers of an adapter or by a learned model."""

@@ -5,24 +5,27 @@ from collections import OrderedDict
 from datasketches import kll_ints_sketch
 
 _MIN_ANSWERS = 20
-"""Answers of an adapter that are needed to predict by them; with fewer, the answers of all adapters are used."""
+"""Number of answers from which an adapter's history is used.
+
+With fewer answers, the history of all adapters is used.
+"""
 
 _SKETCH_ANSWERS = 500
-"""Answers per sketch before a new one is started, so that the last 500 to 1,000 answers count."""
+"""Number of answers per sketch before a new sketch is started, so that the last 500 to 1,000 answers count."""
 
 _RANK_ERROR_K = 200
 """Accuracy of the sketches; with the library's default of 200 the rank error is 1.3 %, in about a kilobyte."""
 
 _MAX_ADAPTERS = 10_000
-"""Number of adapters with a history; beyond that the ones without an answer for longest are dropped."""
+"""Largest number of adapters with a history. The adapters without an answer for longest are dropped first."""
 
 
 class LengthHistory:
     """Predicts the median length of the recent answers of an adapter.
 
     The median is the constant that minimises the mean absolute error, of log lengths as well. Answers that
-    ``max_tokens`` cut short count with the tokens they had, since what matters is how long requests run. Adapters are
-    identified by name, so that a new version inherits the history of the last.
+    ``max_tokens`` cut short count with their number of tokens, because the purpose is to predict the running time of
+    requests. Adapters are identified by name, so that a new version inherits the history of the last version.
 
     Quantiles come from KLL sketches (Karnin, Lang, Liberty: Optimal quantile approximation in streams, FOCS 2016).
     """
@@ -32,9 +35,9 @@ class LengthHistory:
         self._by_adapter = OrderedDict[str | None, _Recent]()
 
     def predict(self, adapter: str | None) -> int | None:
-        """Return the predicted tokens of the next answer of ``adapter`` (None for the base model).
+        """Return the predicted number of tokens of an adapter's next answer (None for the base model).
 
-        With fewer than 20 answers of the adapter it is the median of all answers, and None without any answer.
+        With fewer than 20 answers of the adapter, return the median of all answers. Without any answer, return None.
         """
         recent = self._by_adapter.get(adapter)
         return (recent if recent is not None and recent.answers >= _MIN_ANSWERS else self._all).median()
@@ -50,7 +53,7 @@ class LengthHistory:
 
 
 class _Recent:
-    """Two sketches: when the newer one is full, it replaces the older one."""
+    """Holds two sketches; when the newer sketch is full, it replaces the older one."""
 
     def __init__(self) -> None:
         self._older = kll_ints_sketch(_RANK_ERROR_K)
@@ -69,7 +72,7 @@ class _Recent:
         self._median = None
 
     def median(self) -> int | None:
-        """Return the median of both sketches, None if they are empty; cached until the next answer."""
+        """Return the median of both sketches; None if they are empty. The median is cached until the next answer."""
         if self._median is None and self.answers:
             both = kll_ints_sketch(_RANK_ERROR_K)
             both.merge(self._older)

@@ -1,4 +1,4 @@
-"""A learned length model: predicts output lengths from the prompt's sentence vector, its length and the adapter.
+"""Predicts output lengths by a learned model from the prompt's sentence vector, its length and the adapter.
 
 `lorikeet train-predictor` writes the model as plain arrays to a safetensors file, so reading it runs no code, and
 prediction needs only numpy.
@@ -19,11 +19,11 @@ _MAX_LOG_TOKENS = 20.0
 
 
 class LengthModelError(ValueError):
-    """A file contains no valid length model; the message names the reason."""
+    """A file contains no valid length model. The message names the reason."""
 
 
 class PredictionErrors(msgspec.Struct, frozen=True):
-    """Errors of predictions.
+    """Holds the errors of predictions.
 
     Attributes:
         requests: number of predictions.
@@ -39,14 +39,14 @@ class PredictionErrors(msgspec.Struct, frozen=True):
 
 
 class LengthModelInfo(msgspec.Struct, frozen=True):
-    """Facts about a length model.
+    """Holds facts about a length model.
 
     Attributes:
-        adapters: adapters with enough answers in the training data, None for the base model.
-        tokenizer_sha256: hash of the base model's ``tokenizer.json``, in whose tokens answers were counted.
-        requests: number of requests that it was trained on.
-        learned, history: errors on the last requests of the log, which were held out: errors of a model trained on the
-            others, and of the history predictor.
+        adapters: adapters with enough answers in the training data; None for the base model.
+        tokenizer_sha256: hash of the base model's ``tokenizer.json``, with which answer tokens were counted.
+        requests: number of requests in the training data.
+        learned, history: errors on held-out requests (the last of the log), of a model trained on the other requests
+            and of the history predictor.
     """
 
     adapters: tuple[str | None, ...]
@@ -57,17 +57,17 @@ class LengthModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def is_better(self) -> bool:
-        """Whether its error on held-out requests was smaller than the error of the history."""
+        """Whether the model's error on held-out requests was smaller than the error of the history predictor."""
         return self.learned.mean_tokens < self.history.mean_tokens
 
 
 class TreeEnsemble(msgspec.Struct, frozen=True):
-    """Regression trees whose values are added; all arrays are ``[trees, nodes]``, and node 0 is the root.
+    """Sums the values of regression trees. All arrays are ``[trees, nodes]``, and node 0 is the root.
 
     Attributes:
         feature: feature column that a node compares, int32.
-        threshold: values up to this go to the left child, float64.
-        left, right: children, int32; a leaf is its own child.
+        threshold: largest value of the feature that leads to the left child, float64.
+        left, right: children, int32. The child of a leaf is the leaf itself.
         value: value of a leaf, float64.
     """
 
@@ -78,7 +78,7 @@ class TreeEnsemble(msgspec.Struct, frozen=True):
     value: np.ndarray
 
     def sums(self, features: np.ndarray) -> np.ndarray:
-        """Return the sum of the leaf values for each row of ``features`` ``[rows, columns]`` float32."""
+        """Return the sum of the leaf values for each row of ``features``, ``[rows, columns]`` float32."""
         trees = np.arange(len(self.feature))
         rows = np.arange(len(features))[:, None]
         node = np.zeros((len(features), len(trees)), np.int32)
@@ -97,9 +97,9 @@ class LengthModel:
     Args:
         about: facts about the model.
         centre: mean of the training vectors, ``[dimensions]`` float32.
-        axes: principal axes on which vectors are projected, ``[axes, dimensions]`` float32.
-        typical: median and standard deviation of log output lengths for each known adapter, and last for all together,
-            ``[adapters + 1, 2]`` float32.
+        axes: principal axes onto which vectors are projected, ``[axes, dimensions]`` float32.
+        typical: median and standard deviation of log output lengths for each known adapter, and in the last row for all
+            adapters, ``[adapters + 1, 2]`` float32.
         trees: regression trees over the projections, the log of the prompt length, and the two numbers of the adapter.
         base: constant to which the trees are added, log tokens.
     """
@@ -126,12 +126,12 @@ class LengthModel:
         return adapter in self._rows
 
     def predict(self, vectors: np.ndarray, prompt_tokens: Sequence[int], adapters: Sequence[str | None]) -> list[int]:
-        """Return the predicted output tokens of requests.
+        """Return the predicted numbers of output tokens of requests.
 
         Args:
             vectors: sentence vectors of the ends of the prompts, ``[requests, dimensions]`` float32.
             prompt_tokens: lengths of the whole prompts.
-            adapters: names, None for the base model; an unknown adapter counts as an average one.
+            adapters: names of adapters; None for the base model. An unknown adapter counts as an average adapter.
         """
         rows = [self._rows.get(adapter, len(self._rows)) for adapter in adapters]
         features = features_of(vectors, self._centre, self._axes, prompt_tokens, self._typical[rows])
@@ -177,7 +177,9 @@ class LengthModel:
         return model
 
     def _check(self) -> None:
-        """Check the arrays, and make a trial prediction. Children have larger numbers, so tree walks end.
+        """Check the arrays, and make a trial prediction.
+
+        Children must have larger numbers than parents, so that tree walks end.
 
         Raises:
             IndexError, ValueError: the arrays do not fit together.

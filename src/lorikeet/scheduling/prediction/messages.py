@@ -1,4 +1,4 @@
-"""Messages between the API process and the predictor process: msgpack, each prefixed with its length."""
+"""Defines the messages between the API process and the predictor process: msgpack with a length prefix."""
 
 import struct
 from collections.abc import Iterator
@@ -6,13 +6,16 @@ from collections.abc import Iterator
 import msgspec
 
 TEXT_TOKENS = 96
-"""Tokens at the end of a prompt that are encoded. The question is usually there, and encoding more costs CPU time."""
+"""Number of tokens at the end of a prompt that are encoded.
+
+The question is usually at the end, and encoding more tokens costs CPU time.
+"""
 
 LENGTH = struct.Struct("<I")
 
 
 class PredictorSetup(msgspec.Struct, frozen=True):
-    """First message to the predictor process.
+    """Configures the predictor process; the first message to it.
 
     Attributes:
         model_file: file of the length model.
@@ -24,14 +27,14 @@ class PredictorSetup(msgspec.Struct, frozen=True):
 
 
 class PredictionRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Request for a prediction, to the predictor process.
+    """Requests a prediction from the predictor process.
 
     Attributes:
         number: id of the prediction request.
         token_ids: the last tokens of the prompt, at most ``TEXT_TOKENS``.
         prompt_tokens: length of the whole prompt.
         adapter: name of the adapter, None for the base model.
-        until_s: deadline on the machine's monotonic clock; a later prediction is not used.
+        until_s: deadline on the machine's monotonic clock. A later prediction is not used.
     """
 
     number: int
@@ -42,16 +45,16 @@ class PredictionRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PredictorReady(msgspec.Struct, frozen=True, tag=True):
-    """From the predictor process: it is ready; ``cpu_s`` is the CPU time of its start."""
+    """Reports that the predictor process is ready; ``cpu_s`` is the CPU time of its start."""
 
     cpu_s: float
 
 
 class PredictionBatch(msgspec.Struct, frozen=True, tag=True):
-    """Predictions, from the predictor process.
+    """Returns predictions from the predictor process.
 
     Attributes:
-        taken: number of requests that it has taken; requests past their deadline have no prediction.
+        taken: number of processed requests. Requests past their deadline have no prediction.
         predictions: (id of the prediction request, tokens).
         cpu_s: CPU time of the process since its start.
     """
@@ -71,7 +74,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def take_frames(received: bytearray) -> Iterator[bytes]:
-    """Remove and yield all complete messages in ``received``; an incomplete one stays in it."""
+    """Remove and yield all complete messages in ``received``. An incomplete message stays in the buffer."""
     while len(received) >= LENGTH.size:
         end = LENGTH.size + LENGTH.unpack_from(received)[0]
         if len(received) < end:

