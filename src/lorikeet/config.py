@@ -311,6 +311,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
+        metrics_max_adapters: most adapters that ``vllm:lora_requests_info`` and ``vllm:lora_adapter_loaded`` name; the
+            busiest are named.
         otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
             ``http://collector:4318/v1/traces``; empty for none.
         exporters: plug-ins that get every request that has ended, each with its parameters: ``mine(path=/tmp/log)``.
@@ -365,6 +367,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
+    metrics_max_adapters: Count = 500
     otlp_traces_endpoint: str = ""
     exporters: tuple[str, ...] = ()
     tenants: bool = False

@@ -13,6 +13,7 @@ from sqlalchemy.engine import Engine
 from lorikeet.adapters import manifest
 from lorikeet.adapters import store as store_module
 from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters
+from lorikeet.adapters.chat import ChatOverrides
 from lorikeet.adapters.checkpoint import AdapterChecks
 from lorikeet.adapters.errors import (
     AdapterBusy,
@@ -116,12 +117,23 @@ def test_a_taken_name_is_refused_and_keeps_its_version(open_catalog: Open) -> No
     assert catalog.get("x") is before
 
 
+def test_registering_the_same_content_again_changes_nothing(open_catalog: Open) -> None:
+    catalog = open_catalog()
+    first = catalog.register("x", "formal")
+    assert catalog.register("x", "formal") == first._replace(is_unchanged=True)
+    assert catalog.get("x") is first.record
+    catalog.alias("y", "x")
+    assert catalog.alias("y", "x").record is catalog.get("y")
+    with pytest.raises(AdapterExists, match="'x'"):
+        catalog.register("x", "formal", overrides=ChatOverrides(system_prompt="Be brief."))
+
+
 def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
     open_catalog: Open, settings: AdapterSettings
 ) -> None:
     catalog = open_catalog()
     old = catalog.register("x", "formal").record
-    new, replaced, _ = catalog.register("x", "pirate", replace=True)
+    new, replaced, *_ = catalog.register("x", "pirate", replace=True)
     assert replaced is old
     assert new.digest != old.digest
     assert catalog.get("x") is new
@@ -375,6 +387,7 @@ def test_two_servers_cannot_both_add_one_name(open_catalog: Open) -> None:
     with pytest.raises(AdapterExists, match="'x'"):
         second.register("x", "pirate")
     assert second.get("x") is None
+    assert second.register("x", "formal").record.digest == first.get("x").digest, "both added the same content"
 
 
 def test_adapter_with_missing_files_is_reported_and_can_be_repaired_or_removed(

@@ -45,7 +45,7 @@ async def test_vllm_loads_and_unloads(server: Running) -> None:
     [
         ({"lora_name": "x"}, 400, "InvalidUserInput"),
         ({"lora_path": "x"}, 400, "InvalidUserInput"),
-        ({"lora_name": "formal", "lora_path": "formal"}, 400, "InvalidUserInput"),
+        ({"lora_name": "formal", "lora_path": "pirate"}, 400, "InvalidUserInput"),
         ({"lora_name": "base", "lora_path": "formal"}, 400, "InvalidUserInput"),
         ({"lora_name": "x", "lora_path": "missing"}, 404, "NotFoundError"),
         ({"lora_name": "x", "lora_path": "../../etc"}, 400, "BadRequestError"),
@@ -341,15 +341,40 @@ async def test_sglang_loads_and_unloads(server: Running) -> None:
         "loaded_adapters": {"formal": "formal", "pirate": "pirate"},
     }
     assert not server.service.resolver.loader.pinned
-    again = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
-    assert again.status_code == 400
-    assert again.json()["success"] is False
+    other = {"lora_name": "pirate", "lora_path": str(server.sources / "formal")}
+    refused = await server.http.post("/load_lora_adapter", json=other)
+    assert refused.status_code == 400
+    assert refused.json()["success"] is False
     held = {"lora_name": "held", "lora_path": source, "pinned": True}
     assert (await server.http.post("/load_lora_adapter", json=held)).status_code == 200
     assert server.service.resolver.loader.pinned == {"held"}
     gone = await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})
     assert "pirate" not in gone.json()["loaded_adapters"]
     assert (await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "{}"}),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "{}", "load_inplace": True}),
+        ("/load_lora_adapter", {"lora_name": "x", "lora_path": "{}"}),
+        ("/v1/loras", {"lora_name": "x", "source": {"uri": "{}"}}),
+        ("/v1/adapters", {"name": "x", "source": "{}"}),
+        ("/v1/adapters", {"name": "x", "alias_of": "formal"}),
+    ],
+)
+async def test_a_controller_may_load_the_same_content_again(
+    server: Running, route: str, fields: dict[str, Any]
+) -> None:
+    body = json.loads(json.dumps(fields).replace("{}", str(server.sources / "pirate")))
+    first = await server.http.post(route, json=body)
+    version = server.service.catalog.get("x")
+    assert first.status_code in (200, 201)
+    for _ in range(2):
+        assert (await server.http.post(route, json=body)).status_code == 200
+    assert server.service.catalog.get("x") is version
+    assert not server.engine.dropped
 
 
 async def test_dynamo_loads_lists_and_unloads(server: Running) -> None:

@@ -314,6 +314,91 @@ async def test_resident_adapter_is_listed_under_all_its_names(server: Running) -
     assert "0123456789ab" not in (await server.http.get("/metrics")).text, "it was removed, and has no name"
 
 
+def residency_score(samples: dict[str, list[Sample]], adapter: str) -> float:
+    """Score a replica for an adapter as llm-d's scorer of residency does, from the metrics page alone."""
+    levels = {s.labels["level"] for s in samples["vllm:lora_adapter_loaded"] if s.labels["adapter_name"] == adapter}
+    if "gpu" in levels:
+        return 1.0
+    if "cpu" in levels:
+        return 0.7
+    return 0.6 if value(samples, "vllm:num_gpu_loaded_lora_adapters") < capacity(samples) else 0.0
+
+
+def affinity_score(samples: dict[str, list[Sample]], adapter: str) -> float:
+    """Score a replica as the Gateway API inference extension's scorer of adapter affinity does."""
+    (info,) = samples["vllm:lora_requests_info"]
+    running = [name for name in info.labels["running_lora_adapters"].split(",") if name]
+    waiting = [name for name in info.labels["waiting_lora_adapters"].split(",") if name]
+    if adapter in running:
+        return 1.0
+    if len(running) + len(waiting) < int(info.labels["max_lora"]):
+        return 0.8
+    return 0.6 if adapter in waiting else 0.0
+
+
+def capacity(samples: dict[str, list[Sample]]) -> float:
+    return value(samples, "vllm:max_gpu_lora_adapters")
+
+
+@pytest.mark.parametrize(
+    ("free", "cached", "held", "most", "new_residency", "new_affinity"),
+    [
+        pytest.param(64, 0, 0, 16, 0.6, 0.8, id="empty"),
+        pytest.param(20, 4, 10, 16, 0.6, 0.8, id="half full"),
+        pytest.param(0, 8, 14, 16, 0.6, 0.8, id="kept KV makes room"),
+        pytest.param(3, 0, 15, 15, 0.0, 0.0, id="full"),
+        pytest.param(0, 0, 2, 2, 0.0, 0.0, id="full of running KV"),
+    ],
+)
+async def test_routers_see_whether_a_replica_has_room_for_an_adapter(
+    server: Running, free: int, cached: int, held: int, most: int, new_residency: float, new_affinity: float
+) -> None:
+    refs = [
+        AdapterRef(AdapterName(f"adapter-{number}"), AdapterDigest(f"{number:064x}"), "", {"q": (8,)}, 1)
+        for number in range(held + 1)
+    ]
+    on_host = refs[-1]
+    server.service.used_adapters.update({ref.digest: ref for ref in refs})
+    server.engine.stats = msgspec.structs.replace(
+        STATS,
+        free_blocks=free,
+        cached_blocks=cached,
+        resident_adapters={ref.digest: 4 for ref in refs[:held]},
+        hosted_adapters=(on_host.digest,),
+    )
+    samples = await page(server)
+    if held:
+        assert capacity(samples) == most
+        assert residency_score(samples, "adapter-0") == affinity_score(samples, "adapter-0") == 1.0
+    else:
+        assert capacity(samples) >= 1
+    assert residency_score(samples, on_host.name) == 0.7
+    assert residency_score(samples, "absent") == new_residency
+    assert affinity_score(samples, "absent") == new_affinity
+
+
+async def test_the_busiest_adapters_are_listed_and_the_rest_counted(server: Running) -> None:
+    refs = [
+        AdapterRef(AdapterName(f"adapter-{number:03}"), AdapterDigest(f"{number:064x}"), "", {"q": (8,)}, 1)
+        for number in range(600)
+    ]
+    server.service.used_adapters.update({ref.digest: ref for ref in refs})
+    server.service.observer.usage.of("adapter-599").add(RequestCounts(requests=1))
+    server.engine.stats = msgspec.structs.replace(
+        STATS,
+        resident_adapters={ref.digest: 4 for ref in refs},
+        hosted_adapters=tuple(ref.digest for ref in refs[:510]),
+    )
+    samples = await page(server)
+    listed = [s.labels["adapter_name"] for s in samples["vllm:lora_adapter_loaded"] if s.labels["level"] == "gpu"]
+    assert len(listed) == 500
+    assert "adapter-599" in listed
+    (info,) = samples["vllm:lora_requests_info"]
+    assert "adapter-599" in info.labels["running_lora_adapters"].split(",")
+    assert value(samples, "lorikeet:unlisted_adapters", level="gpu") == 100
+    assert value(samples, "lorikeet:unlisted_adapters", level="cpu") == 10
+
+
 async def test_adapters_have_counts_of_their_own(server: Running) -> None:
     for _ in range(2):
         await server.http.post(CHAT, json=body(model="formal"))

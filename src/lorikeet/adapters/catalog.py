@@ -188,7 +188,8 @@ class AdapterCatalog:
         Args:
             name: the name that clients send as ``model``.
             source: a folder or URL.
-            replace: whether an existing name may be replaced; the same content changes nothing.
+            replace: whether an existing name may get other content. Registering the same content again changes
+                nothing, with or without it, since controllers send their loads again and again.
             trusted: whether the source is given by the operator, and may be anywhere.
             persistent: whether to write the name to the registry, so that it is there at the next start; None: unless
                 it is trusted, since the command line names it again then.
@@ -200,20 +201,17 @@ class AdapterCatalog:
             The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
 
         Raises:
-            AdapterExists: the name is taken, and ``replace`` is not set.
+            AdapterExists: the name has other content, and ``replace`` is not set.
             AdapterBusy: another call is changing the name.
             AdapterQuotaExceeded: the author would own too much.
             AdapterStoreError: the store or the registry cannot be written.
             AdapterError: the name, the source or the adapter is not valid.
         """
         check_name(name, self._reserved)
-        with self._reserve(name):
-            if name in self._records and not replace:
-                raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or replace it")
-            with self._store.stage(source, trusted, overrides) as staged, self._changes:
-                self._check_open()
-                is_kept = not trusted if persistent is None else persistent
-                return self._register_staged(name, shown_source or source, staged, replace, is_kept, author)
+        with self._reserve(name), self._store.stage(source, trusted, overrides) as staged, self._changes:
+            self._check_open()
+            is_kept = not trusted if persistent is None else persistent
+            return self._register_staged(name, shown_source or source, staged, replace, is_kept, author)
 
     def receiving(self) -> AbstractContextManager[Path]:
         """Return a context with an empty folder for files that arrive."""
@@ -229,13 +227,13 @@ class AdapterCatalog:
         check_name(name, self._reserved)
         with self._reserve(name), self._changes:
             self._check_open()
-            if name in self._records and not replace:
-                raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or replace it")
             record = self.get(of)
             if record is None:
                 raise UnknownAdapter(f"no adapter is called {of!r}")
             row = record.row._replace(name=name, created_at=self._now(), owner=author.owner)
-            return self._point(AdapterRecord(row, record.folder, record.persistent), replace, author)
+            alias = AdapterRecord(row, record.folder, record.persistent)
+            self._check_free(alias, replace)
+            return self._point(alias, replace, author)
 
     def remove(self, name: str, actor: str = "") -> AdapterRecord:
         """Remove a name. The files of its version are deleted when no name and no request uses them any more.
@@ -461,9 +459,18 @@ class AdapterCatalog:
             owner=author.owner,
         )
         record = AdapterRecord(row, str(self._store.folder(staged.digest)), persistent)
+        self._check_free(record, replace)
         self._accept(record.ref)
         self._store.publish(staged)
         return self._point(record, replace, author, staged.description.warnings)
+
+    def _check_free(self, record: AdapterRecord, replace: bool) -> None:
+        """Raise AdapterExists if a record's name has other content and may not be replaced."""
+        old = self._records.get(record.name)
+        if old is not None and not replace and not _has_content_of(old, record):
+            raise AdapterExists(
+                f"adapter {record.name!r} is registered already with other content; unload it first, or replace it"
+            )
 
     def _point(
         self, record: AdapterRecord, replace: bool, author: Author, warnings: tuple[str, ...] = ()
@@ -474,10 +481,9 @@ class AdapterCatalog:
         old = self._records.get(name)
         if old is not None and old.row.owner:
             record = dataclasses.replace(record, row=record.row._replace(owner=old.row.owner))
-        is_same = old is not None and old.digest == digest and old.row.chat == record.row.chat
-        if old is not None and is_same and (old.persistent or not record.persistent):
+        if old is not None and _has_content_of(old, record) and (old.persistent or not record.persistent):
             self._not_served.pop(digest, None)
-            return RegisteredAdapter(old, None, warnings)
+            return RegisteredAdapter(old, None, warnings, is_unchanged=True)
         try:
             if record.persistent:
                 self._registry.add(record.row, replace, author)
@@ -521,6 +527,10 @@ class AdapterCatalog:
                     self._store.remove(digest)
         except Exception:  # the next start deletes it
             _LOG.exception("adapter %s: it is no longer used, but cannot be deleted", digest)
+
+
+def _has_content_of(old: AdapterRecord, new: AdapterRecord) -> bool:
+    return (old.digest, old.row.chat) == (new.digest, new.row.chat)
 
 
 def _differs(old: RegistryRow, new: RegistryRow | None) -> bool:

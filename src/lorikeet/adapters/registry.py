@@ -25,6 +25,7 @@ from sqlalchemy import (
     ForeignKey,
     Integer,
     MetaData,
+    Select,
     String,
     Table,
     create_engine,
@@ -315,10 +316,15 @@ class Registry:
             return changed_subjects(connection, after)
 
     def add(self, row: RegistryRow, replace: bool, author: Author = NOBODY) -> None:
-        """Insert a row; with ``replace`` it replaces the present row of the name. The audit log has it.
+        """Insert a row and note it in the audit log; a row that another server has just inserted changes nothing.
+
+        Args:
+            row: The row.
+            replace: Whether it may replace another row of the name.
+            author: The author of the change.
 
         Raises:
-            AdapterExists: the name is taken, possibly by another process since the caller checked.
+            AdapterExists: the name has another row, possibly from another process since the caller checked.
             AdapterQuotaExceeded: the author owns too much.
             AdapterStoreError: the database cannot be written.
         """
@@ -329,6 +335,11 @@ class Registry:
         insert_version = self._insert(VERSIONS).values(_version(row)).on_conflict_do_nothing()
         with self._writing(row.name) as connection:
             old = connection.scalar(select(NAMES.c.digest).where(NAMES.c.base == self.base, NAMES.c.name == row.name))
+            if old == row.digest and not replace:
+                chat = connection.scalar(self._value(_CHATS.c.chat, row.name))
+                owner = connection.scalar(self._value(_OWNERS.c.key_id, row.name))
+                if (chat or "", owner or "") == (row.chat, row.owner):
+                    return
             connection.execute(insert_version)
             connection.execute(insert_name)
             for table, column, value in ((_CHATS, "chat", row.chat), (_OWNERS, "key_id", row.owner)):
@@ -398,6 +409,10 @@ class Registry:
             if adding and isinstance(error, IntegrityError):
                 raise AdapterExists(f"adapter {adding!r} is registered already") from error
             raise AdapterStoreError(f"the adapter registry cannot be written: {_reason(error)}") from error
+
+    def _value(self, column: Column[str], name: str) -> Select[tuple[str]]:
+        table = column.table
+        return select(column).where(table.c.base == self.base, table.c.name == name)
 
     def _delete(self, table: Table, name: str) -> Delete:
         return delete(table).where(table.c.base == self.base, table.c.name == name)
@@ -508,11 +523,13 @@ class RegisteredAdapter(NamedTuple):
         record: the adapter to which the name points now.
         replaced: the adapter to which it pointed before; None if there was none, or it was the same version.
         warnings: sentences about keys of its config that are ignored.
+        is_unchanged: Whether the name had this content already.
     """
 
     record: AdapterRecord
     replaced: AdapterRecord | None
     warnings: tuple[str, ...] = ()
+    is_unchanged: bool = False
 
 
 @lru_cache(maxsize=256)

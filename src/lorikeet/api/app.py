@@ -29,6 +29,7 @@ from lorikeet.http.middleware import RootPath, add_middleware
 from lorikeet.http.routes import BodySize
 from lorikeet.http.web import SecurityHeaders
 from lorikeet.observe.collectors import (
+    AdapterNames,
     ClusterCollector,
     ConnectionCollector,
     ReplicasCollector,
@@ -156,20 +157,25 @@ def create_service(
             lambda: BatchDispatcher(create_batch_app(service), tenants),
         ),
     )
-    metrics.add_collector(
-        ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.resolver.loader.pinned)
+    names = AdapterNames(
+        service.adapters_by_digest,
+        usage.recent_requests,
+        lambda: adapter_life.median_blocks(service),
+        service.resolver.loader.pinned,
+        settings.server.metrics_max_adapters,
     )
+    metrics.add_collector(ReplicasCollector(client, metrics.labels, names))
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
     metrics.add_collector(TenantCollector(by_tenant, metrics.labels))
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
-    def names(digest: AdapterDigest) -> list[str]:
+    def names_of(digest: AdapterDigest) -> list[str]:
         return [ref.name for ref in service.adapters_by_digest({digest}).get(digest, ())]
 
     def on_adapter_event(event: AdapterEvent) -> None:
-        live.on_adapter_event(event, names)
+        live.on_adapter_event(event, names_of)
         if isinstance(event, AdapterLoaded):
             if event.error is not None:
                 log.warning("adapter could not be loaded", digest=event.digest, error=event.error)

@@ -325,6 +325,7 @@ FLAGS = (
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
+    Flag("--metrics-max-adapters", "server.metrics_max_adapters", int, "Adapters named as loaded in metrics."),
     Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", str, "Where OpenTelemetry traces are sent, a URL."),
     Flag("--exporter", "server.exporters", list[str], "Plug-in that gets every ended request; repeatable."),
     Flag(

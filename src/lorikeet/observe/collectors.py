@@ -6,9 +6,12 @@ slowest adapters have separate labels.
 Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
 """
 
+import heapq
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client.core import Metric
@@ -32,8 +35,43 @@ from lorikeet.observe.metric_families import MetricFamilies
 from lorikeet.observe.traffic import TTFT_BOUNDS_S, AdapterUsage, RequestCounts
 from lorikeet.observe.waits import CAUSES
 
-_MAX_NAMES = 500
-"""Most adapters named in one metric, so that a page stays small however many fit on the device."""
+
+@dataclass(frozen=True, slots=True)
+class AdapterNames:
+    """What a metrics page knows about adapters beside the engines' statistics.
+
+    Attributes:
+        by_digest: Maps adapter versions to all their names.
+        activity: Recent requests of a name, decaying with time. Only the busiest names are listed.
+        typical_blocks: Device blocks of the median registered adapter; 1 if none is registered.
+        pinned: Names of the pinned adapters, read at every scrape.
+        most: Most names in one metric, so that a page stays small.
+    """
+
+    by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]]
+    activity: Callable[[str], float] = lambda _name: 0.0
+    typical_blocks: Callable[[], float] = lambda: 1.0
+    pinned: Set[str] = frozenset()
+    most: int = 500
+
+    def busiest(self, names: Iterable[str]) -> list[str]:
+        """Return the ``most`` busiest names in alphabetical order."""
+        return sorted(heapq.nlargest(self.most, sorted(names), key=self.activity))
+
+
+def device_capacity(stats: EngineStats, typical_blocks: float) -> int:
+    """Return how many adapters the device can hold without evicting one or preempting a request.
+
+    The count is the held adapters and as many of median size as fit into blocks that are free or hold KV of no
+    sequence. Routers compare it with the number of held adapters to see whether a replica has room.
+
+    Args:
+        stats: A replica's newest statistics.
+        typical_blocks: Blocks of the median registered adapter, for a device that holds none.
+    """
+    held = stats.resident_adapters
+    median = statistics.median(held.values()) if held else typical_blocks
+    return len(held) + int((stats.free_blocks + stats.cached_blocks) / max(1.0, median))
 
 
 class EngineCollector(Collector):
@@ -42,21 +80,13 @@ class EngineCollector(Collector):
     Args:
         client: the engine's client, with the latest statistics.
         labels: the labels of every metric.
-        adapters_by_digest: returns adapter versions by digest, with all their names.
-        pinned: names of pinned adapters, read at every scrape.
+        names: Names, activity and sizes of adapters.
     """
 
-    def __init__(
-        self,
-        client: ReplicaView,
-        labels: dict[str, str],
-        adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
-        pinned: Set[str] = frozenset(),
-    ) -> None:
+    def __init__(self, client: ReplicaView, labels: dict[str, str], names: AdapterNames) -> None:
         self._client = client
         self._make = MetricFamilies(labels)
-        self._adapters_by_digest = adapters_by_digest
-        self._pinned = pinned
+        self._names = names
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
@@ -110,8 +140,13 @@ class EngineCollector(Collector):
             [((cause,), stats.queued.get(cause, 0)) for cause in CAUSES],
         )
         yield make.count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
-        yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
-        yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
+        queries = stats.prefix_queries_tokens
+        hits = stats.prefix_hits_tokens
+        for prefix in ("", "gpu_"):  # production-stack reads vLLM's older names
+            yield make.count(f"vllm:{prefix}prefix_cache_queries", "Tokens looked up in cached KV.", queries)
+            yield make.count(f"vllm:{prefix}prefix_cache_hits", "Tokens found in cached KV.", hits)
+        share = hits / queries if queries else 0.0
+        yield make.gauge("vllm:gpu_prefix_cache_hit_rate", "Share of these tokens that was found.", share)
         yield make.count("vllm:spec_decode_num_draft_tokens", "Tokens drafted for a step.", stats.drafted_tokens)
         yield make.count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that came.", stats.kept_tokens)
         yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
@@ -122,41 +157,51 @@ class EngineCollector(Collector):
     def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
         text = "Share of the blocks open to KV that sequences hold."
-        yield make.gauge("vllm:kv_cache_usage_perc", text, kv_usage(stats))
+        # production-stack reads vLLM's older names.
+        for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):
+            yield make.gauge(name, text, kv_usage(stats))
         blocks = [((use,), getattr(stats, f"{use}_blocks")) for use in ("free", "cached", "kv", "adapter", "inflight")]
         yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
 
     def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
         """Yield the resident adapters. Routers use them to prefer a replica that already has the adapter."""
         make = self._make
-        serving = {*stats.running_adapters, *stats.resident_adapters}
-        known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
+        names = self._names
+        resident = stats.resident_adapters.keys()
+        hosted = {*stats.hosted_adapters}
+        serving = {*stats.running_adapters, *resident}
+        known = names.by_digest(serving | hosted | {*stats.waiting_adapters})
+        capacity = device_capacity(stats, 1.0 if resident else names.typical_blocks())
         running = {name for digest in serving for name in _names(known, digest)}
         # A waiting adapter that is resident or runs counts as running, so that the two sets never overlap.
         waiting = {name for digest in stats.waiting_adapters for name in _names(known, digest)} - running
         info = {
-            "max_lora": str(stats.total_blocks),
-            "running_lora_adapters": ",".join(sorted(running)[:_MAX_NAMES]),
-            "waiting_lora_adapters": ",".join(sorted(waiting)[:_MAX_NAMES]),
+            "max_lora": str(capacity),
+            "running_lora_adapters": ",".join(names.busiest(running)),
+            "waiting_lora_adapters": ",".join(names.busiest(waiting)),
         }
         yield make.gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
-        ranks = {
-            name: str(known[digest][0].max_rank) for digest in stats.resident_adapters for name in _names(known, digest)
-        }
-        shown = sorted(ranks)[:_MAX_NAMES]
-        loaded = [((name, "gpu", str(name in self._pinned).lower(), ranks[name]), 1.0) for name in shown]
+        loaded: list[tuple[tuple[str, ...], float]] = []
+        unlisted: list[tuple[tuple[str, ...], float]] = []
+        for level, digests in (("gpu", resident), ("cpu", hosted)):
+            ranks = {name: str(known[digest][0].max_rank) for digest in digests for name in _names(known, digest)}
+            listed = names.busiest(ranks)
+            loaded += [((name, level, str(name in names.pinned).lower(), ranks[name]), 1.0) for name in listed]
+            unlisted.append(((level,), float(len(ranks) - len(listed))))
         labels = ("adapter_name", "level", "pinned", "rank")
-        yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device.", labels, loaded)
-        held = len(stats.resident_adapters)
-        hosted = stats.memory.host_adapters
-        yield make.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", held)
-        yield make.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", hosted)
-        yield make.gauge("vllm:max_gpu_lora_adapters", "Most that could be there: one a block.", stats.total_blocks)
+        yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device and in the host tier.", labels, loaded)
+        text = "Adapters that the limit of names leaves out of vllm:lora_adapter_loaded."
+        yield make.gauges("lorikeet:unlisted_adapters", text, ("level",), unlisted)
+        yield make.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters on the device.", len(resident))
+        hosted_count = stats.memory.host_adapters
+        yield make.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", hosted_count)
+        text = "Held adapters, and as many of median size as fit beside them."
+        yield make.gauge("vllm:max_gpu_lora_adapters", text, capacity)
 
     def _modes(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
         modes = stats.modes
-        merged = () if modes.merged is None else _names(self._adapters_by_digest({modes.merged}), modes.merged)
+        merged = () if modes.merged is None else _names(self._names.by_digest({modes.merged}), modes.merged)
         values = [((name,), 1.0) for name in merged]
         yield make.gauges("lorikeet:merged_adapter", "The adapter merged into the base, if any.", ("adapter",), values)
         yield make.count("lorikeet:merge_switches", "Changes of the merged adapter.", modes.switches)
@@ -414,28 +459,20 @@ class ReplicasCollector(Collector):
     Args:
         client: the engines' client. Its replicas may change.
         labels: the labels of every metric, without ``engine``.
-        adapters_by_digest: returns adapter versions by digest, with all their names.
-        pinned: names of pinned adapters, read at every scrape.
+        names: names, activity and sizes of adapters.
     """
 
-    def __init__(
-        self,
-        client: Engines,
-        labels: dict[str, str],
-        adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
-        pinned: Set[str] = frozenset(),
-    ) -> None:
+    def __init__(self, client: Engines, labels: dict[str, str], names: AdapterNames) -> None:
         self._client = client
         self._labels = labels
-        self._adapters_by_digest = adapters_by_digest
-        self._pinned = pinned
+        self._names = names
 
     def collect(self) -> Iterable[Metric]:
         """Return each metric once, with the values of all replicas, since a page must not repeat a metric."""
         merged: dict[str, Metric] = {}
         for replica, view in self._client.views.items():
             labels = {**self._labels, "engine": replica}
-            engine = EngineCollector(view, labels, self._adapters_by_digest, self._pinned)
+            engine = EngineCollector(view, labels, self._names)
             for collector in (engine, MemoryCollector(view, labels)):
                 for metric in collector.collect():
                     merged.setdefault(metric.name, metric)

@@ -202,6 +202,11 @@ class AdapterUsage:
         """Return the usage of an adapter without creating a record or label for it. The caller must not change it."""
         return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._all_adapters)
 
+    def recent_requests(self, adapter: str) -> float:
+        """Return an adapter's running requests plus its ended ones, which decay with time."""
+        usage = self.peek(adapter)
+        return usage.running + usage.activity_at(self._clock())
+
     def labelled(self) -> dict[str, RequestCounts]:
         """Choose the labelled adapters, and return the counts under each label, including ``other``."""
         now_s = self._clock()

@@ -1,6 +1,7 @@
 """Loads, mixes, pins, replaces and unloads adapters, and follows the changes of other servers."""
 
 import asyncio
+import statistics
 from collections.abc import Callable, Coroutine, Sequence, Set
 from contextlib import suppress
 from typing import Any
@@ -192,13 +193,14 @@ async def register_adapter(
     except AdapterError as error:
         log.warning("adapter not loaded", adapter=name[:200], source=source[:MAX_SOURCE_CHARS], error=str(error))
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
-    record, old, warnings = loaded
+    record = loaded.record
     if record.persistent:
         service.resolver.loader.forget(name)
-    for warning in warnings:
+    for warning in loaded.warnings:
         log.warning("adapter warning", adapter=name, warning=warning)
-    log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
-    _serve(service, record, old)
+    if not loaded.is_unchanged:
+        log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
+    _serve(service, record, loaded.replaced)
     return loaded
 
 
@@ -262,6 +264,12 @@ def _blocks(service: Service, record: AdapterRecord) -> int:
     info = service.client.engine_info
     elements = adapter_elements(record.ref.ranks, info.geometry, record.ref.extras)
     return -(-elements * info.geometry.dtype_bytes // (service.ranks * info.block_bytes))
+
+
+def median_blocks(service: Service) -> float:
+    """Return the device blocks of the median registered adapter; 1 if none is registered."""
+    blocks = [_blocks(service, record) for record in service.catalog.list()]
+    return statistics.median(blocks) if blocks else 1.0
 
 
 async def unload_adapter(service: Service, name: str, access: Access) -> int | None:

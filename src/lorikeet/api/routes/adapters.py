@@ -68,22 +68,23 @@ async def list_adapters(
 
 
 @ROUTES.add(Route("POST /v1/adapters", Callers.ADMINS_AND_TENANTS), status_code=201)
-async def add_adapter(body: NewAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Register or replace an adapter."""
+async def add_adapter(body: NewAdapter, service: ServiceDep, sender: SenderDep, response: Response) -> dict[str, Any]:
+    """Register or replace an adapter; the status is 200 if the name had this content already."""
     if (body.source is None) == (body.alias_of is None):
         raise ApiError(400, "Give either source or alias_of.", param="source")
     if body.source is None:
         loaded = await alias_adapter(service, body.name, body.alias_of or "", body.replace, sender.access)
-        return _card(service, loaded.record)
-    loaded = await load_adapter(
-        service,
-        body.name,
-        body.source,
-        access=sender.access,
-        replace=body.replace,
-        replaced_by="replace",
-        overrides=_overrides(body),
-    )
+    else:
+        loaded = await load_adapter(
+            service,
+            body.name,
+            body.source,
+            access=sender.access,
+            replace=body.replace,
+            replaced_by="replace",
+            overrides=_overrides(body),
+        )
+    response.status_code = 200 if loaded.is_unchanged else 201
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 
@@ -96,6 +97,7 @@ async def upload_adapter(
     service: ServiceDep,
     sender: SenderDep,
     name: Annotated[str, Query(min_length=1)],
+    response: Response,
     replace: bool = False,
     config: str | None = None,
 ) -> dict[str, Any]:
@@ -128,6 +130,7 @@ async def upload_adapter(
                     raise type(error)(str(error).replace(f"{folder}: ", "")) from error
 
             loaded = await register_adapter(service, name, source, register, "replace")
+    response.status_code = 200 if loaded.is_unchanged else 201
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 
@@ -320,7 +323,8 @@ async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep, sende
     try:
         set_pinned(service, body.lora_name, body.pinned)
     except ApiError as error:
-        await unload_adapter(service, body.lora_name, access)
+        if not loaded.is_unchanged:
+            await unload_adapter(service, body.lora_name, access)
         return _sglang_refused(service, access, error)
     return _sglang(service, access, None, warnings=loaded.warnings)
 
@@ -364,11 +368,9 @@ async def list_loras(service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
 @ROUTES.add(Route("POST /v1/loras", Callers.ADMINS_AND_TENANTS, note="Dynamo's"))
 async def load_lora(body: DynamoAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Load an adapter as Dynamo does."""
-    record, _, warnings = await load_adapter(
-        service, body.lora_name, body.source.uri, access=sender.access, replace=False
-    )
-    lora_id = int(record.digest[:8], 16)
-    return {"status": "success", "lora_name": record.name, "lora_id": lora_id, **_warnings(warnings)}
+    loaded = await load_adapter(service, body.lora_name, body.source.uri, access=sender.access, replace=False)
+    lora_id = int(loaded.record.digest[:8], 16)
+    return {"status": "success", "lora_name": loaded.record.name, "lora_id": lora_id, **_warnings(loaded.warnings)}
 
 
 @ROUTES.add(Route("DELETE /v1/loras/{name:path}", Callers.ADMINS_AND_TENANTS, note="Dynamo's"))
