@@ -143,7 +143,7 @@ def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
 def test_replacing_with_the_same_content_changes_nothing(open_catalog: Open, settings: AdapterSettings) -> None:
     catalog = open_catalog()
     before = catalog.register("x", "formal").record
-    assert catalog.register("x", "formal", replace=True) == (before, None, ())
+    assert catalog.register("x", "formal", replace=True) == (before, None, (), True)
     assert versions(settings) == {before.digest}
 
 
