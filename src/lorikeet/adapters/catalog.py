@@ -213,6 +213,15 @@ class AdapterCatalog:
             is_kept = not trusted if persistent is None else persistent
             return self._register_staged(name, shown_source or source, staged, replace, is_kept, author)
 
+    def locate(self, source: str, trusted: bool = False) -> str:
+        """Return a source's URL on the Hub if it reads ``org/repo`` and no folder has this name; else the source.
+
+        Args:
+            source: A folder, a URL or ``org/repo``.
+            trusted: Whether the operator gives the source. Otherwise the repository must be below an allowed URL.
+        """
+        return self._store.locate(source, trusted)
+
     def receiving(self) -> AbstractContextManager[Path]:
         """Return a context with an empty folder for files that arrive."""
         return self._store.receiving()

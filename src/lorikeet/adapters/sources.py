@@ -6,6 +6,7 @@ URL. Sources on the command line are trusted, since the user who starts the serv
 
 import math
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -38,6 +39,30 @@ MAX_SOURCE_CHARS = 2048
 """Longest source; Linux takes paths of up to 4096 bytes, the folder before it included."""
 
 _LOCAL_SCHEMES = ("file", "local")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+"""A repository on the Hub as vLLM's users write it: ``org/repo`` or ``org/repo@revision``."""
+
+
+def locate(source: str, settings: AdapterSettings, trusted: bool = False) -> str:
+    """Return a source's URL on the Hub if it reads ``org/repo`` and no folder has this name; else the source itself.
+
+    vLLM, lora-syncer and AIBrix name repositories without ``hf://``.
+
+    Args:
+        source: A folder, a URL or ``org/repo``.
+        settings: The allowed folder and URLs.
+        trusted: Whether the source comes from the command line. Otherwise the repository must be below an allowed URL.
+    """
+    if not _HUB_NAME.fullmatch(source) or ".." in source:
+        return source
+    try:
+        if (trusted or settings.adapter_dir) and _local_folder(source, settings, trusted).exists():
+            return source
+        if not trusted:
+            check_below(source, f"hf://{source}", settings.allowed_sources)
+    except (AdapterError, OSError):
+        return source
+    return f"hf://{source}"
 
 
 def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = False) -> None:
@@ -144,7 +169,10 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
         except RuntimeError as error:  # the home folder of an unknown user
             raise AdapterError(f"{path}: {error}") from error
     if not settings.adapter_dir:
-        raise AdapterError(f"{path}: local folders are not allowed; start the server with --adapter-dir")
+        raise AdapterError(
+            f"{path}: local folders are not allowed; start the server with --adapter-dir, or with --allow-source "
+            "hf://org/ for repositories on the Hub"
+        )
     if ".." in Path(path).parts or "\0" in path:
         raise AdapterError(f"{path}: '..' is not allowed in a path")
     allowed = _allowed_folder(settings)
@@ -194,10 +222,10 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
 def _no_folder(folder: Path, allowed: Path | None) -> str:
     """Return the error for a missing folder; inside ``allowed`` its name may have been relative."""
     if allowed is None:
-        return f"{folder}: there is no such folder (on the Hub it is hf://org/repo)"
+        return f"{folder}: there is no such folder (a repository on the Hub is org/repo or hf://org/repo)"
     return (
         f"there is no folder {str(folder.relative_to(allowed))!r} in the server's --adapter-dir, to which names of "
-        "folders are relative (on the Hub it is hf://org/repo)"
+        "folders are relative; a repository org/repo on the Hub needs --allow-source hf://org/"
     )
 
 

@@ -19,7 +19,7 @@ from lorikeet.adapters.errors import AdapterError, AdapterStoreError
 from lorikeet.adapters.manifest import check_unchanged, largest_of, write_manifest
 from lorikeet.adapters.numbers import fits
 from lorikeet.adapters.reader import describe
-from lorikeet.adapters.sources import fetch
+from lorikeet.adapters.sources import fetch, locate
 from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterExtra, AdapterRef
 from lorikeet.core.geometry import ModelGeometry
@@ -167,6 +167,10 @@ class AdapterStore:
         """Return whether a stored version, which may be from a server of another dtype, is too large for this dtype."""
         # Only float16 has a smaller range than other dtypes, so only then the weights have to be read.
         return self._options.checks.dtype == "float16" and not fits(largest_of(self.folder(digest)), "float16")
+
+    def locate(self, source: str, trusted: bool = False) -> str:
+        """Return a source's URL on the Hub, or the source itself, as :func:`lorikeet.adapters.sources.locate`."""
+        return locate(source, self._settings, trusted)
 
     @contextmanager
     def stage(

@@ -137,6 +137,8 @@ async def load_adapter(
     if service.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     check_may_load(service, access, name, source)
+    if access.key is None:  # Only the operator may load from URLs.
+        source = service.catalog.locate(source)
     async with service.adapter_changes.loads.of(source, may_refuse=persistent):
         return await register_adapter(
             service,

@@ -26,10 +26,13 @@ async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: 
         if not separator or not name or not source:
             raise ConfigError(f"adapter {pair!r}: must have the form name=source")
         show(done, len(pairs))
+        located = catalog.locate(source, trusted=True)
         try:
-            loaded = await in_daemon_thread(partial(catalog.register, name, source, replace=True, trusted=True))
+            loaded = await in_daemon_thread(partial(catalog.register, name, located, replace=True, trusted=True))
         except AdapterError as error:
             where = "" if str(error).startswith(f"{source}: ") else f" from {source}"
+            if located != source:
+                where = f": there is no folder {source!r}, and the Hub could not be read"
             raise ConfigError(f"adapter {name!r}{where}: {error}") from error
         for warning in loaded.warnings:
             log.warning("adapter warning", adapter=name, warning=warning)
