@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from lorikeet.http.errors import ApiError
+from lorikeet.serving.served_models import ServedModels
 from tests.api.test_chat import CHAT, body
 from tests.support.api_server import Running, Start
 from tests.support.fakes import write_adapter
@@ -83,3 +85,16 @@ async def test_a_repository_that_may_not_be_read_is_refused(server: Running, pat
     assert "a" not in await models(server)
     if path == "other/x":
         assert "--allow-source hf://org/" in reply.text
+
+
+async def test_kserve_names_an_adapter_by_the_prefix_of_its_namespace(server: Running) -> None:
+    """A base that is served under ``publishers/NAMESPACE/models/NAME`` gives its adapters the same prefix."""
+    models = ServedModels(
+        ("llama", "publishers/team/models/llama"), (), "llama", server.service.catalog, max_model_len=256
+    )
+    await server.http.post("/v1/load_lora_adapter", json={"lora_name": "legal", "lora_path": "org/legal"})
+    assert models.resolve("publishers/team/models/legal").name == "legal"
+    assert models.resolve("publishers/team/models/llama").adapter is None
+    assert models.missing("publishers/team/models/unknown") == ["unknown"]
+    with pytest.raises(ApiError):
+        models.resolve("publishers/others/models/legal")

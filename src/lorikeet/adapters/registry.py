@@ -410,7 +410,7 @@ class Registry:
                 raise AdapterExists(f"adapter {adding!r} is registered already") from error
             raise AdapterStoreError(f"the adapter registry cannot be written: {_reason(error)}") from error
 
-    def _value(self, column: Column[str], name: str) -> Select[tuple[str]]:
+    def _value(self, column: Column[str], name: str) -> Select[str]:
         table = column.table
         return select(column).where(table.c.base == self.base, table.c.name == name)
 

@@ -20,6 +20,10 @@ _VERSIONED = re.compile(r"(.+)@([0-9a-f]{8,64})")
 """An adapter's name, and the beginning of its version's digest."""
 
 
+_PUBLISHED = re.compile("publishers/[^/]+/models/")
+"""KServe's prefix of the names in a namespace. A base with such a name gives its adapters the prefix, too."""
+
+
 class ResolvedModel(NamedTuple):
     """The model of a request.
 
@@ -55,6 +59,8 @@ class ServedModels:
     ) -> None:
         self.base_names = base_names
         self._base = frozenset(base_names) | frozenset(aliases)
+        published = {found[0] for found in map(_PUBLISHED.match, self._base) if found}
+        self._prefixes = (*(f"{base}:" for base in self._base), *published)
         self._root = root
         self._catalog = catalog
         self._max_model_tokens = max_model_len
@@ -126,7 +132,7 @@ class ServedModels:
     def named_by(self, model: str) -> str:
         """Return the adapter's name in ``model``, without the base's name and the version."""
         if model not in self._catalog:
-            model = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
+            model = next((model.removeprefix(each) for each in self._prefixes if model.startswith(each)), model)
         return self._unversioned(model)
 
     def _unversioned(self, name: str) -> str:
@@ -147,9 +153,9 @@ class ServedModels:
                 return ResolvedModel(plain, record.ref, record.chat)
         elif plain in self._catalog:
             check_use(access, (plain,), model)
-        for base in self._base:
-            if model.startswith(f"{base}:"):
-                return self._adapter(model.removeprefix(f"{base}:"), model, access)
+        for prefix in self._prefixes:
+            if model.startswith(prefix):
+                return self._adapter(model.removeprefix(prefix), model, access)
         raise model_not_found(model)
 
     def _adapter(self, name: str, asked: str, access: Access) -> ResolvedModel:
