@@ -112,6 +112,10 @@ FIELDS = (
     ),
     BodyField(("return_token_ids",), "`token_ids`, and `prompt_token_ids`; in a stream with its first chunk"),
     BodyField(("return_tokens_as_token_ids",), "log probabilities name tokens `token_id:ID`"),
+    BodyField(("expect_digest",), "digest of the weights that must answer, or its beginning: [proof](#proof)"),
+    BodyField(
+        ("return_weight_versions",), "each choice, in a stream its last chunk, has `weight_versions`: [proof](#proof)"
+    ),
     BodyField(
         ("truncate_prompt_tokens", "truncation_side"),
         "number of tokens kept from a longer prompt, its last (`left`, the default) or first; -1: as many as leave "
@@ -153,7 +157,7 @@ FIELDS = (
     BodyField(("stop_regex", "repetition_detection"), "", ()),
     BodyField(("kv_transfer_params", "ec_transfer_params", "session_params"), "", ()),
     BodyField(("spaces_between_special_tokens",), "`false`; `true` is fine", ()),
-    BodyField(("return_hidden_states", "return_weight_versions", "watermarking"), "", ()),
+    BodyField(("return_hidden_states", "watermarking"), "", ()),
     BodyField(("modalities", "audio"), "only text", ()),
     BodyField(
         ("adapter_id", "adapter_source"),

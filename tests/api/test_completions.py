@@ -31,9 +31,10 @@ async def test_an_answer_has_the_shape_that_openai_gives_it(server: Running) -> 
             "prompt_logprobs": None,
             "prompt_token_ids": None,
             "token_ids": None,
+            "system_fingerprint": "ba5eba5eba5e",
         }
     ]
-    assert answer["system_fingerprint"] is None
+    assert answer["system_fingerprint"] == "ba5eba5eba5e"
 
 
 @pytest.mark.parametrize(

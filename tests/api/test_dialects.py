@@ -153,6 +153,7 @@ async def test_sglang_answers_with_ids_and_how_it_ended(server: Running) -> None
         "prompt_tokens": len(HELLO),
         "completion_tokens": 2,
         "cached_tokens": 0,
+        "weight_version": "ba5eba5eba5e",
     }
     assert (await server.http.post("/generate", json={"input_ids": HELLO})).json()["text"] == "hello world"
     stopped = (await server.http.post("/generate", json={"text": "hello", "sampling_params": {"stop": "w"}})).json()

@@ -64,6 +64,8 @@ EXAMPLES: dict[str, Any] = {
     "top_logprobs": 2,
     "logprob_token_ids": [1, 2],
     "prompt_logprobs": 1,
+    "expect_digest": "ba5eba5e",
+    "return_weight_versions": True,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "truncate_prompt_tokens": 3,

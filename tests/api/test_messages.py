@@ -87,6 +87,7 @@ async def test_message_has_the_shape_that_anthropic_gives_it(server: Running) ->
         "content": [{"type": "text", "text": "hello world"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
+        "system_fingerprint": "ba5eba5eba5e",
         "usage": message["usage"],
     }
     assert message["usage"]["input_tokens"] == prompt

@@ -93,7 +93,7 @@ async def test_token_ids_are_returned_on_request(server: Running) -> None:
 
 async def test_what_is_not_asked_for_is_null(server: Running) -> None:
     answer = await ask(server, CHAT, chat())
-    for name in ("prompt_logprobs", "prompt_token_ids", "system_fingerprint", "kv_transfer_params"):
+    for name in ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params"):
         assert answer[name] is None
     assert answer["choices"][0]["token_ids"] is None
     assert all("prompt_token_ids" not in each for each in await events(server.http, CHAT, chat()))

@@ -28,6 +28,7 @@ from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.provenance import Provenance
 from lorikeet.core.request import Request
 from lorikeet.serving.served_models import ServedModels
 from tests.support.fakes import byte_level_tokenizer
@@ -50,6 +51,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = prompt(48)
 TOKENS = 24
+BASE_DIGEST = "ba5e" * 16
 CONTENTS = ("red", "green", "blue")
 
 Answers = dict[AdapterDigest | None, tuple[int, ...]]
@@ -67,6 +69,7 @@ class World:
         alone: answers by version.
         digests: versions by content.
         handles: every request that reached the engine, by its ``X-Request-Id``.
+        told: the weights of each token that an answer named, by the same id.
     """
 
     http: httpx.AsyncClient
@@ -76,11 +79,15 @@ class World:
     alone: Answers
     digests: dict[str, AdapterDigest]
     handles: dict[str, RequestHandle] = field(default_factory=dict)
+    told: dict[str, list[dict[str, object]]] = field(default_factory=dict)
 
     async def ask(self, name: str, request_id: str, tokens: int = TOKENS) -> int:
         """Ask and return the status."""
         body = {"model": name, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body["return_weight_versions"] = True
         reply = await self.http.post("/v1/completions", json=body, headers={"X-Request-Id": request_id})
+        if reply.status_code == 200:
+            self.told[request_id] = reply.json()["choices"][0]["weight_versions"]
         return reply.status_code
 
     async def load(self, name: str, content: str, *, replace: bool) -> int:
@@ -105,6 +112,8 @@ class World:
         if content is not None:
             assert handle.request.digest == self.digests[content], f"{request_id} ran under another version"
         assert tuple(handle.token_ids[:TOKENS]) == self.alone[handle.request.digest], request_id
+        version = Provenance(BASE_DIGEST, handle.request.digest or "").fingerprint
+        assert self.told[request_id] == [{"version": version, "start": 0, "end": len(handle.token_ids)}]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +140,7 @@ async def world(
     settings = msgspec.structs.replace(live_settings(folder / "base"), adapters=adapters)
     async with engine_process(settings) as client:
         catalog = AdapterCatalog(adapters, "base", client.engine_info.geometry, reserved_names=("base",))
-        models = ServedModels(("base",), (), "base", catalog, CONTEXT_TOKENS)
+        models = ServedModels(("base",), (), "base", catalog, CONTEXT_TOKENS, BASE_DIGEST)
         texts = TextProcessor(byte_level_tokenizer(), ChatTemplate("", {}))
         chats = AdapterChats(ChatSettings(texts, ModelLimits(CONTEXT_TOKENS, VOCAB)))
         service = create_service(settings, client, catalog, chats, models)

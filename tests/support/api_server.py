@@ -33,6 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKENIZER = byte_level_tokenizer()
+BASE_DIGEST = "ba5e" * 16
 END = TOKENIZER.token_to_id("<|im_end|>")
 
 
@@ -91,7 +92,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
             checks=AdapterChecks("bfloat16"),
             fit_chat=chats.fit,
         )
-        models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
+        models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len, BASE_DIGEST)
         service = create_service(
             settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants=tenants
         )

@@ -134,13 +134,26 @@ async def _collect(
 
     def write() -> bytes:
         kept = _best(tokens, body.choices_per_prompt, body.n or 1)
-        choices = [answer.complete(index, deltas[index]) | {"index": number} for number, index in enumerate(kept)]
-        whole = envelope | answer.envelope(0) | {"system_fingerprint": None, "kv_transfer_params": None} | times
+        choices = [
+            answer.complete(index, deltas[index])
+            | {"index": number, "system_fingerprint": generation.provenance(index).fingerprint}
+            | versions_of(generation, body, index)
+            for number, index in enumerate(kept)
+        ]
+        made_by = {"system_fingerprint": generation.provenance(0).fingerprint}
+        whole = envelope | answer.envelope(0) | made_by | {"kv_transfer_params": None} | times
         return msgspec.json.encode(whole | {"choices": choices, "usage": usage_of(generation) | answer.usage()})
 
     listed = tokens.values() if answer.needs_every_token else ()
     scored = sum(len(choice.handle.prompt_logprobs) for choice in generation.choices)
     return await off_the_loop(write, scored + sum(1 + len(token.top) for each in listed for token in each))
+
+
+def versions_of(generation: Generation, body: GenerationBody, index: int) -> dict[str, Any]:
+    """Return vLLM's field for the weights of each token of a finished choice, if the body requests it."""
+    if not body.return_weight_versions:
+        return {}
+    return {"weight_versions": generation.weight_versions(index, generation.choices[index].completion_tokens)}
 
 
 def tokens_of(deltas: Iterable[OutputDelta]) -> list[Token]:
@@ -182,6 +195,7 @@ class _Chunks:
         self.has_begun = False
         self._generation = generation
         self._answer = answer
+        self._body = body
         self._envelope = envelope
         self._tells_usage = body.wants_continuous_usage
         self._is_wanted = answer.needs_every_token or self._tells_usage
@@ -207,6 +221,8 @@ class _Chunks:
                 before, _, behind = sample.rpartition(_encode(_TEXT))
                 self._patterns[index] = before, behind
         choice = self._answer.chunk(delta)
+        if delta.finish_reason is not None:
+            choice |= versions_of(self._generation, self._body, index)
         if self._is_wanted or delta.finish_reason or self._answer.adds(choice):
             event += self._chunk(choice, delta.completion_tokens)
         return event
@@ -224,9 +240,11 @@ class _Chunks:
         self._generation.pass_on(write)
 
     def _chunk(self, choice: dict[str, Any], completion_tokens: int, *, opens: bool = False) -> bytes:
-        value = self._envelope | (self._answer.envelope(choice["index"]) if opens else {}) | {"choices": [choice]}
+        index = choice["index"]
+        value = self._envelope | {"system_fingerprint": self._generation.provenance(index).fingerprint}
+        value |= (self._answer.envelope(index) if opens else {}) | {"choices": [choice]}
         if self._tells_usage:
-            prompt_tokens = len(self._generation.choices[choice["index"]].handle.request.prompt_token_ids)
+            prompt_tokens = len(self._generation.choices[index].handle.request.prompt_token_ids)
             value["usage"] = token_counts(prompt_tokens, completion_tokens)
         return _event(value)
 
@@ -249,7 +267,9 @@ async def _events(
         yield _event(error.body()) + _DONE
         return
     if body.wants_usage:
-        yield _event(envelope | {"choices": [], "usage": usage_of(generation) | answer.usage()} | timed())
+        made_by = {"system_fingerprint": generation.provenance().fingerprint}
+        counts = {"choices": [], "usage": usage_of(generation) | answer.usage()}
+        yield _event(envelope | made_by | counts | timed())
     yield _DONE
 
 

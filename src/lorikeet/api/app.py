@@ -144,6 +144,7 @@ def create_service(
             traces,
             None if tenants is None else tenants.ledger,
             exporters,
+            models.base_digest,
         ),
         tenants=tenants,
         responses=StoredResponses(

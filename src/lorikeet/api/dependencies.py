@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import Depends
 from fastapi import Request as HttpRequest
 
+from lorikeet.http.logs import ANSWER_HEADERS
 from lorikeet.http.tenancy import RateReport
 from lorikeet.serving.requests import Sender
 from lorikeet.serving.service import Service
@@ -32,6 +33,7 @@ async def _sender(request: HttpRequest) -> Sender:
         access_of(request),
         state.get("rate_report", RateReport()),
         state.get("is_admin", False),
+        state.get(ANSWER_HEADERS),
     )
 
 

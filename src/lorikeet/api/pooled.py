@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from lorikeet.chat.protocol import Body, CompletionRequest, TokenIds
+from lorikeet.chat.protocol import Body, CompletionRequest, ExpectedDigest, TokenIds
 from lorikeet.chat.sampling import ModelLimits, check_prompt, of_prompt, truncated
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.request import Pooling
@@ -48,6 +48,7 @@ class PooledBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
+    expect_digest: ExpectedDigest | None = None
 
 
 def texts_of(given: "str | Sequence[int] | Sequence[str] | Sequence[list[int]]") -> list[Text]:
@@ -128,6 +129,7 @@ class PooledRun:
             cache_salt=self._body.cache_salt,
             truncate_prompt_tokens=self._body.truncate_prompt_tokens,
             truncation_side=self._body.truncation_side,
+            expect_digest=self._body.expect_digest,
         )
         special = self._body.add_special_tokens is not False
         limits = None if body.truncates else chat.limits

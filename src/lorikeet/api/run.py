@@ -44,6 +44,7 @@ from lorikeet.http.tls import Certificate, open_certificate
 from lorikeet.memory.packing import pack
 from lorikeet.memory.sizing import check_blocks, stored_geometry
 from lorikeet.models.architectures import ARCHITECTURES
+from lorikeet.models.base_digest import base_digest, files_digest
 from lorikeet.models.config import ModelConfig, max_model_len, read_model_config, wants_own_decoder
 from lorikeet.models.json_section import ModelConfigError
 from lorikeet.models.model_folder import ModelFolder, prepare_model
@@ -115,6 +116,8 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         model = await in_daemon_thread(partial(prepare_model, settings.model, progress.stage))
         log.info("model found", model=model.names[0], folder=str(model.path))
         _check_base(settings, model)
+        files = asyncio.ensure_future(in_daemon_thread(partial(files_digest, model.path)))
+        stack.callback(files.cancel)
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
         if text_processor.template is not None and text_processor.template.leaves_text_out:
             log.warning("the chat template drops user messages, so chats with the base model are refused")
@@ -147,7 +150,15 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         client.register_adapters(await to_thread.run_sync(catalog.versions))
         log.info("adapters registered", adapters=len(catalog.names()), **served_when_named(settings.adapters))
 
-        names = ServedModels(model.names, model.aliases, model.identity, catalog, engine_info.max_model_len)
+        names = ServedModels(
+            model.names,
+            model.aliases,
+            model.identity,
+            catalog,
+            engine_info.max_model_len,
+            _base_digest(await files, settings, engine_info),
+        )
+        log.info("base model's digest", digest=names.base_digest)
         service = create_service(
             settings,
             client,
@@ -418,6 +429,15 @@ def _limits(folder: Path, engine_info: EngineReady, max_logprobs: int, eos_token
     of_tokenizer = () if eos_token_id is None or eos_token_id >= base.vocab_size else (eos_token_id,)
     ends = tuple(dict.fromkeys((*base.eos_token_ids, *of_tokenizer)))
     return ModelLimits(engine_info.max_model_len, base.vocab_size, ends, defaults, max_logprobs, base.embed_size)
+
+
+def _base_digest(files: str, settings: Settings, engine_info: EngineReady) -> str:
+    """Return the digest of the base with its dtype and quantisation, and those of adapters and KV."""
+    base = engine_info.base
+    assert base is not None, "an engine that serves has a model"
+    engine = settings.engine
+    kept = (engine.lora_dtype, engine.kv_cache_dtype)
+    return base_digest(files, base.dtype, settings.model.load_format, engine_info.weights, *kept)
 
 
 def _open_catalog(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from lorikeet.chat.mixtures import MAX_PARTS, of_fields
+from lorikeet.core.provenance import EXPECTED
 from lorikeet.http.errors import bad_request, invalid_body, not_supported
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -21,6 +22,8 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fas
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
 Penalty = Annotated[float, Field(ge=1e-6, le=1e6)]
 """Range of factors on logits; a factor outside it would make them zero or infinite in fp32."""
+ExpectedDigest = Annotated[str, Field(pattern=EXPECTED)]
+"""Digest of the weights that must make the answer, or its beginning."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -134,6 +137,8 @@ class GenerationBody(Body):
     truncation_side: Literal["left", "right"] | None = None
     service_tier: str | None = None
     user: str | None = None
+    expect_digest: ExpectedDigest | None = None
+    return_weight_versions: bool | None = None
 
     @field_validator("stream_options")
     @classmethod
@@ -534,7 +539,6 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "repetition_detection": ((), "Ending repetitive answers early is not supported; use frequency_penalty."),
     "watermarking": ((False,), "Watermarks are not supported."),
     "return_hidden_states": ((False,), "Hidden states are not returned."),
-    "return_weight_versions": ((False,), "weight_versions is not supported; model names the adapter."),
     "input_embeds": ((), "Prompts as embeddings are not supported."),
 }
 """Values, by field, that change nothing, as null does in all fields, and the error message for other values."""

@@ -88,7 +88,8 @@ def of_prompt(where: str) -> Iterator[None]:
     except ApiError as error:
         if not where:
             raise
-        raise ApiError(error.status, f"{where}: {error.message}", param=error.param) from error
+        message = f"{where}: {error.message}"
+        raise ApiError(error.status, message, param=error.param, type=error.type, headers=error.headers) from error
 
 
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:

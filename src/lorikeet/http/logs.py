@@ -18,12 +18,16 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.api")
 _CLIENT_CLOSED_REQUEST = 499
 REFUSED = "refused_with"
 """Key, in a request's state, of the status with which its connection was closed."""
+ANSWER_HEADERS = "answer_headers"
+"""Key, in a request's state, of the mapping of headers that its answer gets."""
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/ping", "/load"})
 
 
 class RequestIds:
     """Middleware that echoes or makes ``X-Request-Id``, binds it to the logs, and logs each ended request.
+
+    It also sends the headers that the handler has put into the request's state.
 
     An unexpected exception becomes a 500 here, so that its answer and its log lines have the id, too. The log has 499
     for a client that hangs up while it sends its request.
@@ -41,7 +45,8 @@ class RequestIds:
         trace_headers.set(TraceHeaders(headers.get("traceparent", ""), headers.get("tracestate", "")))
         given = headers.get("x-request-id", "")
         request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        added: dict[str, str] = {}
+        scope.setdefault("state", {}).update({"request_id": request_id, ANSWER_HEADERS: added})
         status = 0
         started_s = time.monotonic()
 
@@ -49,7 +54,7 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message).update({"X-Request-Id": request_id, **added})
             await send(message)
 
         with structlog.contextvars.bound_contextvars(request_id=request_id):

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lorikeet.core.provenance import DIGEST_HEADER
 from lorikeet.http.auth import Auth
 from lorikeet.http.errors import ApiError
 from lorikeet.http.listening import is_loopback
@@ -129,6 +130,6 @@ def add_middleware(
             allow_origins=allowed_origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After", *RATE_HEADERS),
+            expose_headers=("X-Request-Id", "Retry-After", DIGEST_HEADER, *RATE_HEADERS),
             allow_private_network=True,
         )

@@ -22,6 +22,7 @@ class EndedRequest:
         text: the answer's text; None unless the request log includes texts.
         trace_headers: the trace headers of the HTTP request.
         trace_id: id of the request's trace; empty without a trace.
+        fingerprint: the beginnings of the digests of the weights that made its answer.
     """
 
     request: Request
@@ -33,6 +34,7 @@ class EndedRequest:
     text: str | None = None
     trace_headers: TraceHeaders = NO_TRACE
     trace_id: str = ""
+    fingerprint: str = ""
 
     @property
     def adapter(self) -> str | None:

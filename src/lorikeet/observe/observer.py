@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.provenance import Provenance
 from lorikeet.core.request import Slo
 from lorikeet.http.trace_context import trace_headers
 from lorikeet.observe.ended_request import EndedRequest, EndObserver
@@ -39,6 +40,7 @@ class RequestObserver:
         traces: makes the spans of requests; None without traces.
         ledger: adds up the usage of tenants; None without tenants.
         exporters: plug-ins that get every ended request.
+        base_digest: hex SHA-256 of the base.
 
     Attributes:
         records: the latest requests, with the decisions made for them.
@@ -56,7 +58,9 @@ class RequestObserver:
         traces: "RequestTraces | None" = None,
         ledger: Ledger | None = None,
         exporters: tuple[EndObserver, ...] = (),
+        base_digest: str = "",
     ) -> None:
+        self.base_digest = base_digest
         self.metrics = metrics
         self.usage = usage
         self.tenants = tenants
@@ -91,6 +95,7 @@ class RequestWatch:
     def __init__(self, observer: RequestObserver, handle: RequestHandle) -> None:
         request = handle.request
         self._handle = handle
+        self._fingerprint = Provenance(observer.base_digest, request.digest or "").fingerprint
         self._outputs = observer.metrics.outputs
         self._traces = observer.traces
         self._live_stats = observer.live
@@ -148,6 +153,7 @@ class RequestWatch:
             error,
             text=None if self._text is None else "".join(self._text),
             trace_headers=self._trace_headers,
+            fingerprint=self._fingerprint,
         )
         if self._traces is not None:
             ended = self._traces.traced(ended)

@@ -70,6 +70,7 @@ class RequestLog:
             "slo": request.slo,
             "request_id": request.request_id,
             "adapter_digest": request.digest,
+            "system_fingerprint": ended.fingerprint,
             **waits_json(timings),
             "e2e_s": round(ended.e2e_s, 6),
             "finish_reason": ended.reason,

@@ -147,6 +147,7 @@ def check_one_answer(body: GenerationBody) -> None:
         "n": (body.n or 1) > 1,
         "prompt_logprobs": body.prompt_logprobs is not None,
         "return_token_ids": bool(body.return_token_ids),
+        "return_weight_versions": bool(body.return_weight_versions),
     }
     for name, is_set in fields.items():
         if is_set:

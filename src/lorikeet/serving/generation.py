@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,7 @@ from lorikeet.client.client import Engines, RequestHandle, RequestOutput
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.plan import Token
+from lorikeet.core.provenance import Provenance
 from lorikeet.core.request import Request
 from lorikeet.http.errors import ApiError, engine_unavailable, hide_paths, unexpected_failure
 from lorikeet.http.logs import log
@@ -63,7 +65,7 @@ class OutputDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ActiveChoice:
-    """One running choice: the engine's handle and its text so far."""
+    """One running choice: the engine's handle, the weights that make it, and its text so far."""
 
     def __init__(
         self,
@@ -72,8 +74,10 @@ class ActiveChoice:
         watch: RequestWatch,
         text_processor: TextProcessor,
         options: TextOptions,
+        base_digest: str,
     ) -> None:
         self.index = index
+        self.provenance = Provenance(base_digest, handle.request.digest or "")
         self.handle = handle
         self.watch = watch
         self.completion_tokens = 0
@@ -169,6 +173,7 @@ class Generation:
         observer: records the outputs and the end of each choice.
         on_close: function that is called once, when the generation is closed.
         timeout_s: seconds after which the choices end with an error; 0 for no limit.
+        base_digest: hex SHA-256 of the base.
 
     Attributes:
         choices: the request's choices, running or finished.
@@ -185,6 +190,7 @@ class Generation:
         observer: RequestObserver,
         timeout_s: float,
         on_close: Callable[[], None],
+        base_digest: str,
     ) -> None:
         self._observer = observer
         self._on_close = on_close
@@ -193,7 +199,7 @@ class Generation:
         self._has_caught_up = False
         """Whether the reader of :meth:`deltas` has handled every delta that it took."""
         self.choices = [
-            ActiveChoice(index, handle, observer.watch(handle), text_processor, options)
+            ActiveChoice(index, handle, observer.watch(handle), text_processor, options, base_digest)
             for index, handle in enumerate(map(client.submit, requests))
         ]
         loop = asyncio.get_running_loop()
@@ -204,6 +210,15 @@ class Generation:
         self.closed = asyncio.Event()
         for choice in self.choices:
             choice.handle.listen(partial(self._receive, choice))
+
+    def provenance(self, index: int = 0) -> Provenance:
+        """Return the weights that make a choice; a request keeps its version until its end, whatever is loaded."""
+        return self.choices[index].provenance
+
+    def weight_versions(self, index: int, tokens: int) -> list[dict[str, Any]]:
+        """Return the weights of the first ``tokens`` tokens of a choice, as vLLM's spans of token positions."""
+        version = self.provenance(index).fingerprint
+        return [{"version": version, "start": 0, "end": tokens}] if tokens else []
 
     async def deltas(self) -> AsyncIterator[OutputDelta]:
         """Yield the deltas of all choices as they arrive, until every choice has finished.

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class Sender(NamedTuple):
         access: the rights of the sender's key.
         report: receives the remaining limits of the sender's key.
         is_admin: whether the sender has an admin key, which shows requests of all tenants.
+        answer_headers: receives headers of the answer; None where no header is sent.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Sender(NamedTuple):
     access: Access
     report: RateReport
     is_admin: bool = False
+    answer_headers: MutableMapping[str, str] | None = None
 
     def may_see(self, tenant: str) -> bool:
         """Return whether the sender may see the requests of a tenant."""

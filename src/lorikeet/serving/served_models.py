@@ -47,6 +47,7 @@ class ServedModels:
         root: hub id of the base model, or name of its folder.
         catalog: the registered adapters.
         max_model_len: longest sequence, in tokens.
+        base_digest: hex SHA-256 of the base as it is served.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class ServedModels:
         root: str,
         catalog: AdapterCatalog,
         max_model_len: int,
+        base_digest: str,
     ) -> None:
+        self.base_digest = base_digest
         self.base_names = base_names
         self._base = frozenset(base_names) | frozenset(aliases)
         published = {found[0] for found in map(_PUBLISHED.match, self._base) if found}

@@ -7,7 +7,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import msgspec
@@ -37,6 +37,7 @@ from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.provenance import DIGEST_HEADER, Provenance
 from lorikeet.core.request import Request, Slo
 from lorikeet.http.admission import AdmissionGate, Ticket
 from lorikeet.http.body_gate import BodyGate
@@ -241,6 +242,7 @@ class Service:
                 background,
             )
             requests = engine_requests(body, spec, prompts, predicted, shared)
+            self._prove(requests, target, body.expect_digest, sender)
             options = text_options(body, spec)
             if self.observer.forecast is not None:
                 self._shed(requests, self.observer.forecast)
@@ -256,6 +258,7 @@ class Service:
                 self.observer,
                 0.0 if sender.is_batch else self.settings.request_timeout_s,
                 on_close=lambda: self._ended(generation, ticket, lease, grant),
+                base_digest=self.models.base_digest,
             )
         except BaseException as error:
             ticket.release()
@@ -268,6 +271,28 @@ class Service:
         self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
         self.generations.add(generation)
         return generation
+
+    def _prove(self, requests: Sequence[Request], target: ResolvedModel, expected: str | None, sender: Sender) -> None:
+        """Report the weights that will make the answers, and check that they are the expected ones.
+
+        Raises:
+            ApiError: 409, they are others; the message has both digests.
+        """
+        made_by = dict.fromkeys(Provenance(self.models.base_digest, request.digest or "") for request in requests)
+        if (headers := sender.answer_headers) is not None:
+            before = filter(None, headers.get(DIGEST_HEADER, "").split(", "))
+            headers[DIGEST_HEADER] = ", ".join(dict.fromkeys([*before, *(each.digests for each in made_by)]))
+        if expected is None:
+            return
+        for each in made_by:
+            if not each.matches(expected):
+                has = f"has the digest {each.adapter}" if each.adapter else "is answered by the base alone"
+                raise ApiError(
+                    409,
+                    f"expect_digest is {expected}, but `{target.name}` {has}; the base's digest is {each.base}.",
+                    param="expect_digest",
+                    headers={"x-should-retry": "false"},
+                )
 
     def gate_of(self, *, is_batch: bool) -> AdmissionGate:
         """Return the gate for a request. Lines of batches have their own gate, so that other requests keep theirs."""

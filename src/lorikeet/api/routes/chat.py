@@ -10,7 +10,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from lorikeet.api.answer_writer import TokenReport, check_stream, respond, tokens_of
+from lorikeet.api.answer_writer import TokenReport, check_stream, respond, tokens_of, versions_of
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.chat_output import AnswerPart, AnswerReader, whole_calls
 from lorikeet.chat.conversation import content_text
@@ -224,6 +224,9 @@ async def chat_batch(http: Request, body: ChatBatchRequest, service: ServiceDep,
         def write() -> bytes:
             each = zip(formats, deltas, strict=True)
             choices = [form.complete(0, found) | {"index": at} for at, (form, found) in enumerate(each)]
+            for choice, chat, answer in zip(choices, chats, answers, strict=True):
+                choice["system_fingerprint"] = answer.generation.provenance().fingerprint
+                choice.update(versions_of(answer.generation, chat, 0))
             counts = [usage_of(answer.generation) for answer in answers]
             usage = token_counts(*(sum(one[key] for one in counts) for key in ("prompt_tokens", "completion_tokens")))
             envelope = {
@@ -231,6 +234,7 @@ async def chat_batch(http: Request, body: ChatBatchRequest, service: ServiceDep,
                 "object": ChatFormat.object,
                 "created": int(time.time()),
                 "model": answers[0].target.name,
+                "system_fingerprint": answers[0].generation.provenance().fingerprint,
             }
             return msgspec.json.encode(envelope | {"choices": choices, "usage": usage})
 

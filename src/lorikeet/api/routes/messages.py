@@ -105,6 +105,7 @@ class MessageWriter:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "system_fingerprint": self.answer.generation.provenance().fingerprint,
             "usage": self.usage() | {"output_tokens": 0},
         }
 

@@ -252,6 +252,7 @@ class ResponseWriter:
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": self._is_stored,
+            "system_fingerprint": self.answer.generation.provenance().fingerprint,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | (form or {}),
             "tool_choice": body.tool_choice or "auto",

@@ -19,6 +19,7 @@ from lorikeet.api.routes.completions import StartedCompletion, start_completion
 from lorikeet.chat.protocol import (
     Body,
     CompletionRequest,
+    ExpectedDigest,
     Penalty,
     StopString,
     Temperature,
@@ -28,6 +29,7 @@ from lorikeet.chat.protocol import (
 )
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import PromptToken, Token
+from lorikeet.core.provenance import Provenance
 from lorikeet.http.errors import ApiError, bad_request, not_supported
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
@@ -82,7 +84,7 @@ class SglangSampling(Body):
 
 
 class SglangRequest(Body):
-    """Body of ``/generate``. Lists of ``sampling_params`` and ``lora_path`` have an entry for each prompt."""
+    """Body of ``/generate``. Lists of parameters, adapters and digests have an entry for each prompt."""
 
     refused: ClassVar = {
         "image_data": (([],), "Only text is supported."),
@@ -95,6 +97,7 @@ class SglangRequest(Body):
     input_ids: TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     sampling_params: SglangSampling | list[SglangSampling | None] | None = None
     lora_path: str | list[str | None] | None = None
+    expect_digest: ExpectedDigest | list[ExpectedDigest | None] | None = None
     rid: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
@@ -123,15 +126,20 @@ class SglangRequest(Body):
         if (self.text is None) == (self.input_ids is None):
             raise bad_request("Give either text or input_ids.", "text")
         prompts: Any = self.input_ids if self.text is None else self.text
-        if not isinstance(self.sampling_params, list) and not isinstance(self.lora_path, list):
-            return [self._completion(prompts, self.sampling_params, self.lora_path)]
-        if not self.is_batch:
-            raise bad_request("Lists of sampling_params or lora_path need a list of prompts.", "text")
-        params = _of_each(self.sampling_params, len(prompts), "sampling_params")
-        names = _of_each(self.lora_path, len(prompts), "lora_path")
-        return [self._completion(*one) for one in zip(prompts, params, names, strict=True)]
+        if any(isinstance(each, list) for each in (self.sampling_params, self.lora_path, self.expect_digest)):
+            if not self.is_batch:
+                raise bad_request(
+                    "Lists of sampling_params, lora_path or expect_digest need a list of prompts.", "text"
+                )
+            params = _of_each(self.sampling_params, len(prompts), "sampling_params")
+            names = _of_each(self.lora_path, len(prompts), "lora_path")
+            digests = _of_each(self.expect_digest, len(prompts), "expect_digest")
+            return [self._completion(*one) for one in zip(prompts, params, names, digests, strict=True)]
+        return [self._completion(prompts, self.sampling_params, self.lora_path, self.expect_digest)]  # type: ignore[arg-type]
 
-    def _completion(self, prompt: Any, params: SglangSampling | None, lora_path: str | None) -> CompletionRequest:
+    def _completion(
+        self, prompt: Any, params: SglangSampling | None, lora_path: str | None, digest: str | None
+    ) -> CompletionRequest:
         given = params or SglangSampling()
         refuse_unsupported(given)
         fields = given.model_dump(exclude_unset=True, include=set(SglangSampling.model_fields))
@@ -140,6 +148,7 @@ class SglangRequest(Body):
         fields = {renamed.get(name, name): value for name, value in fields.items()} | {
             "prompt": prompt,
             "lora_path": lora_path,
+            "expect_digest": digest,
             "priority": self.priority,
             "logprobs": alternatives,
             "prompt_logprobs": alternatives if self.scores_prompt else None,
@@ -233,6 +242,7 @@ def _answer(whole: Answer, body: SglangRequest, texts: TextProcessor, request_id
         "prompt_tokens": len(whole.prompt_token_ids),
         "completion_tokens": whole.choice.completion_tokens,
         "cached_tokens": timings.cached_tokens,
+        "weight_version": whole.choice.provenance.fingerprint,
     }
     if body.return_logprob:
         with_text = bool(body.return_text_in_logprobs)
@@ -328,7 +338,7 @@ async def model_info(service: ServiceDep) -> dict[str, Any]:
         "tokenizer_path": root,
         "is_generation": True,
         "preferred_sampling_params": None,
-        "weight_version": "default",
+        "weight_version": Provenance(service.models.base_digest).fingerprint,
         "has_image_understanding": False,
         "has_audio_understanding": False,
     }

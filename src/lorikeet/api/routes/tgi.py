@@ -18,6 +18,7 @@ from lorikeet.chat.protocol import (
     Body,
     CompletionRequest,
     Count,
+    ExpectedDigest,
     MergedAdapters,
     Penalty,
     StopString,
@@ -97,6 +98,7 @@ class TgiParameters(Body):
     return_k_alternatives: Annotated[int, Field(ge=0)] | None = None
     grammar: Grammar | None = None
     response_format: ResponseFormat | None = None
+    expect_digest: ExpectedDigest | None = None
 
     @property
     def alternatives(self) -> int:
@@ -159,6 +161,7 @@ class TgiRequest(Body):
             "truncate_prompt_tokens": given.truncate,
             "logprobs": given.alternatives if needs_logprobs else None,
             "prompt_logprobs": 0 if given.decoder_input_details else None,
+            "expect_digest": given.expect_digest,
             **given.structure,
         }
         return validated(CompletionRequest, fields)
@@ -298,6 +301,7 @@ def _details(whole: Answer, body: TgiRequest) -> dict[str, Any]:
         "input_length": prompt_tokens,
         "generated_tokens": whole.choice.completion_tokens,
         "seed": body.given.seed,
+        "system_fingerprint": whole.choice.provenance.fingerprint,
     }
 
 
