@@ -256,7 +256,7 @@ async def test_refused_connection_has_its_own_error() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8001", "ftp://host", "http://", "/v1"])
 def test_invalid_address_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="no address"):
+    with pytest.raises(ValueError, match="must be the address"):
         Connections(url)
 
 

@@ -405,7 +405,7 @@ async def test_backend_without_key_differs_from_a_missing_one(
             await router.up(1)
             assert router.parts.backend_router.backend_errors() == ""
             await backend.kill()
-    warnings = [entry for entry in logged if entry["event"] == "backend not there"]
+    warnings = [entry for entry in logged if entry["event"] == "backend cannot be reached"]
     assert len(warnings) == 2, "each reason once"
     assert reason in warnings[1]["reason"]
 
@@ -439,7 +439,7 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
     [
         ({"preset": "nonsense"}, "unknown preset"),
         ({"backends": ("http://a", "http://a/v1")}, "twice"),
-        ({"backends": ("localhost:8001",)}, "no address"),
+        ({"backends": ("localhost:8001",)}, "must be the address"),
     ],
 )
 async def test_invalid_options_are_refused_before_the_start(options: dict[str, Any], reason: str) -> None:

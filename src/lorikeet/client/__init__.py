@@ -1,1 +1,1 @@
-"""The API process's side of the message channel: token streams, engine supervision, restarts. Never imports torch."""
+"""Runs engines from the API process: token streams, supervision and restarts. Never imports torch."""

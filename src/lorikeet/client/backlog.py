@@ -1,4 +1,4 @@
-"""Outputs of an engine that have arrived and are not passed on yet."""
+"""Holds outputs of an engine that have arrived and are not passed on yet."""
 
 from itertools import count, islice
 
@@ -13,10 +13,10 @@ _NOTHING = StepOutputs((), (), ())
 
 
 class Backlog:
-    """Outputs that wait to be passed on in parts, each of few requests.
+    """Queues outputs, and passes them on in parts of a few requests.
 
-    Requests with events, such as a first token or an end, go first. Tokens that come while others of their request wait
-    are joined with them: so nothing waits for more than one part of each request, however far behind this process is.
+    Requests with events, such as a first token or an end, go first. New tokens of a request join its waiting tokens, so
+    that each request waits with only one part, even if this process is far behind.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,13 @@ class Backlog:
         if outputs.stats is not None:
             self._stats = outputs.stats
         elif any(isinstance(event, Finished) for event in outputs.events):
-            self._stats = None  # These gauges count requests that have ended since.
+            self._stats = None  # These gauges still count requests that have ended since then.
         rest = msgspec.structs.replace(outputs, tokens=(), events=(), stats=None, prompt_logprobs=(), pooled=())
         if rest != _NOTHING:
             waiting[next(self._numbers)] = rest
 
     def take(self, most: int) -> StepOutputs:
-        """Return outputs of at most so many requests. The backlog must not be empty."""
+        """Return the outputs of at most ``most`` requests. The backlog must not be empty."""
         waiting = self._waiting
         part = _NOTHING
         urgent = [*islice(self._events, most)]

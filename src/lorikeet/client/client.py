@@ -1,7 +1,6 @@
-"""The client of one engine.
+"""Submits requests to one engine, collects their tokens, and resumes them after the engine has died.
 
-It submits requests, collects their tokens, and resumes them when the engine has died. The cluster's client has the
-same interface.
+The cluster's client has the same interface.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ DEATHS_PER_REQUEST = 3
 
 
 class RequestOutput(NamedTuple):
-    """The tokens of one request from one turn of the engine loop, and how it ended if it has."""
+    """The tokens of one request from one turn of the engine loop, and its end if it has ended."""
 
     tokens: tuple[Token, ...]
     finished: Finished | None
@@ -53,17 +52,17 @@ class RequestHandle:
 
     Attributes:
         request: the request as submitted.
-        timings: filled as events arrive.
-        token_ids: received so far, those of earlier attempts included.
-        prompt_logprobs: of the prompt's tokens by their positions, if the request asks for them; complete when the
-            first token is there.
-        pooled: the vector of a request with ``pooling``, as of ``core.plan.Pooled``; None until it is there.
-        deaths: number of engines that died while they ran it.
-        attempt: number of the newest attempt; one less than the request's own before it is first sent. Outputs of
+        timings: times of the request's events, filled as they arrive.
+        token_ids: all tokens received so far, including tokens of earlier attempts.
+        prompt_logprobs: log probabilities of the prompt's tokens by position, if requested; complete at the first
+            token.
+        pooled: the vector of a request with ``pooling`` (see ``core.plan.Pooled``); None until it arrives.
+        deaths: number of engines that died while they ran the request.
+        attempt: number of the newest attempt; before the first attempt, one less than the request's number. Outputs of
             other attempts are stale.
-        is_queued: whether that attempt has reached its engine.
-        replica: the replica that runs it, None while none does.
-        sent_s: when it was sent to that replica of a cluster, on this process's clock.
+        is_queued: whether the newest attempt has reached its engine.
+        replica: the replica that runs the request; None while it runs nowhere.
+        sent_s: time of sending to that replica of a cluster, on this process's clock.
     """
 
     def __init__(self, request: Request, abort: Callable[["RequestHandle", bool], None]) -> None:
@@ -83,18 +82,18 @@ class RequestHandle:
         self._listener: OutputListener = self._unheard.append
 
     def abort(self, *, is_complete: bool = False) -> None:
-        """Abort the request; its blocks are free at the engine's next step. A second call does nothing.
+        """Abort the request. Its blocks are freed at the engine's next step. A second call does nothing.
 
         Args:
-            is_complete: whether its answer is complete, as after a stop string; else it was cut short.
+            is_complete: whether the answer is complete, as after a stop string. Otherwise it was cut short.
         """
         self._abort(self, is_complete)
 
     def listen(self, listener: "OutputListener") -> None:
-        """Pass outputs to a function as they arrive, beginning with those that have arrived already.
+        """Pass outputs to a function as they arrive, beginning with earlier ones.
 
-        An ``EngineError`` says that the engine has ended and will not be restarted. The function may abort the request,
-        and must not raise.
+        An ``EngineError`` means that the engine has ended and will not be restarted. The function may abort the
+        request, and must not raise.
         """
         self._listener = listener
         for output in self._unheard:
@@ -111,7 +110,7 @@ class RequestHandle:
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def next_attempt(self) -> Request:
-        """Begin the next attempt: return the request with all tokens that have arrived, to be sent to an engine."""
+        """Begin the next attempt: return the request for an engine, with all tokens that have arrived."""
         self.attempt += 1
         self.is_queued = False
         return msgspec.structs.replace(self.request, attempt=self.attempt, output_token_ids=list(self.token_ids))
@@ -122,7 +121,7 @@ OutputListener = Callable[[RequestOutput | EngineError], None]
 
 
 class Streams:
-    """All requests in flight."""
+    """Holds all requests in flight."""
 
     def __init__(self) -> None:
         self._handles: dict[RequestId, RequestHandle] = {}
@@ -163,10 +162,10 @@ class Streams:
         return handle
 
     def without_stale(self, replica: ReplicaId, outputs: StepOutputs) -> StepOutputs:
-        """Return a replica's outputs without those of requests that have since ended or moved, or of old attempts.
+        """Return a replica's outputs without stale outputs of ended or moved requests and of old attempts.
 
-        A request may have moved away and back: the end of its earlier attempt there is not its end. Which attempt a
-        replica is at follows from its ``Queued`` events, so every output of a replica must pass here once, in order.
+        A request may have moved away and back: the end of its earlier attempt there is not its end. The ``Queued``
+        events give the attempt that a replica runs, so every output of a replica must pass here once, in order.
         """
         events = tuple([event for event in outputs.events if self._is_current(replica, event)])
         tokens = tuple([token for token in outputs.tokens if self._is_token_current(replica, token)])
@@ -201,7 +200,7 @@ class Streams:
         return [(handles[request_id], finished) for request_id, finished in ended.items()]
 
     def _is_current(self, replica: ReplicaId, event: RequestEvent) -> bool:
-        """Return whether an event is of the newest attempt, whose events begin with ``Queued``."""
+        """Return whether an event belongs to the newest attempt, whose events begin with ``Queued``."""
         handle = self._handles.get(event.request_id)
         if handle is None or handle.replica != replica:
             return False
@@ -250,11 +249,11 @@ _ONE_ENGINE = "this server has one engine of its own; start it with --replicas t
 
 
 class Engines(Protocol):
-    """The engines that run the requests of a server: one engine process, or the replicas of a cluster."""
+    """Interface of the engines that run a server's requests: one engine process, or the replicas of a cluster."""
 
     @property
     def engine_info(self) -> EngineReady:
-        """The sizes of one replica, which are the same for all."""
+        """Sizes of one replica, which are the same for all replicas."""
         ...
 
     @property
@@ -288,15 +287,15 @@ class Engines(Protocol):
         ...
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """Announce versions for which requests may arrive until they are dropped, so that they can be prefetched."""
+        """Announce adapter versions, which engines may prefetch. Requests may use a version until its drop."""
         ...
 
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
-        """Evict these versions last, and no others, in all engines and those that start later."""
+        """Replace the pinned versions, which all present and later engines evict last."""
         ...
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
-        """Free a version once no request uses it; return the bytes freed on all tiers, its KV's included.
+        """Free a version once no request uses it. Return the bytes freed on all tiers, including its KV.
 
         Raises:
             EngineError: the engines have failed or are closed.
@@ -304,7 +303,7 @@ class Engines(Protocol):
         ...
 
     def set_paused(self, paused: bool) -> None:
-        """Pause the engines, or let them go on. While they are paused, requests wait and their streams stay open."""
+        """Pause or resume the engines. During a pause, requests wait and their streams stay open."""
         ...
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
@@ -324,16 +323,18 @@ class Engines(Protocol):
         ...
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """Empty and stop a replica. It gets no new requests; those that it has move to others, with their KV if it can.
+        """Drain and stop a replica.
+
+        It gets no new requests. Its requests move to other replicas, if possible with their KV.
 
         Args:
             replica_id: id of the replica.
-            drain_s: how long requests whose KV cannot move may go on there before they are recomputed elsewhere, in
-                seconds.
+            drain_s: seconds for which requests whose KV cannot move may continue on the replica, before other replicas
+                recompute them.
 
         Raises:
             KeyError: there is no such replica.
-            EngineError: it is the only one, or became the only one while it drained; then it stays.
+            EngineError: the replica is the only one, or became the only one while it drained. It then stays.
         """
         ...
 
@@ -343,9 +344,10 @@ class Engines(Protocol):
 
 
 class EngineClient:
-    """The client of one engine process on this machine. Implements ``Engines``.
+    """The client of one engine process on this machine.
 
-    It keeps what a restarted engine needs: the streams of all requests, the registered adapters and the pending drops.
+    Implements ``Engines``. The client keeps the state that a restarted engine needs: the streams of all requests, the
+    registered adapters and the pending drops.
 
     Args:
         settings: all settings.
@@ -371,7 +373,7 @@ class EngineClient:
 
     @property
     def engine_info(self) -> EngineReady:
-        """The sizes of the engine."""
+        """Sizes of the engine."""
         return self._supervisor.engine_info
 
     @property
@@ -409,23 +411,23 @@ class EngineClient:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         handle.replica = ONLY_REPLICA
-        if self._supervisor.is_connected:  # Otherwise on_restart sends it.
+        if self._supervisor.is_connected:  # Without an engine, on_restart will send the request.
             self._supervisor.send(Submit(handle.next_attempt()))
         return handle
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """Send versions to the engine, and keep them for an engine that replaces it."""
+        """Send versions to the engine, and keep them for its successors."""
         new = {ref.digest: ref for ref in refs}
         self._registered |= new
         self._supervisor.register_adapters(new.values())
 
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
-        """Send the pinned versions to the engine, and keep them for an engine that replaces it."""
+        """Send the pinned versions to the engine, and keep them for its successors."""
         self._pinned = tuple(digests)
         self._supervisor.pin_adapters(self._pinned)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
-        """Drop a version from the engine; return the bytes freed."""
+        """Drop a version from the engine. Return the bytes freed."""
         if self._failure is not None:
             raise self._failure
         self._registered.pop(digest, None)
@@ -434,7 +436,7 @@ class EngineClient:
         return await freed
 
     def set_paused(self, paused: bool) -> None:
-        """Pause the engine, or let it go on."""
+        """Pause or resume the engine."""
         self._supervisor.set_paused(paused)
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
@@ -476,12 +478,12 @@ class EngineClient:
                 on_event(event)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
-        """Count the death for every request; end requests that were in flight at too many deaths."""
+        """Count the engine's death for every request. End requests that were in flight at too many deaths."""
         for handle in self._streams:
             self._streams.count_death(handle, code)
 
     def on_restart(self, supervisor: EngineSupervisor) -> int:
-        """Send the new engine all adapters, requests and drops; return the number of requests."""
+        """Send the new engine all adapters, requests and drops. Return the number of requests."""
         self._supervisor.register_adapters(self._registered.values())
         if self._pinned:
             self._supervisor.pin_adapters(self._pinned)
@@ -510,7 +512,7 @@ class EngineClient:
 
 
 class PendingDrops:
-    """Adapter versions that one engine is dropping, and the futures of the callers that wait."""
+    """Holds the adapter versions that one engine is dropping, with the futures of the waiting callers."""
 
     def __init__(self) -> None:
         self._waiting: dict[AdapterDigest, list[asyncio.Future[int]]] = {}
@@ -524,7 +526,7 @@ class PendingDrops:
         return digest in self._waiting
 
     def begin(self, digest: AdapterDigest) -> "asyncio.Future[int]":
-        """Begin a drop; return a future of the bytes that it frees."""
+        """Begin a drop. Return a future of the number of bytes that it frees."""
         freed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(digest, []).append(freed)
         return freed

@@ -1,4 +1,7 @@
-"""Engine processes on this machine. The command starts one before its other imports, so this module imports little."""
+"""Starts engine processes on this machine.
+
+The command starts one before its other imports, so this module imports little.
+"""
 
 import os
 import subprocess
@@ -18,7 +21,8 @@ class ChildProcess:
     """
 
     def __init__(self, address: str) -> None:
-        # In its own session, so that a Ctrl-C at the terminal reaches only the API process, which drains first.
+        # The engine has a separate session, so that a Ctrl-C at the terminal reaches only the API process, which drains
+        # first.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lorikeet.engine", address],
             stdin=subprocess.PIPE,
@@ -49,10 +53,10 @@ class ChildProcess:
         self._process.kill()
 
     async def wait(self) -> int:
-        """Wait until the process has ended; return its exit code."""
+        """Wait until the process has ended, and return its exit code."""
         import asyncio  # A start does not need this module.
 
-        if not hasattr(os, "pidfd_open"):  # macOS
+        if not hasattr(os, "pidfd_open"):  # macOS has no pidfd_open.
             return await asyncio.to_thread(self._process.wait)
         if self._process.poll() is None:
             loop = asyncio.get_running_loop()
@@ -78,7 +82,7 @@ class LocalHost:
         self._early: ChildProcess | None = None
 
     def start_early(self) -> None:
-        """Start the next engine process early: it imports its libraries before its settings are known."""
+        """Start the next engine process early, so that it imports its libraries before its settings are known."""
         self._early = ChildProcess(self.bind_address())
 
     def bind_address(self) -> str:
@@ -105,7 +109,7 @@ _first: LocalHost | None = None
 
 
 def start_first_host() -> None:
-    """Start the engine process of :func:`first_host`, before it is known whether one is needed."""
+    """Start the engine process of :func:`first_host` before the settings show whether an engine is needed."""
     global _first
     _first = LocalHost()
     _first.start_early()

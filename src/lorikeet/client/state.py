@@ -1,4 +1,4 @@
-"""Read-only state of the serving engines, for ``/v1/cluster`` and the metrics."""
+"""Describes the state of the engines, for ``/v1/cluster`` and the metrics."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,11 +10,11 @@ from lorikeet.core.messages import EngineReady, EngineStats, RouteStats
 
 
 class ReplicaView(Protocol):
-    """The state of one replica from its supervisor."""
+    """Reads the state of one replica from its supervisor."""
 
     @property
     def engine_info(self) -> EngineReady:
-        """The sizes of the engine."""
+        """Sizes of the engine."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class ReplicaView(Protocol):
 
     @property
     def trouble(self) -> str:
-        """The reason why the engine is not ready; without meaning while it is."""
+        """The reason why the engine is not ready. It has no meaning while the engine is ready."""
         ...
 
     @property
@@ -53,16 +53,16 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
     Attributes:
         id: id of the replica.
-        pid, address: process id of its engine, and address of the machine on which that runs.
-        alive: whether it is ready now.
-        is_open: whether it gets new requests.
-        restarts: number of restarts of its engine.
-        running, waiting: number of requests, as its engine counts them.
-        resident: digests of the adapters on its device.
-        held, held_bytes: number of adapters whose files it has, and their bytes.
-        memory_used: share of its device memory that is not free; None if it is not known.
-        links: transfers between its tiers since its engine started, by route such as ``host-device``.
-        trouble: why it is not ready; empty if it is, or if that is not known.
+        pid, address: process id of the engine, and address of the engine's machine.
+        alive: whether the engine is ready.
+        is_open: whether the replica gets new requests.
+        restarts: number of restarts of the engine.
+        running, waiting: number of requests by the engine's count.
+        resident: digests of the adapters on the device.
+        held, held_bytes: number of adapters whose files the replica has, and the size of these files in bytes.
+        memory_used: used share of the device memory; None if unknown.
+        links: transfers between tiers since the engine's start, by route such as ``host-device``.
+        trouble: the reason why the engine is not ready; empty if it is ready or the reason is unknown.
     """
 
     id: ReplicaId
@@ -87,11 +87,11 @@ class CopyCounts(msgspec.Struct):
     Attributes:
         fetches, fetched_bytes: copies from one replica to another.
         provisions, provided_bytes: copies from an adapter's own files to a replica.
-        peer_bytes: bytes of both kinds that went straight from the memory of one process to another's.
+        peer_bytes: bytes of both kinds that went directly from the memory of one process to another's.
         disk_bytes: bytes of both kinds that were written to a disk.
         failed: failed copies of both kinds.
         deletes: copies deleted.
-        under_way: copies in flight.
+        under_way: number of copies in progress.
     """
 
     fetches: int = 0
@@ -110,7 +110,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     Attributes:
         replicas: replicas in the order of their start.
-        unrouted: requests that are at no replica yet.
+        unrouted: number of requests that are not at a replica yet.
         epoch: number of the placement.
         shares: digest → replica → share of the adapter's requests; empty with one replica.
         copies: copies of adapters since the start.

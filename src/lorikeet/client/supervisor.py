@@ -1,4 +1,4 @@
-"""Starts an engine process, connects to it, and starts another when it dies."""
+"""Starts an engine process, connects to it, and replaces it when it dies."""
 
 import asyncio
 import signal
@@ -120,7 +120,7 @@ class EngineListener(Protocol):
         """Send a new engine, which is ready and has no state yet, its adapters and requests.
 
         Returns:
-            How many requests it was sent to resume.
+            Number of requests that the engine resumes.
         """
         ...
 
@@ -130,7 +130,7 @@ class EngineListener(Protocol):
 
 
 class EngineSupervisor:
-    """Keeps one engine process running: starts it, passes its messages on, and restarts it when it dies or hangs.
+    """Keeps one engine process running: starts it, passes on its messages, and replaces it when it dies or hangs.
 
     Args:
         replica: id of the engine, for the listener and the log.
@@ -138,15 +138,16 @@ class EngineSupervisor:
         context: context of the ZeroMQ sockets.
         settings: all settings as JSON.
         listener: its callbacks are called on the event loop.
-        timeouts: when it counts as hung.
+        timeouts: timeouts after which the process counts as hung.
 
     Attributes:
-        replica, host: see above.
+        replica, host: the arguments.
         engine_info: sizes of the running engine; set by :meth:`start`.
         stats: the newest gauges, None before the first.
-        is_connected: whether an engine is ready, so that messages reach it, though it may not answer at the moment.
+        is_connected: whether an engine is ready, so that messages reach it. A connected engine may still be late to
+            answer.
         restarts: number of restarts of the engine.
-        trouble: why the engine is not ready, as far as is known here.
+        trouble: the reason why the engine is not ready, if known.
     """
 
     engine_info: EngineReady
@@ -208,21 +209,21 @@ class EngineSupervisor:
             self._connection.send(message)
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """Send adapter versions for which requests may arrive to the engine, if one is running."""
+        """Send a running engine the adapter versions for which requests may arrive."""
         remaining = iter(refs)
         while batch := tuple(islice(remaining, MAX_ADAPTERS_PER_MESSAGE)):
             self.send(RegisterAdapters(batch))
 
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
-        """Send all versions that are evicted last to the engine, if one is running."""
+        """Send a running engine all versions to evict last."""
         self.send(PinAdapters(tuple(digests)))
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
-        """Send the engine, if one is running, a version to free once no request uses it."""
+        """Send a running engine a version to free once no request uses it."""
         self.send(DropAdapter(digest))
 
     def set_paused(self, paused: bool) -> None:
-        """Pause the engine and any that replaces it, or let them go on."""
+        """Pause or resume the engine and its successors."""
         self.is_paused = paused
         self.send(SetPaused(paused))
 
@@ -248,7 +249,7 @@ class EngineSupervisor:
         self.engine_info = self._connection.engine_info
         self.is_connected = True
         self._started_s = time.monotonic()
-        self.trouble = "it does not answer"  # This reason is shown only if the engine becomes late.
+        self.trouble = "it does not answer"  # The reason is shown only if the engine becomes late.
         return self._connection
 
     async def _supervise(self, connection: "Connection") -> None:
@@ -260,7 +261,7 @@ class EngineSupervisor:
             raise
 
     async def _watch(self, connection: "Connection") -> None:
-        """Pass messages to the listener; when the engine dies, restart it."""
+        """Pass messages to the listener, and restart the engine when it dies."""
         while True:
             async for message in connection.messages():
                 if isinstance(message, StepOutputs):
@@ -299,9 +300,9 @@ class EngineSupervisor:
             )
 
     def _add_to_backlog(self, outputs: StepOutputs) -> None:
-        """Pass outputs on in parts, with a turn of the event loop between two of them.
+        """Pass outputs on in parts, with a turn of the event loop between two parts.
 
-        Outputs with events pass a part on at once: a first token or an end waits for no turn.
+        Outputs with events, such as a first token or an end, are passed on without waiting for a turn.
         """
         is_behind = bool(self._backlog)
         self._backlog.add(outputs)
@@ -326,7 +327,7 @@ class EngineSupervisor:
         self._listener.on_outputs(self, self._backlog.take(REQUESTS_AT_ONCE))
 
     async def _restart(self) -> "Connection | None":
-        """Start the engine again; return None if the supervisor gave up or is closing."""
+        """Start the engine again. Return None if the supervisor has given up or is closing."""
         for attempt in range(MAX_FAILED_STARTS):
             _log.info("restarting engine", replica=self.replica, attempt=attempt + 1, max_attempts=MAX_FAILED_STARTS)
             try:
@@ -371,7 +372,7 @@ class EngineProcess(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while no end was reported."""
+        """The exit code, negative for a signal; None until the end is reported."""
         ...
 
     def kill(self) -> None:
@@ -379,7 +380,7 @@ class EngineProcess(Protocol):
         ...
 
     async def wait(self) -> int | None:
-        """Wait until the process has ended; return its exit code, None if that is unknown."""
+        """Wait until the process has ended, and return its exit code; None if unknown."""
         ...
 
 
@@ -419,16 +420,16 @@ class Connection:
     All times in messages on this side are on this machine's clock, wherever the engine runs.
 
     Args:
-        process: runs the engine.
-        socket: bound to the address that the engine connects to.
-        timeouts: when the process is killed although it runs.
+        process: the engine's process.
+        socket: socket that is bound to the address for the engine.
+        timeouts: timeouts after which a running process is killed.
         replica, address: replica and address for the log.
 
     Attributes:
-        process: see above.
+        process: the engine's process.
         engine_info: sizes of the engine; set by :meth:`on_ready`.
-        is_late: whether the engine has not answered for a while.
-        hung: why the process was killed; empty if it was not.
+        is_late: whether the engine has been silent for a while.
+        hung: the reason why the process was killed; empty if it was not killed.
     """
 
     engine_info: EngineReady
@@ -458,7 +459,7 @@ class Connection:
         self._clock: RemoteClock | None = None
 
     def on_ready(self, engine_info: EngineReady) -> None:
-        """Keep the engine's sizes; if it runs on another machine, convert times from now on."""
+        """Keep the engine's sizes. If the engine runs on another machine, convert times from now on."""
         self.engine_info = engine_info
         if engine_info.boot_id != boot_id():
             self._clock = RemoteClock(engine_info.at_s, time.monotonic())
@@ -470,10 +471,10 @@ class Connection:
         self._socket.send(self._codec.encode(message))
 
     def messages(self) -> AsyncIterator[FromEngine]:
-        """Return the stream of messages but heartbeats, always the same one.
+        """Return the stream of messages without heartbeats; every call returns the same stream.
 
-        It ends once the process has ended and all is read. If messages are lost the process is killed, so that another
-        one takes its place.
+        It ends after the process has ended and all messages were read. If messages are lost, the process is killed, so
+        that another process replaces it.
         """
         return self._messages
 
@@ -483,7 +484,7 @@ class Connection:
         self.send(Shutdown())
 
     def close(self) -> None:
-        """Close the socket; queued messages are dropped."""
+        """Close the socket and drop queued messages."""
         self._watching.cancel()
         self._socket.close()
 
@@ -524,15 +525,16 @@ class Connection:
                 receiving.cancel()
 
     async def _watch(self) -> None:
-        """Note when the engine is late, and kill it when it hangs. Send heartbeats, too.
+        """Record when the engine is late, and kill it when it hangs.
 
-        Silence is counted in checks of this process: if it stood still itself, messages may wait to be read.
+        Send heartbeats, too. Silence is counted in checks of this process, not in seconds: if this process was
+        suspended, messages may wait to be read.
         """
         received = 0
         silent_s = 0.0
         while not self.hung:
             await asyncio.sleep(CHECK_EVERY_S)
-            if self._messages_received:  # Before this message the socket may have no peer.
+            if self._messages_received:  # The socket may have no peer before this message.
                 self.send(Heartbeat(0.0))
             silent_s = silent_s + CHECK_EVERY_S if self._messages_received == received else 0.0
             received = self._messages_received
@@ -556,7 +558,7 @@ class Connection:
         await self._kill()
 
     async def _kill(self) -> None:
-        """Kill the process, and wait until its end is reported or that takes too long."""
+        """Kill the process, and wait for a limited time until its end is reported."""
         self.is_late = True
         with suppress(ProcessLookupError):  # The process has just ended.
             self.process.kill()
@@ -569,13 +571,13 @@ class Connection:
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
 
     async def _replace_cut_off(self) -> None:
-        """End the messages of an engine whose connection is lost, unless its own end is reported, which explains it."""
+        """End the messages of an engine whose connection is lost, unless the end of its process is reported."""
         await asyncio.wait({self._exited}, timeout=_EXIT_REPORT_S)
         if not self._exited.done():
             self.is_late = True
             self.hung = "the connection to its machine is lost"
             _log.error("engine is cut off and replaced", replica=self._replica, address=self._address)
-            self.process.kill()  # The kill takes effect if the machine is reached again.
+            self.process.kill()  # The kill takes effect when the machine can be reached again.
             self._exited.cancel()
 
 
@@ -587,9 +589,9 @@ def _share(seconds: float, limit_s: float) -> float:
 def secure(socket: zmq.asyncio.Socket) -> str:
     """Encrypt a channel over TCP, notice if it breaks, and return the key that the engine needs to connect.
 
-    Both ends prove who they are, by CurveZMQ with keys that are used once. The engine checks that this end has the
-    secret to the key. This end need not know the engine's: the key is told to the engine alone, and without it nobody
-    can begin a connection. Sockets without it are closed before they become the peer.
+    Both ends authenticate by CurveZMQ with keys that are used once. The engine checks that this end has the secret of
+    the key. This end need not know the engine's key: only the engine receives this end's key, and nobody can begin a
+    connection without it. Sockets without the key are closed before they become the peer.
     """
     key, secret = zmq.curve_keypair()
     socket.curve_server = True
@@ -612,10 +614,10 @@ async def connect(
 
     Args:
         host: starts the process.
-        context: context of the socket.
+        context: ZeroMQ context of the socket.
         settings: all settings as JSON.
-        on_progress: called while the engine starts.
-        timeouts: when the process counts as hung, now and later.
+        on_progress: function that is called while the engine starts.
+        timeouts: timeouts after which the process counts as hung, now and later.
         replica: replica for the log.
 
     Raises:

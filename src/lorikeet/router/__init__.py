@@ -1,1 +1,1 @@
-"""``lorikeet router``: one address for servers that others started; it places adapters and routes requests."""
+"""``lorikeet router``: places adapters on running servers and routes requests to them, behind one address."""

@@ -1,4 +1,4 @@
-"""An adapter as the router knows it: the source that backends load it from, and its rank and size for placement."""
+"""Describes adapters for the router: the source for backends, and the rank and size for placement."""
 
 import hashlib
 from pathlib import Path
@@ -17,13 +17,13 @@ class RoutedAdapter(msgspec.Struct, frozen=True):
     """One version of an adapter under one name.
 
     Attributes:
-        name: what clients write in ``model``, and what backends load it as.
-        source: path or URL that backends load it from; it must mean the same to all of them.
-        digest: hash of name and content. If the files cannot be read here, of name, source and number of replacements.
-            The name is part of it since backends keep an adapter under each of its names.
-        rank: its largest rank; 0 for unknown.
-        size_bytes: size of its weights; 0 for unknown.
-        replaces: the name belonged to another version before, which a backend may still have under that name.
+        name: the adapter's name for clients (in ``model``) and backends.
+        source: path or URL from which backends load the adapter. It must mean the same adapter on all backends.
+        digest: hash of name and content. If the router cannot read the files, it is the hash of name, source and number
+            of replacements. The name is included since backends keep an adapter under each of its names.
+        rank: the adapter's largest rank; 0 if unknown.
+        size_bytes: size of the weights in bytes; 0 if unknown.
+        replaces: whether the name belonged to another version before, which backends may still have.
     """
 
     name: str
@@ -40,15 +40,15 @@ class _Ranks(msgspec.Struct):
 
 
 def describe_adapter(name: str, source: str, rank: int | None = None) -> RoutedAdapter:
-    """Read rank, size and digest of an adapter. Whether it can be served is checked by the backends.
+    """Read rank, size and digest of an adapter. The backends check whether they can serve the adapter.
 
     Args:
-        name: what clients write in ``model``.
+        name: the adapter's name for clients, in ``model``.
         source: path or URL for the backends.
-        rank: its largest rank, needed if its config cannot be read here.
+        rank: the adapter's largest rank, which is needed if the router cannot read the config.
 
     Raises:
-        AdapterError: no rank is known, or the config cannot be read.
+        AdapterError: the rank is unknown, or the config cannot be read.
     """
     config, weights = _files(Path(source))
     digest = hashlib.sha256(b"%d\n" % len(name.encode()) + name.encode())
@@ -71,13 +71,13 @@ def describe_adapter(name: str, source: str, rank: int | None = None) -> RoutedA
 
 
 def as_new_version(adapter: RoutedAdapter, number: int) -> RoutedAdapter:
-    """Return an adapter as version ``number`` from the same source, with a digest of its own."""
+    """Return the adapter as version ``number`` from the same source, with a new digest."""
     digest = hashlib.sha256(f"{adapter.digest} {number}".encode()).hexdigest()
     return msgspec.structs.replace(adapter, digest=AdapterDigest(digest))
 
 
 def _files(folder: Path) -> tuple[Path | None, Path | None]:
-    """Return the config and weights files of a PEFT folder; None for each that is missing."""
+    """Return the config and weights files of a PEFT folder; None for a missing file."""
     config = folder / CONFIG_FILE
     weights = next((folder / name for name in _WEIGHTS_FILES if (folder / name).is_file()), None)
     return (config if config.is_file() else None), weights

@@ -1,8 +1,8 @@
-"""The APIs of the servers behind a router: how each loads an adapter, and how a request names it there.
+"""Calls the APIs of the servers behind a router: each loads adapters, and names them in requests, in its own way.
 
 All speak OpenAI's completions. vLLM and llama.cpp's server have been run behind a router. The calls of SGLang (LoRA
-serving) and Ollama (docs/api) were compared with their documentation in November 2026, those of TGI and LoRAX are as we
-know them; none of these four has been run behind a router yet.
+serving) and Ollama (docs/api) were compared with their documentation in November 2026, the calls of TGI and LoRAX were
+written from memory. None of these four servers has been run behind a router yet.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _CHUNK_BYTES = 2**20
 
 
 class Reply(NamedTuple):
-    """An answer to a call of the router."""
+    """A server's answer to a call of the router."""
 
     status: int
     text: bytes
@@ -57,14 +57,14 @@ class ServerApi:
     """The API of vLLM and Lorikeet: a call loads an adapter, which is then a model of its own.
 
     Args:
-        base: the base model's name at the server; empty for what it lists.
+        base: the base model's name at the server; empty for the listed name.
 
     Attributes:
-        name: name of the API, as ``api=`` of a backend gives it.
-        health_path: answers 200 while the server takes requests; 503 while it takes none.
-        health_waits: whether calls about its health wait while it answers many requests.
-        continues_chats: whether a chat can go on within its last message.
-        lists_adapters: whether ``/v1/models`` has the adapters that are loaded.
+        name: name of the API in a backend's option ``api=``.
+        health_path: path that answers 200 while the server takes requests, and 503 while it does not.
+        health_waits: whether health checks wait while the server answers many requests.
+        continues_chats: whether an answer can continue the last message of a chat.
+        lists_adapters: whether ``/v1/models`` lists the loaded adapters.
     """
 
     name = "vllm"
@@ -84,7 +84,7 @@ class ServerApi:
         """Read more about the server's adapters than ``/v1/models`` lists."""
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Load an adapter; a status other than 200 is a refusal."""
+        """Load an adapter. A status other than 200 is a refusal."""
         return await ask("POST", "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.source})
 
     async def unload(self, ask: Ask, name: str) -> Reply:
@@ -96,7 +96,7 @@ class ServerApi:
         return adapter is not None or model in ("", base) or not base
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Return the body of a request that the server does not take as it is.
+        """Return the body of a request that the server does not accept unchanged.
 
         Args:
             fields: fields of the body.
@@ -117,7 +117,7 @@ class SglangApi(ServerApi):
     lists_adapters = False
 
     def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
-        """No request is taken as it is."""
+        """Return False: the server accepts no request unchanged."""
         return False
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
@@ -144,7 +144,7 @@ class SglangApi(ServerApi):
 
 
 class _StartedWithAdapters(ServerApi):
-    """The API of a server whose adapters are set at its start."""
+    """The API of a server that loads adapters only at its start."""
 
     lists_adapters = False
 
@@ -154,10 +154,10 @@ class _StartedWithAdapters(ServerApi):
 
 
 class LlamaCppApi(_StartedWithAdapters):
-    """The API of llama.cpp's server: adapters are set at its start, and a request selects one by number."""
+    """The API of llama.cpp's server: it loads adapters at its start, and a request selects one by number."""
 
     name = "llamacpp"
-    health_waits = True  # The server has one thread for each connection, four more than slots.
+    health_waits = True  # The server has a thread for each connection, and four threads more than slots.
 
     def __init__(self, base: str = "") -> None:
         super().__init__(base)
@@ -165,7 +165,7 @@ class LlamaCppApi(_StartedWithAdapters):
         """Numbers of adapters by path, and by file name without its suffix."""
 
     async def list_more(self, ask: Ask) -> None:
-        """Read the list of its adapters."""
+        """Read the server's list of adapters."""
         reply = await ask("GET", "/lora-adapters")
         self._numbers = {}
         if reply.status != 200:
@@ -180,7 +180,7 @@ class LlamaCppApi(_StartedWithAdapters):
             return
 
     def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
-        """A server without adapters takes requests as they are."""
+        """Return whether the server has no adapters, and so accepts requests unchanged."""
         return not self._numbers and adapter is None and super().takes(model, adapter, base)
 
     def _number(self, adapter: RoutedAdapter) -> int | None:
@@ -188,7 +188,7 @@ class LlamaCppApi(_StartedWithAdapters):
         return next((self._numbers[name] for name in names if name in self._numbers), None)
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Find an adapter among those of the server's start."""
+        """Find an adapter among the adapters of the server's start."""
         if self._number(adapter) is None:
             await self.list_more(ask)
         if self._number(adapter) is not None:
@@ -199,10 +199,10 @@ class LlamaCppApi(_StartedWithAdapters):
         )
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Return the body with the adapter's number, and with the base model's adapters off.
+        """Return the body with the number of the adapter.
 
-        Adapters that are not listed are off, but for an empty list, which leaves all on. So the base model needs one
-        that is listed as off.
+        Adapters outside the body's list are off, but an empty list leaves all on. So a request for the base model lists
+        one adapter as off.
         """
         number = None if adapter is None else self._number(adapter)
         chosen = {"id": 0, "scale": 0.0} if number is None else {"id": number, "scale": 1.0}
@@ -214,18 +214,18 @@ class LlamaCppApi(_StartedWithAdapters):
 
 
 class OllamaApi(ServerApi):
-    """The API of Ollama: an adapter is a model of its own, created from the base and uploaded files."""
+    """The API of Ollama: an adapter is a separate model, created from the base and uploaded files."""
 
     name = "ollama"
     lists_adapters = False
     health_path = "/api/version"
 
     def is_base(self, card: Mapping[str, Any]) -> bool:
-        """Whether it is the model named by ``base=``; without that all are."""
+        """Return whether a card is the model named by ``base=``; always True without ``base=``."""
         return not self.base or card.get("id") in (self.base, f"{self.base}:latest")
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Upload the files that the server does not have, and make the model."""
+        """Upload the files that the server lacks, and create the model."""
         if not self.base:
             return _refused("name the model that adapters are for: --backend URL,api=ollama,base=MODEL")
         source = Path(adapter.source)
@@ -246,37 +246,37 @@ class OllamaApi(ServerApi):
         return await ask("POST", "/api/create", body)
 
     async def unload(self, ask: Ask, name: str) -> Reply:
-        """Delete the model."""
+        """Delete the adapter's model."""
         return await ask("DELETE", "/api/delete", {"model": name})
 
 
 def _read(path: Path) -> tuple[bytes, str]:
-    """Return a file's content and its digest as Ollama names it; takes long for large files."""
+    """Return a file's content and its digest in Ollama's form. Large files take long."""
     content = path.read_bytes()
     return content, "sha256:" + hashlib.sha256(content).hexdigest()
 
 
 class TgiApi(_StartedWithAdapters):
-    """The API of Text Generation Inference: adapters are set at its start (``LORA_ADAPTERS``); the base is ``tgi``."""
+    """The API of Text Generation Inference: it loads ``LORA_ADAPTERS`` at its start, and calls the base ``tgi``."""
 
     name = "tgi"
     continues_chats = False
 
     def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
-        """No request is taken as it is."""
+        """Return False: the server accepts no request unchanged."""
         return False
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
-        """Do nothing: the server lists no adapters, and refuses requests for unknown ones."""
+        """Do nothing: the server does not list its adapters, and refuses requests for unknown ones."""
         return Reply(200, b"")
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Return the body with the adapter's name at the server's start."""
+        """Return the body with the name that the adapter got at the server's start."""
         return {**fields, "model": "tgi" if adapter is None else adapter.name}
 
 
 class LoraxApi(TgiApi):
-    """The API of LoRAX: an adapter's source is its name, and its first request loads it."""
+    """The API of LoRAX: an adapter's source is its name, and the first request loads the adapter."""
 
     name = "lorax"
 
@@ -295,7 +295,7 @@ class OpenAiApi(_StartedWithAdapters):
     continues_chats = False
 
     def is_base(self, card: Mapping[str, Any]) -> bool:
-        """Whether it is the model named by ``base=``; without that all are."""
+        """Return whether a card is the model named by ``base=``; always True without ``base=``."""
         return not self.base or card.get("id") == self.base
 
     async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
@@ -304,7 +304,7 @@ class OpenAiApi(_StartedWithAdapters):
         try:
             names = {card["id"] for card in msgspec.json.decode(reply.text)["data"]}
         except (msgspec.DecodeError, KeyError, TypeError):
-            return reply if reply.status != 200 else _refused("it answers no list of models")
+            return reply if reply.status != 200 else _refused("its answer is not a list of models")
         return Reply(200, b"") if adapter.name in names else _refused(f"it lists no model {adapter.name}")
 
 
@@ -316,7 +316,7 @@ _BY_OWNER = {"sglang": "sglang", "llamacpp": "llamacpp", "library": "ollama"}
 
 
 def api_of(cards: list[Any]) -> str:
-    """Return the API of a server by its list of models; vLLM's if the list has no hint."""
+    """Detect the API of a server by its list of models; vLLM's if the list has no hint."""
     owners = [card.get("owned_by") for card in cards if isinstance(card, dict)]
     return next((_BY_OWNER[owner] for owner in owners if owner in _BY_OWNER), ServerApi.name)
 
@@ -325,11 +325,11 @@ class BackendSpec(NamedTuple):
     """The address and API of a backend, from ``URL[,api=NAME][,base=MODEL][,max_loras=N][,max_rank=N]``.
 
     Attributes:
-        url: its address, without ``/v1``.
-        api: name in ``APIS``; empty to find it out.
-        base: name of its base model; empty for what it lists.
-        max_loras: most adapters that it may have loaded; 0 for no limit.
-        max_rank: largest rank that it accepts; 0 for no limit.
+        url: the address, without ``/v1``.
+        api: name of the API in ``APIS``; empty to detect the API.
+        base: name of the base model; empty for the listed name.
+        max_loras: most adapters that may be loaded; 0 for no limit.
+        max_rank: largest rank of an adapter; 0 for no limit.
     """
 
     url: str
@@ -340,10 +340,10 @@ class BackendSpec(NamedTuple):
 
 
 def parse_backend(text: str) -> BackendSpec:
-    """Read an address and API of a backend.
+    """Parse the address and options of a backend.
 
     Raises:
-        ValueError: an option is unknown, or there is no such API.
+        ValueError: an option or the API is unknown.
     """
     url, *options = text.split(",")
     given: dict[str, str] = {}
@@ -351,7 +351,7 @@ def parse_backend(text: str) -> BackendSpec:
         name, _, value = option.partition("=")
         if name not in BackendSpec._fields[1:] or not value or (name.startswith("max_") and not value.isdigit()):
             raise ValueError(
-                f"{text}: {option!r} is no option of a backend; there are api=NAME, base=MODEL, max_loras=N, max_rank=N"
+                f"{text}: unknown option {option!r}; options are api=NAME, base=MODEL, max_loras=N, max_rank=N"
             )
         given[name] = value
     api = given.get("api", "")

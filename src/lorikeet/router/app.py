@@ -1,4 +1,4 @@
-"""The router's ASGI application: the routes that it forwards, and those that it answers itself."""
+"""Builds the router's ASGI application, with forwarded routes and routes that the router answers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -50,10 +50,10 @@ def create_app(
     Args:
         parts: parts of the router.
         preset: name of the preset that routes and places, for ``/v1/cluster``.
-        api_keys: keys for all routes but health and metrics; empty for open access.
-        admin_keys: keys for the routes that change adapters; empty if the API keys may.
-        allowed_origins: origins of web pages that may use the router. Those that backends allow do not count.
-        host: address that it listens on.
+        api_keys: keys for all routes except health and metrics; empty for open access.
+        admin_keys: keys for the routes that change adapters; empty if the API keys open these routes, too.
+        allowed_origins: origins of web pages that may use the router. The backends' own lists are ignored.
+        host: the address to listen on.
     """
     app = Starlette()
     routes = _Routes(parts, preset)
@@ -105,7 +105,7 @@ async def _stored(parts: RouterParts, http: Request) -> Response:
 
 
 class _Routes:
-    """Routes that the router answers itself."""
+    """Answers the routes that the router does not forward."""
 
     def __init__(self, parts: RouterParts, preset: str) -> None:
         self._parts = parts
@@ -124,7 +124,7 @@ class _Routes:
         return _json(card)
 
     async def load(self, http: Request) -> Response:
-        """Serve an adapter, as vLLM's route does; backends load it with its first request."""
+        """Serve an adapter, as vLLM's route does. A backend loads it with its first request."""
         body = await _read(http, _Load)
         name = body.lora_name
         catalog = self._parts.catalog
@@ -136,7 +136,7 @@ class _Routes:
             adapter = await asyncio.to_thread(describe_adapter, name, body.lora_path, body.rank)
         except AdapterError as error:
             raise bad_request(hide_paths(str(error))) from error
-        self._check_is_new(body)  # Another call may have added it meanwhile.
+        self._check_is_new(body)  # Another call may have added the adapter during the await.
         await catalog.add(adapter)
         log.info("adapter added", adapter=name, source=adapter.source, rank=adapter.rank)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -166,7 +166,7 @@ class _Routes:
         return await stats_response(self._parts.stats.snapshot, read_stats_query(http.query_params))
 
     async def stats_stream(self, http: Request) -> Response:
-        """Stream the same statistics as server-sent events."""
+        """Stream the router's statistics as server-sent events."""
         query = read_stats_query(http.query_params)
         return self._parts.stats.streams.response(self._parts.stats.snapshot, query)
 

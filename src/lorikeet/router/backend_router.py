@@ -1,4 +1,4 @@
-"""Chooses a backend for each request, and loads its adapter there first. Owns the router's dispatcher.
+"""Chooses a backend for each request and loads the request's adapter there. Owns the router's dispatcher.
 
 Backends that failed a request, or could not load its adapter, are excluded while others may serve it.
 
@@ -39,14 +39,14 @@ class _Refusal(NamedTuple):
 
 
 class ExclusionPolicy(RoutingPolicy):
-    """Routes by a policy, but avoids backends that failed the request or recently could not load its adapter.
+    """Routes by a policy, but avoids backends that failed the request or recently failed to load its adapter.
 
-    If the policy chooses one of these, the request goes to the least loaded of the others, those with the adapter
-    first. If all backends that can load the adapter have failed the request, one of them gets it again. If none could
+    If the policy chooses such a backend, the request goes to the least loaded of the others, preferably one with the
+    adapter. If all backends that can load the adapter have failed the request, one of them gets it again. If none could
     load it, the policy's choice stands.
 
     Args:
-        policy: chooses a backend, without regard to failures.
+        policy: the policy, which ignores failures.
         failed_at: returns the backends that have failed a request.
     """
 
@@ -65,7 +65,7 @@ class ExclusionPolicy(RoutingPolicy):
         self._refusals.get(adapter, {}).pop(replica, None)
 
     def on_backend_up(self, replica: ReplicaId) -> None:
-        """Forget the refusals of a backend that is back: it may have been restarted with other options."""
+        """Forget the refusals of a backend that has come up again, since it may have restarted with other options."""
         for refusals in self._refusals.values():
             refusals.pop(replica, None)
 
@@ -74,7 +74,7 @@ class ExclusionPolicy(RoutingPolicy):
         self._refusals.pop(adapter, None)
 
     def last_refusal(self, adapter: AdapterDigest) -> BackendRefused | None:
-        """Return the newest error of a backend that could not load an adapter; None if there is none."""
+        """Return the newest error of a backend that could not load an adapter; None without an error."""
         refusals = self._refusals.get(adapter)
         return max(refusals.values(), key=lambda refusal: refusal.at_s).error if refusals else None
 
@@ -87,7 +87,7 @@ class ExclusionPolicy(RoutingPolicy):
         return replica in self._refused(adapter, now) and self.can_be_loaded(adapter, fleet, now)
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
-        """Take the policy's choice, or the least loaded backend that is not excluded."""
+        """Return the policy's choice, or else the least loaded backend that is not excluded."""
         choice = self._policy.route(request, fleet, places, now)
         if choice is None:
             return None
@@ -99,7 +99,7 @@ class ExclusionPolicy(RoutingPolicy):
         return choice
 
     def _avoided(self, request: RoutingRequest, now: float) -> Iterator[Set[ReplicaId]]:
-        """Yield sets of backends to avoid: first those that refused or failed, then only those that refused."""
+        """Yield sets of backends to avoid: first backends that refused or failed, then only backends that refused."""
         refused = self._refused(request.adapter, now)
         if failed := self._failed_at(request.request_id):
             yield refused | failed
@@ -123,16 +123,16 @@ class BackendRouter:
     """Places requests on backends and tracks which backend has which adapter. All methods run in one event loop.
 
     Args:
-        backends: none of them up.
+        backends: the backends, none of which is up.
         routing: chooses the backend of each request.
-        prefetch: load adapters as soon as a placement asks for them, instead of with the first request.
+        prefetch: whether adapters are loaded as soon as a placement includes them, instead of with the first request.
 
     Attributes:
         backends: backends by replica id.
-        dispatcher: read only.
-        versions: adapter versions that requests may name, and those that a request or a backend still has; read only.
-        has_come: set once a backend has come up.
-        on_change: called when a backend comes up, goes down, stops taking requests or takes them again.
+        dispatcher: the dispatcher, for reading only.
+        versions: adapter versions that requests may name, or that a request or a backend still has; for reading only.
+        has_come: event that is set once a backend has come up.
+        on_change: function that is called when a backend comes up, goes down, or starts or stops to take requests.
     """
 
     def __init__(self, backends: Sequence[Backend], routing: RoutingPolicy, *, prefetch: bool = False) -> None:
@@ -166,11 +166,11 @@ class BackendRouter:
         self.dispatcher.register(adapter.digest, size_bytes=adapter.size_bytes)
 
     def retire_adapter(self, adapter: RoutedAdapter) -> None:
-        """Unload an adapter from backends once its running requests have ended."""
+        """Unload an adapter from all backends after its running requests have ended."""
         self._apply(self.dispatcher.retire(adapter.digest))
 
     def drop_adapter(self, adapter: RoutedAdapter) -> None:
-        """Forget a retired adapter, now or once the last backend has unloaded it."""
+        """Forget a retired adapter now, or after the last backend has unloaded it."""
         self._dropped.add(adapter.digest)
         held = {digest for backend in self.backends.values() for digest in backend.adapters.values()}
         for digest in self._dropped - held:
@@ -180,7 +180,7 @@ class BackendRouter:
                 self._routing.forget(digest)
 
     def set_placement(self, table: RoutingTable) -> None:
-        """Replace the placement. The same one changes nothing."""
+        """Replace the placement. An equal placement changes nothing."""
         if table is not self.dispatcher.table:
             self._apply(self.dispatcher.swap(table, time.monotonic()))
 
@@ -225,7 +225,7 @@ class BackendRouter:
                 self.dispatcher.on_admitted(replica, request.request_id, time.monotonic())
 
     def on_finished(self, request: ProxiedRequest, output_tokens: int) -> None:
-        """Record that a request has its whole answer, with ``output_tokens`` tokens from all backends."""
+        """Record that a request's answer is complete, with ``output_tokens`` tokens from all backends."""
         if request.is_dispatched and request.backend is not None:
             rest = max(0, output_tokens - request.output_tokens - request.is_started)
             self.dispatcher.on_tokens(request.backend.replica, request.request_id, rest)
@@ -233,21 +233,21 @@ class BackendRouter:
         self._forget(request)
 
     def release(self, request: ProxiedRequest) -> None:
-        """Take a request off its backend without a whole answer. A second call does nothing."""
+        """Remove a request from its backend before its answer is complete. A second call does nothing."""
         if request.is_dispatched:
             self._forget(request)
             self._apply(self.dispatcher.ended(request.request_id, time.monotonic(), is_complete=False))
         self._forget(request)
 
     def on_adapter_refused(self, request: ProxiedRequest, error: BackendRefused) -> bool:
-        """Record that a request's backend could not load its adapter again; return whether another backend may."""
+        """Record that a backend could not load a request's adapter again. Return whether another one may."""
         assert request.adapter is not None
         assert request.backend is not None
         self._routing.on_refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
         return self._can_be_loaded(request.adapter)
 
     def last_refusal(self, adapter: RoutedAdapter) -> str | None:
-        """Return the error of the last backend that could not load an adapter; None if there is none."""
+        """Return the error of the last backend that could not load an adapter; None without an error."""
         refusal = self._routing.last_refusal(adapter.digest)
         return None if refusal is None else hide_paths(str(refusal))
 
@@ -279,7 +279,7 @@ class BackendRouter:
     # --- backends ------------------------------------------------------------------------------------
 
     def add_backend(self, backend: Backend) -> None:
-        """Add a backend that is not up yet."""
+        """Add a backend, which is not up yet."""
         self.backends[backend.replica] = backend
         self._copies[backend.replica] = set()
         self._connect(backend)
@@ -307,12 +307,12 @@ class BackendRouter:
         await backend.close()
 
     def backend_errors(self) -> str:
-        """Return the last errors of backends, in parentheses, to append to a message; empty if there are none."""
+        """Return the last errors of backends in parentheses, to append to a message; empty without errors."""
         known = [f"{backend.replica}: {backend.last_error}" for backend in self.backends.values() if backend.last_error]
         return f" ({'; '.join(known)})" if known else ""
 
     def on_backend_down(self, backend: Backend, why: str) -> None:
-        """Move the requests of a backend that is gone, with its adapters and KV, to other backends."""
+        """Move the requests of a lost backend to other backends. Its adapters and KV are lost, too."""
         if not backend.is_up:
             return
         log.warning("backend down", backend=backend.url, reason=why)
@@ -338,11 +338,11 @@ class BackendRouter:
         self.on_change()
 
     def on_backend_up(self, backend: Backend, adapters: Iterable[RoutedAdapter]) -> None:
-        """Open a backend that has come up, for the first time or again; its models have been listed.
+        """Send requests to a backend that has come up, for the first time or again, and whose models are known.
 
         Args:
             backend: the backend.
-            adapters: need not be loaded again if it lists them.
+            adapters: the adapters, which are not loaded again if the backend lists them.
         """
         backend.on_up()
         self.has_come.set()
@@ -354,18 +354,19 @@ class BackendRouter:
         for digest in held:
             self.dispatcher.on_adapter_loaded(backend.replica, digest)
         if (table := self.dispatcher.table) is not None:
-            self._apply(self.dispatcher.swap(table, now))  # with pool_prefetch, loads what the backend has lost
+            # With pool_prefetch, this loads the adapters that the backend has lost.
+            self._apply(self.dispatcher.swap(table, now))
         self.on_change()
 
     def on_backend_draining(self, backend: Backend) -> None:
-        """A backend takes no more requests and finishes those that it has."""
+        """Stop sending requests to a backend, which finishes its running requests."""
         log.warning("backend draining", backend=backend.url)
         backend.is_open = False
         self.dispatcher.drain(backend.replica)
         self.on_change()
 
     def on_backend_reopened(self, backend: Backend) -> None:
-        """Send a backend requests again; it was not restarted."""
+        """Send requests again to a backend that has not restarted."""
         log.info("backend open again", backend=backend.url)
         backend.on_reopened()
         self._apply(self.dispatcher.reopen(backend.replica, time.monotonic()))
@@ -431,7 +432,7 @@ class BackendRouter:
         try:
             await backend.load(adapter)
         except (BackendRefused, ConnectFailed) as error:
-            if isinstance(error, BackendRefused):  # already counted by the backend
+            if isinstance(error, BackendRefused):  # ``Backend.load`` has already counted the failure.
                 refusal = error
             else:
                 backend.failed("unreachable", str(error))

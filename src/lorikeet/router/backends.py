@@ -1,4 +1,4 @@
-"""One server behind a router: requests to it, its health, and its adapters."""
+"""Calls one server behind a router: its requests, its health, and its adapters."""
 
 import asyncio
 import hashlib
@@ -28,7 +28,7 @@ _LOG_EVERY_S = 10.0
 
 
 class BackendRefused(RuntimeError):
-    """A backend answered a call of the router with an error; ``status`` is the HTTP status."""
+    """A backend answered a call of the router with an error of the HTTP status ``status``."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class ModelCard(msgspec.Struct):
 
     @property
     def source_hash(self) -> str:
-        """Hash of the source."""
+        """Hash of the adapter's source."""
         return self.source_sha256 or _hash(self.root or "")
 
 
@@ -56,8 +56,8 @@ class BackendHealth(NamedTuple):
     """The result of a health check.
 
     Attributes:
-        is_open: the backend takes new requests; else it only finishes those that it has.
-        requests: running and waiting; None if its metrics do not say.
+        is_open: whether the backend takes new requests. Otherwise it only finishes its running requests.
+        requests: number of running and waiting requests; None if the backend's metrics lack it.
     """
 
     is_open: bool
@@ -65,34 +65,33 @@ class BackendHealth(NamedTuple):
 
 
 class Backend:
-    """A server with OpenAI's API and adapters. Each kind of server loads them in its own way.
+    """A server with OpenAI's API and adapters. The way to load adapters depends on the kind of server.
 
     Every method that sends a request raises ``BackendConnectionError`` if the connection fails.
 
     Args:
-        replica: its id in the router.
-        spec: its address and kind.
-        api_key: sent with every request; empty passes on the client's key.
+        replica: the backend's id in the router.
+        spec: the backend's address and options.
+        api_key: key that is sent with every request; empty to pass on the client's key.
 
     Raises:
         ValueError: the address is not valid.
 
     Attributes:
-        url: its address, without ``/v1``.
-        api: API of its kind; vLLM's until it is known.
-        epoch: incremented each time it comes up.
-        is_up: whether it answers.
-        is_open: whether it takes new requests.
-        is_leaving: whether it is no longer found, and gets no new requests.
-        last_error: why it was not there when it was last asked; empty since it has come.
-        adapters: by name, the versions that it has loaded for this router, as far as is known; the one that was used
-            last comes last.
-        uses: says whether a request there needs the adapter of a name.
-        on_evicted: called with a version that was unloaded to make room for another.
-        base_cards: its base models, as it lists them.
-        loads, unloads, refusals: calls so far.
+        url: the address, without ``/v1``.
+        api: the backend's API; vLLM's until the API is known.
+        epoch: number that grows each time the backend comes up.
+        is_up: whether the backend answers.
+        is_open: whether the backend takes new requests.
+        is_leaving: whether the backend is no longer found, so that it gets no new requests.
+        last_error: error of the last health check; empty while the backend is up.
+        adapters: known versions that the backend has loaded for this router, by name; the least recently used first.
+        uses: returns whether a request at the backend needs the adapter of a name.
+        on_evicted: function that is called with a version that was unloaded to make room.
+        base_cards: cards of the backend's base models.
+        loads, unloads, refusals: number of calls so far.
         failures: number of failures by reason.
-        watch: the waits for its answers.
+        watch: measures the waits for the backend's answers.
     """
 
     def __init__(self, replica: ReplicaId, spec: BackendSpec, api_key: str = "") -> None:
@@ -134,7 +133,7 @@ class Backend:
     async def open(
         self, method: str, path: str, headers: Headers, content: bytes | None = None, *, is_stream: bool = False
     ) -> BackendResponse:
-        """Send a client's request; return the answer once its head has come."""
+        """Send a client's request. Return the answer once its head has arrived."""
         return await self._connections.send(method, path, headers + self._key, content, self.watch, is_stream=is_stream)
 
     async def close(self) -> None:
@@ -144,7 +143,7 @@ class Backend:
     # --- health --------------------------------------------------------------------------------------
 
     def failed(self, reason: str, detail: str) -> None:
-        """Count a failure, and log it unless one for the same reason was logged a moment ago."""
+        """Count a failure. Log it unless a failure for the same reason was logged recently."""
         self.failures[reason] += 1
         now = time.monotonic()
         if now >= self._logged_s.get(reason, now):
@@ -154,35 +153,35 @@ class Backend:
     def hangs(self, timeout_s: float) -> bool:
         """Return whether no piece of any answer has arrived for ``timeout_s`` seconds; False for 0.
 
-        While its metrics count tokens, it does not hang. A server without such metrics may take longer for a whole
-        answer, of which nothing comes before its end.
+        While the backend's metrics count tokens, it does not hang. Without such metrics, a backend may take longer for
+        a whole answer, which arrives only at its end.
         """
         limit_s = timeout_s if self._progress or self.watch.streams else max(timeout_s, STUCK_S)
         return timeout_s > 0 and self.watch.silent_s >= limit_s
 
     def is_occupied(self, timeout_s: float) -> bool:
-        """Return whether it is up and answering, so that a health check may wait behind its answers.
+        """Return whether the backend is up and answering, so that a health check may wait behind its answers.
 
-        Where such calls have no connection of their own, answers may take ``timeout_s`` seconds between two pieces.
+        If the backend answers health checks behind other requests, its answers may pause for ``timeout_s`` seconds.
         """
         within_s = max(ANSWER_S, timeout_s) if self.api.health_waits else ANSWER_S
         return self.is_up and self.watch.has_heard(within_s)
 
     def rest(self) -> None:
-        """Send it no requests for a while."""
+        """Stop sending requests to the backend for a while."""
         self._rests_until_s = time.monotonic() + REST_S
 
     @property
     def is_resting(self) -> bool:
-        """Whether it gets no requests after it hung."""
+        """Whether the backend gets no requests, because it hung."""
         return time.monotonic() < self._rests_until_s
 
     async def check(self) -> BackendHealth:
-        """Check its health and count its requests.
+        """Check the backend's health and count its requests.
 
         Raises:
-            BackendConnectionError: it cannot be reached.
-            TimeoutError: it does not answer in time.
+            BackendConnectionError: the backend cannot be reached.
+            TimeoutError: the backend does not answer in time.
             BackendRefused: ``/health`` answers neither 200 nor 503.
         """
         async with asyncio.timeout(ANSWER_S):
@@ -223,19 +222,21 @@ class Backend:
             return None  # A metric is infinite or not a number.
 
     async def list_models(self) -> None:
-        """Read its ``/v1/models``. Adapters that it no longer lists are forgotten, since it was restarted.
+        """Read the backend's ``/v1/models``.
+
+        Adapters that are no longer listed are forgotten, since the backend was restarted.
 
         Raises:
-            BackendConnectionError: it cannot be reached.
-            TimeoutError: it does not answer in time.
-            BackendRefused: the answer is no list of models.
+            BackendConnectionError: the backend cannot be reached.
+            TimeoutError: the backend does not answer in time.
+            BackendRefused: the answer is not a list of models.
         """
         before = set(self.adapters)
         last = set(self._last_versions)
         async with asyncio.timeout(ANSWER_S):
             status, text = await self._request("GET", "/v1/models")
             await self.api.list_more(self._request)
-        if status == 404 and self.api.base:  # it lists none
+        if status == 404 and self.api.base:  # The backend has no /v1/models.
             text = msgspec.json.encode({"data": [{"id": self.api.base, "object": "model"}]})
         elif status != 200:
             raise self._refusal("/v1/models", status)
@@ -243,7 +244,7 @@ class Backend:
             cards: Any = msgspec.json.decode(text)["data"]
             known = msgspec.convert(cards, list[ModelCard])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
-            raise BackendRefused(status, f"/v1/models answers no list of models: {error}") from error
+            raise BackendRefused(status, f"the answer of /v1/models is not a list of models: {error}") from error
         self.base_cards = [card for card in cards if self.api.is_base(card)]
         bases = {card["id"] for card in self.base_cards}
         self._listed = {card.id: card.source_hash for card in known if card.id not in bases}
@@ -255,14 +256,14 @@ class Backend:
             self._last_versions.pop(name, None)
 
     def _refusal(self, path: str, status: int) -> BackendRefused:
-        """Return the error for an answer of that status, with a hint about keys where it helps."""
+        """Return the error for an answer with a status, with a hint about keys where it helps."""
         if status not in (401, 403):
             return BackendRefused(status, f"{path} answers {status}")
         why = "it does not take the key of --backend-key" if self._key else "it wants a key; --backend-key gives it"
         return BackendRefused(status, f"{path} answers {status}: {why}")
 
     def on_up(self) -> None:
-        """Mark it as up. Only the adapters that it lists are known."""
+        """Mark the backend as up. Only its listed adapters are known."""
         self.epoch += 1
         self.is_up = self.is_open = True
         self.last_error = ""
@@ -270,11 +271,11 @@ class Backend:
         self._has_metrics = True
 
     def on_reopened(self) -> None:
-        """Mark it as open."""
+        """Mark the backend as open for requests."""
         self.is_open = self._has_metrics = True
 
     def on_down(self) -> None:
-        """Mark it as down."""
+        """Mark the backend as down."""
         self.is_up = self.is_open = False
         self.adapters.clear()
         self._listed.clear()
@@ -283,18 +284,18 @@ class Backend:
     # --- adapters ------------------------------------------------------------------------------------
 
     def holds(self, adapter: RoutedAdapter) -> bool:
-        """Return whether it has loaded this version."""
+        """Return whether the backend has loaded this version."""
         return self.adapters.get(adapter.name) == adapter.digest
 
     def adopt_listed(self, adapter: RoutedAdapter) -> bool:
-        """Count a listed adapter as loaded if it has the same source and may be this version; return whether it was."""
+        """Count a listed adapter as loaded, and return True, if its source fits and it may be this version."""
         is_new = adapter.name not in self.adapters
         if is_new and self._listed.get(adapter.name) == _hash(adapter.source) and self._may_hold(adapter):
             self._set_loaded(adapter)
         return self.holds(adapter)
 
     def _may_hold(self, adapter: RoutedAdapter) -> bool:
-        """Return whether its adapter of this name may be this version."""
+        """Return whether the backend's adapter of this name may be this version."""
         last = self._last_versions.get(adapter.name)
         return not adapter.replaces if last is None else last == adapter.digest
 
@@ -302,12 +303,12 @@ class Backend:
         self.adapters[adapter.name] = self._last_versions[adapter.name] = adapter.digest
 
     def note_use(self, adapter: RoutedAdapter) -> None:
-        """Record that a request for an adapter is sent there."""
+        """Record that a request for an adapter is sent to the backend."""
         if self.holds(adapter):
             self.adapters[adapter.name] = self.adapters.pop(adapter.name)
 
     async def _make_room(self) -> None:
-        """Unload the least recently used adapter, if no more can be loaded."""
+        """Unload the least recently used adapter if the backend is at its limit of adapters."""
         if not self._spec.max_loras or len(self.adapters) < self._spec.max_loras:
             return
         if (name := next((name for name in self.adapters if not self.uses(name)), None)) is not None:
@@ -316,7 +317,7 @@ class Backend:
             self.on_evicted(digest)
 
     def forget(self, adapter: RoutedAdapter) -> None:
-        """Forget an adapter that it no longer has."""
+        """Forget an adapter that the backend no longer has."""
         self.adapters.pop(adapter.name, None)
         self._listed.pop(adapter.name, None)
 
@@ -324,10 +325,10 @@ class Backend:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def load(self, adapter: RoutedAdapter) -> None:
-        """Load an adapter unless it is there. Another version under the name is unloaded first.
+        """Load an adapter unless the backend has it. Another version of the same name is unloaded first.
 
-        Calls for one name run one after the other. If the backend says that it has an adapter of that name which it
-        does not list, that one counts unless it may be another version.
+        Calls for one name run one after the other. If the backend refuses because it has an unlisted adapter of that
+        name, the load counts as done unless that adapter may be another version.
 
         Raises:
             BackendRefused: the backend cannot load it.
@@ -336,7 +337,9 @@ class Backend:
             if self.holds(adapter) or self.adopt_listed(adapter):
                 return
             if 0 < self._spec.max_rank < adapter.rank:
-                raise self._not_loaded(400, adapter, f"its rank {adapter.rank} is above {self._spec.max_rank}")
+                raise self._not_loaded(
+                    400, adapter, f"its rank {adapter.rank} is larger than max_rank={self._spec.max_rank}"
+                )
             if adapter.name in self.adapters or adapter.name in self._listed:
                 await self._unload(adapter.name)
             await self._make_room()
@@ -347,7 +350,7 @@ class Backend:
                         await self._unload(adapter.name)
                         status, text = await self._load(adapter)
             except TimeoutError:
-                raise self._not_loaded(504, adapter, f"not within {LOAD_S:g} s") from None
+                raise self._not_loaded(504, adapter, f"it was not loaded within {LOAD_S:g} s") from None
             if status != 200 and not _is_already_loaded(status, text):
                 raise self._not_loaded(status, adapter, error_text(text))
             self._set_loaded(adapter)
@@ -356,7 +359,8 @@ class Backend:
     def _not_loaded(self, status: int, adapter: RoutedAdapter, why: str) -> BackendRefused:
         self.refusals += 1
         self.failed("load", f"adapter {adapter.name!r}: {why}")
-        named = f"adapter {adapter.name!r}: "  # Lorikeet's own errors begin so
+        # The reason from a Lorikeet backend already begins with the adapter's name.
+        named = f"adapter {adapter.name!r}: "
         return BackendRefused(status, f"{self.replica} cannot load {named}{why.removeprefix(named)}")
 
     async def _load(self, adapter: RoutedAdapter) -> Reply:
@@ -364,7 +368,7 @@ class Backend:
         return await self.api.load(self._request, adapter)
 
     async def unload(self, adapter: RoutedAdapter) -> None:
-        """Unload an adapter, unless another version has taken its place.
+        """Unload an adapter, unless another version has replaced it.
 
         Raises:
             BackendRefused: the backend does not unload it.
@@ -390,7 +394,7 @@ class Backend:
         """Return the token ids of a text that continues a prompt.
 
         Raises:
-            BackendRefused: it has no ``/tokenize``.
+            BackendRefused: the backend has no ``/tokenize``.
         """
         status, answer = await self.api.tokenize(self._request, model, text)
         try:
@@ -400,11 +404,11 @@ class Backend:
 
     @property
     def base(self) -> str:
-        """The name of its base model; empty until it has listed one."""
+        """The name of the base model; empty until the backend has listed its models."""
         return self.base_cards[0]["id"] if self.base_cards else ""
 
     def body_for(self, content: bytes, model: str, adapter: RoutedAdapter | None) -> bytes:
-        """Return the body of a request for ``model`` in the form of this kind of server."""
+        """Return the body of a request for ``model`` in the form of the backend's API."""
         base = model if any(card["id"] == model for card in self.base_cards) else self.base
         if self.api.takes(model, adapter, base):
             return content

@@ -1,4 +1,4 @@
-"""The models that a router serves, and the backends on which its adapters are placed."""
+"""Keeps the models that a router serves, and places its adapters on backends."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ AWAY_S = 60.0
 
 
 class ModelCatalog:
-    """The adapters by name, and their placement.
+    """Holds the adapters by name, and updates their placement.
 
     Args:
         backend_router: router that gets adapters and placements.
@@ -67,7 +67,7 @@ class ModelCatalog:
         self._tasks.run(self._placer.run())
 
     async def close(self) -> None:
-        """Stop to place adapters."""
+        """Stop placing adapters."""
         self._backend_router.on_change = lambda: None
         for timer in self._away.values():
             timer.cancel()
@@ -76,14 +76,14 @@ class ModelCatalog:
     # --- names ---------------------------------------------------------------------------------------
 
     def base_cards(self) -> list[dict[str, Any]]:
-        """Return the cards of the base model as a backend lists them; empty until one has been up."""
+        """Return the base model's cards from a backend; empty until a backend has been up."""
         backends = sorted(self._backend_router.backends.values(), key=lambda backend: not backend.is_up)
         cards = next((backend.base_cards for backend in backends if backend.base_cards), [])
         own = [card for card in cards if card["id"] not in self.adapters]
         return [card | {"root": _shown_root(str(card.get("root") or card["id"]))} for card in own]
 
     def cards(self) -> list[dict[str, Any]]:
-        """Return a card for every model, those of the base first."""
+        """Return a card for every model, with the base model first."""
         bases = self.base_cards()
         base = bases[0] if bases else {"object": "model", "owned_by": "lorikeet"}
         own = {"created": self._created, "parent": base.get("id")}
@@ -91,7 +91,7 @@ class ModelCatalog:
         return bases + [{**base, **own, "id": each.name, "root": shown_source(each.source)} for each in adapters]
 
     def find(self, model: str) -> RoutedAdapter | None:
-        """Return the adapter of a name, None for the base model.
+        """Return the adapter of a name; None for the base model.
 
         Raises:
             ApiError: 404 for an unknown name, 503 while no backend has listed the base model.
@@ -107,10 +107,10 @@ class ModelCatalog:
         raise model_not_found(model, _ONE_NAME if any(mark in model for mark in "*+:@") else "")
 
     async def add(self, adapter: RoutedAdapter) -> None:
-        """Serve an adapter. One of the same name is replaced; its running requests keep the old version."""
+        """Serve an adapter. It replaces an adapter of the same name, whose running requests keep the old version."""
         before = self.adapters.get(adapter.name)
         if before is not None:
-            if not adapter.size_bytes:  # The router cannot read its files, so the content may have changed.
+            if not adapter.size_bytes:  # The router cannot read the adapter's files, so their content may have changed.
                 adapter = as_new_version(adapter, next(self._numbers))
             adapter = replace(adapter, replaces=before.replaces or before.digest != adapter.digest)
         self.adapters[adapter.name] = adapter
@@ -120,7 +120,7 @@ class ModelCatalog:
             await self._retire(before)
 
     async def remove(self, name: str) -> None:
-        """Stop serving an adapter; backends unload it when its running requests have ended.
+        """Stop serving an adapter. Backends unload it after its running requests have ended.
 
         Raises:
             KeyError: no adapter has that name.
@@ -171,7 +171,7 @@ class ModelCatalog:
             self._place_again()
 
     def _on_away_too_long(self, replica: ReplicaId) -> None:
-        """Remove a backend from the placement that has been down for too long."""
+        """Remove a backend that has been down for too long from the placement."""
         del self._away[replica]
         self._placed_on.discard(replica)
         self._place_again()

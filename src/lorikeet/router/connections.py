@@ -1,4 +1,4 @@
-"""HTTP to one backend over kept-alive connections; a response is passed on as it arrives.
+"""Sends HTTP requests to one backend over kept-alive connections, and passes responses on as they arrive.
 
 Why aiohttp's client: docs/decisions/the-router-speaks-http.md.
 """
@@ -43,7 +43,7 @@ class BackendUnreachable(BackendConnectionError):
 
 
 class ConnectFailed(BackendConnectionError):
-    """No connection could be made, for example because the name did not resolve or it took too long."""
+    """No connection could be made, for example because the name did not resolve or the attempt took too long."""
 
 
 class LocalSocketError(ConnectFailed):
@@ -66,10 +66,10 @@ def plain_reason(error: Exception) -> str:
 
 
 class AnswerWatch:
-    """How long answers of one server have been waited for since anything of any of them came.
+    """Measures the time since one server last sent a piece of any pending answer.
 
-    A server with much to do answers one request after the other, so a request that waits long says little. A server of
-    which nothing comes at all, while something is asked of it, hangs.
+    A busy server answers one request after the other, so a single request that waits long means little. A server that
+    sends nothing at all while requests are pending hangs.
 
     Attributes:
         streams: number of waits for a piece of a stream.
@@ -89,7 +89,7 @@ class AnswerWatch:
         self.streams += is_stream
 
     def end(self, *, is_stream: bool, has_come: bool) -> None:
-        """Count one wait less: the piece has arrived, or nobody waits for it."""
+        """Count one wait less: the piece has arrived, or the wait was cancelled."""
         self._waits -= 1
         self.streams -= is_stream
         if has_come:
@@ -109,7 +109,7 @@ class AnswerWatch:
 
     @property
     def silent_s(self) -> float:
-        """Seconds of waiting since the last piece. Time without a pending request does not count."""
+        """Seconds of waiting since the last piece, without times at which no request was pending."""
         return self._before_s + (time.monotonic() - self._began_s if self._waits else 0.0)
 
 
@@ -117,8 +117,8 @@ class BackendResponse:
     """A response whose head has arrived. The caller reads it to its end, or closes it.
 
     Args:
-        response: response whose head has arrived.
-        watch: is told of each wait.
+        response: the response of the client library.
+        watch: counts each wait for a piece.
         is_stream: whether the answer comes in pieces.
 
     Attributes:
@@ -137,10 +137,10 @@ class BackendResponse:
         self._content: bytes | None = None
 
     async def piece(self) -> bytes:
-        """Return the bytes that arrived since the last call, at least one; empty at the end.
+        """Return the bytes that have arrived since the last call, at least one byte; empty at the end.
 
         Raises:
-            ConnectionBroken: the connection ended before the response; bytes that were not read are lost.
+            ConnectionBroken: the connection ended before the response. Unread bytes are lost.
         """
         watch = self._watch
         has_come = False
@@ -157,7 +157,7 @@ class BackendResponse:
         return piece
 
     async def read(self) -> bytes:
-        """Return the whole body; a second call returns it again.
+        """Return the whole body. A second call returns the same body.
 
         Raises:
             ConnectionBroken: the connection ended before the response.
@@ -175,19 +175,19 @@ class BackendResponse:
 
 
 class Connections:
-    """All connections to one server.
+    """Holds all connections to one server.
 
     Args:
-        url: its address; a path in it is put before every path.
+        url: the server's address. A path in the address precedes the path of every request.
 
     Raises:
-        ValueError: it is not an http or https URL.
+        ValueError: the address is not an http or https URL.
     """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address of a server, such as http://127.0.0.1:8001")
+            raise ValueError(f"{url!r} must be the address of a server, such as http://127.0.0.1:8001")
         self._url = url.rstrip("/")
         self._opened: aiohttp.ClientSession | None = None
 
@@ -201,7 +201,7 @@ class Connections:
         *,
         is_stream: bool = False,
     ) -> BackendResponse:
-        """Send a request; return the answer as soon as its head has come. ``watch`` is told of each wait for it.
+        """Send a request. Return the answer as soon as its head has arrived. ``watch`` counts each wait.
 
         If a reused connection ends immediately, without a response, the request is sent once more: the server has most
         likely closed the idle connection and not seen the request. If it ends later, the request may be the cause.
@@ -244,7 +244,7 @@ class Connections:
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        """The client session; it belongs to the event loop that sends first."""
+        """The client session, which belongs to the event loop of the first request."""
         if self._opened is None:
             tracing = aiohttp.TraceConfig()
             tracing.on_connection_reuseconn.append(_note_reused)

@@ -32,11 +32,11 @@ class DiscoveryError(OSError):
 
 
 def open_source(text: str) -> Find:
-    """Return the source of backends for a value of ``--backend``.
+    """Parse a value of ``--backend`` as a source of backends.
 
     Args:
         text: an address (``http://host:port``), ``dns://name:port``, ``file:PATH`` with one of these in each line, or
-            ``kubernetes://namespace/service:port``; all but files with the options of a backend.
+            ``kubernetes://namespace/service:port``; all except files may have the options of a backend.
 
     Raises:
         ValueError: the value has none of these forms.
@@ -69,7 +69,7 @@ class _Fixed:
 
 
 class _Dns:
-    """Finds the backends at all addresses of a DNS name, such as a headless service's."""
+    """Finds the backends at all addresses of a DNS name, such as the name of a headless service."""
 
     def __init__(self, spec: BackendSpec, host: str, port: int) -> None:
         self._spec = spec
@@ -82,14 +82,14 @@ class _Dns:
             found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
             if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
-                return []  # A headless service without ready pods has no name.
+                return []  # The name of a headless service without ready pods does not resolve.
             raise DiscoveryError(f"{self._host}: {error.strerror}") from error
         addresses = sorted({str(each[4][0]) for each in found})
         return [self._spec._replace(url=f"{_url(address)}:{self._port}") for address in addresses]
 
 
 class _File:
-    """Reads the backends from the lines of a file, each time again."""
+    """Reads the backends from the lines of a file, which is read again at each call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,7 +103,7 @@ class _File:
         found = []
         for text in filter(None, texts):
             if text.startswith("file:"):
-                raise ValueError(f"{self._path}: {text}: a file of backends names no other file")
+                raise ValueError(f"{self._path}: {text}: a file of backends cannot name another file")
             found += await open_source(text)()
         return found
 
@@ -126,7 +126,7 @@ class _Slices(msgspec.Struct):
 
 
 class _Kubernetes:
-    """Reads the ready endpoints of a service from the API server, with the account of this pod."""
+    """Reads the ready endpoints of a service from Kubernetes' API server, with the account of this pod."""
 
     def __init__(self, spec: BackendSpec, namespace: str, service: str, port: int) -> None:
         if not namespace:
@@ -159,7 +159,7 @@ class _ApiServer(NamedTuple):
         host = os.environ.get("KUBERNETES_SERVICE_HOST")
         port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
-            raise DiscoveryError("this is no pod: KUBERNETES_SERVICE_HOST is not set")
+            raise DiscoveryError("this process does not run in a pod: KUBERNETES_SERVICE_HOST is not set")
         certificates = _ACCOUNT / "ca.crt"
         trusts = ssl.create_default_context(cafile=str(certificates)) if certificates.exists() else True
         return cls(f"{_SCHEME}://{host}:{port}", (_ACCOUNT / "token").read_text().strip(), trusts)
@@ -182,13 +182,13 @@ def _url(address: str) -> str:
 
 
 class Discovery:
-    """Finds the backends of all sources. The last known backends of a source that does not answer stay.
+    """Finds the backends of all sources. If a source does not answer, its last known backends stay.
 
     Args:
         texts: values of ``--backend``.
 
     Raises:
-        ValueError: one is not valid.
+        ValueError: a value is not valid.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -215,7 +215,7 @@ class Discovery:
         return list({spec.url: spec for found in self._found.values() for spec in found}.values())
 
     async def first(self) -> list[BackendSpec]:
-        """Return the backends as soon as there is one."""
+        """Wait until at least one backend is found, and return all backends."""
         has_told = False
         while not (found := await self.find()):
             if not has_told:

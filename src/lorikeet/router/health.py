@@ -26,9 +26,9 @@ class HealthMonitor:
 
     Args:
         backend_router: router of the backends.
-        adapters: adapters that clients may name now, by name.
-        health_s: time between two calls to a backend.
-        timeout_s: a backend of which no answer comes for so long hangs; 0 for never.
+        adapters: the present adapters by name.
+        health_s: seconds between two checks of a backend.
+        timeout_s: seconds without any answer after which a backend counts as hung; 0 for never.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HealthMonitor:
         self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
-        """Check all backends once, then keep checking in the background."""
+        """Check all backends once, then continue in the background."""
         backends = self._backend_router.backends.values()
         await asyncio.gather(*(self._check_safely(backend, wants_models=True) for backend in backends))
         for backend in backends:
@@ -100,7 +100,7 @@ class HealthMonitor:
                 return
 
     async def _check_safely(self, backend: Backend, *, wants_models: bool) -> None:
-        """Check a backend once; an unexpected error is logged and does not end the checks."""
+        """Check a backend once. Unexpected errors are logged and do not end the checks."""
         try:
             await self._check(backend, wants_models=wants_models)
         except Exception:
@@ -121,7 +121,7 @@ class HealthMonitor:
             why = str(error) or type(error).__name__
             told = plain_reason(error)
             if not backend.is_up and told != backend.last_error:
-                log.warning("backend not there", backend=backend.url, reason=why)
+                log.warning("backend cannot be reached", backend=backend.url, reason=why)
             if backend.is_up:
                 backend.failed("health", why)
             backend.last_error = told

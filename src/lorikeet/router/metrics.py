@@ -1,4 +1,4 @@
-"""The state of a router's backends, for ``/v1/cluster`` and as Prometheus metrics."""
+"""Reports the state of a router's backends, for ``/v1/cluster`` and as Prometheus metrics."""
 
 from collections.abc import Iterator
 
@@ -58,13 +58,13 @@ OUTCOMES = ("complete", "refused", "failed", "left")
 
 
 class RouterMetrics:
-    """Counters of requests, and gauges of the backends.
+    """Holds counters of requests and gauges of the backends.
 
     Args:
-        backend_router: has the backends.
+        backend_router: the router of the backends.
 
     Attributes:
-        connections: counts those that were closed for a limit.
+        connections: counts the connections that a limit closed.
     """
 
     def __init__(self, backend_router: BackendRouter) -> None:
@@ -82,7 +82,7 @@ class RouterMetrics:
         self.registry.register(ConnectionCollector(self.connections.closed, {}))
 
     def ended(self, outcome: str) -> None:
-        """Count a request that ended; ``outcome`` is one of ``OUTCOMES``."""
+        """Count an ended request. ``outcome`` is one of ``OUTCOMES``."""
         self._ended[outcome].inc()
 
     def page(self, accept: str) -> Response:

@@ -1,4 +1,4 @@
-"""Proxies a request to the backend chosen for it, and resumes it at another one if that backend is lost."""
+"""Proxies a request to its chosen backend, and resumes it at another backend if the first is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -82,8 +82,8 @@ class StreamCut(Exception):
     """A backend did not answer, or its stream ended before the end mark.
 
     Args:
-        message: the error, for clients.
-        reason: reason under which it is counted; empty to count nothing.
+        message: the error message for clients.
+        reason: reason under which the failure is counted; empty to count nothing.
     """
 
     def __init__(self, message: str, reason: str = "broken") -> None:
@@ -92,12 +92,12 @@ class StreamCut(Exception):
 
 
 class RouterParts(NamedTuple):
-    """The parts of a router that its requests share.
+    """Holds the parts of a router that its requests share.
 
     Attributes:
         body_gate: bounds the bytes of large bodies, which are kept until their answers have ended.
-        stored: answers that backends keep.
-        isolates_keys: whether KV of one API key is not to be reused for another.
+        stored: the stored answers, with their backends.
+        isolates_keys: whether requests of different API keys must not share KV.
     """
 
     backend_router: BackendRouter
@@ -118,11 +118,11 @@ class _Whole(msgspec.Struct):
 
 
 async def forward(http: Request, path: str, parts: RouterParts) -> Response:
-    """Proxy a request of one of the routes whose bodies name a model.
+    """Proxy a request whose body names a model.
 
     Raises:
-        ApiError: its body is not valid or does not fit beside others, it names an unknown model or response, or no
-            backend can answer it.
+        ApiError: the body is not valid or finds no room beside other bodies, the model or response is unknown, or no
+            backend can answer.
     """
     announced = http.headers.get("content-length", "")
     held_bytes = int(announced) if announced.isdigit() else MAX_BODY_BYTES
@@ -159,7 +159,7 @@ def _keeper(parts: RouterParts, answer_id: str, tenant: str, param: str) -> Back
     """Return the backend that keeps an answer of a tenant.
 
     Raises:
-        ApiError: 404, none is known, or it is gone.
+        ApiError: 404, the backend is unknown or no longer exists.
     """
     replica = parts.stored.find(answer_id, tenant)
     backend = None if replica is None else parts.backend_router.backends.get(replica)
@@ -172,10 +172,10 @@ def _keeper(parts: RouterParts, answer_id: str, tenant: str, param: str) -> Back
 
 
 async def forward_stored(http: Request, parts: RouterParts) -> Response:
-    """Proxy a request for a stored answer of ``/v1/responses`` to the backend that keeps it.
+    """Proxy a request for a stored answer of ``/v1/responses`` to the backend that stores the answer.
 
     Raises:
-        ApiError: 404, no such backend is known; 502, it cannot be reached.
+        ApiError: 404, the backend is unknown; 502, the backend cannot be reached.
     """
     backend = _keeper(parts, http.path_params["response_id"], http.state.tenant, "response_id")
     headers = [*passed_headers(http, backend), (b"x-request-id", http.state.request_id.encode())]
@@ -212,7 +212,7 @@ async def _pieces(reply: BackendResponse) -> AsyncIterator[bytes]:
 
 
 def passed_headers(http: Request, backend: Backend) -> Headers:
-    """Return the headers of a client's request that a backend gets."""
+    """Return the client's headers that are passed to a backend."""
     return [
         each
         for each in http.headers.raw
@@ -221,16 +221,16 @@ def passed_headers(http: Request, backend: Backend) -> Headers:
 
 
 class ProxyTask:
-    """Proxies one request and its answer. The caller must call :meth:`close` in the end.
+    """Proxies one request and its answer. The caller must call :meth:`close` at the end.
 
     Args:
-        http: the client's request, its body read.
+        http: the client's request, whose body has been read.
         request: state of the request, shared with the backend router.
         parts: parts of the router.
-        held_bytes: bytes of the body, which the gate counts until the end.
+        held_bytes: number of bytes of the body, which the gate counts until the end.
 
     Attributes:
-        outcome: outcome for the metrics: ``complete``, ``refused``, ``failed``, or ``left`` if none was set.
+        outcome: the outcome in the metrics: ``complete``, ``refused`` or ``failed``; ``left`` if never set.
     """
 
     def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int) -> None:
@@ -264,7 +264,7 @@ class ProxyTask:
             self._reply.close()
 
     async def answer(self) -> Response:
-        """Return the answer: whole, or a stream that a backend has begun.
+        """Return the whole answer, or a stream that a backend has begun.
 
         Raises:
             ApiError: no backend can answer.
@@ -279,7 +279,7 @@ class ProxyTask:
             return EventStream(self.events(reply), write_to=self._write_to)
         if reply.status != 200:
             self.outcome = _outcome_of(reply.status)
-        self.close()  # A client that reads slowly may still be reading it.
+        self.close()  # A slow client may still be reading the response.
         answer = Response(await reply.read(), reply.status)  # The response has been read already.
         headers = [each for each in reply.headers if not _is_withheld(each[0])]
         if self._request.backend is not None:
@@ -290,7 +290,7 @@ class ProxyTask:
     # --- one backend after the other -----------------------------------------------------------------
 
     async def open_response(self) -> BackendResponse:
-        """Send the body, or the rest of it, to a backend; return its response, of which only the headers are read.
+        """Send the body, or the rest of it, to a backend. Return the response after its headers.
 
         Raises:
             ApiError: no backend can answer.
@@ -327,11 +327,11 @@ class ProxyTask:
             raise ApiError(400 if error.status < 500 else 502, hide_paths(str(error))) from error
 
     async def _load(self, backend: Backend, adapter: RoutedAdapter) -> None:
-        """Load the request's adapter again at a backend that should have it.
+        """Load the request's adapter again at a backend that was expected to have it.
 
         Raises:
-            BackendLost: this backend cannot load it, and another one may.
-            BackendRefused: no backend can.
+            BackendLost: this backend cannot load the adapter, but another backend may.
+            BackendRefused: no backend can load the adapter.
         """
         try:
             await backend.load(adapter)
@@ -350,7 +350,7 @@ class ProxyTask:
             tokens = await backend.tokenize(body.model, stream.text) if stream.needs_tokens else None
             content = stream.next_body(tokens)
         content = backend.body_for(content, body.model, self._request.adapter)
-        # Each attempt gets its own id: the backend may still know the one before.
+        # Each attempt has a new id, since the backend may still have the id of the previous attempt.
         request_id = f"{self._request_id}-{self._attempts}" if self._attempts else self._request_id
         self._attempts += 1
         headers = [*passed_headers(self._http, backend), (b"x-request-id", request_id.encode())]
@@ -358,7 +358,7 @@ class ProxyTask:
         return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 
     async def _give_up_backend(self, error: Exception) -> None:
-        """Take the request off its backend after ``error``, and mark that backend as down or to be avoided.
+        """Remove the request from its backend after ``error``, and mark the backend as down or as avoided.
 
         Raises:
             ApiError: 502, the request has failed too often.
@@ -379,7 +379,7 @@ class ProxyTask:
                 self._parts.monitor.check_soon(backend)
             self._failures += 1
             if self._failures > MAX_FAILURES:
-                raise ApiError(502, f"No backend could answer this request; at last: {plain_reason(error)}.")
+                raise ApiError(502, f"No backend could answer this request; the last error: {plain_reason(error)}.")
             await asyncio.sleep(_PAUSE_S * (self._failures - 1))
         if not self._has_sent:
             self._parts.metrics.retried.inc()
@@ -387,7 +387,7 @@ class ProxyTask:
     # --- whole answers -------------------------------------------------------------------------------
 
     async def read_whole(self) -> BackendResponse:
-        """Return a whole response. If it breaks off, the request is sent again."""
+        """Return a whole response. If the response breaks off, send the request again."""
         while True:
             reply = await self.open_response()
             try:
@@ -402,14 +402,14 @@ class ProxyTask:
             return reply
 
     def _keep(self, answer_id: str) -> None:
-        """Remember the backend that keeps a stored answer."""
+        """Record the backend that keeps a stored answer."""
         body = self._request.body
         backend = self._request.backend
         if answer_id and backend is not None and body.path == RESPONSES and body.fields.get("store") is not False:
             self._parts.stored.put(answer_id, self._http.state.tenant, backend.replica)
 
     def _finish(self, counts: TokenUsage | None) -> None:
-        """Count a whole answer. A second call does nothing."""
+        """Count a complete answer. A second call does nothing."""
         if self.outcome == "complete":
             return
         self.outcome = "complete"
@@ -426,7 +426,7 @@ class ProxyTask:
         self._client = client
 
     async def events(self, reply: BackendResponse) -> AsyncIterator[bytes]:
-        """Yield the client's events, beginning with those of an opened response; or write them to its connection."""
+        """Yield the client's events, beginning with an opened response, or write them to the client's connection."""
         stream = self._stream
         while True:
             error: Exception | None = None
@@ -450,12 +450,12 @@ class ProxyTask:
                 return
 
     async def _read_events(self, reply: BackendResponse) -> AsyncIterator[bytes]:
-        """Yield the client's events that one backend's response adds, or write them directly while the client reads.
+        """Yield the client's events from one backend's response, or write them directly while the client reads.
 
         Raises:
-            StreamCut: it ended before its end mark.
+            StreamCut: the response ended before its end mark.
             BackendFailed: the backend reported an error.
-            BackendLost, BackendConnectionError: the backend is gone.
+            BackendLost, BackendConnectionError: the backend was lost.
         """
         stream = self._stream
         request = self._request
@@ -477,10 +477,10 @@ class ProxyTask:
             if stream.failure is not None:
                 raise stream.failure
         if not stream.is_done:
-            raise StreamCut("its stream ended before its end mark")
+            raise StreamCut("the stream ended before its end mark")
 
     async def _piece(self, reply: BackendResponse) -> bytes:
-        """Return the next bytes of a response, which is closed if its backend is lost; empty at the end."""
+        """Return the next bytes of a response; empty at the end. The response is closed if its backend is lost."""
         try:
             piece = await reply.piece()
         except BackendConnectionError:
@@ -492,7 +492,7 @@ class ProxyTask:
         return piece
 
     async def _resume(self, error: Exception) -> BackendResponse:
-        """Return another backend's response to the rest of the body.
+        """Send the rest of the body to another backend, and return its response.
 
         Raises:
             ApiError: the answer cannot be resumed.
@@ -503,7 +503,9 @@ class ProxyTask:
             await self._give_up_backend(error)
             if self._stream.stuck is not None:
                 why = self._stream.stuck
-                raise ApiError(503, f"The backend of this answer was lost, and it cannot be resumed at another: {why}.")
+                raise ApiError(
+                    503, f"The backend of this answer was lost, and the answer cannot be resumed at another: {why}."
+                )
             await asyncio.sleep(pause_s)
             reply = await self.open_response()
             if reply.status == 200:
@@ -528,13 +530,13 @@ def _is_withheld(header: bytes) -> bool:
 
 
 def _without_address(header: tuple[bytes, bytes], url: str) -> tuple[bytes, bytes]:
-    """Return a header, without the backend's address in a redirect, which clients cannot use."""
+    """Return a header. A redirect loses the backend's address, which clients cannot use."""
     name, value = header
     return (name, value.removeprefix(url.encode()) or b"/") if name == b"location" else header
 
 
 def _count_failure(backend: Backend, error: Exception) -> None:
-    """Count a failure of a backend, unless it was counted when the backend went down, or this machine is at fault."""
+    """Count a failure of a backend, except an already counted one, or a failure of this machine."""
     if isinstance(error, StreamCut):
         reason = error.reason
     elif isinstance(error, BackendFailed):
@@ -559,11 +561,11 @@ def _read_whole(content: bytes) -> _Whole:
     try:
         return msgspec.json.decode(content, type=_Whole)
     except msgspec.DecodeError:
-        return _Whole()  # the server reports no usage
+        return _Whole()  # The server does not report usage.
 
 
 def _counts(usage: ReportedUsage | None) -> TokenUsage | None:
-    """Return the tokens of an answer; None if its backend has not counted."""
+    """Return the token counts of an answer; None if the backend has not counted."""
     if usage is None or usage.prompt is None:
         return None
     return TokenUsage(usage.prompt, usage.answer or 0)

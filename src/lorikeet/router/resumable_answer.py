@@ -1,11 +1,9 @@
-"""A streamed answer between backend and client, and the body that makes another backend resume it.
+"""Passes a streamed answer from backend to client, and makes the body with which another backend resumes it.
 
 An answer is resumed from its text: another backend gets the prompt followed by the text so far, and a limit that is
-lower by the tokens of that text. The backend counts these tokens (``continuous_usage_stats``); for one that does not,
-each chunk counts as a token. Tokens without text yet are not counted and are generated again. Some requests cannot be
-resumed; their answers are passed through.
-
-This module handles bytes and bodies only, no connections.
+lower by the tokens of that text. The backend counts these tokens (``continuous_usage_stats``); without counts, each
+chunk counts as a token. Tokens without text yet are not counted and are generated again. Answers that cannot be resumed
+are passed through. This module handles bytes and bodies, not connections.
 """
 
 from typing import Any
@@ -73,7 +71,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class BackendFailed(RuntimeError):
-    """A backend sent an error or an invalid event in the middle of a stream; ``event`` is what it sent."""
+    """A backend sent an error or an invalid event, ``event``, in the middle of a stream."""
 
     def __init__(self, message: str, event: bytes) -> None:
         super().__init__(message)
@@ -81,16 +79,16 @@ class BackendFailed(RuntimeError):
 
 
 class TokenUsage(msgspec.Struct):
-    """Numbers of tokens of a prompt and its answer, as counted by a backend."""
+    """A backend's token counts of a prompt and its answer."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class PassthroughAnswer:
-    """A streamed answer that is passed through line by line and cannot be resumed once it has begun.
+    """Passes a streamed answer through line by line.
 
-    It has the interface of :class:`ResumableAnswer`.
+    The answer cannot be resumed once it has begun. The interface is the same as of :class:`ResumableAnswer`.
 
     Args:
         body: body of the request.
@@ -112,7 +110,7 @@ class PassthroughAnswer:
 
     @property
     def counts(self) -> TokenUsage | None:
-        """The tokens of prompt and answer; None if nobody counts them."""
+        """The token counts of prompt and answer; None without counts."""
         return None
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
@@ -121,7 +119,7 @@ class PassthroughAnswer:
         return self._body.content
 
     def feed(self, piece: bytes) -> bytes:
-        """Take bytes from a backend; return the whole lines among them, for the client."""
+        """Add bytes from a backend. Return the completed lines for the client."""
         lines, end, self._rest = (self._rest + piece).rpartition(b"\n")
         if lines:
             self.stuck = self._why
@@ -129,7 +127,7 @@ class PassthroughAnswer:
         return lines + end
 
     def closing(self) -> bytes:
-        """Return nothing: the end of such an answer is unknown."""
+        """Return empty bytes: the last events of such an answer are unknown."""
         return b""
 
 
@@ -142,10 +140,10 @@ _LAST_EVENTS = frozenset(
 
 
 class NamedEventsAnswer(PassthroughAnswer):
-    """A stream of ``/v1/messages`` or ``/v1/responses``, which ends with an event of a known name.
+    """Passes through a stream of ``/v1/messages`` or ``/v1/responses``, which ends with an event of a known name.
 
     Attributes:
-        answer_id: id of a stored response; empty until it has arrived.
+        answer_id: id of a stored response; empty until the id has arrived.
     """
 
     def __init__(self, body: RequestBody, why: str) -> None:
@@ -156,7 +154,7 @@ class NamedEventsAnswer(PassthroughAnswer):
         self._waits_for_id = body.path == RESPONSES
 
     def feed(self, piece: bytes) -> bytes:
-        """Take bytes from a backend; return the whole lines among them, for the client."""
+        """Add bytes from a backend. Return the completed lines for the client."""
         out = super().feed(piece)
         for line in out.splitlines():
             if line.startswith(b"event:"):
@@ -168,7 +166,7 @@ class NamedEventsAnswer(PassthroughAnswer):
         return out
 
     def _read(self, data: bytes) -> None:
-        """Read an event's id and counts."""
+        """Read the answer's id and the token counts from an event."""
         try:
             event = _NAMED_EVENT.decode(data)
         except msgspec.DecodeError:
@@ -185,7 +183,7 @@ class NamedEventsAnswer(PassthroughAnswer):
 
     @property
     def counts(self) -> TokenUsage | None:
-        """The tokens of prompt and answer; None if the backend has not counted them."""
+        """The token counts of prompt and answer; None if the backend has not counted them."""
         return None if self._prompt_tokens is None else TokenUsage(self._prompt_tokens, self.tokens)
 
 
@@ -199,12 +197,12 @@ class ReportedUsage(msgspec.Struct, frozen=True):
 
     @property
     def prompt(self) -> int | None:
-        """The tokens of the prompt; None if they are not given."""
+        """Number of tokens of the prompt; None if the usage lacks it."""
         return self.input_tokens if self.prompt_tokens is None else self.prompt_tokens
 
     @property
     def answer(self) -> int | None:
-        """The tokens of the answer; None if they are not given."""
+        """Number of tokens of the answer; None if the usage lacks it."""
         return self.output_tokens if self.completion_tokens is None else self.completion_tokens
 
 
@@ -225,17 +223,17 @@ _NAMED_EVENT = msgspec.json.Decoder(_NamedEvent)
 
 
 class ResumableAnswer:
-    """The part of one answer that has arrived so far, from all backends that contributed to it.
+    """Collects one answer from all backends that contribute to it.
 
     Args:
         body: body of a request for which :func:`why_not_resumable` returns None.
 
     Attributes:
-        stuck: why it cannot be resumed after what has arrived; None if it can.
-        prompt_tokens: tokens of the prompt, counted by the first backend; None before.
-        is_finished: whether its last chunk has arrived.
-        is_done: the end mark has arrived, too.
-        failure: the backend's error, which follows what :meth:`feed` has returned.
+        stuck: the reason why the answer can no longer be resumed; None if it can be.
+        prompt_tokens: number of the prompt's tokens, from the first backend's count; None before.
+        is_finished: whether the last chunk has arrived.
+        is_done: whether the end mark has arrived, too.
+        failure: the backend's error, which comes after the events that :meth:`feed` has returned.
     """
 
     def __init__(self, body: RequestBody) -> None:
@@ -263,17 +261,17 @@ class ResumableAnswer:
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text of the answer so far."""
         return "".join(self._text)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the text so far."""
+        """Number of tokens of the text so far."""
         return self._before + self._counted
 
     @property
     def counts(self) -> TokenUsage | None:
-        """The tokens of prompt and answer; None if no backend has counted them."""
+        """The token counts of prompt and answer; None if no backend has counted them."""
         return None if self.prompt_tokens is None else TokenUsage(self.prompt_tokens, self.tokens)
 
     @property
@@ -288,7 +286,7 @@ class ResumableAnswer:
         return self.is_finished or (bool(self._text) and limit is not None and self.tokens >= limit)
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
-        """Return the body for the next backend: the original one, or one that resumes the answer.
+        """Return the body for the next backend: the original body, or a body that resumes the answer.
 
         Args:
             text_tokens: token ids of the text so far, if :attr:`needs_tokens`.
@@ -332,7 +330,7 @@ class ResumableAnswer:
         return rest
 
     def feed(self, piece: bytes) -> bytes:
-        """Take bytes from a backend; return the events for the client that they complete."""
+        """Add bytes from a backend. Return the completed events for the client."""
         out = b""
         for data in self._lines.feed(piece):
             try:
@@ -343,10 +341,10 @@ class ResumableAnswer:
         return out
 
     def _take(self, data: bytes) -> bytes:
-        """Take one event's data from a backend; return the event for the client, or nothing.
+        """Add the data of one event from a backend. Return the event for the client, if it gets one.
 
         Raises:
-            BackendFailed: the event is an error, or not valid.
+            BackendFailed: the event is an error or is not valid.
         """
         if data == b"[DONE]":
             self.is_done = True
@@ -374,7 +372,7 @@ class ResumableAnswer:
         return _event(event)
 
     def _count(self, usage: Any) -> int | None:
-        """Read a backend's usage; return the tokens that it has generated, None if they are not given."""
+        """Read a backend's usage. Return the number of tokens that it has generated; None without a count."""
         if not isinstance(usage, dict) or not isinstance(usage.get("completion_tokens"), int):
             return None
         if self.prompt_tokens is None:
@@ -382,7 +380,7 @@ class ResumableAnswer:
         return int(usage["completion_tokens"])
 
     def _take_choice(self, choice: dict[str, Any], counted: int | None) -> bool:
-        """Add a chunk's text; return whether the client gets the chunk."""
+        """Add a chunk's text. Return whether the client gets the chunk."""
         role = False
         others = list[str]()
         if self._is_chat:
@@ -406,7 +404,7 @@ class ResumableAnswer:
         return bool(text or others or opens or self.is_finished or (self._wants_counts and not role))
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the usage of the whole answer: the first backend's prompt, and the tokens of all backends."""
+        """Return the usage of the whole answer: the prompt from the first backend, and the tokens of all backends."""
         prompt_tokens = self.prompt_tokens or 0
         completion_tokens = self._before + usage.get("completion_tokens", 0)
         total_tokens = prompt_tokens + completion_tokens
@@ -423,9 +421,9 @@ class ResumableAnswer:
         return events + self._last_usage() + DONE
 
     def _last_usage(self) -> bytes:
-        """Return the event with the usage that the client requested; nothing if it was sent or nobody has counted.
+        """Return the event with the usage that the client requested; empty if already sent, or without counts.
 
-        llama.cpp counts a completion in its last chunk, and a server that is lost may not have counted at the end.
+        llama.cpp counts a completion in its last chunk, which a lost server may not have sent.
         """
         if self._has_usage or not self._wants_usage or self.prompt_tokens is None:
             return b""

@@ -1,4 +1,4 @@
-"""``lorikeet router``: builds a router from its options, serves, and drains at the end."""
+"""Runs ``lorikeet router``: builds a router from its options, serves, and drains at the end."""
 
 import asyncio
 import socket
@@ -52,22 +52,22 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a router.
 
     Attributes:
-        backends: backends in the form of ``discovery.open_source``, at least one, all different.
+        backends: at least one backend in the form of ``discovery.open_source``, all different.
         adapters: adapters that clients may name from the start.
         preset: the system whose routing and placement are used.
         profile: name or file of a cost profile of one backend, for presets that decide by costs; empty for none.
-        slo: targets that such presets keep.
-        seed: seed of random choices.
+        slo: SLO targets for such presets.
+        seed: seed of the random choices.
         host, port: address to listen on; port 0 picks a free one.
         ssl_certfile, ssl_keyfile: PEM files of certificate and key for HTTPS; empty for HTTP.
         api_keys, admin_keys, allowed_origins: see ``lorikeet serve``.
-        shared_prefix_cache: requests of all API keys reuse each other's KV at the backends.
-        backend_key: sent to the backends instead of the client's key; empty for none.
-        connections: limits of one client.
+        shared_prefix_cache: whether requests of different API keys reuse each other's KV at the backends.
+        backend_key: key for the backends, which replaces the client's key; empty to pass on the client's key.
+        connections: limits on clients' connections.
         health_s: time between two health checks of a backend, in seconds.
-        backend_timeout_s: a backend of which no answer comes for so long is taken out for a minute; 0 for never.
-        drain_timeout_s: seconds for which requests may go on after SIGTERM.
-        log_level, log_json: level and form of the router's own log.
+        backend_timeout_s: seconds without any answer after which a backend gets no requests for a minute; 0 for never.
+        drain_timeout_s: seconds for which running requests may continue after SIGTERM.
+        log_level, log_json: level and form of the router's log.
     """
 
     backends: tuple[str, ...]
@@ -94,10 +94,10 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_router(options: RouterOptions) -> None:
-    """Route until SIGTERM or SIGINT; the first one drains, a second one stops immediately.
+    """Route requests until SIGTERM or SIGINT. The first signal drains, and a second signal stops immediately.
 
     Raises:
-        SystemExit: with code 1 if it cannot start, the reason printed or, with ``log_json``, logged.
+        SystemExit: with code 1 if the router cannot start. The reason is printed or, with ``log_json``, logged.
     """
     try:
         configure_logs(options.log_level, as_json=options.log_json)
@@ -128,7 +128,7 @@ async def _serve(
 ) -> None:
     preset, _ = resolve_preset(options.preset)
     app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins, options.host)
-    files = raise_file_limit() // 2  # A request takes two sockets.
+    files = raise_file_limit() // 2  # A request needs two sockets.
     limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
     config = uvicorn.Config(
         app,
@@ -176,7 +176,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     Raises:
         ConfigError: the preset needs a profile that was not given, or does not exist.
         ProfileError: the profile cannot be read.
-        ValueError: there is no backend, one is given twice, or an address is not valid.
+        ValueError: the options lack a backend or name one twice, or an address is not valid.
     """
     if len({server_root(text.partition(",")[0]) for text in options.backends}) < len(options.backends):
         raise ValueError("a backend is given twice")
@@ -194,7 +194,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     routing, placement = build_cluster_policies(preset, profile, cluster)
     log.info(describe_preset(options.preset), routing=preset.routing, placement=preset.placement)
     if preset.comigration:
-        log.info("running requests are not migrated: a router cannot move them between other people's servers")
+        log.info("running requests are not migrated: a router cannot move them between servers")
     backends = [Backend(replica, spec, options.backend_key) for replica, spec in zip(replicas, specs, strict=True)]
     backend_router = BackendRouter(backends, routing, prefetch=preset.pool_prefetch)
     placements = LocalPlacementService(Orchestrator(placement, replicas, time.monotonic()))
@@ -224,7 +224,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
 
 
 class _Server(ListeningServer):
-    """Uvicorn that reports when it listens and when it drains, and whose process ends with code 0 after a signal."""
+    """Runs uvicorn, and reports when it listens and drains. After a signal the process ends with code 0."""
 
     def __init__(
         self,
@@ -246,13 +246,13 @@ class _Server(ListeningServer):
             self._on_listening(shown_url(host, port, self._certificate is not None))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let running requests end, within the drain time."""
+        """Wait for running requests until the drain timeout."""
         began_s = time.monotonic()
         log.info(f"draining, {len(self.server_state.tasks)} requests running")
         await super().shutdown(sockets)
         log.info("drained", seconds=round(time.monotonic() - began_s, 1))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain after the first signal and stop immediately after the next one; pass neither on."""
+        """Drain after the first signal and stop immediately after the next. Signals are not passed on."""
         self.force_exit = self.should_exit
         self.should_exit = self._stats.is_ending = True

@@ -1,7 +1,7 @@
-"""The statistics of a router, in the form of a server's own ``/v1/stats``.
+"""Keeps the statistics of a router, in the form of a server's ``/v1/stats``.
 
-A router sees requests come and go, their first tokens and the adapters of its backends. What happens inside a backend
-(parts of TTFT, memory, hits) is at the backend's own ``/v1/stats``, and is empty or 0 here.
+A router knows the begin, first token and end of requests, and the adapters of its backends. Figures from inside a
+backend (parts of TTFT, memory, hits) are in the backend's ``/v1/stats``, and empty or 0 in the router's.
 """
 
 import heapq
@@ -35,21 +35,22 @@ _MOST_RECENT = 2048
 
 
 class _FirstToken(NamedTuple):
-    """The first token of a stream: the time when the request ended, and its TTFT."""
+    """The first token of a stream: the end time of its request, and the TTFT."""
 
     ended_s: float
     ttft_s: float
 
 
 class _Requests:
-    """The requests of one adapter, or of the base model.
+    """Counts the requests of one adapter, or of the base model.
 
     Attributes:
-        open: when those that run arrived.
-        unanswered: number of these without a token.
-        first_tokens: times of the first tokens of the latest streams.
-        outcomes: requests that have ended, those that were refused too. All other counts are without these.
-        finished: per second.
+        open: arrival times of the running requests.
+        unanswered: number of running requests without a token.
+        first_tokens: first tokens of the latest streams.
+        outcomes: number of ended requests by outcome, including refused requests. All other counts exclude refused
+            requests.
+        finished: rate of ended requests per second.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -62,7 +63,7 @@ class _Requests:
 
     @property
     def ended(self) -> int:
-        """The number of requests that have ended and were not refused."""
+        """Number of ended requests, without refused ones."""
         return sum(self.outcomes.values()) - self.outcomes["refused"]
 
     def oldest_s(self, now_s: float) -> float:
@@ -71,14 +72,14 @@ class _Requests:
 
 
 class RouterStats:
-    """The latest requests of a router, by adapter.
+    """Holds the latest requests of a router by adapter.
 
     Args:
         backend_router, catalog: backends and models of the router.
-        clock: monotonic, in seconds.
+        clock: returns the monotonic time in seconds.
 
     Attributes:
-        is_ending: whether the router drains; streams of statistics end then.
+        is_ending: whether the router drains, which ends streams of statistics.
         streams: open streams of statistics.
     """
 
@@ -107,7 +108,7 @@ class RouterStats:
             each.open[request.request_id] = each.unanswered[request.request_id] = now_s
 
     def first_token(self, request: ProxiedRequest) -> None:
-        """Record that the first piece of a stream was sent; later calls do nothing."""
+        """Record that the first piece of a stream was sent. Later calls do nothing."""
         began_s = self._total.unanswered.get(request.request_id)
         if began_s is not None:
             self._ttft_s[request.request_id] = self._clock() - began_s
@@ -115,7 +116,7 @@ class RouterStats:
                 each.unanswered.pop(request.request_id, None)
 
     def end(self, request: ProxiedRequest, outcome: str, completion_tokens: int) -> None:
-        """Count a request that has ended; ``outcome`` is one of ``OUTCOMES``."""
+        """Count an ended request. ``outcome`` is one of ``OUTCOMES``."""
         ttft_s = self._ttft_s.pop(request.request_id, None)
         both = self._both(request)
         for each in both:
@@ -134,7 +135,7 @@ class RouterStats:
                 each.first_tokens.append(_FirstToken(self._clock(), ttft_s))
 
     def _both(self, request: ProxiedRequest) -> tuple[_Requests, _Requests]:
-        """Return the records of all requests, and of requests for this one's adapter."""
+        """Return the counts of all requests, and of the requests for this request's adapter."""
         name = BASE if request.adapter is None else request.adapter.name
         known = self._adapters.get(name)
         if known is None:
