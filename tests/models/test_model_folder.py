@@ -60,7 +60,7 @@ def test_tokenizer_needs_a_gguf_file_and_other_files_are_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match="tokenizer: is for GGUF files"):
         stages(ModelSettings(model=str(tmp_path), tokenizer="org/name"))
     (tmp_path / "model.bin").touch()
-    with pytest.raises(ConfigError, match=r"is a file, and no \.gguf file"):
+    with pytest.raises(ConfigError, match=r"is a file, but not a \.gguf file"):
         stages(ModelSettings(model=str(tmp_path / "model.bin")))
 
 

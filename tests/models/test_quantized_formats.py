@@ -169,7 +169,7 @@ def test_scales_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.scales"
     tensors[name] = tensors[name][:-1].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(WeightError, match=r"down_proj\.weight: is no gptq weight: "):
+    with pytest.raises(WeightError, match=r"down_proj\.weight: is not a valid gptq weight: "):
         load(tmp_path)
 
 

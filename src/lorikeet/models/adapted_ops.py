@@ -1,4 +1,4 @@
-"""The operations of a decoder's layers, for a step with adapters."""
+"""The operations of a decoder's layers, for steps with adapters."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from lorikeet.models.layer_ops import DecoderLayer, LayerOps, Norm, Product
 
 
 def adapted_linear(kernels: Kernels, x: Tensor, product: Product, lora: LoraBatch | None) -> Tensor:
-    """Return ``x [T, in]`` times the weight of a product, plus the LoRA deltas and extras of the rows' adapters."""
+    """Return ``x [T, in]`` times a product's weight, plus the LoRA deltas and extras of the rows' adapters."""
     targets = product.targets
     if lora is None or targets is None:
         return kernels.linear(x, product.weight, product.bias)
@@ -26,12 +26,12 @@ def adapted_linear(kernels: Kernels, x: Tensor, product: Product, lora: LoraBatc
 
 
 class LoraOps(LayerOps):
-    """The operations of a step some of whose rows have LoRA adapters.
+    """The operations of a step in which some rows have LoRA adapters.
 
     Args:
         kernels: the kernel backend.
         shape: parameters of the layers.
-        lora: adapters of the rows; None if no row has one.
+        lora: the rows' adapters; None if no row has an adapter.
         assist: host LoRA; None if all adapters are loaded.
     """
 
@@ -51,13 +51,12 @@ class LoraOps(LayerOps):
 
 
 class ExtrasOps(LoraOps):
-    """The operations of a step some of whose adapters have more than A and B.
+    """The operations of a step in which some adapters have more than A and B.
 
     Args:
         kernels: the kernel backend.
         shape: parameters of the layers.
-        lora: adapters of the rows.
-        assist: host LoRA; None if all adapters are loaded.
+        lora: the rows' adapters. assist: host LoRA; None if all adapters are loaded.
     """
 
     def __init__(self, kernels: Kernels, shape: LayersShape, lora: LoraBatch, assist: Assist | None) -> None:
@@ -65,13 +64,16 @@ class ExtrasOps(LoraOps):
         self._adapters = lora
 
     def embed(self, embedding: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens; an adapter with its own embeddings replaces those of its rows."""
+        """Return the embeddings of tokens. Adapters with trained embeddings replace the embeddings of their rows."""
         x = embedding[token_ids.clamp(max=len(embedding) - 1)]
         embed(x, token_ids, self._adapters)
         return x
 
     def norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        """Add ``delta`` to ``x`` in place and return the norm, of some rows with the weight of their adapter."""
+        """Add ``delta`` to ``x`` in place and return the norm.
+
+        Rows of an adapter with a trained norm use its weight.
+        """
         out = super().norm(x, delta, norm)
         if norm.weight is None:
             return out
@@ -83,14 +85,17 @@ class ExtrasOps(LoraOps):
         return out
 
     def rotary_store(self, qkv: Tensor, layer: DecoderLayer, rotation: Rotation, kv: Tensor, batch: Batch) -> None:
-        """Rotate and store; rows of an adapter that has head norms of its own in a call of their own."""
+        """Rotate and store keys and values.
+
+        Rows of an adapter with trained head norms are computed in a separate call.
+        """
         for rows, norms in self._head_norms(layer, len(qkv)):
             part = replace(batch, slot_blocks=batch.slot_blocks[rows], slot_offsets=batch.slot_offsets[rows])
             angles = rotation._replace(cos=rotation.cos[rows], sin=rotation.sin[rows])
             self._kernels.rotary_store(qkv[rows], angles, kv, part, norms)
 
     def _head_norms(self, layer: DecoderLayer, rows: int) -> list[tuple[slice, HeadNorms | None]]:
-        """Return the head norms of all rows, run by run."""
+        """Return the head norms of all rows, one for each run of rows."""
         norms = layer.head_norms
         if norms is None:
             return [(slice(0, rows), None)]
@@ -110,7 +115,7 @@ class ExtrasOps(LoraOps):
         return [(run, chosen) for run, chosen in runs if run.start < run.stop]
 
     def adjust_logits(self, logits: Tensor, hidden: Tensor, *, is_tied: bool) -> Tensor:
-        """Return the logits with the output layers of adapters that have their own, changed in place."""
+        """Return the logits, changed in place for rows of adapters with a trained output layer."""
         return adjust_logits(logits, hidden, self._adapters, is_tied=is_tied)
 
 

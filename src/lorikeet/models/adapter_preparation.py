@@ -1,4 +1,4 @@
-"""Prepares adapters: computes those of their extras that depend on the weights of the base."""
+"""Prepares adapters: computes the extras that depend on the base model's weights."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from lorikeet.models.weights import DecoderWeights
 def product_shares(
     config: ModelConfig, targets: Mapping[str, LoraTargets], group: RankGroup
 ) -> dict[str, ProductShare | None]:
-    """Return a rank's share of each product; None for each if the rank computes all of them alone."""
+    """Return a rank's share of each product; None for each if the rank computes all products alone."""
     if group.size == 1:
         return dict.fromkeys(targets)
     shares: dict[str, ProductShare | None] = {}
@@ -57,7 +57,7 @@ class AdapterPreparation:
 
     @torch.inference_mode()
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute the extras of an adapter that depend on the base, into its blocks."""
+        """Compute the extras of an adapter that depend on the base, and write them to the adapter's blocks."""
         for product in self._products:
             assert product.targets is not None
             prepare_product(
@@ -81,7 +81,7 @@ class AdapterPreparation:
         return self._kernels.linear(x, product.weight, None)
 
     def _row_norms(self, product: Product) -> Tensor:
-        """Return the norms of the rows of a weight, computed once."""
+        """Return the norms of a weight's rows, computed once."""
         key = product.layer, product.name
         if key not in self._norms:
             self._norms[key] = self._kernels.row_norms(product.weight)

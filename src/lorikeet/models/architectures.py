@@ -1,4 +1,6 @@
-"""The architectures of the own decoder: each is a row that states how it differs from Llama.
+"""The architectures of our decoder.
+
+Each architecture is a row that states its differences from Llama.
 
 A new architecture is a row of ``ARCHITECTURES``, and a checkpoint in ``VARIANTS`` of ``tests/models/checkpoints.py``,
 with which every test of the decoder then runs. Does not import torch.
@@ -23,30 +25,31 @@ _GLM_4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_l
 
 
 class Features(NamedTuple):
-    """The options of the own decoder in which an architecture differs from Llama.
+    """The options in which an architecture of our decoder differs from Llama.
 
     Attributes:
         qkv_bias: whether q, k and v have a bias; None if ``attention_bias`` decides.
         o_bias: whether ``attention_bias`` also gives o a bias.
         mlp_bias: whether the key ``mlp_bias`` is read.
-        qk_norm: whether queries and keys are RMS-normalised before rotation: ``none``, ``heads``, each for itself, or
-            ``whole``, all heads of a token together.
-        window: which layers have a sliding window: ``none``, ``all``, ``upper`` (see Qwen's keys), or ``typed`` (see
+        qk_norm: whether queries and keys are RMS-normalised before rotation: ``none``, ``heads`` (each head separately)
+            or ``whole`` (all heads of a token together).
+        window: the layers with a sliding window: ``none``, ``all``, ``upper`` (see Qwen's keys), or ``typed`` (see
             ``layer_types``).
-        full_every: every how many layers one has no window, if ``layer_types`` is missing.
+        full_every: n if every n-th layer has no window, for configs without ``layer_types``.
         multipliers: whether embeddings, residuals, attention scores and logits are scaled by keys of the config.
         no_rope: whether some layers have no rotary embedding.
-        two_ropes: whether layers with a window have a rotary embedding of their own.
-        partial_rope: whether a part of each head may be rotated.
-        rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
+        two_ropes: whether layers with a window have a different rotary embedding.
+        partial_rope: whether a config may rotate only a part of each head.
+        rotates_neighbours: whether a pair is two neighbouring elements, instead of an element of the first half and one
+            of the second.
         norms: names of a layer's norms, in the order of ``LLAMA_NORMS``.
-        norm_offset: summand of the weights of norms.
+        norm_offset: number added to the weights of norms.
         activation: key of the activation function.
         is_gemma: whether embeddings are scaled by the root of their size, attention scores by
             ``query_pre_attn_scalar``, and scores and logits have soft caps.
-        fused: the fused products that checkpoints store whole, with the names of their modules there.
-        inside: section of the config that has the decoder's keys, for models with other parts.
-        defaults: values of missing keys, where they are not Llama's.
+        fused: the fused products that checkpoints store whole, with their module names in checkpoints.
+        inside: the config's section with the decoder's keys, for models with other parts.
+        defaults: values of missing keys that differ from Llama's.
     """
 
     qkv_bias: bool | None = False

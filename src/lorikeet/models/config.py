@@ -49,19 +49,19 @@ class ModuleShard(NamedTuple):
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """Configuration of a decoder, as in its checkpoint.
+    """The configuration of a decoder, as in its checkpoint.
 
     Attributes:
         architecture: one of ``ARCHITECTURES``.
         vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim: sizes.
         rms_norm_eps: epsilon added to the mean square.
         ropes: base and scaling of each rotary embedding.
-        rotations: for each layer, the index of its rotary embedding; -1 for none.
+        rotations: for each layer, the index of the rotary embedding in ``ropes``; -1 for none.
         tie_word_embeddings: whether the output layer shares the weights of the embedding.
         qkv_bias, o_bias, mlp_bias: which linear modules have a bias.
         qk_norm: whether queries and keys are RMS-normalised before rotation, see :class:`Features`.
         windows: sliding window of each layer in tokens, the token itself included; None for full attention.
-        context_tokens: longest sequence that the model supports.
+        context_tokens: number of tokens of the longest sequence that the model supports.
         eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
         dtype: the checkpoint's dtype, e.g. ``bfloat16``.
         embedding_multiplier: factor of embeddings.
@@ -69,15 +69,16 @@ class ModelConfig(msgspec.Struct, frozen=True):
         attention_multiplier: factor of attention scores; None: ``head_dim ** -0.5``.
         logits_scaling: divisor of logits.
         embedding_scale: factor of the embeddings of tokens, rounded to their dtype.
-        rotary_dim: number of elements of a head that are rotated; they are the first.
-        rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
+        rotary_dim: number of elements that are rotated, at the beginning of each head.
+        rotates_neighbours: whether a pair is two neighbouring elements, instead of an element of the first half and one
+            of the second.
         norms: names of the norms of a layer, in the order of ``LLAMA_NORMS``.
-        norm_offset: summand of the weights of norms.
+        norm_offset: number added to the weights of norms.
         activation: the function that gates the MLP.
         attention_softcap, logits_softcap: scores and logits become ``cap * tanh(value / cap)``; 0 for no cap.
-        fused: the fused products that the checkpoint stores whole, with the names of their modules there.
+        fused: the fused products that the checkpoint stores whole, with their module names in the checkpoint.
         has_other_parts: whether the checkpoint holds more than the decoder, such as a vision tower.
-        first_layer, stages: see ``ModelGeometry``; ``layers`` is the number of a pipeline stage.
+        first_layer, stages: see ``ModelGeometry``. In a pipeline stage, ``layers`` is the stage's number of layers.
     """
 
     architecture: str
@@ -128,7 +129,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return self.first_layer + self.layers == self.layers * self.stages
 
     def stage(self, number: int, stages: int) -> "ModelConfig":
-        """Return the configuration of one of several pipeline stages, which have equally many layers.
+        """Return the configuration of one of several pipeline stages, which have the same number of layers.
 
         Raises:
             ModelConfigError: the layers do not divide by the number of stages.
@@ -148,8 +149,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def for_lengths(self, longest_tokens: int) -> "ModelConfig":
         """Return the config for sequences of up to ``longest_tokens`` tokens.
 
-        If a rotary embedding depends on the length (longrope), all sequences get that of the longest, since keys stay
-        in the cache while a sequence grows, and sequences share them.
+        If a rotary embedding depends on the length (longrope), all sequences use the embedding of the longest sequence,
+        since keys stay in the cache while a sequence grows, and sequences share keys.
         """
         ropes = tuple(
             msgspec.structs.replace(rope, divisors=rope.long_divisors)
@@ -160,7 +161,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, ropes=ropes)
 
     def qk_norm_sizes(self) -> dict[str, int]:
-        """Return the elements of the norms of queries ``q`` and keys ``k``; empty if there are none."""
+        """Return the sizes of the norms of queries ``q`` and keys ``k``; empty without such norms."""
         if self.qk_norm == "none":
             return {}
         heads = (self.heads, self.kv_heads) if self.qk_norm == "whole" else (1, 1)
@@ -202,10 +203,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return ModuleShard(slice(0, shape.in_features), slice(rank * share, (rank + 1) * share))
 
     def check_divides(self, tensor_parallel: int, pipeline_parallel: int = 1) -> None:
-        """Check that the model can be split over ``tensor_parallel`` ranks in each of ``pipeline_parallel`` stages.
+        """Check that the model can be split into pipeline stages and, in each stage, over tensor-parallel ranks.
 
         Raises:
-            ModelConfigError: the model cannot be split; the message names the size.
+            ModelConfigError: the model cannot be split. The message names the size.
         """
         if tensor_parallel < 1:
             raise ModelConfigError(f"tensor parallelism needs at least one rank, not {tensor_parallel}")
@@ -257,10 +258,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class TransformersConfig(msgspec.Struct, frozen=True):
-    """The config of a base that runs by the modules of transformers, as far as it is needed.
+    """The needed part of the config of a base that the modules of transformers run.
 
     Attributes:
-        architecture: a class of transformers.
+        architecture: name of a class of transformers.
         vocab_size, context_tokens, eos_token_ids, dtype: see ``ModelConfig``.
         version: version of transformers.
     """
@@ -289,14 +290,17 @@ BaseConfig = ModelConfig | TransformersConfig
 
 
 def wants_own_decoder(folder: Path, model_impl: str) -> bool:
-    """Return whether a checkpoint is run by the own decoder, or else by the modules of transformers.
+    """Return whether our decoder runs a checkpoint.
+
+    Otherwise the modules of transformers run it.
 
     Args:
         folder: the checkpoint.
-        model_impl: one of ``config.MODEL_IMPLS``; ``auto`` takes the own decoder wherever it computes the model.
+        model_impl: one of ``config.MODEL_IMPLS``; ``auto`` uses our decoder for every model that it supports.
 
     Raises:
-        ModelConfigError: a file is missing or broken, or the own decoder is demanded and does not support the model.
+        ModelConfigError: a file is missing or broken, or the settings demand our decoder and it does not support the
+            model.
     """
     if model_impl == "transformers":
         return False
@@ -319,7 +323,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     whole = read_json_section(folder / "config.json")
     architecture = _architecture(whole)
-    read_quantization(whole)  # refuses unsupported methods before weights are read
+    read_quantization(whole)  # This refuses unsupported methods before weights are read.
     features = ARCHITECTURES[architecture]
     settings = _decoder_section(whole, features)
     activation = _activation(settings, features)
@@ -334,7 +338,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise settings.error("head_dim", f"must be even, since rotary embeddings rotate pairs, not {head_dim}")
     biased = settings.flag("attention_bias") if features.qkv_bias is None else False
     if features.no_rope and all(settings.get(key) is None for key in ("rope_theta", "rope_parameters")):
-        raise settings.error("rope_theta", "is missing")  # its default is not Llama's
+        raise settings.error("rope_theta", "is missing")  # The default differs from Llama's.
     windows = _windows(settings, features, layers)
     ropes, context_tokens = _ropes(settings, features)
     rotations: tuple[int, ...] = (0,) * layers
@@ -399,7 +403,7 @@ def _decoder_section(whole: JsonSection, features: Features) -> JsonSection:
 def _activation(settings: JsonSection, features: Features) -> Activation:
     found = settings.string(features.activation, Activation.SILU)
     if features.is_gemma and found == "gelu":
-        return Activation.GELU_TANH  # the first checkpoints of Gemma mean it by "gelu"
+        return Activation.GELU_TANH  # The first checkpoints of Gemma call this function "gelu".
     if found not in tuple(Activation):
         supported = " and ".join(repr(each.value) for each in Activation)
         raise settings.unsupported(features.activation, f"{found!r} is not supported, only {supported}")
@@ -417,7 +421,7 @@ def _gemma_scales(settings: JsonSection, head_dim: int, hidden_size: int) -> dic
 
 
 def _ropes(settings: JsonSection, features: Features) -> tuple[tuple[RopeScaling, ...], int]:
-    """Return the rotary embeddings, first the one of layers without a window, and the context in tokens."""
+    """Return the rotary embeddings, starting with the one of layers without a window, and the context in tokens."""
     if not features.two_ropes:
         rope, context_tokens = read_rope(settings)
         return (rope,), context_tokens
@@ -451,13 +455,13 @@ def _architecture(settings: JsonSection) -> str:
 
 
 def _multipliers(settings: JsonSection) -> dict[str, float]:
-    """Return Granite's multipliers; a missing one is 1, like in transformers."""
+    """Return Granite's multipliers. A missing multiplier is 1, like in transformers."""
     keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     return {key: settings.number(key, 1.0) for key in keys}
 
 
 def _rope_layers(settings: JsonSection, layers: int) -> tuple[bool, ...]:
-    """Return SmolLM3's layers with the rotary embedding: all but every n-th, unless they are listed."""
+    """Return SmolLM3's layers with a rotary embedding: those in the config's list, or all but every n-th layer."""
     listed = settings.get("no_rope_layers")
     if listed is None:
         interval = settings.integer("no_rope_layer_interval", 4)
@@ -496,7 +500,7 @@ def max_model_len(settings: Settings, config: BaseConfig) -> int:
     """Return the longest sequence to serve, in tokens.
 
     Raises:
-        ConfigError: the setting is more than the model's context length.
+        ConfigError: the setting exceeds the model's context length.
     """
     requested = settings.model.max_model_len
     if requested > config.context_tokens:

@@ -1,6 +1,6 @@
-"""The decoder: a Llama-shaped transformer over paged KV, composed of kernels.
+"""The decoder: a Llama-like transformer over paged KV, composed of kernels.
 
-This file is the model alone. Adapters replace the operations of ``models.layer_ops``.
+This file has only the model. Adapters replace the operations of ``models.layer_ops``.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ class Decoder:
         kv_bits: bits of an element of keys and values, see ``ModelGeometry``.
 
     Attributes:
-        fits_graphs: whether its steps can be captured, if the kernels can.
+        fits_graphs: whether the decoder's steps can be captured in CUDA graphs, if the kernels can.
     """
 
     fits_graphs = True
@@ -56,14 +56,14 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._group = group
-        # Layers without rotation have number -1: the last embedding, which rotates nothing.
+        # Layers without rotation have number -1, which is the last embedding. It rotates nothing.
         still: tuple[None, ...] = (None,) if -1 in config.rotations else ()
         ropes = (*config.ropes, *still)
         self._rotary = Rotary(ropes, config.rotary_dim, config.head_dim, weights.embedding.device)
-        # Rounded like in transformers.
+        # The factor is rounded like in transformers.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype).item()
-        # The residual stream is kept divided by the residual multiplier. Summands then need no factor, and norms give
-        # the same result with a smaller epsilon.
+        # The residual stream is stored divided by the residual multiplier. Then the outputs that are added need no
+        # factor, and norms give the same result with a smaller epsilon.
         self._embedding_factor = config.embedding_multiplier / config.residual_multiplier
         scale = config.attention_multiplier
         self._shape = LayersShape(
@@ -93,9 +93,9 @@ class Decoder:
         self._preparation = AdapterPreparation(self._layers, weights, kernels, product_shares(config, targets, group))
 
     def cut(self, layers: int) -> "Decoder":
-        """Return a decoder of the first ``layers`` layers with the same tensors, to measure the time of a layer.
+        """Return a decoder of only the first ``layers`` layers, with the same tensors, to measure the time of a layer.
 
-        It launches kernel by kernel, and without all-reduce, so it needs no other ranks.
+        This decoder launches single kernels without all-reduce, so it needs no other ranks.
         """
         weights = replace(self._weights, layers=self._weights.layers[:layers])
         cut = Decoder(self._config, weights, self._kernels, NoReduceGroup(self._group), self._kv_bits)
@@ -103,16 +103,16 @@ class Decoder:
         return cut
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
-        """View ``arena [blocks, elements]`` in the shape of ``kv`` of :meth:`hidden`."""
+        """Return a view of ``arena [blocks, elements]`` in the shape that :meth:`hidden` takes as ``kv``."""
         kv_heads = self._shape.kv_heads // self._group.size or 1
         return kv_view(arena, len(self._layers), block_size, kv_heads, self._shape.head_dim, bits=self._kv_bits)
 
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute the extras of an adapter that depend on the base, into its blocks, each time it is loaded."""
+        """Compute the extras of a newly loaded adapter that depend on the base, and write them to its blocks."""
         self._preparation.prepare(adapter)
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Compute a step, and return the logits ``[S, vocab]`` of its sample rows; see :meth:`hidden`."""
+        """Compute a step, and return the logits ``[S, vocab]`` of its sample rows. See :meth:`hidden`."""
         return self.head(self.hidden(batch, kv), batch.head_lora)
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class Decoder:
 
         Args:
             hidden: ``[S, hidden]``.
-            lora: the adapters of these rows, if any has an output layer of its own.
+            lora: the rows' adapters, if any of them has a trained output layer.
         """
         config = self._config
         logits = self._kernels.logits(hidden, self._weights.lm_head)
@@ -134,9 +134,9 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Compute the layers of one step, and store its keys and values.
+        """Compute the layers of one step, and store keys and values.
 
-        After the attention of the last layer only the sample rows are needed, so only these are computed.
+        After the attention of the last layer, only the sample rows are computed.
 
         Args:
             batch: tokens, positions and block tables of the step.
@@ -144,12 +144,12 @@ class Decoder:
                 place.
 
         Returns:
-            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``. All pipeline stages but the last send
-            the residual stream to the next, and return ``[0, hidden]``.
+            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``. Other pipeline stages than the last
+            send the residual stream to the next stage and return ``[0, hidden]``.
         """
         rows = len(batch.token_ids)
         x = self._embedded(batch) if self._config.is_first else self._received(batch)
-        if not self._config.is_last:  # the next stage needs every row
+        if not self._config.is_last:  # The next stage needs every row.
             batch = replace(batch, sample_rows=torch.arange(rows, device=x.device))
         cos, sin = self._rotary(batch.positions, x.dtype)
         if self._in_one_call is not None and self._fits_one_call(batch):
@@ -167,7 +167,10 @@ class Decoder:
         return adapted_ops(self._kernels, self._shape, lora, assist)
 
     def _fits_one_call(self, batch: Batch) -> bool:
-        """Whether the one call supports all adapters of the batch; of their norms it supports those of Llama."""
+        """Return whether one call can compute all layers with the batch's adapters.
+
+        The call supports only trained norms of Llama's kinds.
+        """
         lora = batch.lora
         if lora is not None and lora.has_extras and self._config.norms != LLAMA_NORMS and lora.segments_with("vector"):
             return False

@@ -56,13 +56,12 @@ def default_cache_dir() -> Path:
 
 
 def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], None] | None = None) -> Path:
-    """Return the folder of the default model, after converting it if ``cache_dir`` does not have it yet.
+    """Return the folder of the default model, after converting the model if ``cache_dir`` does not have it yet.
 
-    The folder is created by one rename, so it is complete whenever it exists. Two processes may convert at the same
-    time.
+    One rename creates the folder, so an existing folder is always complete. Two processes may convert at the same time.
 
     Args:
-        cache_dir: created if missing; will contain the folder ``SmolLM2-135M-Instruct``.
+        cache_dir: folder that gets the subfolder ``SmolLM2-135M-Instruct``. It is created if missing.
         progress: called with (stage, steps done, total steps) during the conversion.
 
     Raises:
@@ -79,9 +78,11 @@ def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], N
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder, which becomes ``target`` by one rename in the end, or is removed after an error.
+    """Yield an empty folder.
 
-    Two processes may make the same folder at the same time: the first one's stays.
+    In the end one rename turns it into ``target``; after an error it is removed.
+
+    If two processes make the same folder at the same time, the first folder stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
@@ -97,7 +98,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def find_gguf() -> Path:
-    """Return the default model's file. The package is not imported, since its dependencies are not installed.
+    """Return the default model's file, without importing the package, whose dependencies are not installed.
 
     Raises:
         DefaultModelError: the package is not installed or holds no GGUF file.
@@ -145,7 +146,7 @@ def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]
     _fix_files(folder, model.config)
     version = metadata.version(PACKAGE)
     (folder / "README.md").write_text(_CARD.format(file=gguf.name, package=PACKAGE, version=version))
-    # save_pretrained leaves the weights readable by their owner alone; a cache may be shared.
+    # save_pretrained makes the weights readable only by their owner, but a cache may be shared.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
     progress("converting the tokenizer", _STEPS, _STEPS)
 
@@ -154,8 +155,8 @@ def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]
 def _cached_gguf_reads() -> Iterator[None]:
     """Cache the results of the gguf library while transformers converts.
 
-    transformers opens the file again for settings, weights and tokenizer. Each time the vocabulary and its merges are
-    parsed in Python for seconds, and the map of tensor names is built for each module.
+    transformers opens the file separately for settings, weights and tokenizer. Each time, parsing the vocabulary and
+    its merges in Python takes seconds. The map of tensor names is even built again for each module.
     """
     import gguf
 
@@ -170,7 +171,7 @@ def _cached_gguf_reads() -> Iterator[None]:
 
 
 def _fix_files(folder: Path, config: Any) -> None:
-    """Add the settings that the conversion leaves out of the files, so that every reader loads the same model."""
+    """Add the settings that the conversion omits, so that every reader of the files loads the same model."""
 
     def change_config(settings: dict[str, Any]) -> None:
         # Readers older than transformers 5 read only the top-level keys, and would assume a theta of 10,000.
@@ -193,9 +194,9 @@ def _fix_files(folder: Path, config: Any) -> None:
 
 
 def split_digits(folder: Path) -> None:
-    """Let the tokenizer of a folder split digits one by one before GPT-2's pattern applies.
+    """Make a folder's tokenizer split digits one by one before GPT-2's pattern applies.
 
-    GGUF files demand that by the pre-tokenizer `smollm`; the reader of transformers ignores the digits.
+    GGUF files request this with the pre-tokenizer `smollm`, but the reader of transformers ignores the digits.
     """
 
     def change_tokenizer(settings: dict[str, Any]) -> None:

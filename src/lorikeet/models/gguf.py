@@ -1,4 +1,6 @@
-"""Reads GGUF files: metadata, the table of tensors, and the ``config.json`` that they amount to. Does not import torch.
+"""Reads GGUF files: the metadata, the table of tensors, and a ``config.json`` made from them.
+
+Does not import torch.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -17,7 +19,7 @@ GGUF_FILE = "model.gguf"
 
 
 class BlockType(NamedTuple):
-    """A type of tensors: values, or blocks of consecutive values of a row.
+    """A type of tensor data: single values, or blocks of consecutive values of a row.
 
     Attributes:
         name: GGML's.
@@ -61,9 +63,8 @@ class GgufTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes:
-        shape: sizes as torch orders them, ``[out, in]``.
-        type: its type.
-        start, size_bytes: its bytes in the file.
+        shape: sizes in torch's order, ``[out, in]``.
+        type: type of the data. start, size_bytes: position and size of the data in the file.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +78,7 @@ class GgufFile(NamedTuple):
 
     Attributes:
         path: path of the file.
-        metadata: values by key; a list of strings is replaced by its length.
+        metadata: values by key. A list of strings is replaced by its length.
         tensors: tensors by name.
     """
 
@@ -87,12 +88,12 @@ class GgufFile(NamedTuple):
 
     @property
     def section(self) -> JsonSection:
-        """The metadata, to be read with checks."""
+        """The metadata as a section whose values are checked when they are read."""
         return JsonSection(self.metadata, str(self.path))
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read everything but the tensors.
+    """Read metadata and the table of tensors, but not the tensors' data.
 
     Raises:
         ModelConfigError: the file is not GGUF of version 2 or 3, is cut off, or has tensors of an unknown type.
@@ -191,11 +192,11 @@ class _Reader:
 
 
 class _Model(NamedTuple):
-    """What transformers calls a model.
+    """The names that transformers uses for an architecture.
 
     Attributes:
         architecture, model_type: values for ``config.json``.
-        more: returns further keys of ``config.json``, from the metadata of the architecture.
+        more: function that returns further keys of ``config.json`` from the metadata.
     """
 
     architecture: str
@@ -246,7 +247,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest decimal number that is this float32: 1e-05 where the file has 9.99999974738e-06."""
+    """Return the shortest decimal number for a float32, such as 1e-05 for 9.99999974738e-06 in the file."""
     return float(f"{value:.7g}")
 
 
@@ -270,10 +271,10 @@ _LLAMA3_HIGH = 4.0
 
 
 def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return Llama 3's scaling, if the file has its divisors of the frequencies as a tensor.
+    """Return Llama 3's scaling if the file has a tensor of frequency divisors.
 
     Raises:
-        ModelConfigError: the divisors are others.
+        ModelConfigError: the divisors are not Llama 3's.
     """
     tensor = file.tensors.get(_FREQUENCIES)
     if tensor is None:
@@ -311,7 +312,10 @@ def _llama(settings: JsonSection, name: str) -> dict[str, Any]:
 
 
 def _gemma3(settings: JsonSection, name: str) -> dict[str, Any]:
-    """Return Gemma 3's keys. Every sixth layer sees the whole context; others have a window and their own rotation."""
+    """Return Gemma 3's keys.
+
+    Every sixth layer sees the whole context. Other layers have a window and a different rotation.
+    """
     layers = settings.integer(f"{name}.block_count")
     pattern = settings.integer(f"{name}.attention.sliding_window_pattern", 6)
     kinds = ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)]
@@ -361,7 +365,7 @@ _FREQUENCIES = "rope_freqs.weight"
 
 
 def transformers_names(file: GgufFile) -> dict[str, str]:
-    """Return transformers' name of each tensor → its name in the file. Unknown tensors keep their names."""
+    """Return a map from transformers' name of each tensor to its name in the file. Unknown tensors keep their names."""
     layer_names = _LAYER_NAMES
     if file.metadata.get("general.architecture") == "gemma3":
         layer_names = _LAYER_NAMES | _GEMMA_NORMS
@@ -380,14 +384,14 @@ def transformers_names(file: GgufFile) -> dict[str, str]:
 
 
 def norms_are_one_more(file: GgufFile) -> bool:
-    """Whether the file has each norm's weight plus one, where transformers adds that one itself (Gemma)."""
+    """Return whether the file stores each norm's weight plus one, where transformers adds the one itself (Gemma)."""
     return str(file.metadata.get("general.architecture", "")).startswith("gemma")
 
 
 def interleaved_heads(file: GgufFile, names: Collection[str] = ("attn_q", "attn_k")) -> dict[str, int]:
-    """Return the heads of the tensors whose rotated pairs are neighbours, by ``names``.
+    """Return the number of heads of each tensor whose rotated pairs are neighbours, by ``names``.
 
-    Transformers pairs a head's first half with the second. Llama's files have the rows of q and k reordered for that.
+    Transformers pairs a head's first half with the second. Llama's files have the rows of q and k reordered for this.
     """
     if file.metadata.get("general.architecture") != "llama":
         return {}

@@ -27,12 +27,13 @@ _TOKENIZER_FILES = (
 
 
 def prepare_gguf(path: Path, cache_dir: Path, tokenizer: Path | None, on_stage: Callable[[str], None]) -> Path:
-    """Return the folder of a GGUF file, made once for each file, tokenizer and time of change.
+    """Return the model folder of a GGUF file.
+
+    It is made once for each file, tokenizer and modification time.
 
     Args:
-        path: the file.
-        cache_dir: created if missing.
-        tokenizer: folder of another tokenizer; None for that in the file.
+        path: the file. cache_dir: folder that gets the model folder. It is created if missing.
+        tokenizer: folder of another tokenizer. None uses the file's tokenizer.
         on_stage: called with a few words before the tokenizer is converted.
 
     Raises:
@@ -65,13 +66,13 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _in_another_process(file: GgufFile, folder: Path) -> None:
-    """Convert there, since the conversion imports torch."""
+    """Convert the tokenizer in another process, since the conversion imports torch."""
     if find_spec("gguf") is None:
         raise ModelConfigError(f"{file.path}: converting its tokenizer needs gguf: run `{install_command('gguf')}`")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             pool.submit(_convert_tokenizer, file, folder).result()
-        except Exception as error:  # of any kind: transformers documents none
+        except Exception as error:  # transformers documents no exceptions, so all kinds are caught.
             raise ModelConfigError(
                 f"{file.path}: its tokenizer cannot be converted ({type(error).__name__}: {error}); name the folder of "
                 "another with --tokenizer"

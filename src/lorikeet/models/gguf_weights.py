@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: packed as they are where that is exact, else dequantised.
+"""Reads the tensors of a GGUF file: keeps them packed where this is exact, and dequantises the others.
 
 Layouts of the blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -16,11 +16,10 @@ from lorikeet.models.json_section import ModelConfigError
 
 
 def decode_gguf(file: GgufFile, name: str) -> QuantizedWeight | Tensor:
-    """Return a tensor as transformers has it: quantised, or in fp32.
+    """Return a tensor in transformers' layout, quantised or in fp32.
 
     Args:
-        file: the file.
-        name: name in the file.
+        file: the GGUF file. name: name of the tensor in the file.
     """
     tensor = file.tensors[name]
     raw = np.memmap(file.path, np.uint8, "r", tensor.start, (tensor.size_bytes,))
@@ -42,7 +41,7 @@ def _decoded(file: GgufFile, tensor: GgufTensor, raw: Tensor) -> QuantizedWeight
         blocks = raw.view(tensor.shape[0], -1, kind.size_bytes)
         return _BLOCKS[kind.name](blocks)
     try:
-        import gguf  # an extra, for types that are rarely used
+        import gguf  # gguf is an extra, needed for types that are rarely used.
     except ImportError as error:
         raise ModelConfigError(
             f"{file.path}: tensors of type {kind.name} need gguf: {install_command('gguf')}"
@@ -61,12 +60,12 @@ def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
 
 
 def _nibbles(values: Tensor) -> Tensor:
-    """Return the low nibbles of the last dimension, then the high ones."""
+    """Return the low nibbles of the last dimension, followed by the high nibbles."""
     return torch.cat((values & 15, values >> 4), dim=-1)
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Return bits 0 to 31 of four bytes of each block, as 16 where they are set."""
+    """Return bits 0 to 31 of four bytes of each block: 16 for a bit that is set, else 0."""
     bits = blocks[:, :, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(2) << 4
 
@@ -93,15 +92,15 @@ def _q5_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _q8_0(blocks: Tensor) -> QuantizedWeight:
-    levels = (blocks[:, :, 2:] ^ 128).flatten(1)  # int8 plus 128
+    levels = (blocks[:, :, 2:] ^ 128).flatten(1)  # The bytes are int8 plus 128.
     return quantized_weight(levels, _halves(blocks, 0).flatten(1), bits=8, group=32, zero=128)
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and minimum of each group of 32 in blocks of 256: fp32 ``[out, groups]``.
 
-    Both are 6-bit numbers times a factor of the block. The first four of each have bytes of their own. The last four
-    have four bits in further bytes, and two in the highest bits of the first bytes.
+    Both are 6-bit numbers times a factor of the block. The first four of each fill the low bits of a byte. The last
+    four have four bits in further bytes, and two in the highest bits of the first bytes.
     """
     factors = _halves(blocks, 0, 2)
     first = blocks[:, :, 4:8]
@@ -126,7 +125,7 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(blocks: Tensor) -> QuantizedWeight:
-    low = _nibbles(blocks[:, :, :128].unflatten(2, (2, 64)))  # of each half 0..63, then 64..127
+    low = _nibbles(blocks[:, :, :128].unflatten(2, (2, 64)))  # The order is 0..63, then 64..127 of each half.
     high = blocks[:, :, 128:192].unflatten(2, (2, 1, 32)) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
     scales = blocks[:, :, 192:208].contiguous().view(torch.int8).float() * _halves(blocks, 208)
     levels = low | (high.flatten(3) << 4)

@@ -1,4 +1,4 @@
-"""JSON files whose values are checked when they are read; an error names the file and the key."""
+"""Reads JSON files and checks each value. An error names the file and the key."""
 
 import json
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class ModelConfigError(ValueError):
-    """A checkpoint cannot be served; the message names file, key and reason."""
+    """Raised when a checkpoint cannot be served. The message names file, key and reason."""
 
 
 class UnsupportedFeature(ModelConfigError):
-    """A checkpoint needs a feature that the own decoder does not compute."""
+    """Raised when a checkpoint needs a feature that our decoder does not support."""
 
 
 class JsonSection:
@@ -26,19 +26,19 @@ class JsonSection:
         return ModelConfigError(f"{self._where}: {key}: {problem}")
 
     def unsupported(self, key: str, problem: str) -> "UnsupportedFeature":
-        """Return an error about a feature that the own decoder lacks, for the caller to raise."""
+        """Return an error about a feature that our decoder does not support, for the caller to raise."""
         return UnsupportedFeature(str(self.error(key, problem)))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the raw value; null is returned as None, not as missing."""
+        """Return the raw value. Null is returned as None, not treated as missing."""
         return self._values.get(key, default)
 
     def replaced(self, values: Mapping[str, Any]) -> "JsonSection":
-        """Return the same section with other values of some keys."""
+        """Return a copy of the section with other values of some keys."""
         return JsonSection({**self._values, **values}, self._where)
 
     def with_defaults(self, values: Mapping[str, Any]) -> "JsonSection":
-        """Return the same section with values for missing keys; null does not count as missing."""
+        """Return a copy of the section with values for missing keys. Null does not count as missing."""
         return JsonSection({**values, **self._values}, self._where)
 
     def section(self, key: str) -> "JsonSection | None":
@@ -55,7 +55,9 @@ class JsonSection:
         return JsonSection(value, f"{self._where}: {key}")
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer of at least ``least``; a float without fraction is accepted.
+        """Return an integer of at least ``least``.
+
+        A float without fraction is accepted.
 
         Raises:
             ModelConfigError: the value is of another kind, or missing without a default.

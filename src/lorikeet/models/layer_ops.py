@@ -1,6 +1,6 @@
-"""The operations of a decoder's layers, for a step without adapters.
+"""The operations of a decoder's layers, for steps without adapters.
 
-The decoder calls only these. In a step with adapters ``models.adapted_ops`` takes their place.
+The decoder calls only these operations. In a step with adapters, those of ``models.adapted_ops`` replace them.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Product(NamedTuple):
         weight: ``[out, in]``.
         bias: ``[out]``, None if there is none.
         layer: index of the layer.
-        targets: columns of its modules; None if no adapter can change it.
+        targets: columns of the product's modules; None if no adapter can change the product.
         name: a key of ``core.geometry.PRODUCTS``; "" in a model of transformers, which has other products.
     """
 
@@ -31,7 +31,7 @@ class Product(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm of the residual stream, or of a summand of it.
+    """A norm of the residual stream, or of an output that is added to it.
 
     Attributes:
         weight: ``[hidden]``; None if the layer has no such norm.
@@ -45,7 +45,7 @@ class Norm(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """A layer as the decoder computes it; ``LayerWeights`` documents the fields."""
+    """A layer in the form that the decoder computes. ``LayerWeights`` documents the fields."""
 
     number: int
     input_norm: Norm
@@ -66,13 +66,13 @@ def decoder_layer(
     targets: Mapping[str, LoraTargets],
     norms: tuple[str, str, str, str],
 ) -> DecoderLayer:
-    """Return a layer with the names by which adapters change its products and norms.
+    """Return a layer with the names that adapters use for its products and norms.
 
     Args:
         index: index of the layer.
         weights: the layer's weights.
         shape: parameters of all layers.
-        targets: columns of the modules of each product.
+        targets: columns of each product's modules.
         norms: names of the layer's norms, in the order of ``LLAMA_NORMS``.
     """
     before, after, before_mlp, after_mlp = (f"layers.{{}}.{name}.weight" for name in norms)
@@ -115,9 +115,9 @@ class LayerOps:
         return self._kernels.linear(x, product.weight, product.bias)
 
     def norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        """Add ``delta`` to ``x`` in place, if there is one, and return the norm of the sum.
+        """Add ``delta`` to ``x`` in place, if given, and return the norm of the sum.
 
-        Where the layer has no such norm, the result is ``x`` itself.
+        If the layer has no such norm, the result is ``x`` itself.
         """
         if norm.weight is not None:
             return self._kernels.add_norm(x, delta, norm.weight, self._eps, self._norm_offset)
@@ -126,11 +126,11 @@ class LayerOps:
         return x
 
     def rotary_store(self, qkv: Tensor, layer: DecoderLayer, rotation: Rotation, kv: Tensor, batch: Batch) -> None:
-        """Normalise and rotate queries and keys, and store keys and values, as ``Kernels.rotary_store``."""
+        """Normalise and rotate queries and keys, and store keys and values, like ``Kernels.rotary_store``."""
         self._kernels.rotary_store(qkv, rotation, kv, batch, layer.head_norms)
 
     def adjust_logits(self, logits: Tensor, hidden: Tensor, *, is_tied: bool) -> Tensor:
-        """Return the logits ``[S, vocab]`` of the base as they are.
+        """Return the base's logits ``[S, vocab]`` unchanged.
 
         Args:
             logits: the base's logits.

@@ -1,6 +1,6 @@
 """Loads model weights into the tensors of one rank, or fills them with random values.
 
-``WeightLayout`` maps every checkpoint tensor to the part of the rank's tensors that it fills.
+``WeightLayout`` maps every checkpoint tensor to the part of the rank's tensors that the checkpoint tensor fills.
 """
 
 import re
@@ -33,7 +33,7 @@ _LM_HEAD = "lm_head.weight"
 _FINAL_NORM = "model.norm.weight"
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
-# Some checkpoints carry the rotary frequencies, which follow from the config.
+# Some checkpoints contain the rotary frequencies, which follow from the config.
 _ALWAYS_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 _PATHS = {
@@ -43,12 +43,12 @@ _PATHS = {
 
 
 class WeightTarget(NamedTuple):
-    """Destination of a checkpoint tensor.
+    """The destination of a checkpoint tensor.
 
     Attributes:
-        view: the tensor that it is copied to.
-        shape: its shape in the checkpoint.
-        part: the slice of it that this rank holds.
+        view: the tensor to which the checkpoint tensor is copied.
+        shape: the tensor's shape in the checkpoint.
+        part: the slice of the tensor that this rank holds.
     """
 
     view: Tensor
@@ -65,7 +65,7 @@ class LinearWeight:
         splits_inputs: whether other ranks hold other inputs.
         waiting: names of the checkpoint tensors that are still missing.
         parts: quantised parts by name.
-        weight: the weight, once all parts are there.
+        weight: the complete weight, once all parts are there.
     """
 
     tensor: Tensor
@@ -88,11 +88,11 @@ class WeightLayout:
     Attributes:
         weights: the weights, to be filled through ``targets``.
         targets: destinations by name in the checkpoint.
-        linears: linear weights by the names of the tensors that fill them. The output layer has its own name, or the
-            embedding's if it is tied.
-        copies: checkpoint tensors that are not loaded, with the name of the tensor that each must equal.
+        linears: linear weights by the names of the tensors that fill them. A tied output layer has the embedding's
+            name.
+        copies: checkpoint tensors that are not loaded, each with the name of the tensor that it must equal.
         norm_offset: see ``ModelConfig``.
-        fused: checkpoint tensors that hold the rows of several targets, with the names of these in order.
+        fused: checkpoint tensors that hold the rows of several targets, with the targets' names in order.
 
     Raises:
         ModelConfigError: the model does not split over the ranks.
@@ -123,13 +123,13 @@ class WeightLayout:
         self.copies = {_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings and _EMBEDDING in self.targets else {}
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a checkpoint may hold ``name`` though this rank does not need it."""
+        """Return whether a checkpoint may hold a tensor ``name`` that this rank does not need."""
         if name in self.copies or _ALWAYS_IGNORED.fullmatch(name) is not None:
             return True
         return self._config.stages > 1 and self._is_elsewhere(name)
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Return whether a tensor is of another pipeline stage, if it is of the model at all."""
+        """Return whether a tensor of the model belongs to another pipeline stage."""
         layer = _OF_LAYER.match(name)
         first = self._config.first_layer
         if layer is not None:
@@ -215,12 +215,13 @@ class WeightLayout:
         return weight, bias if holds_bias else None
 
     def put(self, name: str, value: Decoded, bits: int = 0) -> None:
-        """Fill a target with the rank's part of a checkpoint tensor, and quantise the linear weight that it completes.
+        """Fill a target with the rank's part of a checkpoint tensor.
+
+        A linear weight that becomes complete is quantised.
 
         Args:
-            name: name of the target.
-            value: the part.
-            bits: bits to which weights are quantised now; 0 leaves them unchanged.
+            name: name of the target. value: the rank's part.
+            bits: number of bits to which weights are quantised; 0 leaves them unchanged.
 
         Raises:
             WeightError: groups of inputs do not divide among the ranks.
@@ -256,7 +257,7 @@ class WeightLayout:
             linear.tensor.untyped_storage().resize_(0)
 
     def finished(self, device: torch.device) -> DecoderWeights:
-        """Return the weights on a device, when every target has been filled."""
+        """Return the weights on a device. Every target must have been filled."""
         layers = []
         for layer, products in zip(self.weights.layers, self._products, strict=True):
             there: dict[str, Any] = {name: _on(linear.weight, device) for name, linear in products.items()}
@@ -293,7 +294,7 @@ _DUMMY_STD = 0.02
 
 
 class WeightError(ValueError):
-    """The weights of a checkpoint are broken or do not match its config; the message names file and tensor."""
+    """Raised when a checkpoint's weights are broken or do not match its config. The message names file and tensor."""
 
 
 def load_weights(
@@ -309,19 +310,21 @@ def load_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> DecoderWeights:
-    """Load the weights of one rank. Of split tensors that are not quantised only the rank's slice is read.
+    """Load the weights of one rank.
+
+    If a split tensor is not quantised, only the rank's slice is read.
 
     Args:
-        folder: a checkpoint with ``model.gguf`` or ``model.safetensors``, or with an index and shards. Not read for
-            ``dummy``.
+        folder: a checkpoint with ``model.gguf`` or ``model.safetensors``, or with an index and shards. ``dummy`` does
+            not read it.
         config: configuration of the checkpoint, or of a pipeline stage.
         dtype: dtype of the loaded weights.
         device: device of the loaded weights.
-        rank, tensor_parallel: which share of the model.
+        rank, tensor_parallel: the tensor-parallel rank, and the number of ranks.
         load_format: ``auto`` for safetensors and GGUF, ``dummy`` for small random weights of the right shapes.
         quantization: ``auto`` keeps linear weights as they are stored, ``none`` dequantises all of them, ``int8`` and
-            ``int4`` quantise them. The names of methods are like ``auto``, if the checkpoint is quantised so.
-        seed: seed of dummy weights; on one kind of device all ranks get shares of the same model.
+            ``int4`` quantise them. The name of the checkpoint's own quantisation method means ``auto``.
+        seed: seed of dummy weights. On one kind of device, all ranks get shares of the same model.
         progress: called with (stage, tensors done, total tensors).
 
     Raises:
@@ -335,7 +338,7 @@ def load_weights(
     checkpoint = _open(folder, has_other_parts=config.has_other_parts) if load_format == "auto" else None
     method = checkpoint.method if checkpoint else ""
     bits = bits_on_load(quantization, method, folder)
-    # Quantised weights are joined on the host, since a device may lack room for weights of 16 bits.
+    # Quantised weights are joined on the host, since the device may lack room for weights of 16 bits.
     place = torch.device("cpu" if bits or method else device)
     layout = WeightLayout(config, dtype, place, rank, tensor_parallel)
     report = progress or (lambda stage, done, total: None)
@@ -349,11 +352,11 @@ def load_weights(
 
 
 def bits_on_load(quantization: str, method: str, folder: Path) -> int:
-    """Return the bits of the linear weights that are to be quantised when they are loaded; 0: none are.
+    """Return the number of bits to which linear weights are quantised when they are loaded; 0 for no quantisation.
 
     Args:
         quantization: see :func:`load_weights`.
-        method: how the checkpoint is quantised; empty if it is not.
+        method: the checkpoint's quantisation method; empty if it has none.
         folder: the checkpoint, for errors.
 
     Raises:
@@ -382,7 +385,7 @@ class Kinds:
 
 
 def _in_words(weights: DecoderWeights, kinds: Kinds, bits: int) -> str:
-    """Return the form of the weights, for the log and for `/health`."""
+    """Return a description of the weights' form, for the log and for `/health`."""
     dtype = weights.embedding.dtype
     name = str(dtype).removeprefix("torch.")
     found = [getattr(layer, product) for layer in weights.layers for product in PRODUCTS]
@@ -400,21 +403,21 @@ def _in_words(weights: DecoderWeights, kinds: Kinds, bits: int) -> str:
 
 
 class Checkpoint(Protocol):
-    """The weights of a model in files."""
+    """The files with the weights of a model."""
 
     method: str
-    """Method of quantisation; empty if there is none."""
+    """The method of quantisation; empty if there is none."""
 
     def names(self, layout: WeightLayout) -> set[str]:
-        """Return the names of its weights, see ``WeightLayout.targets``; unknown weights keep their own names."""
+        """Return the names of the weights, see ``WeightLayout.targets``. Unknown weights keep the file's names."""
         ...
 
     def read(self, names: set[str], layout: WeightLayout, kinds: Kinds) -> Iterator[tuple[str, Decoded]]:
-        """Yield this rank's part of each of these weights, and add its form to ``kinds``."""
+        """Yield this rank's part of each requested weight, and add the weight's form to ``kinds``."""
         ...
 
     def check_copies(self, layout: WeightLayout) -> None:
-        """Check that tied tensors, which are not read, equal the tensors to which they are tied."""
+        """Check that tied tensors, which are not loaded, equal the tensors to which they are tied."""
         ...
 
 
@@ -425,7 +428,7 @@ def _open(folder: Path, *, has_other_parts: bool) -> Checkpoint:
 
 
 def _fill_from(checkpoint: Checkpoint, layout: WeightLayout, progress: Progress, bits: int, *, packs: bool) -> Kinds:
-    """Fill all targets; unless ``packs``, dequantise quantised weights."""
+    """Fill all targets. Quantised weights are dequantised unless ``packs`` is set."""
     kinds = Kinds()
     found = checkpoint.names(layout)
     if missing := sorted(layout.targets.keys() - found):
@@ -482,11 +485,11 @@ class _GgufCheckpoint:
             yield name, _cut(value, target)
 
     def check_copies(self, layout: WeightLayout) -> None:
-        """Do nothing: a file with an output layer of its own does not tie it."""
+        """Do nothing, since a file that contains an output layer does not tie it."""
 
 
 class _Stored(NamedTuple):
-    """The place of a target in a checkpoint.
+    """The location of a target in a checkpoint.
 
     Attributes:
         name: name of the tensor, see ``WeightLayout``.
@@ -502,11 +505,11 @@ class _Stored(NamedTuple):
 
 
 class _SafetensorsCheckpoint:
-    """A folder with safetensors, quantised or not.
+    """A folder with safetensors, which may be quantised.
 
     Args:
         folder: the folder.
-        has_other_parts: whether it may hold more than the decoder; other parts are not read.
+        has_other_parts: whether the folder may hold more than the decoder. Other parts are not read.
     """
 
     def __init__(self, folder: Path, *, has_other_parts: bool) -> None:
@@ -552,7 +555,7 @@ class _SafetensorsCheckpoint:
         return found
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Whether this is a bias that only the format has (GPTQ), where the model has none."""
+        """Return whether a tensor is a bias that only the format (GPTQ) has and the model does not."""
         if f"{name.removesuffix('.bias')}.weight" not in self._quantized:
             return False
         file, stored = self._where[name]
@@ -582,13 +585,13 @@ class _SafetensorsCheckpoint:
                     raise WeightError(f"{self}: {name}: {error}") from error
 
     def _decoded(self, name: str, shape: tuple[int, ...], kinds: Kinds) -> Decoded:
-        """Return a quantised weight, whole."""
+        """Return a whole quantised weight."""
         way, tensors = self._quantized[name]
         outputs, inputs = shape
         try:
             value = way.decode({end: self._whole(each) for end, each in tensors.items()}, (outputs, inputs))
         except (QuantizedWeightError, RuntimeError, KeyError, IndexError) as error:
-            raise WeightError(f"{self}: {name}: is no {way.label} weight: {error}") from error
+            raise WeightError(f"{self}: {name}: is not a valid {way.label} weight: {error}") from error
         if tuple(value.shape) != shape:
             raise WeightError(f"{self}: {name} has shape {list(value.shape)}, not {list(shape)}")
         (kinds.packed if isinstance(value, QuantizedWeight) else kinds.dequantised).add(way.label)
@@ -613,7 +616,7 @@ class _SafetensorsCheckpoint:
 
 
 def _decoder_name(name: str) -> str:
-    """Return the name that a tensor of the decoder of a model with other parts has in the decoder alone."""
+    """Return a tensor's name in a plain decoder, for a model in which the decoder is one of several parts."""
     for prefix in ("language_model.lm_head.", *PREFIXES[1:]):
         if name.startswith(prefix):
             kept = "lm_head." if prefix.endswith("lm_head.") else PREFIXES[0]
@@ -664,8 +667,8 @@ def _read(file: Path, places: dict[str, _Stored], stored_names: dict[str, str]) 
 
     Args:
         file: the file.
-        places: place of each target.
-        stored_names: names in the file by the names of ``WeightLayout``.
+        places: the location of each target.
+        stored_names: names in the file, by the names in ``WeightLayout``.
     """
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -694,7 +697,8 @@ def _fill_randomly(layout: WeightLayout, seed: int, progress: Progress, bits: in
         if name.endswith("norm.weight"):
             layout.put(name, torch.full(target.shape, 1.0 - layout.norm_offset, device=place))
         else:
-            # One generator per tensor, and the whole tensor before slicing, so every number of ranks gives one model.
+            # Each tensor has its own generator and is filled before it is cut, so every number of ranks gives the same
+            # model.
             generator = torch.Generator(place).manual_seed(zlib.crc32(name.encode(), seed))
             whole = torch.randn(target.shape, generator=generator, device=place)
             layout.put(name, whole[target.part] * _DUMMY_STD, bits)

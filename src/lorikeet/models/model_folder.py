@@ -20,10 +20,10 @@ class ModelFolder(NamedTuple):
 
     Attributes:
         path: folder with ``config.json``, ``tokenizer.json`` and safetensors or ``model.gguf``.
-        identity: name of the base model in the adapter registry, the same wherever the folder is.
-        names: that clients may use; the first is reported.
-        aliases: further names that are accepted and not listed.
-        revision: commit of the hub, if it was downloaded from there.
+        identity: name of the base model in the adapter registry. It does not depend on the folder's location.
+        names: the names that clients may use. Responses report the first name.
+        aliases: further names that are accepted but not listed.
+        revision: the hub's commit, if the model was downloaded.
     """
 
     path: Path
@@ -48,13 +48,13 @@ def prepare_model(settings: ModelSettings, on_stage: Callable[[str], None]) -> M
     is_file = bool(settings.model) and local.is_file()
     of_default = not settings.model and settings.quantization == GGUF
     if settings.tokenizer and not (is_file or of_default):
-        raise ConfigError("tokenizer: is for GGUF files; any other model has its tokenizer in its folder")
+        raise ConfigError("tokenizer: is for GGUF files; other models have a tokenizer in their folder")
     if not settings.model:
         path = _default_gguf(settings, cache_dir, on_stage) if of_default else _default(cache_dir, on_stage)
         return ModelFolder(path, default.NAME, settings.served_names or (default.NAME,), (default.NAME, str(path)))
     if is_file:
         if local.suffix != ".gguf":
-            raise ConfigError(f"model {settings.model!r}: is a file, and no .gguf file; name a folder, or a hub id")
+            raise ConfigError(f"model {settings.model!r}: is a file, but not a .gguf file; name a folder, or a hub id")
         path = _of_gguf(local, settings, cache_dir, on_stage)
         return ModelFolder(path, local.stem, settings.served_names or (local.stem,), (settings.model, str(local)))
     if local.is_dir():
@@ -64,7 +64,8 @@ def prepare_model(settings: ModelSettings, on_stage: Callable[[str], None]) -> M
         raise ConfigError(f"model {settings.model!r}: no such folder, and not a hub id (owner/name)")
     path = _download(settings.model, on_stage)
     names = settings.served_names or (settings.model,)
-    return ModelFolder(path, settings.model, names, (settings.model,), path.name)  # the hub's cache names it so
+    # This is the name in the hub's cache.
+    return ModelFolder(path, settings.model, names, (settings.model,), path.name)
 
 
 def _default_gguf(settings: ModelSettings, cache_dir: Path, on_stage: Callable[[str], None]) -> Path:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 
 class RankGroup(Protocol):
-    """The ranks of one engine. Every rank must make the same calls in the same order.
+    """The ranks of one engine.
+
+    Every rank must make the same calls in the same order.
 
     Attributes:
         number: number of the rank among all ranks. Rank 0 is in the last stage, so that it has the output layer and
@@ -38,11 +40,11 @@ class RankGroup(Protocol):
         ...
 
     def receive(self, x: Tensor) -> Tensor:
-        """Overwrite ``x`` with the tensor that the previous stage sends, and return it."""
+        """Overwrite ``x`` with the tensor that the previous stage sends, and return ``x``."""
         ...
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with the tensor of rank ``src``, and return it."""
+        """Overwrite ``tensor`` with the tensor of rank ``src``, and return ``tensor``."""
         ...
 
 
@@ -72,7 +74,9 @@ class SingleRankGroup:
 
 
 class NoReduceGroup(SingleRankGroup):
-    """One of several ranks, computing alone for measurements; its results are meaningless.
+    """One of several ranks that computes alone for measurements.
+
+    Its results are meaningless.
 
     Args:
         group: the rank's group.
@@ -99,14 +103,16 @@ class DistributedRankGroup:
         *,
         stages: int = 1,
     ) -> None:
-        """Join the group; returns when all ranks have joined.
+        """Join the group.
+
+        Returns when all ranks have joined.
 
         Args:
-            number: number of the rank of this process, from 0.
+            number: number of this process's rank, from 0.
             size: number of tensor-parallel ranks of a stage.
             init_method: rendezvous address, e.g. ``tcp://127.0.0.1:29500`` or ``file:///...``.
             backend: ``gloo`` or ``nccl``.
-            timeout_s: time after which a call fails if other ranks have not made it.
+            timeout_s: seconds after which a call fails if other ranks have not made the same call.
             stages: number of pipeline stages.
         """
         timeout = timedelta(seconds=timeout_s)
@@ -117,14 +123,14 @@ class DistributedRankGroup:
         self.size = size
         self.stage = stages - 1 - number // size
         self.stages = stages
-        # Every rank must make every group, in the same order.
+        # Every rank must create every group, in the same order.
         firsts = range(0, ranks, size) if size < ranks else ()
         groups = {first: dist.new_group(list(range(first, first + size)), timeout=timeout) for first in firsts}
         self._stage_group = groups.get(number - self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the ranks of the stage in place, and return it. All get the same bits."""
-        if self.size > 1 and x.numel():  # a step without sample rows has none left after the last attention
+        """Sum ``x`` over the ranks of the stage in place, and return ``x``. All ranks get the same bits."""
+        if self.size > 1 and x.numel():  # A step without sample rows has no rows left after the last attention.
             dist.all_reduce(x, group=self._stage_group)
         return x
 
@@ -133,12 +139,12 @@ class DistributedRankGroup:
         dist.send(x, self.number - self.size)
 
     def receive(self, x: Tensor) -> Tensor:
-        """Overwrite ``x`` with the tensor of such a rank of the previous stage, and return it."""
+        """Overwrite ``x`` with the tensor of the corresponding rank of the previous stage, and return ``x``."""
         dist.recv(x, self.number + self.size)
         return x
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with the tensor of rank ``src`` and return it."""
+        """Overwrite ``tensor`` with the tensor of rank ``src``, and return ``tensor``."""
         dist.broadcast(tensor, src)
         return tensor
 

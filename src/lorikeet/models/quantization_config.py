@@ -24,14 +24,14 @@ ALIASES = {"awq_marlin": AWQ, "gptq_marlin": GPTQ, "compressed_tensors": COMPRES
 
 
 class QuantizationConfig(NamedTuple):
-    """The quantisation of a checkpoint, as far as it does not follow from the tensors.
+    """The part of a checkpoint's quantisation that does not follow from the tensors.
 
     Attributes:
         method: one of ``METHODS``.
         bits: bits of a code; 0 if they follow from the tensors.
-        group: inputs of a group; -1 for all inputs of an output; 0 if it follows from the tensors.
-        zeros_are_one_less: zero points are stored minus one (the first form of GPTQ).
-        block: outputs and inputs of a block with one scale (fp8); None if they follow from the tensors.
+        group: number of inputs in a group: -1 for all inputs of an output, 0 if it follows from the tensors.
+        zeros_are_one_less: whether zero points are stored minus one (the first form of GPTQ).
+        block: numbers of outputs and inputs of a block with one scale (fp8); None if they follow from the tensors.
     """
 
     method: str
@@ -42,10 +42,10 @@ class QuantizationConfig(NamedTuple):
 
 
 def read_quantization(settings: JsonSection) -> QuantizationConfig | None:
-    """Return the quantisation of the checkpoint with this ``config.json``, None if it is not quantised.
+    """Return the quantisation of the checkpoint with this ``config.json``; None if the checkpoint is not quantised.
 
     Raises:
-        ModelConfigError: the method, or an option of it, is not supported.
+        ModelConfigError: the method, or one of its options, is not supported.
     """
     key = "quantization_config" if settings.get("quantization_config") is not None else "compression_config"
     section = settings.section(key)

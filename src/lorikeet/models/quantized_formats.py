@@ -1,7 +1,7 @@
 """Reads the linear weights of quantised checkpoints from the tensors that store them.
 
-A weight is kept packed if a ``QuantizedWeight`` can hold its numbers. Otherwise it is dequantised to fp32 here, and
-the loader rounds it to the model's dtype. The layouts are those of checkpoints of AutoAWQ, AutoGPTQ and GPTQModel,
+A weight is kept packed if a ``QuantizedWeight`` can hold its numbers. Otherwise this module dequantises the weight to
+fp32, and the loader rounds it to the model's dtype. The supported layouts are those of AutoAWQ, AutoGPTQ, GPTQModel,
 compressed-tensors and bitsandbytes.
 """
 
@@ -23,14 +23,15 @@ Decoded = QuantizedWeight | Tensor
 
 
 class StoredWeight(NamedTuple):
-    """One way to store a linear weight.
+    """A way to store a linear weight.
 
     Attributes:
-        label: name in the log.
-        needed: ends of the names of its tensors, after the module's name; the first distinguishes it from other ways.
-        optional: ends of further tensors, which may be missing.
-        decode: returns the weight ``[out, in]``.
-        unused: ends of tensors that are not read, since activations are not quantised here.
+        label: name of the format in the log.
+        needed: suffixes of the tensors' names, after the module's name. The first suffix distinguishes the format from
+            others.
+        optional: suffixes of further tensors, which may be missing.
+        decode: function that returns the weight ``[out, in]``.
+        unused: suffixes of tensors that are not read, since activations are not quantised here.
     """
 
     label: str
@@ -40,7 +41,9 @@ class StoredWeight(NamedTuple):
     unused: tuple[str, ...] = ()
 
     def tensors(self, module: str, present: Collection[str]) -> dict[str, str] | None:
-        """Return end → name of the tensors that store ``module``; None if another way stores it.
+        """Return the names of the tensors that store ``module``, by suffix.
+
+        None if the module is stored in another way.
 
         Needed tensors are included even if they are missing.
         """
@@ -51,7 +54,7 @@ class StoredWeight(NamedTuple):
 
 
 def stored_weights(config: QuantizationConfig) -> tuple[StoredWeight, ...]:
-    """Return the ways in which such a checkpoint may store linear weights that are not plain."""
+    """Return the ways in which a checkpoint with this quantisation may store linear weights."""
     return _WAYS[config.method](config)
 
 
@@ -103,7 +106,7 @@ def _with_zeros(levels: Tensor, zeros: Tensor, scales: Tensor, bits: int, group:
 
 
 def _words(words: Tensor, bits: int) -> Tensor:
-    """Return the codes in 32-bit words ``[n, words]``, the lowest bits first: int32 ``[n, words * 32 / bits]``."""
+    """Return the codes in 32-bit words ``[n, words]``, from the lowest bits on: int32 ``[n, words * 32 / bits]``."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words.to(torch.int32)[:, :, None] >> shifts) & (2**bits - 1)).flatten(1)
 
@@ -152,7 +155,10 @@ def _compressed(config: QuantizationConfig) -> tuple[StoredWeight, ...]:
 def _grouped(
     levels: Tensor, zeros: Tensor | None, scales: Tensor, bits: int, shape: tuple[int, int], order: Tensor | None
 ) -> Decoded:
-    """Return codes with 0 in their middle, or zeros of their own, with one scale per tensor, output or group."""
+    """Return the weight of codes with one scale per tensor, output or group.
+
+    Without zero points, the middle code is 0.
+    """
     outputs, inputs = shape
     scales = scales.float().reshape(1 if scales.numel() == 1 else outputs, -1).expand(outputs, -1)
     middle = 2 ** (bits - 1)
@@ -163,7 +169,7 @@ def _grouped(
     group = inputs // scales.shape[1]
     groups = torch.arange(inputs) // group if order is None else order.long()
     in_order = bool((groups == torch.arange(inputs) // group).all())
-    # Offsets are exact where a zero times a scale is: not for scales of 24 bits.
+    # Offsets are exact only if zero times scale is exact, which it is not for scales of 24 bits.
     exact = bool((zeros == middle).all()) or torch.equal(scales.bfloat16().float(), scales)
     exact = exact or torch.equal(scales.half().float(), scales)
     if in_order and exact and (group % 2 == 0 or scales.shape[1] == 1):
@@ -219,7 +225,7 @@ def _bitsandbytes(config: QuantizationConfig) -> tuple[StoredWeight, ...]:
 
 
 def _levels_of(stored: Stored, state: str) -> Tensor:
-    """Return the weight of a table of 16 levels, with one scale for each block in memory order."""
+    """Return the weight that codes of a table of 16 levels give, with one scale for each block in memory order."""
     settings = _json_of(stored[state])
     absmax = stored[".weight.absmax"]
     if (nested := stored.get(".weight.nested_absmax")) is not None:
@@ -228,7 +234,7 @@ def _levels_of(stored: Stored, state: str) -> Tensor:
         absmax = table[absmax.long()] * nested.float().repeat_interleave(size)[: len(absmax)]
         absmax = absmax + float(settings["nested_offset"])
     codes = stored[".weight"].reshape(1, -1)
-    levels = unpack_nibbles((codes << 4) | (codes >> 4))[0]  # the high nibble comes first
+    levels = unpack_nibbles((codes << 4) | (codes >> 4))[0]  # The high nibble comes first.
     shape = tuple(int(size) for size in settings["shape"])
     levels = levels[: shape[0] * shape[1]]
     values = stored[".weight.quant_map"].float()[levels.long()]

@@ -10,19 +10,19 @@ SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
-    """Base and scaling of the rotary embedding.
+    """The base and scaling of a rotary embedding.
 
     Attributes:
         theta: base of the wavelengths.
         kind: one of ``SCALINGS``.
         factor: factor by which the context is extended.
-        original_tokens: context before scaling (llama3, yarn, longrope).
-        low_freq_factor, high_freq_factor: band in which llama3 blends scaled and unscaled frequencies.
-        beta_fast, beta_slow: rotations over the original context between which yarn blends.
+        original_tokens: context in tokens before scaling (llama3, yarn, longrope).
+        low_freq_factor, high_freq_factor: the band in which llama3 blends scaled and unscaled frequencies.
+        beta_fast, beta_slow: numbers of rotations over the original context between which yarn blends.
         truncate: whether yarn rounds that band outwards to whole dimensions.
         attention_factor: factor of cos and sin (yarn, longrope).
-        divisors: divisor of each frequency (longrope).
-        long_divisors: divisors for sequences that are longer than ``original_tokens``.
+        divisors: the divisor of each frequency (longrope).
+        long_divisors: the divisors for sequences of more than ``original_tokens`` tokens.
     """
 
     theta: float
@@ -62,13 +62,13 @@ def _context(settings: JsonSection) -> int:
 
 
 def _read_section(settings: JsonSection, name: str, section: JsonSection, base: float) -> tuple[RopeScaling, int]:
-    """Return embedding and context of one section, for :func:`read_rope`; ``base`` is theta if the section has none."""
+    """Return embedding and context of one section for :func:`read_rope`. ``base`` is theta if the section has none."""
     context = _context(settings)
     if any(isinstance(value, dict) for value in settings.get(name).values()):
         raise settings.unsupported(name, "different embeddings for different layers are not supported")
     theta = section.number("rope_theta", base)
     kind = section.string("rope_type", section.string("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = "longrope" if kind == "su" else kind  # This is the first name of the kind.
     if kind not in SCALINGS:
         raise settings.unsupported(name, f"{kind!r} is not supported, only {', '.join(SCALINGS)}")
     if kind == "default":
@@ -96,7 +96,7 @@ def _read_section(settings: JsonSection, name: str, section: JsonSection, base: 
         truncate=section.flag("truncate", default=True),
         attention_factor=_yarn_attention_factor(section, factor),
     )
-    # Some checkpoints with yarn keep the original context in max_position_embeddings.
+    # Some checkpoints with yarn have the original context in max_position_embeddings.
     return scaling, max(context, round(original * factor))
 
 
@@ -124,7 +124,7 @@ def _long_rope(settings: JsonSection, section: JsonSection, theta: float, contex
 
 
 def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
-    """Return the factor of cos and sin: as configured, or the paper's 0.1 ln(factor) + 1."""
+    """Return the factor of cos and sin: the config's, or the paper's 0.1 ln(factor) + 1."""
     if section.get("attention_factor") is not None:
         return section.number("attention_factor")
 

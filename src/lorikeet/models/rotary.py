@@ -12,13 +12,13 @@ from lorikeet.models.rope import RopeScaling
 class Rotary:
     """Cos and sin of the rotary position embedding (https://arxiv.org/abs/2104.09864), for given positions.
 
-    They are computed for each step, so no table limits the context. All of it is fp32, in the order of operations that
-    checkpoints were trained with: at position 8,000 an error of one unit in the last place of a frequency already
+    Both are computed for each step, so no table limits the context. The computation is in fp32, with the order of
+    operations used in training. At position 8,000, an error of one unit in the last place of a frequency already
     rotates a head by a thousandth.
 
     Args:
-        ropes: base and scaling of each embedding; None for one that rotates nothing.
-        rotary_dim: number of elements of a head that are rotated; the pairs of the rest have an angle of 0.
+        ropes: base and scaling of each embedding; None for an embedding that rotates nothing.
+        rotary_dim: number of elements of a head that are rotated. The remaining pairs have an angle of 0.
         head_dim: size of a head.
         device: device on which cos and sin are computed.
     """
@@ -62,7 +62,7 @@ def inverse_frequencies(rope: RopeScaling, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeScaling, plain: Tensor) -> Tensor:
-    """Keep high frequencies, divide low ones by the factor, and blend between, by rotations over the old context."""
+    """Keep high frequencies, divide low ones by the factor, and blend in between. The old context sets the limits."""
     rotations = rope.original_tokens / (2 * math.pi / plain)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
@@ -70,7 +70,7 @@ def _llama3(rope: RopeScaling, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeScaling, plain: Tensor, head_dim: int) -> Tensor:
-    """Keep the pairs below a band, divide those above by the factor, and blend inside (https://arxiv.org/abs/2309.00071).
+    """Keep the frequencies below a band, divide those above by the factor, and blend inside (arXiv 2309.00071).
 
     The band is between the pairs that rotate ``beta_fast`` and ``beta_slow`` times over the original context.
     """

@@ -1,7 +1,7 @@
-"""Attention of transformers' modules over the paged arena.
+"""Computes the attention of transformers' modules over the paged arena.
 
-transformers calls a registered function wherever a module computes attention. We register two: one records the calls
-while the model is probed, the other computes attention in steps.
+transformers calls a registered function wherever a module computes attention. We register two functions: one records
+the calls while the model is probed, the other computes attention in steps.
 """
 
 import sys
@@ -35,7 +35,7 @@ _HARMLESS = frozenset(
 
 
 class UnsupportedAttention(Exception):
-    """A model needs attention that is not supported; the message names the reason."""
+    """Raised when a model needs attention that is not supported. The message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,21 @@ class Mask:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One of the calls of the attention function in a forward pass; a pass makes the same calls every time.
+    """One call of the attention function in a forward pass.
+
+    Every pass makes the same calls.
 
     Attributes:
-        module: the caller.
-        heads: query heads.
-        kv: index of the keys and values in the cache. Several calls may share them.
-        stores: whether the call's keys and values are new; otherwise it reads those of an earlier call.
+        module: the module that makes the call. heads: number of query heads. kv: index of the keys and values in the
+            cache. Several calls may share an index.
+        stores: whether the call's keys and values are new. Otherwise the call reads those of an earlier call.
         shape: shape of keys and values.
         scale: factor of attention scores.
-        softcap: bound of the scores, which are ``softcap * tanh(score / softcap)``; None for no bound.
-        sinks: a logit for each head that takes part in the softmax and has no value; None for no such logits.
+        softcap: bound of the scores, which become ``softcap * tanh(score / softcap)``; None for no bound.
+        sinks: a logit for each head that takes part in the softmax without a value; None without sinks.
         mask: the mask that the model would use.
-        window: number of latest positions that a token sees, its own included; None for all.
-        pairs: the rotated elements, if a kernel can rotate queries and keys while it stores the keys; else None.
+        window: number of latest positions that a token sees, its own included; None for all. pairs: the rotated
+            elements, if a kernel can rotate queries and keys while storing the keys; else None.
     """
 
     module: nn.Module
@@ -86,7 +87,7 @@ class _Pass(Protocol):
     def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         """Return q and k ``[1, heads, T, head_dim]``, rotated by ``original`` with cos and sin ``[1, T, dims]``.
 
-        Alternatively return them unchanged, and rotate them in the next call of :meth:`attend`.
+        An implementation may also return both unchanged, and rotate them in the next call of :meth:`attend`.
         """
         ...
 
@@ -106,7 +107,7 @@ _RUNNING = _Running()
 
 @contextmanager
 def handling(attention: _Pass) -> Iterator[None]:
-    """Let ``attention`` handle the calls of this thread within the context."""
+    """Make ``attention`` handle the calls of this thread within the context."""
     _RUNNING.current = attention
     try:
         yield
@@ -117,7 +118,7 @@ def handling(attention: _Pass) -> Iterator[None]:
 def call_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *_: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """Compute one call of attention, as transformers calls it; see :class:`_Pass` for the shapes."""
+    """Compute one attention call of transformers. See :class:`_Pass` for the shapes."""
     assert _RUNNING.current is not None, "a model runs outside of a step"
     return _RUNNING.current.attend(module, query, key, value, attention_mask, arguments), None
 
@@ -125,8 +126,8 @@ def call_attention(
 def pass_rotations(decoder: nn.Module) -> None:
     """Pass the rotations of queries and keys to the running pass.
 
-    Most models call a function of one name, which is in the Python module of their classes. It is replaced by a
-    function that does the same while no pass runs.
+    Most models call a function of the same name in the Python module of their classes. That function is replaced by a
+    wrapper, which does the same as the original while no pass runs.
     """
     for name in {type(module).__module__ for module in decoder.modules()}:
         namespace = vars(sys.modules[name])
@@ -139,13 +140,13 @@ _ROTATE = "apply_rotary_pos_emb"
 
 
 class _Rotate:
-    """Stands for a function of transformers that rotates queries and keys."""
+    """A wrapper of a function of transformers that rotates queries and keys."""
 
     def __init__(self, original: Callable[..., Heads]) -> None:
         self._original = original
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Let the running pass rotate, if the arguments are the usual ones."""
+        """Pass the rotation to the running pass, if the arguments are the usual ones."""
         running = _RUNNING.current
         if running is None or len(given) != 4 or named or given[2].dim() != 3 or len(given[2]) != 1:
             return self._original(*given, **named)
@@ -153,7 +154,7 @@ class _Rotate:
 
 
 def _mark(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> Mask:
-    """Return a mask that keeps only the function of positions."""
+    """Return a mask that keeps only its function of positions."""
     if mask_function is None:
         raise UnsupportedAttention("it makes a mask without a function of positions")
     return Mask(mask_function)
@@ -167,7 +168,7 @@ def register() -> None:
 
 
 class AttentionProbe:
-    """Records the attention calls of a forward pass; computes causal attention for any mask.
+    """Records the attention calls of a forward pass, and computes causal attention whatever the mask.
 
     Attributes:
         calls: the calls in order.
@@ -175,12 +176,13 @@ class AttentionProbe:
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
-        self._stored: list[tuple[Tensor, Tensor]] = []  # kept, so that equal addresses mean the same keys
+        self._stored: list[tuple[Tensor, Tensor]] = []  # The keys are kept, so that equal addresses mean the same keys.
         self._rotated: tuple[Tensor, Tensor, RotaryPairs] | None = None
-        self._by_kernel: dict[int, Heads] = {}  # by number of a call whose queries and keys a kernel would rotate
+        # The key is the number of a call whose queries and keys a kernel could rotate.
+        self._by_kernel: dict[int, Heads] = {}
 
     def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-        """Rotate, and find out whether a kernel would do the same."""
+        """Rotate, and find out whether a kernel gives the same result."""
         found = original(q, k, cos, sin)
         pairs = _pairs_of((q, k), found, cos, sin)
         self._rotated = None if pairs is None else (*found, pairs)
@@ -189,7 +191,7 @@ class AttentionProbe:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
     ) -> Tensor:
-        """Write the call down, and compute it without a cache."""
+        """Record the call, and compute it without a cache."""
         scale = self._scale(arguments, q)
         softcap = arguments.pop("softcap", None)
         sinks = arguments.pop("s_aux", None)
@@ -240,7 +242,7 @@ class AttentionProbe:
 
 
 def _pairs_of(heads: Heads, expected: Heads, cos: Tensor, sin: Tensor) -> RotaryPairs | None:
-    """Return the rotated pairs of heads, found from the results; None if the kernels have no such rotation."""
+    """Return the rotated pairs of a head, found from the results. None if the kernels do not support the rotation."""
     if any(each.dim() != 4 or len(each) != 1 or each.shape[2] != cos.shape[1] for each in heads):
         return None
     dims = cos.shape[-1]
@@ -264,7 +266,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def window_of(mask: Mask, longest_tokens: int) -> int | None:
-    """Return the number of latest positions that a token sees, its own included; None if it sees all.
+    """Return the number of latest positions that a token sees, its own included; None if it sees all positions.
 
     The mask is evaluated for three queries: the last two of the longest sequence, and one in its middle.
 
@@ -285,7 +287,7 @@ def window_of(mask: Mask, longest_tokens: int) -> int | None:
 
 
 def _seen(mask: Mask, position: int) -> int | None:
-    """Return the number of latest positions that the query at ``position`` sees, None if it sees any others."""
+    """Return the number of latest positions that the query at ``position`` sees; None if it also sees others."""
     zero = torch.tensor(0)
     keys = torch.arange(position + 4)
     try:
@@ -303,7 +305,7 @@ class LayerKv(NamedTuple):
     Attributes:
         keys: ``[blocks, block_size, heads, key_dim]``.
         values: ``[blocks, block_size, heads, value_dim]``.
-        both: ``[blocks, 2, block_size, heads, dim]`` as the kernels take it; None if the sizes differ.
+        both: keys and values in the kernels' form, ``[blocks, 2, block_size, heads, dim]``; None if their sizes differ.
     """
 
     keys: Tensor
@@ -312,7 +314,10 @@ class LayerKv(NamedTuple):
 
 
 def layer_views(arena: Tensor, shapes: Sequence[KvShape], block_size: int) -> list[LayerKv]:
-    """Return views of ``arena [blocks, elements]``; a block holds keys, then values, of one layer after another."""
+    """Return views of ``arena [blocks, elements]``.
+
+    A block holds the keys and then the values of each layer in turn.
+    """
     found = []
     start = 0
     for heads, key_dim, value_dim in ((shape.heads, shape.key_dim, shape.value_dim) for shape in shapes):
@@ -329,7 +334,7 @@ def layer_views(arena: Tensor, shapes: Sequence[KvShape], block_size: int) -> li
 
 
 class PagedPass:
-    """Stores keys and values of one step in the arena, and attends over them.
+    """Stores keys and values of one step in the arena, and computes attention over the arena.
 
     Args:
         calls: the attention calls of a forward pass.
@@ -347,11 +352,12 @@ class PagedPass:
         self._batch = batch
         self._kernels = kernels
         self._stills: dict[int, Rotation] = {}
-        self._rotations: dict[int, tuple[Tensor, Rotation]] = {}  # with cos, so that its address stays its own
+        # The value includes cos, so that no other tensor gets its address.
+        self._rotations: dict[int, tuple[Tensor, Rotation]] = {}
         self._rotation: Rotation | None = None
 
     def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-        """Leave it to the kernel that stores the keys, or rotate."""
+        """Rotate, or leave the rotation to the kernel that stores the keys."""
         pairs = None if self._call is None else self._call.pairs
         if pairs is None:
             return original(q, k, cos, sin)
@@ -381,7 +387,7 @@ class PagedPass:
                 queries, layer.keys, layer.values, batch, call.scale, call.window, call.softcap, call.sinks
             )
             return found[None]
-        # The kernels take queries, keys and values side by side.
+        # The kernels expect queries, keys and values side by side.
         rows = _side_by_side(queries, keys, values)
         if rows is None:
             rows = torch.cat((queries, keys, values), dim=1).flatten(1)
@@ -393,7 +399,7 @@ class PagedPass:
         return found.view(1, len(rows), call.heads, q.shape[-1])
 
     def _still(self, heads: Tensor) -> Rotation:
-        """Return a rotation by nothing, of a head of each row. It is made once for each size of a head."""
+        """Return a rotation by an angle of 0 for each row, made once for each size of a head."""
         size = heads.shape[-1]
         if size not in self._stills:
             self._stills[size] = Rotation(torch.ones_like(heads), torch.zeros_like(heads), RotaryPairs(0))
@@ -401,16 +407,16 @@ class PagedPass:
 
 
 def _wide(angles: Tensor, heads: Tensor) -> Tensor:
-    """Return ``angles [1, T, dims]``, each half as wide as half a head, ``[T, head_dim]`` and in its dtype."""
+    """Return ``angles [1, T, dims]`` with each half padded to half a head: ``[T, head_dim]``, in the given dtype."""
     halves = angles[0].unflatten(-1, (2, -1))
     missing = heads.shape[-1] // 2 - halves.shape[-1]
     return nn.functional.pad(halves, (0, missing)).flatten(-2).to(heads.dtype).contiguous()
 
 
 def _side_by_side(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
-    """Return the rows ``[T, (heads + 2 * kv_heads) * head_dim]`` if all three are views of them, else None.
+    """Return the rows ``[T, (heads + 2 * kv_heads) * head_dim]`` of which all three tensors are views, else None.
 
-    The outputs of linear layers that were computed as one are such views.
+    Linear layers that are computed as one return such views.
     """
     size = queries.shape[-1]
     columns = sum(each.shape[1] for each in (queries, keys, values)) * queries.shape[-1]

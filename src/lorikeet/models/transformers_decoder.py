@@ -1,7 +1,6 @@
-"""Runs the modules of the transformers library as a decoder, over paged KV and with LoRA by our kernels.
+"""Runs the modules of the transformers library as a decoder, with paged KV and LoRA computed by our kernels.
 
-The decoder is probed once it is loaded, and checked against transformers' own attention (see
-``docs/decisions/bases.md``).
+After loading, the decoder is probed, and checked against transformers' own attention (see ``docs/decisions/bases.md``).
 """
 
 import inspect
@@ -80,7 +79,9 @@ from lorikeet.models.transformers_quantized import dequantised_weights
 _PROBE_TOKENS = 11
 """Tokens of the probe: odd and prime, so that a product that sees other rows than the tokens shows."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
-"""Largest difference from eager attention at the start, relative to the logits. An error of method is of order one;
+"""Largest difference from eager attention at the start, relative to the logits.
+
+An error of method is of order one;
 in half precision random experts may differ a lot for another reason."""
 
 
@@ -89,13 +90,13 @@ _STATEFUL = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention", "
 
 
 def read_transformers_config(folder: Path) -> TransformersConfig:
-    """Read the config of a checkpoint as transformers does, defaults included.
+    """Read a checkpoint's config like transformers, including its defaults.
 
     Raises:
         ModelConfigError: the config cannot be read, or transformers does not know the architecture.
     """
     settings = read_json_section(folder / "config.json")
-    read_quantization(settings)  # refuses unsupported methods before weights are read
+    read_quantization(settings)  # This refuses unsupported methods before weights are read.
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
     if stateful := sorted(_STATEFUL.intersection(getattr(text, "layer_types", None) or ())):
@@ -122,14 +123,14 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
 
 
 def _read_config(folder: Path) -> Any:
-    """Return the config of a checkpoint, as if that were not quantised."""
+    """Return a checkpoint's config without its quantisation."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for section in (config, config.get_text_config(decoder=True)):
             for key in ("quantization_config", "compression_config"):
                 vars(section).pop(key, None)
         return config
-    except Exception as error:  # transformers checks values by exceptions of many kinds
+    except Exception as error:  # transformers raises exceptions of many kinds for wrong values.
         raise ModelConfigError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from error
 
 
@@ -169,11 +170,13 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Load a model of transformers with its own eager attention; see ``loading.load_weights`` for the arguments.
+    """Load a model of transformers with its eager attention.
+
+    See ``loading.load_weights`` for the arguments.
 
     Raises:
-        ModelConfigError: transformers cannot build it.
-        WeightError: the weights are missing, broken or of another model.
+        ModelConfigError: transformers cannot build the model.
+        WeightError: the weights are missing, broken, or belong to another model.
     """
     found = _class_of(folder)
     config = _read_config(folder)
@@ -212,7 +215,7 @@ def load_model(
 
 
 def _decoded_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Return the weights of a quantised checkpoint, dequantised, by their names in transformers; None of another."""
+    """Return a quantised checkpoint's dequantised weights by their names in transformers; None if not quantised."""
     if not (folder / GGUF_FILE).is_file():
         return dequantised_weights(folder, dtype)
     file = read_gguf(folder / GGUF_FILE)
@@ -224,13 +227,13 @@ def _decoded_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | No
 
 
 class _Found(NamedTuple):
-    """The findings of a probe.
+    """The results of a probe.
 
     Attributes:
         calls: the attention calls of a pass.
-        rows: the numbers of rows that each linear module saw.
+        rows: for each linear module, the numbers of rows in its calls.
         inputs: the last input of each linear module.
-        norms: the norms that see every row, with the dimension of rows in their input.
+        norms: the norms that process every row, with the dimension of rows in their input.
         hidden_size: elements of a hidden state.
     """
 
@@ -242,25 +245,25 @@ class _Found(NamedTuple):
 
 
 class _Hidden(nn.Module):
-    """Stands for the part of a model below its output layer: returns hidden states that were computed before.
+    """Stands for the part of a model below its output layer, and returns hidden states that were computed before.
 
     Args:
-        inner: names of the parts that lead to the decoder, below this one.
+        inner: names of the parts on the path from this part to the decoder.
     """
 
     def __init__(self, inner: Sequence[str]) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
-        for name in inner:  # it stands for each part of the name of the decoder
+        for name in inner:  # This object stands for each part on the path to the decoder.
             object.__setattr__(self, name, self)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Return them as the output of a decoder."""
+        """Return the hidden states as a decoder's output."""
         return _Output(self.hidden)
 
 
 class _Output:
-    """The output of a decoder, with hidden states only."""
+    """A decoder's output that has only hidden states."""
 
     def __init__(self, hidden: Tensor | None) -> None:
         self.last_hidden_state = hidden
@@ -277,17 +280,16 @@ class TransformersDecoder:
     """A model of transformers with the interface of ``Decoder``.
 
     Args:
-        model: a model from :func:`load_model`; it is changed.
-        kernels: the backend.
-        longest_tokens: tokens of the longest sequence.
-        bits: bits to which linear weights are quantised now; 0 leaves them unchanged.
+        model: a model from :func:`load_model`, which is changed.
+        kernels: the kernel backend. longest_tokens: number of tokens of the longest sequence.
+        bits: number of bits to which linear weights are quantised; 0 leaves them unchanged.
 
     Attributes:
         geometry: sizes and names of its modules.
         vocab_size: number of logits.
 
     Raises:
-        UnsupportedAttention: the model needs attention that is not supported; the message names the reason.
+        UnsupportedAttention: the model needs attention that is not supported. The message names the reason.
     """
 
     fits_graphs = False
@@ -310,7 +312,7 @@ class TransformersDecoder:
             self._quantize(bits)
             try:
                 expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
-            except Exception as error:  # of any kind: it is a model's own code
+            except Exception as error:  # The exception may be of any kind, since it comes from the model's code.
                 raise UnsupportedAttention(f"it does not run on tokens alone: {error}") from error
             self.vocab_size = expected.shape[-1]
             self._accepted = _accepted(self._decoder)
@@ -337,16 +339,16 @@ class TransformersDecoder:
         return arena
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Compute one step; return the logits ``[S, vocab]`` of its sample rows."""
+        """Compute one step, and return the logits ``[S, vocab]`` of its sample rows."""
         return self.head(self.hidden(batch, kv), batch.head_lora)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Compute the layers of one step, and store its keys and values.
+        """Compute the layers of one step, and store keys and values.
 
         Args:
             batch: the step, with copies on the host.
-            kv: the arena, changed in place.
+            kv: the arena, which is changed in place.
 
         Returns:
             Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``.
@@ -362,7 +364,7 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def prepare(self, adapter: LoraWeights) -> None:
-        """Compute the extras of an adapter that depend on the base, into its blocks, each time it is loaded."""
+        """Compute the extras of a newly loaded adapter that depend on the base, and write them to its blocks."""
         for linear in self._linears:
             linear.prepare(adapter)
         output = self._output
@@ -376,7 +378,10 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`; ``lora``: their adapters, if any has extras."""
+        """Return the logits ``[S, vocab]`` for rows of :meth:`hidden`.
+
+        ``lora`` has the rows' adapters, if any has extras.
+        """
         if not len(hidden):
             return hidden.new_empty(0, self.vocab_size)
         self._below.hidden = hidden[None]
@@ -390,7 +395,7 @@ class TransformersDecoder:
         return logits
 
     def _layers(self, arena: Tensor) -> list[LayerKv]:
-        """Return views of the arena; the last arena's are kept."""
+        """Return views of the arena. The views of the latest arena are cached."""
         key = arena.data_ptr()
         if self._views is None or self._views[1] != key or self._views[0].shape != arena.shape:
             block_size = arena.shape[1] // self.geometry.kv_elements_per_token()
@@ -405,7 +410,7 @@ class TransformersDecoder:
         return found
 
     def _probe(self, ids: Tensor, *, as_parts: bool) -> _Found:
-        """Run a few tokens, and record the calls.
+        """Run a few tokens, and record the attention calls and modules.
 
         Args:
             ids: the tokens.
@@ -451,7 +456,8 @@ class TransformersDecoder:
                 hidden = self._run(ids, torch.arange(len(ids), device=ids.device)).shape[-1]
             except UnsupportedAttention:
                 raise
-            except Exception as error:  # from modules that expect inputs that we do not pass, such as masks
+            # The error comes from modules that expect inputs that we do not pass, such as masks.
+            except Exception as error:
                 edits = f"'{Mask.__name__}' object" in str(error)
                 why = "its attention is sparse: it edits its masks" if edits else f"its modules fail: {error}"
                 raise UnsupportedAttention(why) from error
@@ -473,7 +479,7 @@ class TransformersDecoder:
             self._model.set_attn_implementation(name)
 
     def _check_layers(self, calls: Sequence[AttentionCall], ran: set[str]) -> None:
-        """Check that every layer that ran has called the attention function."""
+        """Check that every layer has called the attention function."""
         names = {module: name for name, module in self._decoder.named_modules()}
         callers = {names[call.module] for call in calls}
         lists = {split_layer(name)[0].partition(".{}")[0] for name in callers}
@@ -499,7 +505,7 @@ class TransformersDecoder:
                 self._quantized_experts[each.module] = quantize_experts(each, bits)
 
     def _take_linears(self, found: _Found) -> "_Taken":
-        """Let the kernels compute the linear layers."""
+        """Make the kernels compute the linear layers."""
         prefix, linears = linears_of(self._model, self._decoder)
         self._linears: list[AdaptedLinear] = []
         idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
@@ -550,7 +556,7 @@ class TransformersDecoder:
         return _Taken(lora, step)
 
     def _read_together(self, linears: Sequence[Linear], found: _Found, lora: LoraModules) -> list[list[Linear]]:
-        """Return linear layers in groups of neighbours that read the same input, which are computed as one."""
+        """Return groups of neighbouring linear layers that read the same input. Each group is computed as one layer."""
         groups: list[list[Linear]] = []
         for linear in linears:
             before = groups[-1][-1] if groups else linear
@@ -574,7 +580,7 @@ class TransformersDecoder:
         return groups
 
     def _adapt_norms_and_embedding(self, found: _Found) -> None:
-        """Let adapters replace norms and the embedding."""
+        """Make norms and the embedding use the tensors of adapters."""
         names = {module: name for name, module in self._decoder.named_modules()}
         for module, rows_at in found.norms.items():
             path, layer = split_layer(names[module])
@@ -603,7 +609,7 @@ class TransformersDecoder:
         )
 
     def _cut_output_layer(self) -> None:
-        """Divide the model into the decoder and the part that computes logits from hidden states; free the rest."""
+        """Divide the model into the decoder and the part that computes logits from hidden states. Free the rest."""
         output = self._model.get_output_embeddings()
         embedding = self._model.get_input_embeddings()
         self._output: OutputLayer | None = None
@@ -620,7 +626,9 @@ class TransformersDecoder:
         setattr(self._model, top, self._below)
 
     def _check(self, ids: Tensor, expected: Tensor) -> None:
-        """Compare the logits with those of eager attention: the same tokens in two chunks, with another sequence.
+        """Compare the logits with those of eager attention.
+
+        The tokens run in two chunks, beside another sequence.
 
         Raises:
             UnsupportedAttention: the logits differ.
@@ -648,7 +656,7 @@ class TransformersDecoder:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the decoder of a model with an output layer; of a vision model the language tower."""
+    """Return the decoder of a model with an output layer. For a vision model this is the language tower."""
     found = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if not isinstance(found, nn.Module):
         raise UnsupportedAttention("its decoder is not found")
@@ -665,7 +673,7 @@ class _Taken(NamedTuple):
 
 
 def _accepted(decoder: nn.Module) -> Mapping[str, Any]:
-    """Return the further arguments of a decoder that takes position ids.
+    """Return the additional arguments for a decoder, which must take position ids.
 
     Raises:
         UnsupportedAttention: the decoder takes no position ids.
@@ -677,12 +685,12 @@ def _accepted(decoder: nn.Module) -> Mapping[str, Any]:
     wanted = {"use_cache": False, "past_key_values": None, "attention_mask": None, "return_dict": True}
     accepted: dict[str, Any] = {name: value for name, value in wanted.items() if takes_any or name in parameters}
     if "logits_to_keep" in parameters:
-        accepted["logits_to_keep"] = slice(None)  # a number would let it drop rows
+        accepted["logits_to_keep"] = slice(None)  # A number would make the decoder drop rows.
     return accepted
 
 
 def _check_batch(ids: Tensor, rows: Sequence[tuple[int, int, list[int]]], block_size: int) -> Batch:
-    """Return a batch of tokens ``start`` to ``stop`` of the same sequence in several block tables."""
+    """Return a batch with tokens ``start`` to ``stop`` of one sequence, once for each block table."""
     positions = [position for start, stop, _ in rows for position in range(start, stop)]
     slots = [table[position // block_size] for start, stop, table in rows for position in range(start, stop)]
     starts = [0]

@@ -1,7 +1,7 @@
-"""Experts of transformers' models: their ``forward`` is replaced by products grouped by expert and adapter.
+"""Replaces the ``forward`` of experts in transformers' models by products grouped by expert and adapter.
 
-transformers keeps the weights of all experts of a layer in parameters of three dimensions, and marks the classes whose
-experts are alike by attributes that describe the layout.
+transformers keeps the weights of all experts of a layer in parameters of three dimensions, and marks classes with the
+usual layout by attributes that describe it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +32,8 @@ class Experts(NamedTuple):
 
     Attributes:
         name: full name of the module.
-        module: the module that computes them.
-        path, layer: parts of its name below the decoder's, see ``split_layer``.
+        module: the module that computes the experts.
+        path, layer: parts of the module's name below the decoder, see ``split_layer``.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Experts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """Number of experts."""
         return len(self.module.down_proj)
 
     @property
@@ -58,11 +58,11 @@ class Experts(NamedTuple):
         return weight.T.contiguous() if self.module.is_transposed else weight
 
     def bias(self, parameter: str, expert: int) -> Tensor | None:
-        """Return the bias of an expert, None if it has none."""
+        """Return the bias of an expert; None if it has no bias."""
         return getattr(self.module, f"{parameter}_bias").detach()[expert] if self.module.has_bias else None
 
     def parts(self, parameter: str) -> tuple[str, ...]:
-        """Return the linear layers that make up a parameter, in the order of their outputs."""
+        """Return the linear layers that a parameter combines, in the order of their outputs."""
         is_split = parameter == "gate_up_proj" and self.module.is_concatenated
         return ("gate_proj", "up_proj") if is_split else (parameter,)
 
@@ -80,7 +80,7 @@ def quantize_experts(experts: Experts, bits: int) -> dict[tuple[str, int], Quant
 
 
 def experts_of(prefix: str, decoder: nn.Module) -> list[Experts]:
-    """Return the experts of a decoder that are laid out in the usual way.
+    """Return the experts of a decoder that have the usual layout.
 
     Args:
         prefix: prefix of the decoder's names in the model.
@@ -94,7 +94,7 @@ def experts_of(prefix: str, decoder: nn.Module) -> list[Experts]:
 
 
 def are_experts(module: Any) -> bool:
-    """Return whether a module computes experts that are laid out in the usual way."""
+    """Return whether a module computes experts that have the usual layout."""
     if not all(isinstance(getattr(module, mark, None), bool) for mark in _MARKS):
         return False
     weights = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
@@ -106,8 +106,8 @@ def add_experts(lora: LoraModules, experts: Iterable[Experts], model: Any) -> No
 
     Args:
         lora: modules of the decoder, changed in place.
-        experts: experts that see each row of a step once.
-        model: the whole model; its conversions of older checkpoints contain their names of single experts.
+        experts: experts that process each row of a step once.
+        model: the whole model. Its conversions of older checkpoints contain the names of single experts.
     """
     assert lora.names is not None
     conversions = get_model_conversion_mapping(model)
@@ -126,7 +126,7 @@ def add_experts(lora: LoraModules, experts: Iterable[Experts], model: Any) -> No
 
 
 def _old_paths(path: str, modules: Sequence[str], conversions: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-    """Return the paths of the parts of a parameter in checkpoints that store each expert separately."""
+    """Return the paths of a parameter's parts in checkpoints that store each expert separately."""
     found: list[tuple[str, ...]] = [(module.partition("#")[0],) for module in modules]
     renamed = []
     for each in conversions:
@@ -150,17 +150,17 @@ def _literal(pattern: str) -> str:
 
 
 class AdaptedExperts:
-    """The ``forward`` of the experts of a layer, with the adapters of the step.
+    """The ``forward`` of a layer's experts, with the adapters of the step.
 
-    The pairs of a row and an expert are sorted by expert, and within it by row. So the rows of one adapter are
-    neighbours, and each expert computes its rows like other linear layers.
+    The pairs of a row and an expert are sorted by expert, then by row. The rows of one adapter are then neighbours, and
+    each expert computes its rows like other linear layers.
 
     Args:
-        experts: their parameters hold no data of their own afterwards.
+        experts: the layer's experts. Afterwards their parameters hold no data.
         kernels: the backend.
-        step: holds the adapters of the step.
-        lora: modules of the decoder, including these experts if adapters may change them.
-        quantized: the weights as they are to be used, by parameter and expert; empty if they are not quantised.
+        step: the object that holds the adapters of the step.
+        lora: the decoder's modules, including these experts if adapters may change them.
+        quantized: the quantised weights by parameter and expert; empty without quantisation.
 
     Attributes:
         linears: the linear layers of all experts.
@@ -198,11 +198,11 @@ class AdaptedExperts:
         self.linears = [*self._up, *self._down]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the sum over the experts of each row, times their weights.
+        """Return each row's sum over its experts, weighted.
 
         Args:
             hidden_states: ``[T, hidden]``.
-            top_k_index: int64 ``[T, k]``, the experts of each row; those beyond the last one compute nothing.
+            top_k_index: int64 ``[T, k]``, the experts of each row. Numbers beyond the last expert compute nothing.
             top_k_weights: ``[T, k]``.
         """
         chosen = top_k_index.shape[1]
@@ -222,15 +222,14 @@ class AdaptedExperts:
         if module.has_post_expert_norm:
             found = module.post_expert_norm(found)
         weights = top_k_weights.flatten()[torch.from_numpy(order[: bounds[-1]]).to(at.device)]
-        # In fp32, since a row may have many experts.
+        # The sum is in fp32, since a row may have many experts.
         return total.index_add_(0, at, (found * weights[:, None]).float()).to(hidden_states.dtype)
 
     def _adapters(self, rows: npt.NDArray[np.int64], bounds: Sequence[int]) -> dict[int, LoraBatch]:
-        """Return the adapters of the rows of each expert.
+        """Return the adapters of each expert's rows.
 
         Args:
-            rows: row of the step of each pair, sorted by expert.
-            bounds: the first pair of each expert, and the end.
+            rows: each pair's row in the step, sorted by expert. bounds: the first pair of each expert, and the end.
         """
         lora = self._step.lora
         if lora is None or (lora.modules.isdisjoint(self._modules) and not lora.has_extras):
@@ -253,13 +252,13 @@ class AdaptedExperts:
 def _each(
     linears: Sequence[AdaptedLinear], x: Tensor, bounds: Sequence[int], adapters: Mapping[int, LoraBatch]
 ) -> Tensor:
-    """Return the products of the rows of each expert, stacked.
+    """Return the products of each expert's rows, stacked.
 
     Args:
-        linears: linear layer of each expert.
+        linears: the linear layer of each expert.
         x: rows, sorted by expert.
         bounds: the first row of each expert, and the end.
-        adapters: adapters of the rows of each expert that has any.
+        adapters: the adapters of the rows, for each expert that has any.
     """
     products = [
         linears[expert].compute(x[start:stop], adapters.get(expert))

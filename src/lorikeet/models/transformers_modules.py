@@ -1,4 +1,4 @@
-"""LoRA on the linear layers of a transformers model: their ``forward`` is replaced by the kernels' grouped product."""
+"""Replaces the ``forward`` of the linear layers of a transformers model by the kernels' grouped product, with LoRA."""
 
 import inspect
 import re
@@ -41,12 +41,14 @@ FUSED: dict[str, tuple[str, ...]] = {
 
 
 class StepLora:
-    """The adapters of the step that runs. Shared by all linear layers of a model.
+    """The adapters of the running step.
+
+    All linear layers of a model share this object.
 
     Attributes:
-        lora: adapters of all rows; None if there are none.
+        lora: the adapters of all rows; None without adapters.
         rows: number of rows.
-        head_lora: adapters of the rows whose logits are computed, if any has more than A and B.
+        head_lora: the adapters of the rows whose logits are computed, if any has more than A and B.
     """
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class StepLora:
 
     @property
     def segments(self) -> npt.NDArray[np.int64]:
-        """The number of the segment of each row, -1 for none."""
+        """The number of each row's segment, -1 for none."""
         assert self.lora is not None
         if self._segments is None:
             self._segments = np.full(self.rows, -1)
@@ -73,7 +75,7 @@ class StepLora:
 
     @property
     def extras(self) -> LoraBatch | None:
-        """The adapters of the step, if any has more than A and B."""
+        """The step's adapters, if any has more than A and B."""
         return self.lora if self.lora is not None and self.lora.has_extras else None
 
 
@@ -83,7 +85,7 @@ class Linear(NamedTuple):
     Attributes:
         name: full name of the layer.
         module: a ``Linear`` or ``Conv1D``.
-        path, layer: parts of its name below the decoder's, see ``split_layer``.
+        path, layer: parts of the layer's name below the decoder, see ``split_layer``.
     """
 
     name: str
@@ -93,7 +95,7 @@ class Linear(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """``[out, in]``."""
+        """The weight, ``[out, in]``."""
         weight = self.module.weight
         assert isinstance(weight, Tensor)
         return weight.T.contiguous() if isinstance(self.module, Conv1D) else weight
@@ -109,10 +111,10 @@ class LoraModules:
     """The linear layers of a decoder on which LoRA is supported.
 
     Attributes:
-        layers: number of layers that have any.
+        layers: number of decoder layers that have such linear layers.
         shapes, names: see ``ModelGeometry``.
-        layers_of: the layers that have a module.
-        parts: the modules of each linear layer, by its full name.
+        layers_of: for each module, the layers that have it.
+        parts: the modules of each linear layer, by the layer's full name.
     """
 
     layers: int = 0
@@ -130,7 +132,7 @@ class LoraModules:
     def add_module(self, path: str, layer: int, shape: ModuleShape) -> str:
         """Add the module at a path on a layer, and return its name.
 
-        Layers whose shapes differ from the first one's have modules of their own.
+        Layers with other shapes than the first layer get separate modules.
         """
         name = path
         while self.shapes.setdefault(name, shape) != shape:
@@ -143,7 +145,7 @@ class LoraModules:
 
         Args:
             name: full name of the layer.
-            parts: paths and outputs of the linear layers in it.
+            parts: paths and outputs of the linear layers that it combines.
             layer: index of the decoder layer.
             inputs: number of input features.
 
@@ -159,9 +161,9 @@ class LoraModules:
         return tuple(target.module for target in targets)
 
     def targets(self, *names: str) -> LoraTargets | None:
-        """Return the modules of linear layers whose outputs are side by side; None if adapters do not change them.
+        """Return the modules of linear layers whose outputs are side by side.
 
-        All must have been added.
+        None if adapters do not change them. All layers must have been added.
         """
         targets = []
         column = 0
@@ -184,11 +186,11 @@ def find_modules(
     """Return the modules that adapters may change.
 
     Args:
-        linears: linear layers of the decoder that see each row of a step once.
+        linears: linear layers of the decoder that process each row of a step once.
         prefix: prefix of the decoder's names.
-        layers: least number of layers.
+        layers: minimum number of layers.
         parts_of_qkv: features of queries, keys and values, by layer.
-        idle: full names of linear layers that text requests do not run.
+        idle: full names of linear layers that text requests do not use.
     """
     found = LoraModules()
     spelled: dict[str, dict[tuple[str, ...], None]] = {}
@@ -209,7 +211,7 @@ def find_modules(
 
 
 def _split(path: str, outputs: int, qkv: tuple[int, ...]) -> list[tuple[str, int]]:
-    """Return the linear layers in a fused layer, with the outputs of each; a plain layer is its own part."""
+    """Return the linear layers in a fused layer, with the outputs of each. A plain layer is its only part."""
     head, dot, name = path.rpartition(".")
     if name == "qkv_proj" and len(qkv) == 3 and sum(qkv) == outputs:
         return [(head + dot + part, features) for part, features in zip(FUSED[name], qkv, strict=True)]
@@ -219,7 +221,7 @@ def _split(path: str, outputs: int, qkv: tuple[int, ...]) -> list[tuple[str, int
 
 
 def _fused_spellings(shapes: Mapping[str, ModuleShape], spelled: Container[str]) -> list[ModulePath]:
-    """Return the names under which fused adapters may call layers that are split in the model."""
+    """Return the names that fused adapters may use for layers that are split in the model."""
     found = []
     for name, parts in FUSED.items():
         for path in shapes:
@@ -231,12 +233,12 @@ def _fused_spellings(shapes: Mapping[str, ModuleShape], spelled: Container[str])
 
 
 class AdaptedLinear:
-    """The ``forward`` of a linear layer, with the adapters of the step.
+    """The ``forward`` of a linear layer, with the step's adapters.
 
     Args:
-        product: its packed weight, bias and modules.
+        product: the layer's packed weight, bias and modules.
         kernels: the kernel backend.
-        step: holds the adapters of the step.
+        step: the object that holds the adapters of the step.
     """
 
     def __init__(self, product: Product, kernels: Kernels, step: StepLora) -> None:
@@ -269,7 +271,7 @@ class AdaptedLinear:
         return self.compute(flat, lora).view(*x.shape[:-1], -1)
 
     def compute(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        """Return the same for ``x [rows, in]``, with the adapters of these rows."""
+        """Return ``x Wᵀ + b`` for ``x [rows, in]``, with the LoRA deltas of the rows' adapters."""
         return adapted_linear(self._kernels, x, self._base, lora)
 
 
@@ -312,7 +314,7 @@ class GatedMlp:
 
     Args:
         gate_up: gate and up as one product.
-        gate: a kernel: ``Kernels.silu_mul`` or ``gelu_mul``.
+        gate: the kernel ``Kernels.silu_mul`` or ``gelu_mul``.
         down: the module of the last layer.
     """
 
@@ -331,7 +333,9 @@ class GatedMlp:
 def gate_of(
     mlp: nn.Module, group: Sequence[Linear], kernels: Kernels
 ) -> tuple[Callable[[Tensor], Tensor], nn.Module] | None:
-    """Return the kernel that gates an MLP, and its last layer; None if no kernel does, judged by random rows.
+    """Return the kernel that gates an MLP, and the last layer.
+
+    None if no kernel gives the same result on random rows.
 
     Args:
         mlp: the module of transformers, unchanged.
@@ -359,13 +363,13 @@ def gate_of(
 
 
 class AdaptedVectors:
-    """The ``forward`` of a norm, with the weights and biases that adapters of the step have for it.
+    """The ``forward`` of a norm, with the weights and biases of the step's adapters.
 
     Args:
         module: the norm.
-        step: holds the adapters of the step.
-        path, layer: parts of its name below the decoder's.
-        rows_at: the dimension of its input that has the rows of a step.
+        step: the object that holds the adapters of the step.
+        path, layer: parts of the norm's name below the decoder. rows_at: the dimension of the input that has the rows
+            of a step.
     """
 
     def __init__(self, module: nn.Module, step: StepLora, path: str, layer: int, rows_at: int) -> None:
@@ -412,7 +416,7 @@ class AdaptedEmbedding:
         ids = token_ids.flatten()
         found = module.weight[ids.clamp(max=len(module.weight) - 1)]
         embed(found, ids, extras)
-        # As the weight of the module, so that a factor of the module counts.
+        # The embeddings replace the module's weight, so that a factor of the module counts.
         padding = module.padding_idx
         module.padding_idx = None
         try:
@@ -424,7 +428,7 @@ class AdaptedEmbedding:
 
 @contextmanager
 def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a module have other parameters within the context."""
+    """Give a module other parameters within the context."""
     old = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)  # type: ignore[arg-type]
     try:
@@ -441,7 +445,7 @@ def replaceable_weights(
     Args:
         model: a model with ``get_input_embeddings`` and ``get_output_embeddings``.
         prefix: prefix of the decoder's names.
-        norms: norms that see all rows of a step.
+        norms: norms that process all rows of a step.
         hidden_size: elements of a hidden state.
     """
     names = {module: name for name, module in model.named_modules()}
@@ -465,7 +469,7 @@ def replaceable_weights(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm with vectors as parameters, and none inside."""
+    """Return whether a module is a norm that has only vectors as parameters and contains no other module."""
     parameters = dict(module.named_parameters())
     return (
         "Norm" in type(module).__name__
@@ -479,13 +483,12 @@ class OutputLayer:
     """The ``forward`` of the output layer, in the dtype of ``Kernels.logits``.
 
     Args:
-        weight: packed weight.
-        kernels: the backend.
+        weight: the packed weight. kernels: the kernel backend.
         step: holds the adapters of the step.
-        is_tied: whether its weight is the embedding's.
+        is_tied: whether the weight is shared with the embedding.
 
     Attributes:
-        weight: packed weight.
+        weight: the packed weight.
     """
 
     def __init__(self, weight: Weight, kernels: Kernels, step: StepLora, *, is_tied: bool) -> None:
@@ -514,12 +517,12 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of the last dimension."""
-        flat = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a slice of wider rows
+        flat = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a slice of wider rows.
         return self._kernels.add_norm(flat, None, self._weight, self._eps, self._offset).view(x.shape)
 
 
 def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
-    """Return an RMS norm that equals a module on random rows; None if the module is not an RMS norm."""
+    """Return an RMS norm that equals a module on random rows. None if the module is not an RMS norm."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
@@ -528,7 +531,7 @@ def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
         return None
     rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(1)).to(weight) * 2
     expected = module(rows.clone())
-    for offset in (0.0, 1.0):  # Llama's form, and Gemma's
+    for offset in (0.0, 1.0):  # The two forms are Llama's and Gemma's.
         found = RmsNorm(weight, eps, offset, kernels)
         if expected.dtype == weight.dtype and torch.allclose(found(rows), expected, _EXACT[weight.dtype], 1e-6):
             return found
@@ -544,13 +547,13 @@ def take_weight(
 ) -> Weight:
     """Pack the stacked weights of linear layers.
 
-    Unless ``keep``, their parameters then hold no data. Code that still reads them gets NaN, so the mistake shows.
+    Unless ``keep``, their parameters then hold no data. Code that still reads a parameter gets NaN, which shows the
+    mistake.
 
     Args:
-        linears: the layers.
-        kernels: the backend.
+        linears: the linear layers. kernels: the kernel backend.
         quantized: the quantised weights; empty if the weights are plain.
-        keep: whether the parameters stay unchanged.
+        keep: whether to leave the parameters unchanged.
     """
     weights = [linear.weight.detach() for linear in linears]
     if quantized:

@@ -14,7 +14,7 @@ OLDER = frozenset({"CodeGenForCausalLM", "FalconForCausalLM"})
 
 
 def replace_attention(model: PreTrainedModel) -> None:
-    """Let the attention of a model of :data:`OLDER` be computed by the functions of ``transformers_attention``."""
+    """Replace the attention of a model in :data:`OLDER` by the functions of ``transformers_attention``."""
     for module in model.modules():
         if type(module).__name__ == "CodeGenAttention":
             _set(module, "_attn", _codegen)
@@ -27,8 +27,8 @@ def _set(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
 
 
 def _codegen(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
-    """Return ``[1, heads, T, dim]`` of queries, keys and values of that shape."""
-    kind = value.dtype  # queries and keys are fp32 from their rotation
+    """Return the attention ``[1, heads, T, dim]`` for queries, keys and values of the same shape."""
+    kind = value.dtype  # Queries and keys are fp32 after their rotation.
     out, _ = call_attention(module, query.to(kind), key.to(kind), value, attention_mask, scaling=1 / module.scale_attn)
     return out.transpose(1, 2), None
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints for the modules of transformers: their weights are dequantised when they are loaded."""
+"""Dequantises the weights of quantised checkpoints while loading them for the modules of transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from lorikeet.models.quantized_formats import StoredWeight, stored_weights
 
 
 def dequantised_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Return the weights of a checkpoint in ``dtype``, by their names in checkpoints of 16 bits.
+    """Return a checkpoint's weights in ``dtype``, by their names in checkpoints of 16 bits.
 
     The result is None if the checkpoint is not quantised.
 
@@ -39,7 +39,7 @@ def dequantised_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] |
             try:
                 value = way.decode(stored, _shape_of(stored, config.bits or 4))
             except (QuantizedWeightError, RuntimeError, KeyError, IndexError) as error:
-                raise WeightError(f"{folder}: {module}: is no {way.label} weight: {error}") from error
+                raise WeightError(f"{folder}: {module}: is not a valid {way.label} weight: {error}") from error
             wide = value.dequantized(dtype) if isinstance(value, QuantizedWeight) else value.to(dtype)
             found[f"{module}.weight"] = wide
         for name in sorted(plain):
@@ -51,7 +51,7 @@ def dequantised_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] |
 
 
 def _modules(names: set[str], ways: tuple[StoredWeight, ...]) -> dict[str, StoredWeight]:
-    """Return the modules whose weights are quantised, with their forms."""
+    """Return the modules whose weights are quantised, each with the form of its weight."""
     found: dict[str, StoredWeight] = {}
     for way in ways:
         end = way.needed[0]

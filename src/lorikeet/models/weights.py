@@ -13,16 +13,16 @@ from lorikeet.kernels.quantized import QuantizedWeight
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights of one rank.
+    """All decoder weights of one rank.
 
     Attributes:
-        embedding: ``[vocab, hidden]``, whole on every rank of the first pipeline stage, and of the last if it is tied;
-            ``[0, hidden]`` on others.
+        embedding: ``[vocab, hidden]``, whole on every rank of the first pipeline stage, and of the last stage if it is
+            tied. ``[0, hidden]`` on other stages.
         layers: the decoder layers of the stage.
-        final_norm: ``[hidden]``; ``[0]`` on all stages but the last.
-        lm_head: ``[vocab, hidden]``, whole on every rank of the last stage; the same tensor as ``embedding`` if they
-            are tied and not quantised. ``[0, hidden]`` on other stages.
-        stored: form of the linear weights, in words.
+        final_norm: ``[hidden]`` on the last stage, ``[0]`` on others.
+        lm_head: ``[vocab, hidden]``, whole on every rank of the last stage. It is the same tensor as ``embedding`` if
+            both are tied and not quantised. ``[0, hidden]`` on other stages.
+        stored: description of the form of the linear weights.
     """
 
     embedding: Tensor
@@ -44,7 +44,7 @@ class DecoderWeights:
 
 
 def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
-    """Return the output columns of the modules of each of ``PRODUCTS``, on a rank of this geometry."""
+    """Return the output columns of each product's modules, on a rank of this geometry."""
     found = {}
     for product, modules in PRODUCTS.items():
         targets: list[LoraTarget] = []
@@ -72,7 +72,7 @@ def pack_weights(weights: DecoderWeights, kernels: Kernels, *, keep_plain: bool 
         )
         for layer in weights.layers
     )
-    # A tied embedding is kept plain as well, since its rows are looked up.
+    # A tied embedding is also kept unpacked, since its rows are looked up.
     tied = weights.lm_head is weights.embedding
     lm_head = weights.lm_head
     if weights.holds_head:
