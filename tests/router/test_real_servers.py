@@ -51,6 +51,10 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
             router.http.timeout = httpx.Timeout(120)
             replies = await asyncio.gather(*(router.http.post(path, json=body) for path, body in asked.items()))
             whole = {path: reply.json() for path, reply in zip(asked, replies, strict=True)}
+            (made_by,) = {reply.headers["x-lorikeet-digest"] for reply in replies}
+            assert {answer["system_fingerprint"] for answer in whole.values()} == {
+                "-".join(digest[:12] for digest in made_by.split("-"))
+            }, "both servers have the same weights, and the router passes their digests on"
             begun = asyncio.Queue[str]()
             reading = [asyncio.create_task(_read(router.http, path, body, begun)) for path, body in asked.items()]
             for _ in asked:

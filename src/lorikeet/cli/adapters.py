@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="List, add, remove, inspect and convert adapters.", no_args_is_help=True)
 
 _PAGE = 1000
+_MOST_SHOWN = 20
+"""Most names of tensors in a line."""
 
 
 @app.command("list")
@@ -80,6 +82,50 @@ def remove_adapter(
     print(f"removed {name}: " + (f"{format_size(freed)} freed" if freed is not None else "freed when its requests end"))
     for warning in answer.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
+
+
+@app.command("verify")
+def verify(
+    name: Annotated[str, typer.Argument(help="The adapter's name.")],
+    folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare the adapter that a running server has with a folder; end with 1 if they differ, and list the tensors.
+
+    `lorikeet.verification.compare_with_server` compares a live PEFT model by its forward pass.
+    """
+    from lorikeet.adapters.checkpoint import DescribeOptions
+    from lorikeet.adapters.content import AdapterContent, compare, read_content
+    from lorikeet.adapters.errors import AdapterError
+    from lorikeet.adapters.reader import describe
+
+    check_json_file(json_file)
+    try:
+        digest = describe(folder, DescribeOptions(read_weights=True)).digest
+        own = read_content(folder)
+    except AdapterError as error:
+        fail(str(error))
+    content = ServerClient(url, api_key).get(f"/v1/adapters/{quote(name)}/content")
+    found = compare(AdapterContent(content["settings"], content["tensors"]), own)
+    same = content["digest"] == digest or found.are_same
+    answer = {"same": same, "digest": content["digest"], "folder_digest": digest, **found._asdict()}
+    if write_json(json_file, answer):
+        if same:
+            print(f"{name}: the server has the {len(own.tensors)} tensors of {folder}, version {content['digest']}")
+        for key, (there, here) in found.settings.items():
+            print(f"{key}: {there!r} on the server, {here!r} in the folder")
+        for names, text in (
+            (found.differing, "differ"),
+            (found.only_first, "only on the server"),
+            (found.only_second, "only in the folder"),
+        ):
+            if names:
+                rest = f", and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+                print(f"{len(names)} of {len(own.tensors)} tensors {text}: {', '.join(names[:_MOST_SHOWN])}{rest}")
+    if not same:
+        raise typer.Exit(1)
 
 
 @app.command("inspect")

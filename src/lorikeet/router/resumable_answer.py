@@ -24,6 +24,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
+    "return_weight_versions": (False,),
     "include_stop_str_in_output": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),

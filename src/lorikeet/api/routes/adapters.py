@@ -2,6 +2,8 @@
 
 import bisect
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -10,6 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
 from lorikeet.adapters.chat import ChatOverrides, GenerationDefaults
+from lorikeet.adapters.content import read_content
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.stats import figures_of
@@ -174,6 +177,22 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
         "mean_load_wait_s": total.adapter_wait_s / total.requests if total.requests else None,
         "mean_kv_wait_s": total.kv_wait_s / total.requests if total.requests else None,
     }
+
+
+@ROUTES.add(
+    Route(
+        "GET /v1/adapters/{name:path}/content",
+        Callers.KEYS,
+        note="digest of each tensor: see [Proof](#proof)",
+    )
+)
+async def adapter_content(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
+    """Return the settings and the digest of each tensor of one adapter, as its files have them."""
+    record = _record(service, name, sender.access)
+    check_owner(service, sender.access, name)
+    with service.resolver.leases.take(record.ref):  # The files stay while they are read.
+        content = await in_daemon_thread(partial(read_content, Path(record.ref.folder)))
+    return {"name": record.name, "digest": record.digest, **msgspec.to_builtins(content)}
 
 
 @ROUTES.add(Route("GET /v1/adapters/{name:path}", Callers.KEYS))
