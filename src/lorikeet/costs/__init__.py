@@ -1,1 +1,1 @@
-"""Costs: profiles of machines and models, and the performance models built from them."""
+"""Models costs: profiles of machines and models, and the performance models built from them."""

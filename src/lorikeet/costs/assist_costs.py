@@ -1,6 +1,6 @@
-"""Costs of prefills assisted by host workers, against prefills that wait for the adapter (TOPPINGS).
+"""Compares the costs of prefills assisted by host workers and of prefills that wait for the adapter (TOPPINGS).
 
-Also how the rows of a batch are divided among host workers, since the cost depends on the largest share.
+The module also divides the rows of a batch among host workers, because the cost depends on the largest share.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ from lorikeet.costs import prefill_pipeline
 from lorikeet.costs.prefill_pipeline import LayerGroup, LayerTimes, PrefillCourse
 
 WORKER_TOKENS = 16
-"""Tokens per worker where nothing was measured or no measurement fits. The paper's figures use 16 for 256 tokens."""
+"""Number of tokens per worker if no measurement exists or fits. The paper's figures use 16 for 256 tokens."""
 
 
 class RowSlice(NamedTuple):
-    """Consecutive rows of one request, for one worker.
+    """Describes consecutive rows of one request for one worker.
 
     Attributes:
         request: index of the request.
@@ -36,13 +36,13 @@ class RowSlice(NamedTuple):
 def slice_rows(tokens: Sequence[int], worker_tokens: int, workers: int) -> tuple[tuple[RowSlice, ...], ...]:
     """Divide the rows of requests among workers.
 
-    Each request gets its own workers, as many as it needs for at most ``worker_tokens`` rows each, and they share its
-    rows evenly. If there are not enough workers, the rows of all requests are concatenated and divided evenly: a worker
-    may then have the end of one request and the beginning of the next.
+    Each request gets separate workers, enough for at most ``worker_tokens`` rows per worker, and its rows are divided
+    evenly. If workers are too few, the rows of all requests are concatenated and divided evenly. In that case a worker
+    may get the end of one request and the beginning of the next.
 
     Args:
-        tokens: rows of each request; may be 0.
-        worker_tokens: most rows of one worker while there are enough workers, at least 1.
+        tokens: number of rows of each request; may be 0.
+        worker_tokens: largest number of rows per worker if enough workers are free; at least 1.
         workers: number of free workers, at least 1.
 
     Returns:
@@ -57,23 +57,23 @@ def slice_rows(tokens: Sequence[int], worker_tokens: int, workers: int) -> tuple
 
 
 def largest_share(tokens: int, worker_tokens: int, workers: int) -> int:
-    """Return the most rows that :func:`slice_rows` gives one worker if there is only one request."""
+    """Return the largest number of rows that :func:`slice_rows` assigns to a worker for a single request."""
     used = min(workers, -(-tokens // worker_tokens))
     return -(-tokens // used) if used else 0
 
 
 def tokens_within_budget(budget_s: float, measured: Iterable[tuple[int, float]]) -> int:
-    """Return the most tokens that a worker was measured to compute within ``budget_s``.
+    """Return the largest measured number of tokens that a worker computes within ``budget_s``.
 
-    With the time of the q, k, v product, which hides the host's work, plus the load of the layer as the budget, a layer
-    on the host costs no more than loading it.
+    The budget is the time of the q, k, v product, which hides the host's work, plus the time to load the layer. Within
+    this budget, a layer on the host costs no more time than loading it.
 
     Args:
         budget_s: seconds.
-        measured: (tokens, seconds) of one worker.
+        measured: measured (tokens, seconds) of one worker.
 
     Returns:
-        The largest token count within the budget, ``WORKER_TOKENS`` if there is none.
+        The largest token count within the budget; ``WORKER_TOKENS`` if no count is.
     """
     return max((tokens for tokens, seconds in measured if seconds <= budget_s), default=WORKER_TOKENS)
 
@@ -98,10 +98,10 @@ def _slices_between(tokens: Sequence[int], first: int, stop: int) -> tuple[RowSl
 
 
 UNIT_MODULES = ("q", "k", "v")
-"""Modules over which a rank counts as one, as in TOPPINGS (section 2.1). Adapters on other modules count by size."""
+"""Modules over which one rank is defined, as in TOPPINGS (section 2.1). Adapters on other modules count by size."""
 
 SPLIT_BY_INPUT = frozenset({"o", "down"})
-"""Products whose input is split among tensor-parallel ranks: rank 0 cannot hand it over for the others."""
+"""Products whose input is split among tensor-parallel ranks, so that rank 0 cannot send the whole input to the host."""
 
 
 def assisted_modules(ranks: int = 1) -> tuple[str, ...]:
@@ -111,29 +111,30 @@ def assisted_modules(ranks: int = 1) -> tuple[str, ...]:
 
 
 class AssistCosts(msgspec.Struct, frozen=True):
-    """Measured constants of assisted prefills, and the preset's options for them.
+    """Holds the measured constants of assisted prefills, and the preset's options for them.
 
-    Ranks are averages over ``UNIT_MODULES``, so an adapter that changes two of them counts less than its nominal rank,
-    and one that changes all modules more (:meth:`rank`). Times are of one layer, over all tensor-parallel ranks.
+    Ranks are averages over ``UNIT_MODULES``. So an adapter that changes two of these modules counts less than its
+    nominal rank, and an adapter that changes all modules counts more (:meth:`rank`). Times are for one layer, over all
+    tensor-parallel ranks.
 
     Attributes:
         layers: layers of the model.
         row_bytes: bytes of one rank row of each module that host workers compute (:func:`row_bytes`).
-        device_layer: (tokens, seconds) of a layer in a prefill on the device without adapters, ascending.
-        qkv_share: share of that time in which the device computes q, k and v of the base model while the host works.
-            0 where host workers share the cores that compute the base model: then nothing is hidden.
-        host_fixed_s: sending rows to a worker and its result back, per layer and product that the adapter changes.
-        host_token_s: the same, per token.
-        host_token_rank_s: compute time of one worker, per token and rank.
-        load_fixed_s: overhead per group of layers that is loaded.
+        device_layer: (tokens, seconds) of a layer in a prefill without adapters on the device, ascending.
+        qkv_share: share of that time in which the device computes q, k and v of the base model while the host works. 0
+            if host workers use the cores that compute the base model, because then no work is hidden.
+        host_fixed_s: time to send rows to a worker and return its result, per layer and product that the adapter
+            changes.
+        host_token_s: additional time of this transfer, per token.
+        host_token_rank_s: compute time of a worker, per token and rank.
+        load_fixed_s: overhead per loaded group of layers.
         load_bandwidth: bytes per second over the link.
         workers: number of host workers.
         worker_tokens: tokens per worker (:func:`tokens_within_budget`), times the preset's ``host_chunk``.
-        one_group: the preset's ``layer_groups``: whether an adapter is loaded in one group.
-        is_static: the preset's ``host_layers``: whether prefills wait for all groups but the last one.
-        waits: whether a layer waits for its weights if they arrive sooner than the host would finish.
-        device_token_rank_s: what an adapter adds to a layer on the device, per token and rank; 0 where it was not
-            measured.
+        one_group: whether an adapter is loaded in one group (the preset's ``layer_groups``).
+        is_static: whether prefills wait for all groups except the last (the preset's ``host_layers``).
+        waits: whether a layer waits for its weights if they arrive before the host would finish.
+        device_token_rank_s: time that an adapter adds to a layer on the device, per token and rank; 0 if not measured.
     """
 
     layers: int
@@ -153,7 +154,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
     device_token_rank_s: float = 0.0
 
     def can_assist(self, ref: AdapterRef) -> bool:
-        """Return whether host workers can compute everything that the adapter changes."""
+        """Return whether host workers can compute all changes of the adapter."""
         return not ref.extras and all(
             module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer)
         )
@@ -164,19 +165,22 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return held / (self.layers * self._rank_bytes)
 
     def handovers(self, ref: AdapterRef) -> int:
-        """Return how many products of a layer an adapter changes; each is handed over to the host for itself."""
+        """Return the number of products per layer that an adapter changes.
+
+        Each product is sent to the host separately.
+        """
         changed = {module for module, by_layer in ref.ranks.items() if any(by_layer)}
         return sum(not changed.isdisjoint(modules) for modules in PRODUCTS.values())
 
     def device_layer_s(self, tokens: int) -> float:
-        """Return the seconds of a layer in a prefill of this many tokens on the device, without an adapter."""
+        """Return the seconds of a layer in a prefill of this many tokens on the device without an adapter."""
         return interpolate(self.device_layer, tokens)
 
     def host_layer_s(self, tokens: int, rank: float, handovers: int = 1) -> float:
         """Return the time of a layer on which host workers compute the LoRA delta of all ``tokens``.
 
-        The rest of the layer needs a product with the delta, so only that product hides the host's work; of adapters
-        that change more than q, k and v the others are taken to hide nothing.
+        Only the q, k, v product hides the host's work, because the rest of the layer needs the result. If an adapter
+        changes further products, they are assumed to hide no work.
         """
         device_s = self.device_layer_s(tokens)
         share = largest_share(tokens, self.worker_tokens, self.workers)
@@ -196,7 +200,8 @@ class AssistCosts(msgspec.Struct, frozen=True):
     def layer_groups(self, ref: AdapterRef, tokens: int) -> tuple[LayerGroup, ...]:
         """Return the groups of layers, each (first, after the last), in load order.
 
-        They are planned for ``tokens`` rounded up to a power of two, so that a few cached plans serve all prompts.
+        The groups are planned for ``tokens`` rounded up to a power of two, so that a few cached plans serve all
+        prompts.
         """
         times = self.times(1 << (tokens - 1).bit_length(), self.rank(ref), self.handovers(ref))
         if self.one_group:
@@ -218,7 +223,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return self.times(tokens, self.rank(ref), self.handovers(ref)).cached_s
 
     def waiting_s(self, ref: AdapterRef, tokens: int) -> float:
-        """Return the time of the same prefill if it starts after the transfer, transfer included."""
+        """Return the time of a prefill that starts after the adapter's transfer, including the transfer."""
         return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
 
     def pays(
@@ -230,18 +235,18 @@ class AssistCosts(msgspec.Struct, frozen=True):
         delay_per_lost_second: float = 0.0,
         step_s: float = 0.0,
     ) -> bool:
-        """Return whether assistance is possible, and saves the request more time than it costs all others.
+        """Return whether assistance is possible, and saves the request more time than it costs all other requests.
 
-        While a request waits for its adapter, others run as usual. A step with an assisted prefill takes as long as
-        that prefill, for all sequences in it, and is one more.
+        While a request waits for its adapter, other requests run as usual. A step with an assisted prefill takes as
+        long as the prefill, for all sequences in the step, and is an additional step.
 
         Args:
             ref: the adapter.
             tokens: tokens of the prefill.
-            ratio: how much further assisted prefills are off their prediction than prefills that waited
+            ratio: error of assisted prefills' predictions, as a multiple of the error for prefills that waited
                 (:class:`AssistRecord`).
-            delay_per_lost_second: seconds by which all other requests together are delayed if the engine loses one.
-            step_s: seconds of one more step beside its tokens, since an assisted prefill may have a step of its own.
+            delay_per_lost_second: total seconds by which all other requests are delayed if the engine loses a second.
+            step_s: fixed seconds of one more step, because an assisted prefill may run in a separate step.
         """
         if not self.can_assist(ref):
             return False
@@ -251,7 +256,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
 
     @property
     def _rank_bytes(self) -> int:
-        """Bytes of one rank row of all ``UNIT_MODULES`` on one layer."""
+        """Return the bytes of one rank row of all ``UNIT_MODULES`` on one layer."""
         return sum(self.row_bytes[module] for module in UNIT_MODULES)
 
 
@@ -276,7 +281,7 @@ class AssistRecord:
     """Compares the durations of cold prefills, assisted or waiting, with their predictions.
 
     Other work of the engine delays both kinds, so the ratio of their errors corrects the decision between them. While
-    the ratio prevents assisted prefills, it slowly returns to 1, so that assistance is tried again now and then.
+    the ratio prevents assisted prefills, it slowly returns to 1, so that assistance is tried again.
     """
 
     def __init__(self) -> None:
@@ -284,7 +289,7 @@ class AssistRecord:
 
     @property
     def ratio(self) -> float:
-        """Error of assisted prefills' predictions as a multiple of the error of waiting prefills."""
+        """Error of assisted prefills' predictions, as a multiple of the error of waiting prefills."""
         return self._assisted / self._waited
 
     def note(self, predicted_s: float, took_s: float, *, is_assisted: bool) -> None:

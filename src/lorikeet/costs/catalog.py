@@ -1,6 +1,6 @@
-"""Cost profiles by name or from a file.
+"""Loads cost profiles by name or from a file.
 
-The named profiles describe devices that need not be present: they are composed from measured tables and data sheets.
+The named profiles are composed from measured tables and data sheets, so their devices need not be present.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def compose_profile(
 def token_curve(device: Device, model: Model, tensor_parallel: int) -> Curve:
     """Return the time of a step's token-wise operators, at every measured number of tokens.
 
-    It is layers × (operators of a layer + two all-reduces) + the embedding, as Vidur adds them up.
+    The time is layers × (operators of a layer + two all-reduces) + the embedding, the sum that Vidur uses.
     """
     reduce_s, reduce_source = all_reduce(device, tensor_parallel)
     operator_s = _operators(device, model, tensor_parallel)
@@ -122,14 +122,14 @@ def token_curve(device: Device, model: Model, tensor_parallel: int) -> Curve:
 
 
 def _operators(device: Device, model: Model, tensor_parallel: int) -> Callable[[str, int], float]:
-    """Return seconds by operator and tokens: measured, or scaled from the measured device."""
+    """Return the measured or scaled seconds by operator and number of tokens."""
     medians = operator_medians(device.measured, model.measured, tensor_parallel)
     return lambda name, tokens: medians[tokens][name] * operator_ratio(device, model, tensor_parallel, name, tokens)
 
 
 def _step_costs(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> StepCosts:
     kv_bytes = model.geometry.kv_elements_per_token() * model.geometry.dtype_bytes / tensor_parallel
-    # Two products over the query heads: queries with keys, their weights with values.
+    # Two products over the query heads: queries with keys, and attention weights with values.
     pair_operations = 4 * model.query_features * model.geometry.layers / tensor_parallel
     peak = device.flops * device.prefill_attention.value
     nothing = Constant(0.0, "s", source=_NOT_MODELLED)
@@ -152,7 +152,10 @@ def _step_costs(device: Device, model: Model, tensor_parallel: int, shares: Roof
 
 
 def _head_curve(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> Curve:
-    """Return the output layer as one product, at the efficiency of the measured products; sampling costs nothing."""
+    """Return the time of the output layer, as one product at the efficiency of the measured products.
+
+    Sampling takes no time.
+    """
     shape = ModuleShape(model.hidden, model.vocabulary // tensor_parallel)
     rows = [2**exponent for exponent in range(_MOST_ROWS.bit_length())]
     return Curve(
@@ -169,7 +172,7 @@ def _interpolation(curve: Curve) -> Callable[[int], float]:
 
 
 def _prefill_s(step: StepCosts) -> Callable[[int], float]:
-    """Return the time of a step that is one sequence's whole prompt."""
+    """Return the time of a step with one sequence's whole prompt."""
     tokens_s = _interpolation(step.tokens)
     head_s = step.sampled_rows.points[0][1]
     return lambda count: tokens_s(count) + head_s + step.prefill_attention.value * count * (count + 1) / 2
@@ -191,8 +194,8 @@ def _transfers(device: Device, tensor_parallel: int) -> Transfers:
 def _switching(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> Switching:
     """Return the costs of merging an adapter and of restoring the base weights.
 
-    A merge reads the original weights, multiplies A and B, and writes new weights; a restore only copies. dLoRA says
-    what a switch does (section 2), and prints no time for it.
+    A merge reads the original weights, multiplies A and B, and writes new weights. A restore only copies. dLoRA
+    describes a switch (section 2), and prints no time for it.
     """
     shapes = [model.geometry.modules[module] for module in MODULES]
     weights = model.geometry.layers * sum(shape.in_features * shape.out_features for shape in shapes) / tensor_parallel
@@ -208,7 +211,7 @@ def _switching(device: Device, model: Model, tensor_parallel: int, shares: Roofl
 
 
 def _link(fixed: Constant, bytes_per_s: float, share: Constant, source: str) -> Link:
-    """Return a link that reaches a share of its data sheet."""
+    """Return a link that reaches a share of its nominal bandwidth."""
     reached = Constant(
         bytes_per_s * share.value, "bytes/s", source=f"{source}; {share.value:.1%} of it: {share.source}"
     )
@@ -230,12 +233,12 @@ def _origin(device: Device, model: Model) -> str:
 
 
 def _scaled_from(device: Device, model: Model) -> list[str]:
-    """Return the device and the model that were measured in place of these."""
+    """Return the measured device and model whose tables stand in for the given ones."""
     return [each.measured for each in (device, model) if each.measured != each.name]
 
 
 def _composed() -> dict[str, tuple[Device, Model, int]]:
-    """Return every (device, model, degree) with room for the weights, by name."""
+    """Return every (device, model, degree) with enough memory for the weights, by name."""
     return {
         profile_name(device, model, degree): (device, model, degree)
         for device in DEVICES.values()

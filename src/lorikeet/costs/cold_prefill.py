@@ -1,8 +1,8 @@
-"""The time of a prefill whose adapters are still being loaded, layer by layer (TOPPINGS, sections 4.1 and 4.2).
+"""Computes the time of a prefill whose adapters are still being loaded by layers (TOPPINGS, sections 4.1 and 4.2).
 
-On a layer whose adapter weights have arrived the device computes LoRA. On other layers host cores do, and the layer
-waits for them. TOPPINGS hides part of that behind the product of q, k and v; a profile's ``host_lora`` counts what
-remains.
+The device computes LoRA on layers whose adapter weights have arrived. On other layers host cores compute LoRA, and the
+layer waits for them. TOPPINGS hides a part of that wait behind the product of q, k and v. A profile's ``host_lora``
+counts the remaining part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from lorikeet.memory.packing import pack, runs_needed
 from lorikeet.presets import HostLayers, LayerGroups, Preset
 
 _SOON_S = 1e-9
-"""A layer that arrives within this time counts as present: floating-point sums depend on their order."""
+"""Seconds within which an arriving layer counts as present, because floating-point sums depend on their order."""
 
 _PREFILLS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Token counts of the prefills with known times."""
@@ -28,14 +28,14 @@ _RANK = 64
 
 
 class ColdAdapter(NamedTuple):
-    """An adapter of an assisted prefill.
+    """Describes an adapter of an assisted prefill.
 
     Attributes:
-        layers_s: when each layer arrives, in seconds from the start of the prefill.
-        rows: tokens of each of its sequences.
-        rank: as ``AssistCosts`` counts it.
+        layers_s: arrival time of each layer, in seconds from the start of the prefill.
+        rows: number of tokens of each of the adapter's sequences.
+        rank: rank of the adapter, as ``AssistCosts`` counts ranks.
         left_to_host: layers that a static plan computes on the host, even if they have arrived.
-        handovers: products of a layer that it changes.
+        handovers: number of products per layer that the adapter changes.
     """
 
     layers_s: tuple[float, ...]
@@ -46,9 +46,9 @@ class ColdAdapter(NamedTuple):
 
 
 def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None:
-    """Return the costs that the planner of assisted prefills uses for a modelled replica; None without host cores.
+    """Return the assist costs of a modelled replica; None without host cores.
 
-    The time of an adapter on the device is taken from a step of its own.
+    The time of an adapter on the device comes from a step with only this adapter.
 
     Raises:
         ProfileError: the profile has ``host_lora``, but no link from the host.
@@ -83,7 +83,7 @@ def _prefill_s(model: CostModel, tokens: int, rank: float = 0.0) -> float:
 
 
 def _lora_s(model: CostModel) -> float:
-    """Return the seconds of an adapter in a prefill per token and rank over ``UNIT_MODULES``; 0 if not known."""
+    """Return the seconds of an adapter in a prefill, per token and rank over ``UNIT_MODULES``; 0 if unknown."""
     profile = model.profile
     tokens = _PREFILLS[-1]
     if model.form not in profile.lora:
@@ -115,10 +115,11 @@ def prefill_s(
     """Return the time of a step with cold adapters. Each layer takes an equal share of the step.
 
     Args:
-        step_s: returns the time of the whole step, if the device computes LoRA for these of the cold adapters.
+        step_s: returns the time of the whole step if the device computes LoRA for the given cold adapters.
         cold: the adapters that are being loaded.
-        costs: costs of the host. With ``is_static`` the host computes the layers that are planned to arrive last, and
-            the step waits for the others. With ``waits`` it waits for layers that arrive before the host would be done.
+        costs: costs of the host. With ``is_static``, the host computes the layers that are planned to arrive last, and
+            the step waits for the others. With ``waits``, the step waits for layers that arrive before the host would
+            finish.
     """
     now = 0.0
     known_s: dict[frozenset[AdapterDigest], float] = {}
@@ -143,7 +144,7 @@ def layer_arrivals_s(
 ) -> tuple[float, ...]:
     """Return the arrival time of each layer of an adapter, from ``groups`` of blocks that end at ``ends_s``.
 
-    A layer that the adapter does not target is there from the start.
+    A layer that the adapter does not target counts as present from the start.
     """
     geometry = transfers.profile.geometry
     packing = pack(ref.ranks, geometry, transfers.block_bytes // geometry.dtype_bytes, ref.extras)

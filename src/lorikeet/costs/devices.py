@@ -1,7 +1,7 @@
-"""Devices and models that profiles are composed for, from data sheets and model cards.
+"""Lists the devices and models of composed profiles, from data sheets and model cards.
 
-Rates are dense bf16 on the tensor cores. PCI Express and NVLink count one direction. PCI Express 4.0 and 5.0 transfer
-16 and 32 GT/s per lane, of which 128 of 130 bits are payload. Copies reach a share of that, which was measured.
+Rates are dense bf16 on the tensor cores. PCI Express and NVLink rates count one direction. PCI Express 4.0 and 5.0
+transfer 16 and 32 GT/s per lane, with a payload of 128 in 130 bits. Copies reach a measured share of that rate.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ DRIVE_S = Constant(80e-6, "s", source="typical latency of a read, Micron 7450 pr
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """Describes an accelerator.
 
     Attributes:
         name: as in the names of profiles.
@@ -45,10 +45,10 @@ class Device:
         bandwidth_bytes_per_s: bandwidth of its memory.
         flops: dense bf16 operations per second.
         host_bytes_per_s: rate of its PCI Express link, by data sheet.
-        host_share: share of this rate that copies from pinned memory reach.
+        host_share: share of ``host_bytes_per_s`` that copies from pinned memory reach.
         drive_bytes_per_s: rate of an NVMe drive's link, four lanes of the same generation, by data sheet.
-        peer_bytes_per_s: rate of its links to the other devices.
-        measured: name of the device whose measured tables it uses; its own name if it has tables.
+        peer_bytes_per_s: rate of the links to other devices.
+        measured: name of the device whose measured tables are used; the device's own name if it has tables.
         degrees: degrees of tensor parallelism with composed profiles.
         prefill_attention: share of ``flops`` that attention over a long prompt reaches.
     """
@@ -69,7 +69,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Model:
-    """One base model in bf16.
+    """Describes a base model in bf16.
 
     Attributes:
         name: as in the names of profiles.
@@ -77,7 +77,7 @@ class Model:
         geometry: geometry of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
-        measured: name of the model whose measured tables it uses; its own name if it has tables.
+        measured: name of the model whose measured tables are used; the model's own name if it has tables.
     """
 
     name: str
@@ -89,12 +89,12 @@ class Model:
 
     @property
     def hidden(self) -> int:
-        """Features of the residual stream."""
+        """Number of features of the residual stream."""
         return self.geometry.modules["q"].in_features
 
     @property
     def query_features(self) -> int:
-        """Elements of all query heads."""
+        """Number of elements of all query heads."""
         return self.geometry.modules["q"].out_features
 
     @property
@@ -144,7 +144,7 @@ MODELS = {
         ),
         _llama("llama-2-13b", "Llama-2-13B", 40, 5120, 40, 13824, measured="llama-2-7b"),
         _llama("llama-30b", "LLaMA-30B", 60, 6656, 52, 17920, max_model_len=2048, measured="llama-2-7b"),
-        # Not published by name; Code Llama 34B has this shape.
+        # The model is not published under this name, but Code Llama 34B has this shape.
         _llama(
             "llama-2-34b",
             "Llama-2-34B",
@@ -221,4 +221,4 @@ _DEVICES = (
     _hopper("h800", "H800 SXM 80 GB", peer=200e9),
 )
 DEVICES = {device.name: device for device in _DEVICES}
-"""By name; figures from NVIDIA's data sheets of these products."""
+"""Devices by name, with numbers from NVIDIA's data sheets."""

@@ -1,4 +1,4 @@
-"""Sizes, abilities and measured costs of an executor."""
+"""Defines the sizes, abilities and measured costs of an executor."""
 
 from typing import NamedTuple
 
@@ -9,22 +9,22 @@ from lorikeet.costs.iteration_costs import IterationCosts
 
 
 class EngineSizes(NamedTuple):
-    """Sizes and abilities of an executor, for the engine and its clients.
+    """Holds the sizes and abilities of an executor, for the engine and its clients.
 
     Attributes:
         geometry: sizes of the whole model.
-        local_geometry: sizes of one rank's share. Adapters are packed with these.
+        local_geometry: sizes of one rank's share, with which adapters are packed.
         total_blocks: blocks in the device arena of each rank.
         host_blocks: blocks in the host arena of each rank.
         block_size: tokens of KV in a block.
-        max_model_len: longest sequence that it serves.
-        max_adapter_blocks: largest adapter that leaves enough blocks for such a sequence.
+        max_model_len: number of tokens of the longest sequence that the executor serves.
+        max_adapter_blocks: blocks of the largest adapter that leaves enough blocks for such a sequence.
         kernels: name of the kernel backend.
         assist: costs of prefills assisted by host workers; None if there are no workers.
         async_scheduling: whether the device can run a decode step while the host handles the previous step's tokens.
-        iterations: profiled times of iterations and merges; None without a profile of them.
-        weights: in what form the linear weights are, in words; empty if nothing is computed.
-        base: the model; None for an executor that computes none.
+        iterations: profiled times of iterations and merges; None without a profile.
+        weights: form of the linear weights, in words; empty if the executor computes nothing.
+        base: the base model; None if the executor computes nothing.
         can_merge: whether an adapter can be merged into the base weights.
     """
 
@@ -45,5 +45,5 @@ class EngineSizes(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block on one rank."""
+        """Number of bytes of a block on one rank."""
         return self.local_geometry.block_bytes(self.block_size)

@@ -23,16 +23,16 @@ _TOLERANCE = 1e-10
 
 
 class Regression:
-    """A sum of non-negative constants times counts, fitted to measured points.
+    """Fits a sum of non-negative constants times counts to measured points.
 
-    Intervals come from a bootstrap of 200 fits. Each draws a weight for every point (exponential, so that no point is
-    ever missing and no constant undetermined) and resamples the measurements of the point. So they show noise as well
-    as what the model cannot explain.
+    Confidence intervals come from a bootstrap of 200 fits. Each fit draws an exponential weight for every point, so
+    that no point is missing and every constant is determined, and resamples the point's measurements. So the intervals
+    reflect noise as well as errors of the model.
 
     Args:
         counts: ``[points, constants]``.
         measured: seconds at each point.
-        tolerances: seconds by which each point may be missed.
+        tolerances: allowed error of each point, in seconds.
         redraw: returns ``measured`` with resampled measurements of the same points.
 
     Attributes:
@@ -59,12 +59,12 @@ class Regression:
 
     @property
     def predicted(self) -> Floats:
-        """Seconds by the constants, ``[points]``."""
+        """Predicted seconds, ``[points]``."""
         predicted: Floats = self._counts @ self.values
         return predicted
 
     def constant(self, index: int, unit: str) -> Constant:
-        """Return one constant in the form of a profile."""
+        """Return one constant as a profile's ``Constant``."""
         return Constant(float(self.values[index]), unit, float(self.errors[index]))
 
     def _solve(self, weights: Floats, seconds: Floats) -> Floats:
@@ -93,7 +93,7 @@ def fit_line(counts: Sequence[float], samples: Sequence[Sequence[float]]) -> Reg
 def nonnegative_least_squares(matrix: Floats, values: Floats) -> Floats:
     """Return the x ≥ 0 that minimises |matrix · x - values| (Lawson and Hanson, Solving Least Squares Problems, 23).
 
-    Constants enter one by one, the steepest first; a constant that would fall below zero leaves again.
+    Constants enter one by one, the steepest first. A constant that would fall below zero is removed again.
     """
     x = np.zeros(matrix.shape[1])
     inside = np.zeros(len(x), dtype=bool)
@@ -110,7 +110,7 @@ def nonnegative_least_squares(matrix: Floats, values: Floats) -> Floats:
             falling = inside & (trial <= 0)
             if not falling.any():
                 break
-            # Step towards the trial until a constant reaches zero; that one leaves.
+            # Move towards the trial until a constant reaches zero, and remove this constant.
             share = (x[falling] / (x[falling] - trial[falling])).min()
             x += share * (trial - x)
             inside &= x > _TOLERANCE
@@ -120,7 +120,7 @@ def nonnegative_least_squares(matrix: Floats, values: Floats) -> Floats:
 
 
 def quality(predicted: Floats, measured: Floats) -> FitQuality:
-    """Return how well predictions match measurements."""
+    """Return the quality of a fit from predictions and measurements."""
     total = float(((measured - measured.mean()) ** 2).sum())
     left = float(((measured - predicted) ** 2).sum())
     worst = float((np.abs(predicted - measured) / np.abs(measured)).max())
@@ -129,23 +129,23 @@ def quality(predicted: Floats, measured: Floats) -> FitQuality:
 
 _TOKEN_POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _ROW_POINTS = (1, 4, 16, 64, 256)
-"""Counts at which the curves have a point, up to the largest that was measured."""
+"""Counts at which the curves have a point, up to the largest measured count."""
 
 
 class StepMeasurement(NamedTuple):
-    """The measured times of a step without adapters."""
+    """Holds the measured times of a step without adapters."""
 
     work: StepWork
     seconds: tuple[float, ...]
 
 
 def fit_step(measurements: Sequence[StepMeasurement], loop: Constant, loop_sequence: Constant) -> StepCosts:
-    """Return the constants of steps that match the measurements best.
+    """Return the constants of steps that best match the measurements.
 
     Args:
-        measurements: varied enough to tell the parts apart: decodes alone, prefills alone, several prefills that sample
-            or do not, short and long contexts.
-        loop, loop_sequence: taken over.
+        measurements: measured steps, varied enough to separate the parts: decodes alone, prefills alone, several
+            prefills with and without sampling, short and long contexts.
+        loop, loop_sequence: constants of the engine's loop, which are passed on.
     """
     works = [measured.work for measured in measurements]
     token_points = _points(_TOKEN_POINTS, [work.tokens for work in works])
@@ -186,7 +186,7 @@ def fit_step(measurements: Sequence[StepMeasurement], loop: Constant, loop_seque
 def _average(predicted: Floats, measurements: Sequence[StepMeasurement]) -> Constant:
     """Return the mean time of steps as a share of the predicted time.
 
-    A disturbance lasts for many steps of a round, so the interval is computed over the rounds.
+    A disturbance lasts for many steps of a round, so the confidence interval is computed over the rounds.
     """
     ratios = np.array([measured.seconds for measured in measurements]) / predicted[:, None]
     of_rounds = ratios.mean(axis=0)
@@ -196,7 +196,7 @@ def _average(predicted: Floats, measurements: Sequence[StepMeasurement]) -> Cons
 
 
 def _points(wanted: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Return the wanted counts below the largest measured one, and that one."""
+    """Return the wanted counts below the largest measured count, and the largest measured count."""
     largest = max(counts)
     return [*takewhile(lambda count: count < largest, wanted), largest]
 
@@ -221,19 +221,19 @@ def _curve(unit: str, counts: Sequence[int], seconds: Floats, errors: Floats) ->
 
 _OF_ADDED = 0.05
 _OF_BASE = 0.02
-"""Allowed errors of the model, as a share of the time that adapters add and of the base step measured with it."""
+"""Allowed errors of the model, as shares of the time that adapters add and of the base step measured beside it."""
 _SURE_OF_ADDED = 0.05
 _SURE_OF_BASE = 0.007
-"""Standard errors that are small enough, as shares of the same; the larger of the two counts."""
+"""Standard errors that are small enough, as shares of the same two times. The larger limit counts."""
 
 
 class LoraMeasurement(NamedTuple):
-    """A step with adapters, measured in turns with the same step of the base model.
+    """Holds a step with adapters, measured alternately with the same step of the base model.
 
     Attributes:
         work: ranks of the step.
         base_s: times without adapters.
-        with_s: times with them, at the same moments.
+        with_s: times with adapters, at the same moments.
     """
 
     work: LoraWork
@@ -242,12 +242,12 @@ class LoraMeasurement(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Sum of all these times."""
+        """Sum of all times in seconds."""
         return sum(self.base_s) + sum(self.with_s)
 
     @property
     def is_sure(self) -> bool:
-        """Whether the standard error of the addition is small, relative to it or to the step."""
+        """Whether the standard error of the added time is small, relative to the added time or to the step."""
         pair = np.array([self.base_s, self.with_s])
         base_s = float(np.median(pair[0]))
         added_s = _added_s(pair)
@@ -256,14 +256,15 @@ class LoraMeasurement(NamedTuple):
 
 
 def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraCosts:
-    """Return the constants of one kernel form that match the measured additions best.
+    """Return the constants of a kernel form that best match the measured additions.
 
-    The time that adapters add is small compared with how a machine's speed changes from second to second. So each
-    measurement counts as a ratio to the base model's at the same moment. A difference of two steps has the noise of
-    both, so the weight of a point depends on the size of the steps, too.
+    The time that adapters add is small compared with the changes of a machine's speed from second to second. So each
+    measurement counts as a ratio to the base model's time at the same moment. A difference of two steps has the noise
+    of both, so the weight of a point also depends on the duration of the steps.
 
-    Einsums copy every adapter and add whole rows whatever the ranks, and prefills make them longer than their tokens
-    explain. So einsums have constants for these; in the other forms they are too small to be told from noise.
+    Einsums copy every adapter and add whole rows for any rank, and their prefills take longer than the tokens explain.
+    So einsums have constants for these effects. In other kernel forms, the effects are too small to separate from
+    noise.
     """
     works = [measured.work for measured in measurements]
     einsum = form is KernelForm.EINSUM
@@ -308,13 +309,13 @@ def _added_s(pair: Floats) -> float:
 
 
 def _middle(values: Floats) -> float:
-    """Return the mean of the middle half: nearly as precise as a mean, and robust against other load on the machine."""
+    """Return the mean of the middle half, which is about as precise as a mean, and robust against other load."""
     cut = len(values) // 4
     return float(np.sort(values)[cut : len(values) - cut].mean())
 
 
 def _quality(found: Regression, base_s: Floats, which: npt.NDArray[np.bool_]) -> FitQuality:
-    """Return how well additions are predicted.
+    """Return the quality of predicted additions.
 
     Errors are relative to whole steps, because an addition may be near zero.
     """

@@ -1,4 +1,4 @@
-"""Profiled times of decode iterations and of merges, by which a batching mode compares merged and unmerged ones."""
+"""Provides profiled times of decode iterations and merges, to compare merged and unmerged iterations."""
 
 import msgspec
 
@@ -12,20 +12,20 @@ from lorikeet.policies import BATCHING
 from lorikeet.presets import Preset
 
 _REQUESTS = tuple(2**exponent for exponent in range(12))
-"""Sizes of the iterations whose times are computed; times of other sizes are interpolated."""
+"""Numbers of requests whose iteration times are computed. Times of other numbers are interpolated."""
 _TYPICAL_RANK = 8
-"""Rank of the adapter whose merge is timed, as in the paper. Other ranks take nearly as long."""
+"""Rank of the adapter whose merge is timed, as in the paper. Other ranks take about as long."""
 
 
 class IterationCosts(msgspec.Struct, frozen=True):
-    """Times, in seconds, of the parts of an iteration in which every request decodes, on one replica.
+    """Holds the times, in seconds, of the parts of a replica's iteration in which every request decodes.
 
     Attributes:
-        requests_s: (requests, seconds) of an iteration of the base model, without the reading of its context.
-        context_token_s: time per token of context of any request.
-        lora_s: time once, if any request has an adapter that is not merged.
+        requests_s: (requests, seconds) of an iteration of the base model, without reading the context.
+        context_token_s: time per token of the requests' contexts.
+        lora_s: fixed time if any request has an adapter that is not merged.
         lora_row_s: time per request with such an adapter.
-        lora_work_s: time per rank of such a request, as the kernel form counts them (``mode_times.lora_work``).
+        lora_work_s: time per rank of such a request, as the kernel form counts ranks (``mode_times.lora_work``).
         lora_adapter_s: time per distinct adapter that is not merged.
         merge_s: time to merge an adapter.
         unmerge_s: time to restore the base weights.
@@ -73,7 +73,7 @@ def iteration_costs(transfers: TransferModel, preset: Preset) -> IterationCosts 
     per_adapter = 0.0 if lora.adapter is None else lora.adapter.value
     ranks = dict.fromkeys(profile.lora_modules, (_TYPICAL_RANK,) * profile.geometry.layers)
     adapter = AdapterRef(AdapterName("typical"), AdapterDigest("typical"), "", ranks, 0)
-    # Unpadded and padded kernels count the ranks of distinct adapters; an einsum counts all of them with every row.
+    # Unpadded and padded kernels count the ranks of distinct adapters once. An einsum counts all ranks for every row.
     by_rank = 0.0 if preset.kernel_form is KernelForm.EINSUM else lora.adapter_rank.value * _TYPICAL_RANK
     return IterationCosts(
         requests_s=tuple((n, model.step_s(StepWork(n, n, n, 0, 0, 0, None)) + model.loop_s(n)) for n in _REQUESTS),

@@ -1,8 +1,8 @@
-"""The performance model: the time of a step, as a sum over the work in it.
+"""Implements the performance model: the time of a step, as a sum over its work.
 
 Each part of the sum depends on one count. All tokens of a step pass through the products, norms and collectives;
-attention depends on the context of each sequence; LoRA on the ranks of the rows. TOPPINGS (section 5) and dLoRA
-(section 4) model LoRA by the sum of ranks or by the padded product, and so does this model.
+attention depends on the context of each sequence, and LoRA depends on the ranks of the rows. TOPPINGS (section 5) and
+dLoRA (section 4) model LoRA by the sum of ranks or by the padded product. This model does the same.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +18,14 @@ from lorikeet.costs.profile import CostProfile, Curve, LoraCosts
 
 
 class SequenceWork(msgspec.Struct, frozen=True, gc=False):
-    """Work of one sequence in a step.
+    """Describes the work of one sequence in a step.
 
     Attributes:
         start: number of tokens with KV before the step.
         tokens: computed in the step.
-        samples: whether it yields a token.
-        adapter: its adapter version, as any distinct value; None for the base model.
-        rank: rank of its adapter in the profile's unit; 0 for the base model.
+        samples: whether the sequence yields a token.
+        adapter: adapter version of the sequence, as any distinct value; None for the base model.
+        rank: rank of the adapter in the profile's unit; 0 for the base model.
     """
 
     start: int
@@ -36,13 +36,13 @@ class SequenceWork(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoraWork(NamedTuple):
-    """Ranks of a step as its kernel form counts them.
+    """Counts the ranks of a step, as its kernel form counts them.
 
     Attributes:
-        decode_row_ranks: over the decoding rows.
-        prefill_token_ranks: over the prefilled tokens.
-        adapter_ranks: over the distinct adapters of decoding rows; of einsums, over all.
-        rows: tokens that have an adapter.
+        decode_row_ranks: ranks over the decoding rows.
+        prefill_token_ranks: ranks over the prefilled tokens.
+        adapter_ranks: ranks over the distinct adapters of decoding rows; for einsums, over all distinct adapters.
+        rows: number of tokens that have an adapter.
         adapters: number of distinct adapters.
     """
 
@@ -54,15 +54,15 @@ class LoraWork(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The counts that the model uses.
+    """Holds the counts that the model uses.
 
     Attributes:
         tokens: computed in the step.
-        sampled_rows: sequences that yield a token.
-        decodes: sequences that compute one token and had others before.
-        decode_context_tokens: tokens that the decodes attend to, including themselves.
-        prefills: the other sequences.
-        prefill_pairs: pairs of query and key in their attention.
+        sampled_rows: number of sequences that yield a token.
+        decodes: number of sequences that compute one token and have earlier tokens.
+        decode_context_tokens: number of tokens to which the decodes attend, including their own tokens.
+        prefills: number of the other sequences.
+        prefill_pairs: number of pairs of query and key in the prefills' attention.
         lora: None without adapters.
     """
 
@@ -104,7 +104,7 @@ def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
                 prefill_ranks += count * sequence.rank
     if not ranks:
         return StepWork(tokens, sampled, decodes, context, prefills, pairs, None)
-    # In a prefill, kernels read adapter weights while they compute, so only decodes wait for them.
+    # In a prefill, kernels read adapter weights during the computation, so only decodes wait for the weights.
     if form is KernelForm.UNPADDED:
         read = sum(ranks[adapter] for adapter in decoding)
     else:
@@ -119,15 +119,15 @@ def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
 
 
 class CostModel:
-    """Predicts seconds of steps by one profile. Pure: the same work always costs the same.
+    """Predicts the seconds of steps from a profile. The same work always gives the same prediction.
 
     Args:
         profile: profile with the constants.
         form: kernel form of the adapters.
 
     Attributes:
-        profile, form: as given.
-        average: mean time of steps as a share of the sum of their parts (``StepCosts.average``).
+        profile, form: see the arguments.
+        average: mean time of steps, as a share of the sum of their parts (``StepCosts.average``).
     """
 
     def __init__(self, profile: CostProfile, form: KernelForm) -> None:
@@ -160,11 +160,11 @@ class CostModel:
         return self.average * seconds
 
     def growth_s(self, work: StepWork) -> float:
-        """Return by how much each repeated step is longer than the one before, because the context grows."""
+        """Return the seconds by which each repeated step is longer than the one before, because the context grows."""
         return self.average * self._step.decode_attention.value * work.decodes
 
     def loop_s(self, sequences: int) -> float:
-        """Return the time of the engine loop besides a step of this many sequences."""
+        """Return the time of the engine loop beside a step of this many sequences."""
         return self.average * (self._step.loop.value + self._step.loop_sequence.value * sequences)
 
     def adapter_rank(self, ref: AdapterRef) -> float:
@@ -175,12 +175,12 @@ class CostModel:
 def adapter_elements(
     ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, extras: Sequence[AdapterExtra] = ()
 ) -> int:
-    """Return the number of elements of blocks that an adapter takes.
+    """Return the number of block elements that an adapter takes.
 
     Args:
         ranks: the rank of each layer by module.
         geometry: sizes of the model.
-        extras: its weights beside A and B.
+        extras: weights of the adapter beside A and B.
     """
     low_rank = sum(sum(by_layer) * geometry.row_elements(module) for module, by_layer in ranks.items())
     return low_rank + sum(extra.columns * sum(extra.rows) for extra in extras)
@@ -204,7 +204,7 @@ def lora_s(costs: LoraCosts, work: LoraWork) -> float:
 
 
 class _Interpolation:
-    """An interpolated curve with a cache; a count of 0 takes no time."""
+    """Interpolates a curve, with a cache. A count of 0 takes no time."""
 
     def __init__(self, curve: Curve) -> None:
         self._points = curve.points

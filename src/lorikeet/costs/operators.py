@@ -1,4 +1,4 @@
-"""Times of the operators of a layer: the measured tables in this package, the all-reduce, and the roofline.
+"""Computes the times of a layer's operators, from the package's measured tables, the all-reduce and the roofline.
 
 The tables hold medians from Vidur; see ``data/README.md``. The roofline is the larger of bytes over bandwidth and
 operations over peak.
@@ -28,10 +28,10 @@ OPERATORS_OF_A_LAYER = (
     "mlp_down_proj",
     "add",
 )
-"""Operators that each token passes on every layer, without attention and collectives."""
+"""Operators that run for each token on every layer, without attention and collectives."""
 
 EMBEDDING = "emb"
-"""The operator that each token passes once."""
+"""Operator that runs once for each token."""
 
 SOURCE = "Vidur's profiling tables (MIT), medians"
 
@@ -69,7 +69,7 @@ def operator_rows(device: str, model: str) -> tuple[OperatorRow, ...]:
 
 @cache
 def operator_medians(device: str, model: str, tensor_parallel: int) -> Mapping[int, Mapping[str, float]]:
-    """Return seconds by token count and operator; the median where a count was measured twice."""
+    """Return the seconds by token count and operator. If a count was measured twice, the median is returned."""
     by_tokens: dict[int, list[Mapping[str, float]]] = {}
     for row in operator_rows(device, model):
         if row.tensor_parallel == tensor_parallel:
@@ -82,7 +82,7 @@ def operator_medians(device: str, model: str, tensor_parallel: int) -> Mapping[i
 
 @cache
 def all_reduce_medians(device: str, workers: int) -> Mapping[int, float] | None:
-    """Return seconds of an all-reduce inside one node by bytes, ascending; None where it was not measured."""
+    """Return the seconds of an all-reduce inside a node by bytes, ascending; None if it was not measured."""
     name = f"{_TABLE_NAMES[device]}_all_reduce.csv"
     if not _path(name).is_file():
         return None
@@ -104,9 +104,9 @@ def _read(name: str) -> list[dict[str, str]]:
 def all_reduce(device: Device, workers: int) -> tuple[Callable[[int], float], str]:
     """Return the seconds of an all-reduce as a function of bytes, and their source.
 
-    If there is a measured table, it is interpolated linearly. On another device with the same kind of links every
-    message takes longer by the extra time of a ring's bytes, 2 (w - 1) / w of the message over each link, at the full
-    rate of the links. Without a table it is that ring alone.
+    A measured table is interpolated linearly. On another device with the same kind of links, a message takes longer by
+    the extra time of a ring's bytes, 2 (w - 1) / w of the message over each link, at the links' full rate. Without a
+    table, the time is that of the ring alone.
     """
     medians = all_reduce_medians(device.measured, workers)
     if workers == 1:
@@ -123,11 +123,11 @@ def all_reduce(device: Device, workers: int) -> tuple[Callable[[int], float], st
 
 
 class RooflineShares(NamedTuple):
-    """Shares of its device's limits that a measured GEMM reaches.
+    """Holds the shares of the device's limits that a measured GEMM reaches.
 
     Attributes:
         bandwidth: share of memory bandwidth, at one token.
-        flops: share of the peak, at the most tokens measured.
+        flops: share of the peak, at the largest measured number of tokens.
     """
 
     bandwidth: float
@@ -152,13 +152,13 @@ def gemms(model: Model, tensor_parallel: int) -> Mapping[str, ModuleShape]:
 
 
 def gemm_bytes(shape: ModuleShape, tokens: int) -> float:
-    """Return the fewest bytes that a bf16 product moves: weights, input and output once."""
+    """Return the minimum number of bytes that a bf16 product moves: weights, input and output once."""
     elements = shape.in_features * shape.out_features + tokens * (shape.in_features + shape.out_features)
     return 2.0 * elements
 
 
 def gemm_operations(shape: ModuleShape, tokens: int) -> float:
-    """Return the multiplications and additions of a product."""
+    """Return the number of multiplications and additions of a product."""
     return 2.0 * tokens * shape.in_features * shape.out_features
 
 
@@ -171,7 +171,10 @@ def gemm_s(device: Device, shape: ModuleShape, tokens: int, shares: RooflineShar
 
 
 def measured_shares(device: Device, model: Model, tensor_parallel: int) -> RooflineShares:
-    """Return what the largest product of a layer reaches on a device that has tables, by the model that has some."""
+    """Return the shares that a layer's largest product reaches on a measured device.
+
+    The product is that of a measured model.
+    """
     measured = MODELS[model.measured]
     shape = gemms(measured, tensor_parallel)["mlp_up_proj"]
     medians = operator_medians(device.name, measured.name, tensor_parallel)
@@ -184,13 +187,13 @@ def measured_shares(device: Device, model: Model, tensor_parallel: int) -> Roofl
 
 
 def operator_ratio(device: Device, model: Model, tensor_parallel: int, operator: str, tokens: int) -> float:
-    """Return by how much an operator is slower than where it was measured, by rooflines of both.
+    """Return the slowdown of an operator compared with the measured device, from the rooflines of both.
 
     Args:
         device: on which it runs.
         model: model of the operator.
         tensor_parallel: number of ranks.
-        operator: its name in the tables. An operator without a product moves the features of ``_MOVED``.
+        operator: name of the operator in the tables. An operator without a product moves the features of ``_MOVED``.
         tokens: number of tokens.
     """
     measured = DEVICES[device.measured]
@@ -207,4 +210,4 @@ def operator_ratio(device: Device, model: Model, tensor_parallel: int, operator:
 
 
 _MOVED = {"attn_rope": "attn_pre_proj", "mlp_act": "mlp_up_proj"}
-"""Products whose outputs an operator moves; the other operators move the residual stream."""
+"""Products whose outputs an operator moves. The other operators move the residual stream."""

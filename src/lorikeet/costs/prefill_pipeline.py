@@ -1,9 +1,10 @@
-"""Schedules of a prefill that runs while its adapter is loaded layer by layer, and the planner of layer groups.
+"""Schedules a prefill that runs while its adapter is loaded layer by layer, and plans the layer groups.
 
-TOPPINGS, section 4.1: the layers are divided into groups that are loaded one after the other. Meanwhile a layer whose
-group has arrived takes the LoRA delta from the device, any other layer from the host. The first group is loaded last,
-since only decodes need it on the device. The paper does not say how a loader avoids staying one group behind the
-computation; here it may skip a group that would arrive too late (:func:`look_ahead_order`).
+TOPPINGS, section 4.1: the layers are divided into groups that are loaded one after the other. During the load, the
+device computes the LoRA delta of layers that have arrived, and the host computes the delta of all other layers. The
+first group is loaded last, because only decodes need it on the device. The paper leaves open how the loader avoids
+staying one group behind the computation. This loader may skip a group that would arrive too late
+(:func:`look_ahead_order`).
 """
 
 import math
@@ -14,25 +15,25 @@ from itertools import accumulate
 from typing import NamedTuple
 
 LayerGroup = tuple[int, int]
-"""First layer, and the layer after the last (half-open)."""
+"""First layer of a group, and the layer after its last (half-open)."""
 
 
 class ComputePlace(StrEnum):
-    """Where the LoRA delta of a layer is computed."""
+    """Names the places where the LoRA delta of a layer is computed."""
 
     HOST = "C"
     DEVICE = "G"
 
 
 class LayerTimes(NamedTuple):
-    """Times of a prefill and of the load of its adapter, in seconds.
+    """Holds the times of a prefill and of the load of its adapter, in seconds.
 
     Attributes:
-        layers: layers of the model.
+        layers: number of layers of the model.
         host_s: seconds of a layer whose LoRA delta the host computes.
         device_s: seconds of a layer whose LoRA delta the device computes.
-        load_s: transfer of one layer of the adapter.
-        group_s: overhead per group that is loaded.
+        load_s: seconds to transfer one layer of the adapter.
+        group_s: overhead per loaded group, in seconds.
     """
 
     layers: int
@@ -43,7 +44,7 @@ class LayerTimes(NamedTuple):
 
     @property
     def cached_s(self) -> float:
-        """Time of the prefill if the adapter is on the device already."""
+        """Time of the prefill if the adapter is already on the device."""
         return self.layers * self.device_s
 
     @property
@@ -57,11 +58,11 @@ class LayerTimes(NamedTuple):
         return self.group_s + (stop - first) * self.load_s
 
     def load_ends_s(self, groups: Sequence[LayerGroup]) -> list[float]:
-        """Return when each group has arrived, in seconds, if they are loaded in this order."""
+        """Return the arrival time of each group, in seconds, for groups loaded in this order."""
         return list(accumulate(map(self.group_load_s, groups)))
 
     def arrivals_s(self, groups: Sequence[LayerGroup]) -> list[float]:
-        """Return when each layer has arrived if groups, which together are all layers, are loaded in this order."""
+        """Return the arrival time of each layer, for groups loaded in this order that together contain all layers."""
         arrivals = [0.0] * self.layers
         for (first, stop), end_s in zip(groups, self.load_ends_s(groups), strict=True):
             arrivals[first:stop] = [end_s] * (stop - first)
@@ -69,13 +70,13 @@ class LayerTimes(NamedTuple):
 
 
 class PrefillCourse(NamedTuple):
-    """Schedule of a prefill.
+    """Describes the schedule of a prefill.
 
     Attributes:
-        places: where the LoRA delta of each layer is computed.
-        first_token_s: when its last layer is done.
-        groups: in load order.
-        resident_s: when the whole adapter is on the device, so that the request can decode.
+        places: place where the LoRA delta of each layer is computed.
+        first_token_s: time at which the last layer is done.
+        groups: groups of layers in load order.
+        resident_s: time at which the whole adapter is on the device, so that the request can decode.
     """
 
     places: tuple[ComputePlace, ...]
@@ -85,12 +86,12 @@ class PrefillCourse(NamedTuple):
 
     @property
     def placement(self) -> str:
-        """The places as a string, such as ``CCGG``."""
+        """Places as a string, such as ``CCGG``."""
         return "".join(self.places)
 
 
 class LayerStep(NamedTuple):
-    """One layer of a prefill: where its LoRA delta is computed, and when the layer starts and ends."""
+    """Describes a layer of a prefill: the place of its LoRA delta, and the layer's start and end."""
 
     place: ComputePlace
     start_s: float
@@ -100,12 +101,12 @@ class LayerStep(NamedTuple):
 def walk(
     times: LayerTimes, arrivals_s: Sequence[float], begin_s: float = 0.0, *, waits: bool = False
 ) -> list[LayerStep]:
-    """Schedule layers dynamically: on the device if a layer has arrived when it starts, else on the host.
+    """Schedule layers dynamically: on the device if a layer has arrived by its start, otherwise on the host.
 
     Args:
         times: layer times of the prefill.
-        arrivals_s: when each layer arrives.
-        begin_s: when the first of these layers starts.
+        arrivals_s: arrival time of each layer.
+        begin_s: time at which the first of these layers starts.
         waits: whether a layer waits for its weights if they arrive sooner than the host would finish.
     """
     steps = []
@@ -122,7 +123,10 @@ def walk(
 
 
 def walk_static(times: LayerTimes, arrivals_s: Sequence[float], host: LayerGroup) -> list[LayerStep]:
-    """Schedule the layers of group ``host`` on the host and wait for all others; arguments as for :func:`walk`."""
+    """Schedule the layers of group ``host`` on the host and wait for all others.
+
+    The arguments are those of :func:`walk`.
+    """
     steps = []
     now = 0.0
     for layer, arrival_s in enumerate(arrivals_s):
@@ -136,13 +140,13 @@ def walk_static(times: LayerTimes, arrivals_s: Sequence[float], host: LayerGroup
 
 
 def dynamic(times: LayerTimes, groups: Sequence[LayerGroup], *, waits: bool = False) -> PrefillCourse:
-    """Return the schedule by :func:`walk` while ``groups``, which together are all layers, are loaded in this order."""
+    """Return the schedule by :func:`walk` for ``groups`` loaded in this order, which together contain all layers."""
     arrivals_s = times.arrivals_s(groups)
     return _course(walk(times, arrivals_s, waits=waits), groups, arrivals_s)
 
 
 def static(times: LayerTimes, groups: Sequence[LayerGroup]) -> PrefillCourse:
-    """Return the schedule by :func:`walk_static`: the host computes the group that is loaded last."""
+    """Return the schedule by :func:`walk_static`, in which the host computes the group that is loaded last."""
     arrivals_s = times.arrivals_s(groups)
     return _course(walk_static(times, arrivals_s, groups[-1]), groups, arrivals_s)
 
@@ -160,17 +164,17 @@ def load_order(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
 def look_ahead_order(
     times: LayerTimes, groups: tuple[LayerGroup, ...], *, waits: bool = False
 ) -> tuple[LayerGroup, ...]:
-    """Return ``groups`` (in layer order) in an order in which each load is in time to help.
+    """Return ``groups`` (in layer order) in an order in which each load arrives in time to help.
 
-    The next group is the first whose last layer is predicted to start no sooner than its load would end. The prediction
-    takes earlier loads into account and assumes that layers of other groups run on the host. Groups that cannot arrive
+    The next group is the first group whose last layer is predicted to start after the end of the group's load. The
+    prediction includes earlier loads and assumes that layers of other groups run on the host. Groups that cannot arrive
     in time follow in the order of :func:`load_order`.
     """
     order: list[LayerGroup] = []
     late: list[LayerGroup] = []
     now = walk(times, _never(groups[0]))[-1].end_s
     loaded_s = 0.0
-    for group in groups[1:]:  # a late group stays late: later loads only end later
+    for group in groups[1:]:  # a late group stays late, because later loads only end later
         end_s = loaded_s + times.group_load_s(group)
         steps = walk(times, _never(group), now)
         if steps[-1].start_s >= end_s:
@@ -187,14 +191,14 @@ def look_ahead_order(
 def plan(times: LayerTimes, *, is_static: bool = False, waits: bool = False) -> PrefillCourse:
     """Return the schedule with the earliest first token.
 
-    Every group size is tried, in the paper's order and with look-ahead. Ties go to the size for which the host's time
-    for a group is nearest to the load time of one, as in the paper, and then to fewer groups. Plans are cached, so
-    callers should round prompt sizes.
+    Every group size is tried, in the paper's order and with look-ahead. Among ties, the plan chooses the size for which
+    the host's time for a group is nearest to the load time of a group, as in the paper, and then fewer groups. Plans
+    are cached, so callers should round prompt sizes.
 
     Args:
         times: layer times of prefill and load.
         is_static: whether the prefill waits for groups (:func:`static`).
-        waits: as for :func:`dynamic`.
+        waits: see :func:`dynamic`.
     """
     best: tuple[tuple[float, float, int], PrefillCourse] | None = None
     for size in range(1, times.layers + 1):
@@ -204,7 +208,7 @@ def plan(times: LayerTimes, *, is_static: bool = False, waits: bool = False) -> 
         if not is_static:
             courses.append(dynamic(times, look_ahead_order(times, groups, waits=waits), waits=waits))
         for course in courses:
-            # Rounded to nanoseconds, so that another order of additions is no difference.
+            # Times are rounded to nanoseconds, so that the order of additions makes no difference.
             score = (round(course.first_token_s, 9), round(balance_s, 9), len(groups))
             if best is None or score < best[0]:
                 best = score, course
@@ -222,7 +226,7 @@ def _fixed(times: LayerTimes, groups: tuple[LayerGroup, ...], is_static: bool, w
 
 
 def _never(group: LayerGroup) -> list[float]:
-    """Return arrival times of a group's layers that never arrive."""
+    """Return infinite arrival times for a group's layers."""
     return [math.inf] * (group[1] - group[0])
 
 

@@ -1,8 +1,8 @@
-"""The cost profile of one (device, model, parallelism): the constants that decisions and simulations use.
+"""Defines the cost profile of one (device, model, parallelism), which decisions and simulations use.
 
 A profile is a readable TOML file. It is measured by ``lorikeet profile``, or composed from published timings and data
-sheets. A constant that was not measured stays empty, and a use of it fails with the field's name: there are no defaults
-that could be wrong.
+sheets. A constant that was not measured stays empty, and its use fails with the field's name. Constants have no
+defaults, which could be wrong.
 """
 
 import tomllib
@@ -20,22 +20,22 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 
 FORMAT = 1
-"""Version of the file format; others are rejected."""
+"""Version of the file format. Files of other versions are rejected."""
 
 T = TypeVar("T")
 
 
 class ProfileError(ValueError):
-    """A profile cannot be read, or lacks a constant that is needed. The message names profile and field."""
+    """A profile cannot be read, or lacks a required constant. The message names the profile and the field."""
 
 
 class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One constant.
 
     Attributes:
-        value: in ``unit``.
-        unit: such as ``s``, ``s/token`` or ``bytes/s``.
-        error: half the width of the 95 % interval of ``value``, in ``unit``; None where it was not measured.
+        value: value in ``unit``.
+        unit: unit, such as ``s``, ``s/token`` or ``bytes/s``.
+        error: half the width of the 95 % interval of ``value``, in ``unit``; None if it was not measured.
         source: source of a value that was not measured here.
     """
 
@@ -46,14 +46,14 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Seconds as a function of a count, interpolated by ``core.interpolation``.
+    """Holds seconds as a function of a count, interpolated by ``core.interpolation``.
 
     Attributes:
         unit: counted unit, such as ``tokens``.
-        points: (count, seconds), ascending, at least one.
+        points: at least one (count, seconds), ascending.
         error: largest relative error of a point that is left out and interpolated from its neighbours.
         source: source of points that were not measured here.
-        errors: half the width of the 95 % interval of each point's seconds; empty where they were not measured.
+        errors: half the width of the 95 % interval of each point's seconds; empty if they were not measured.
     """
 
     unit: str
@@ -64,7 +64,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class FitQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How well a model matches the measurements that it was fitted to.
+    """Describes how well a model matches the measurements to which it was fitted.
 
     Attributes:
         r2: coefficient of determination.
@@ -78,19 +78,19 @@ class FitQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Time of one step of the base model: the sum of all parts, times ``average``.
+    """Holds the parts of the time of a base model's step, which is their sum times ``average``.
 
     Attributes:
-        tokens: token-wise operators (projections, norms, all-reduce), over the tokens of the step.
-        sampled_rows: the output layer and sampling, over the rows that sample.
-        decode_attention: per token of context that a decoding sequence reads.
-        decode_sequence: per decoding sequence.
-        prefill_attention: per pair of query and key of a prefill chunk.
-        prefill_sequence: per prefill chunk.
+        tokens: time of token-wise operators (projections, norms, all-reduce), by the number of tokens in the step.
+        sampled_rows: time of the output layer and sampling, by the number of rows that sample.
+        decode_attention: time per token of context that a decoding sequence reads.
+        decode_sequence: time per decoding sequence.
+        prefill_attention: time per pair of query and key of a prefill chunk.
+        prefill_sequence: time per prefill chunk.
         loop: time of the engine's loop between two steps.
-        loop_sequence: the same, per sequence of the step.
-        average: mean time of steps as a share of the sum of the parts, which were fitted to medians: other programs on
-            the machine make some steps longer and none shorter. None, if composed, counts as 1.
+        loop_sequence: additional time of the loop per sequence of the step.
+        average: mean time of steps, as a share of the sum of the parts. The parts were fitted to medians, and other
+            programs on the machine only make steps longer. None in composed profiles, which counts as 1.
         fit: errors of whole steps; None if composed.
     """
 
@@ -107,20 +107,21 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Time that adapters add to a step under one kernel form.
+    """Holds the time that adapters add to a step under one kernel form.
 
-    The form decides what is counted (:class:`lorikeet.costs.model.LoraWork`): ``unpadded`` each row with its own rank,
-    ``padded`` each row with the largest rank of the step, ``einsum`` each row with the largest rank of every adapter. A
-    rank counts as one over all of the profile's ``lora_modules``; adapters on other modules count by their size.
+    The form determines the counted ranks (:class:`lorikeet.costs.model.LoraWork`): ``unpadded`` each row with its own
+    rank, ``padded`` each row with the largest rank of the step, ``einsum`` each row with the largest rank of every
+    adapter. A rank counts as one over all of the profile's ``lora_modules``; adapters on other modules count by their
+    size.
 
     Attributes:
-        fixed: once per step.
-        decode_row_rank: per rank of a decoding row.
-        prefill_token_rank: per rank of a prefilled token.
-        adapter_rank: per rank of a distinct adapter of decoding rows; of einsums, of every distinct adapter.
-        row: per token that has an adapter, whatever its rank; None adds nothing.
-        adapter: per distinct adapter, whatever its rank; None adds nothing.
-        prefill: once per step that prefills a token with an adapter; None adds nothing.
+        fixed: time once per step.
+        decode_row_rank: time per rank of a decoding row.
+        prefill_token_rank: time per rank of a prefilled token.
+        adapter_rank: time per rank of a distinct adapter of decoding rows; for einsums, of every distinct adapter.
+        row: time per token that has an adapter of any rank; None adds no time.
+        adapter: time per distinct adapter of any rank; None adds no time.
+        prefill: time once per step that prefills a token with an adapter; None adds no time.
         decode_fit, prefill_fit: errors of the time that adapters add, the largest relative to the whole step; None if
             published.
     """
@@ -137,7 +138,7 @@ class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A link for weights or KV: a transfer of b bytes takes ``fixed + b / bandwidth``.
+    """Describes a link for weights or KV: a transfer of b bytes takes ``fixed + b / bandwidth``.
 
     Attributes:
         fixed: seconds.
@@ -155,11 +156,12 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Links between the tiers of memory.
+    """Holds the links between the tiers of memory.
 
     Attributes:
-        source_to_device, source_to_host: an adapter from its files into blocks of either tier.
-        host_to_device, device_to_host: blocks between the tiers, of adapters and KV alike; all ranks at the same time.
+        source_to_device, source_to_host: links from an adapter's files to the blocks of either tier.
+        host_to_device, device_to_host: links for blocks of adapters and KV between the tiers, used by all ranks in
+            parallel.
     """
 
     source_to_device: Link | None = None
@@ -169,15 +171,15 @@ class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Costs of changing the adapter that is merged into the base weights.
+    """Holds the costs of changing the adapter that is merged into the base weights.
 
     A merge rewrites every weight that the new adapter targets, from its original value and the product of A and B. In
     the same pass, weights that only the old adapter targeted are restored from their original values. Both times are
-    proportional to the weights that are written; the times here are for all of the profile's ``lora_modules`` on every
+    proportional to the weights that are written. The constants are for all of the profile's ``lora_modules`` on every
     layer.
 
     Attributes:
-        merge: time to merge an adapter on those modules, whatever its rank.
+        merge: time to merge an adapter of any rank on those modules.
         merge_rank: additional time per rank in the profile's unit.
         restore: time to restore those modules' original weights.
         merge_fit: errors of merges over ranks; None if composed.
@@ -190,16 +192,16 @@ class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class HostLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Time that host cores add to a layer of a prefill when they compute x·A·B for q, k and v.
+    """Holds the time that host cores add to a layer of a prefill by computing x·A·B for q, k and v.
 
     The rows of a layer are cut into slices, one per core, and the layer continues when the last slice is done.
 
     Attributes:
-        fixed: per layer, for passing the work to the host and back.
-        token: the same, per row.
+        fixed: time per layer to send the work to the host and back.
+        token: additional time per row to send the work.
         token_rank: time of the longest slice, per rank (over q, k and v) of a row.
-        cores: number of cores that take slices.
-        core_tokens: best number of rows per core. A prompt that is longer than that for all cores is cut evenly.
+        cores: number of cores that compute slices.
+        core_tokens: best number of rows per core. A longer prompt is divided evenly among all cores.
     """
 
     fixed: Constant
@@ -210,15 +212,15 @@ class HostLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class OperatingLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The highest loads of one replica under an SLO, by the rank of its adapters; found by simulation.
+    """Holds the highest loads of a replica under an SLO by the rank of its adapters, found by simulation.
 
     Attributes:
         kernel_form: kernel form of the adapters.
-        slo: targets that enough of the requests met.
+        slo: targets that enough requests met.
         prompt_tokens, output_tokens: lengths of every request.
         max_num_seqs, max_num_batched_tokens: limits of the engine.
-        tokens_per_s: by rank; prompts and answers.
-        source: how they were found, in words.
+        tokens_per_s: tokens of prompts and answers per second, by rank.
+        source: method by which the loads were found, in words.
     """
 
     kernel_form: KernelForm
@@ -232,28 +234,28 @@ class OperatingLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The cost profile of one (device, model, parallelism).
+    """Holds the cost profile of one (device, model, parallelism).
 
     Attributes:
-        name: such as ``a40-llama-2-7b``.
-        device: in words.
-        model: its name.
+        name: name of the profile, such as ``a40-llama-2-7b``.
+        device: description of the device.
+        model: name of the model.
         tensor_parallel: number of ranks.
-        origin: ``measured``, or its sources, in words.
-        made: date, and for measured profiles revision and machine.
+        origin: ``measured``, or the sources in words.
+        made: date of the profile, and for measured profiles also revision and machine.
         geometry: geometry of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
         pool_bytes: device memory for adapters and KV over all ranks, without weights and workspace.
-        lora_modules: modules over which a rank counts as one.
+        lora_modules: modules over which one rank is defined.
         step: costs of the base model's steps.
         lora: costs of adapters by kernel form.
         transfers: links between tiers.
         switching, host_lora: costs of mechanisms that not every profile has.
-        weight_bytes: weights of the base model over all ranks; None if unknown.
-        overlapped: whether the device runs the next decode step while the host processes the last one's tokens.
+        weight_bytes: bytes of the base model's weights over all ranks; None if unknown.
+        overlapped: whether the device runs the next decode step while the host processes the last step's tokens.
         kernel_efficiency: share of the machine's limit that a part of the step reaches, by part.
-        operating_points: used by the placements of a cluster, one for each setting.
+        operating_points: highest loads under an SLO, one entry per setting, for the placements of a cluster.
         format: version of the file format.
     """
 
@@ -280,10 +282,10 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     format: int = FORMAT
 
     def need(self, value: T | None, field: str) -> T:
-        """Return ``value``, a field of this profile called ``field``.
+        """Return ``value``, the value of the profile's field called ``field``.
 
         Raises:
-            ProfileError: it is empty.
+            ProfileError: the field is empty.
         """
         if value is None:
             raise ProfileError(f"profile {self.name} has no {field}")
@@ -293,7 +295,7 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         """Return the costs of a kernel form.
 
         Raises:
-            ProfileError: the profile has none.
+            ProfileError: the profile has no costs of the form.
         """
         return self.need(self.lora.get(form), f"lora.{form}")
 
@@ -302,7 +304,7 @@ def read_profile(path: Path) -> CostProfile:
     """Read a profile.
 
     Raises:
-        ProfileError: it cannot be read, or has another format.
+        ProfileError: the file cannot be read, or has another format.
     """
     try:
         return decode_profile(path.read_text(encoding="utf-8"), str(path))
@@ -329,7 +331,7 @@ def decode_profile(text: str, where: str) -> CostProfile:
 
 
 def _problems(value: object, field: str) -> Iterator[str]:
-    """Yield the impossible values of a profile, which may be written by hand."""
+    """Yield a description of each impossible value in a profile, which may be written by hand."""
     match value:
         case Constant(value=number) if isnan(number):
             yield f"{field}: {number} is not a number"

@@ -15,7 +15,7 @@ _MEMORY = re.compile(r"(\d+) ?GB\b")
 
 
 def check_model(profile: CostProfile, geometry: ModelGeometry, model: str) -> None:
-    """Check that a profile fits a model of these sizes; the size of an element does not matter.
+    """Check that a profile fits a model of these sizes. The size of an element does not matter.
 
     Args:
         profile: the profile to check.
@@ -39,7 +39,7 @@ def check_device(profile: CostProfile, device: str, processor: str, gpus: Sequen
         profile: the profile to check.
         device: ``cpu`` or ``cuda``.
         processor: name of this machine's processor.
-        gpus: names of this machine's GPUs; if it is empty, any GPU's profile passes.
+        gpus: names of this machine's GPUs. If empty, any GPU's profile passes.
 
     Raises:
         ProfileError: the profile fits another device; the message names both.

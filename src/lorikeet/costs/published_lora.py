@@ -1,4 +1,4 @@
-"""LoRA costs as the papers print them, on the device and on host cores, each for its setting.
+"""Provides LoRA costs on the device and on host cores, as the papers print them for their settings.
 
 See docs/decisions/published-lora-costs.md. Host costs come from TOPPINGS, scaled to other models by their sizes.
 """
@@ -16,11 +16,14 @@ from lorikeet.costs.operators import RooflineShares
 from lorikeet.costs.profile import Constant, HostLora, LoraCosts
 
 MODULES = ("q", "k", "v", "o")
-"""Modules over which a rank counts as one. Chameleon and LoRAServe adapt these, TOPPINGS all but the last."""
+"""Modules over which one rank is defined.
+
+Chameleon and LoRAServe adapt all of these modules, TOPPINGS all but the last.
+"""
 
 
 class LoraPaper(StrEnum):
-    """Papers with LoRA constants; constants of ``einsum`` always come from dLoRA."""
+    """Names the papers with LoRA constants. Constants of ``einsum`` always come from dLoRA."""
 
     CHAMELEON = "chameleon"
     LORASERVE = "loraserve"
@@ -29,13 +32,13 @@ class LoraPaper(StrEnum):
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting that the LoRA constants of a profile depend on.
+    """Describes the setting on which a profile's LoRA constants depend.
 
     Attributes:
         device: device of the profile.
         model: the base model.
-        tensor_parallel: number of ranks; each holds its part of an adapter.
-        shares: shares of the device's limits that products reach.
+        tensor_parallel: number of ranks; each rank holds a part of an adapter.
+        shares: shares of the device's limits that the products reach.
         prefill_s: returns the time of one sequence's prefill without adapters, by tokens.
         tokens_s: returns the time of the token-wise operators, by tokens.
     """
@@ -49,7 +52,7 @@ class Setting:
 
     @property
     def rank_bytes(self) -> float:
-        """Bytes of one rank over :data:`MODULES` and all layers that one device reads."""
+        """Number of bytes that one device reads for one rank over :data:`MODULES` and all layers."""
         return _rank_elements(self.model, MODULES) * 2 / self.tensor_parallel
 
 
@@ -67,7 +70,7 @@ def lora_costs(setting: Setting, paper: LoraPaper | None) -> dict[KernelForm, Lo
 
     Args:
         setting: setting of the profile.
-        paper: source of the constants; None for decode by TOPPINGS and prefill by the paper of the nearest device.
+        paper: source of the constants. None for decode by TOPPINGS and prefill by the paper with the nearest device.
     """
     prefill_paper = paper or _NEAREST.get(setting.device.name, LoraPaper.LORASERVE)
     prefill = _PREFILL[prefill_paper](setting)
@@ -84,7 +87,7 @@ Figure 6: 24 rows of rank 32 and 16 rows of rank 64 take 35.3 and 35.9 ms unpadd
 padded kernel the example is only consistent if the exact value is between 3.52 and 3.91 µs.
 """
 _TOPPINGS_CALL_S = 1.37e-3 / (32 * 3)
-"""By how much the intercept of the unpadded kernel's line is higher, per layer and adapted module."""
+"""Seconds by which the intercept of the unpadded kernel's line is higher, per layer and adapted module."""
 
 
 def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Constant) -> LoraCosts:
@@ -108,7 +111,10 @@ def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Constant) -
 
 
 def _decode_by_limits(setting: Setting, _form: KernelForm, prefill: Constant) -> LoraCosts:
-    """Decode by the roofline: each adapter is read once per step, and rows run at the efficiency of products."""
+    """Return the decode costs by the roofline.
+
+    Each adapter is read once per step, and rows run at the efficiency of products.
+    """
     bandwidth = setting.device.bandwidth_bytes_per_s * setting.shares.bandwidth
     return LoraCosts(
         fixed=Constant(0.0, "s", source="not printed"),
@@ -136,7 +142,10 @@ The degree of the first is not printed; 1 is assumed.
 
 
 def _prefill_of_loraserve(setting: Setting) -> Constant:
-    """A prefill with rank r takes 1 + c r times the base's, so (1 + 128 c) / (1 + 8 c) is the printed ratio."""
+    """Return the prefill costs by LoRAServe's ratios.
+
+    A prefill with rank r takes 1 + c r times the base's, so (1 + 128 c) / (1 + 8 c) is the printed ratio.
+    """
     growth = {tp: (ratio - 1) / (128 - 8 * ratio) for tp, ratio in _LORASERVE_RATIOS[setting.model.measured]}
     per_rank = _between(growth, setting.tensor_parallel)
     source = "LoRAServe, Figs. 3 to 5 (A100, q, k, v, o, 2,000 tokens; rank 128 beside 8), times this base's prefill"
@@ -181,11 +190,11 @@ _MOST_TOKENS = 4096
 
 
 def _einsum_of_dlora(setting: Setting) -> LoraCosts:
-    """Adapters take 38.9 % of the base model's computation (section 4.1).
+    """Return the costs of an einsum: adapters take 38.9 % of the base model's computation (section 4.1).
 
-    The batch sizes are not printed. The share is assumed to hold at every number of tokens, whatever the adapters; in
-    addition each row is multiplied with each adapter, at the efficiency of products. If the share were that of every
-    adapter, a step of TOPPINGS' setting S3 would take seconds under dLoRA; TOPPINGS measures 58 % more time per token
+    The batch sizes are not printed. The share is assumed to hold at every number of tokens and for any adapters. In
+    addition, each row is multiplied with each adapter, at the efficiency of products. If the share applied to every
+    adapter, a step of TOPPINGS' setting S3 would take seconds under dLoRA. TOPPINGS measures 58 % more time per token
     there than with kernels for mixed adapters.
     """
     once_s = setting.tokens_s(1)
@@ -204,11 +213,14 @@ def _einsum_of_dlora(setting: Setting) -> LoraCosts:
 _HOST_S = {64: 0.061, 256: 0.126}
 """Seconds of a prefill with LoRA on the host on every layer, by tokens (section 7.3, without explicit waits)."""
 _DEVICE_S = {256: 0.044, 1000: 0.090}
-"""Seconds of one without (Fig. 4). That of 64 tokens is not printed and is on the line through these."""
+"""Seconds of a prefill without LoRA (Fig. 4).
+
+The value for 64 tokens is not printed and lies on the line through these values.
+"""
 _RANK = 64
 _CORE_TOKENS = 16
 _CORES = 16
-"""The rank is not printed there; 64 is that of most of the paper's settings."""
+"""Number of cores and rank. The rank is not printed; 64 is the rank of most of the paper's settings."""
 
 _MODEL = MODELS["llama-2-7b"]
 
@@ -217,9 +229,10 @@ def host_lora(device: Device, model: Model) -> HostLora | None:
     """Return the time that host cores add to a layer; None for devices without measurements.
 
     Args:
-        device: only A100s were measured: the rows are sent over its link, and the host is that of such machines.
-        model: rows are scaled by their bytes, computation by its operations. Under tensor parallelism one rank exports
-            the rows and each reads its columns, so the degree does not matter.
+        device: device of the rank. Only A100s were measured: the rows are sent over the A100's link, and the host is
+            the host of such a machine.
+        model: the base model. Rows are scaled by their bytes, and computation by its operations. Under tensor
+            parallelism one rank exports the rows and each reads its columns, so the degree does not matter.
     """
     if device.measured != DEVICES["a100-80"].name:
         return None
@@ -252,12 +265,12 @@ def _device_s(tokens: int) -> float:
 
 
 def _row_elements(geometry: ModelGeometry) -> int:
-    """Elements of a row on its way to the host, and of q, k and v on the way back."""
+    """Return the number of elements of a row sent to the host, and of q, k and v sent back."""
     shapes = [geometry.modules[module] for module in UNIT_MODULES]
     return shapes[0].in_features + sum(shape.out_features for shape in shapes)
 
 
 def _rank_operations(geometry: ModelGeometry) -> int:
-    """Multiplications of one token and rank."""
+    """Return the number of multiplications of one token and rank."""
     shapes = [geometry.modules[module] for module in UNIT_MODULES]
     return sum(shape.in_features + shape.out_features for shape in shapes)

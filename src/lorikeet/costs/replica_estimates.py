@@ -1,7 +1,8 @@
-"""Estimates of a replica's costs, memory and throughput, from its device, model or profile.
+"""Estimates a replica's costs, memory and throughput from its device, model or profile.
 
-An estimate only has to be of the right order: replicas replace it within their first seconds of work by measurements
-(``cluster.controller.learned_costs``). Ratios matter more than sizes, since policies compare replicas.
+An estimate need only have the right order of magnitude, because replicas replace it by measurements within their first
+seconds of work (``cluster.controller.learned_costs``). Ratios matter more than absolute values, because policies
+compare replicas.
 """
 
 from collections.abc import Sequence
@@ -19,18 +20,18 @@ from lorikeet.costs.transfer_model import LinkDirection, TransferModel
 CORE_FLOPS = 100e9
 """Operations per second that one core reaches in products."""
 MEMORY_BYTES_PER_S = 12e9
-"""Bytes per second that all cores together read from memory at least."""
+"""Least number of bytes per second that all cores together read from memory."""
 CPU_LINK_BYTES_PER_S = 4e9
 """Bytes per second at which a replica on a CPU copies an adapter into its blocks."""
 CPU_MEMORY_BYTES = 4 * 2**30
-"""Most memory of an engine for adapters and KV on a CPU (``engine.memory_bytes``)."""
+"""Largest memory of an engine for adapters and KV on a CPU (``engine.memory_bytes``)."""
 _CPU_STEP_S = 2e-3
 _GPU_STEP_S = 4e-3
 """Seconds for scheduling, sampling and launching of a step."""
 _SHARE = 0.5
-"""Share of a device's rates that steps reach."""
+"""Share of a device's nominal rates that steps reach."""
 _LORA_TIMES = 4.0
-"""Factor by which LoRA's thin products in a prefill take longer than their operations would at these rates."""
+"""Factor by which LoRA's thin products in a prefill take longer than their operations at these rates."""
 
 _CONTEXT = 576
 _PROMPT = 512
@@ -40,16 +41,18 @@ _HIGH = 64
 """Tokens, sequences and ranks of the steps from whose times the costs of a profile are computed."""
 
 ANSWER_SHARE = 1 / 16
-"""Weight of a delayed running answer against a delayed request that waits for its first token. It was chosen on the odd
-scenarios of benchmarks/auto and the 40 workloads of tests/simulator/test_host_tier."""
+"""Weight of a delayed running answer, relative to a delayed request that waits for its first token.
+
+It was chosen on the odd scenarios of benchmarks/auto and the 40 workloads of tests/simulator/test_host_tier.
+"""
 
 UNLOADED_TIMES = 5.0
-"""A latency without a target counts as met if it is at most this many times the latency of an unloaded replica."""
+"""Largest multiple of an unloaded replica's latency that counts as met if there is no target."""
 
 BUSY_SHARE = 0.8
-"""Share of its throughput at which a replica still answers within ``UNLOADED_TIMES`` its unloaded TTFT.
+"""Share of its throughput at which a replica still answers within ``UNLOADED_TIMES`` times its unloaded TTFT.
 
-In a queue with exponential gaps and services, a request takes 1 / (1 - share) services in the mean.
+In a queue with exponential gaps and service times, a request takes 1 / (1 - share) service times on average.
 """
 
 
@@ -63,7 +66,7 @@ def estimate_costs(
         vocabulary: number of token ids.
         device: ``cpu`` or ``cuda``.
         cores: number of cores of a replica that runs on a CPU.
-        gpus: names of this machine's GPUs; an unknown one counts as an A100.
+        gpus: names of this machine's GPUs. An unknown GPU counts as an A100.
         ranks: tensor-parallel ranks.
     """
     weights = _weights(geometry, vocabulary)
@@ -103,10 +106,10 @@ def estimate_memory_bytes(
 
 
 def profile_costs(profile: CostProfile, form: KernelForm, link_bytes_per_s: float = 0.0) -> ReplicaCosts:
-    """Return the costs of a replica from differences between a few steps of its profile.
+    """Compute the costs of a replica from the differences between a few steps of its profile.
 
     Args:
-        profile: profile of the replica. Costs that it lacks keep the defaults of ``ReplicaCosts``.
+        profile: profile of the replica. Costs that the profile lacks keep the defaults of ``ReplicaCosts``.
         form: kernel form.
         link_bytes_per_s: bytes per second of a declared link; 0 for the link of the profile.
     """
@@ -145,16 +148,17 @@ def estimated_load(
     max_batch: int,
     tpot_s: float = 0.0,
 ) -> float:
-    """Return how many tokens per second a replica serves within its targets if all adapters have this rank.
+    """Return the tokens per second that a replica serves within its targets if all adapters have this rank.
 
-    It decodes in the largest batch whose step stays within the TPOT target, and prefills beside the decodes.
+    The replica is assumed to decode in the largest batch whose step stays within the TPOT target, and to prefill beside
+    the decodes.
 
     Args:
         costs: costs of the replica.
         rank: rank of every adapter.
         prompt_tokens, output_tokens: lengths of every request.
         max_batch: most sequences in a step.
-        tpot_s: target in seconds; 0 for ``UNLOADED_TIMES`` the TPOT of one sequence alone.
+        tpot_s: TPOT target in seconds; 0 for ``UNLOADED_TIMES`` times the TPOT of one sequence alone.
     """
     limit_s = tpot_s or UNLOADED_TIMES * costs.decode_step_s(1, rank)
     fixed_s = costs.decode_step_s(0, rank)

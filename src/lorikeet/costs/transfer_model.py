@@ -1,4 +1,4 @@
-"""Costs of transfers between the memory tiers, and of merging another adapter into the base weights."""
+"""Predicts the costs of transfers between the memory tiers, and of merging an adapter into the base weights."""
 
 from collections.abc import Mapping, Set
 from enum import StrEnum
@@ -13,18 +13,18 @@ from lorikeet.presets import MergeBy
 
 
 class LinkDirection(StrEnum):
-    """A direction of the link. Transfers in different directions do not wait for each other."""
+    """Names the directions of the link. Transfers in different directions do not wait for each other."""
 
     IN = "in"
-    """From the host to the device."""
+    """Copies from the host to the device."""
     OUT = "out"
-    """From the device to the host."""
+    """Copies from the device to the host."""
     READ = "read"
-    """From an adapter's source files."""
+    """Reads from an adapter's source files."""
 
 
 class TransferLeg(NamedTuple):
-    """Seconds of a transfer in one direction, alone on the link."""
+    """Holds the seconds of a transfer in one direction, alone on the link."""
 
     direction: LinkDirection
     seconds: float
@@ -34,9 +34,10 @@ class TransferPath(NamedTuple):
     """The steps of a transfer.
 
     Attributes:
-        legs: directions and times of each part, one leg after the other.
-        parts: number of equal parts; one part is on its second leg while the next is on its first.
-        groups_s: instead of ``parts``, the seconds of each group of blocks of a copy, in order. There is one leg.
+        legs: direction and time of each leg of a part, one leg after the other.
+        parts: number of equal parts. While one part is on its second leg, the next part is on its first.
+        groups_s: seconds of each group of blocks of a copy, in order, instead of ``parts``. Such a transfer has one
+            leg.
     """
 
     legs: tuple[TransferLeg, ...]
@@ -45,7 +46,7 @@ class TransferPath(NamedTuple):
 
     @property
     def alone_s(self) -> float:
-        """Seconds from start to end without other transfers."""
+        """Seconds of the transfer without other transfers on the link."""
         if self.groups_s:
             return sum(self.groups_s)
         seconds = [leg.seconds for leg in self.legs]
@@ -53,19 +54,19 @@ class TransferPath(NamedTuple):
 
 
 class TransferModel:
-    """Predicts seconds of transfers by one profile.
+    """Predicts the seconds of transfers from a profile.
 
-    Copies move whole blocks; reads move the bytes of an adapter's weights. Under tensor parallelism all ranks move
-    their parts at the same time; blocks here are blocks of the whole model.
+    Copies move whole blocks, and reads move the bytes of an adapter's weights. Under tensor parallelism all ranks move
+    their parts in parallel. Blocks are blocks of the whole model.
 
     Args:
         profile: profile with the links.
         block_bytes: bytes of a block of the whole model.
         link_bytes_per_s: rate of a declared link (``engine.link_bytes_per_s``), which replaces both directions of each
-            rank, without a fixed part; 0 for the profile's.
+            rank, without a fixed part; 0 for the profile's links.
 
     Attributes:
-        profile, block_bytes: as given.
+        profile, block_bytes: see the arguments.
     """
 
     def __init__(self, profile: CostProfile, block_bytes: int, link_bytes_per_s: float = 0.0) -> None:
@@ -76,14 +77,13 @@ class TransferModel:
     def path(self, transfer: Transfer) -> TransferPath:
         """Return the steps of a transfer.
 
-        A copy in groups pays a link's fixed part for each group.
-
-        Weights that are loaded to the device through the host are read block by block, and each block is copied on
-        while the next is read. So are weights that use no host blocks if a link is declared, because everything reaches
-        the device over that link; otherwise they are loaded directly.
+        A copy in groups pays a link's fixed part for each group. Weights that are loaded to the device through the host
+        are read block by block, and each block is copied to the device while the next is read. Weights that use no host
+        blocks are loaded in the same way if a link is declared, because all bytes reach the device over that link.
+        Otherwise they are loaded directly.
 
         Raises:
-            ProfileError: the profile does not know a link.
+            ProfileError: the profile lacks a link.
         """
         if transfer.groups:
             assert transfer.source is Tier.HOST, "only what lies on the host arrives in groups"
@@ -109,7 +109,7 @@ class TransferModel:
         """Return the time to read an adapter's source files into blocks of a tier.
 
         Raises:
-            ProfileError: the profile does not know it.
+            ProfileError: the profile lacks the constant.
         """
         known = self.profile.transfers
         need = self.profile.need
@@ -125,7 +125,7 @@ class TransferModel:
         """Return the time to copy this many blocks between the tiers.
 
         Raises:
-            ProfileError: the profile does not know it, and no link is declared.
+            ProfileError: the profile lacks the link, and no link is declared.
         """
         return self.link(direction).seconds(blocks * self.block_bytes)
 
@@ -133,7 +133,7 @@ class TransferModel:
         """Return the time to load a whole base model from the host to the device.
 
         Raises:
-            ProfileError: the profile does not know its size; or it does not know the link, and none is declared.
+            ProfileError: the profile lacks the model's size, or it lacks the link and none is declared.
         """
         return self.link(LinkDirection.IN).seconds(self.profile.need(self.profile.weight_bytes, "weight_bytes"))
 
@@ -141,7 +141,7 @@ class TransferModel:
         """Return the link between the tiers in one direction.
 
         Raises:
-            ProfileError: the profile does not know it, and none is declared.
+            ProfileError: the profile lacks the link, and none is declared.
         """
         if self._declared_bytes_per_s:
             return Link(Constant(0.0, "s"), Constant(self._declared_bytes_per_s, "bytes/s"))
@@ -153,19 +153,19 @@ class TransferModel:
 
 
 Touched = Set[tuple[str, int]]
-"""Weights of the base model: module and layer."""
+"""Weights of the base model, by module and layer."""
 
 _WRITTEN_WITH = {module: modules for modules in PRODUCTS.values() for module in modules}
-"""Modules with weights in one tensor, which are written together."""
+"""Modules whose weights are in one tensor, so that they are written together."""
 
 
 class MergeModel:
-    """Predicts seconds of switching the merged adapter, by one profile.
+    """Predicts the seconds of switching the merged adapter from a profile.
 
     Args:
         profile: its ``switching`` costs.
-        by: whether the weights are recomputed, or a whole merged model replaces another.
-        transfers: load that model from the host.
+        by: the way to switch: the weights are recomputed, or a whole merged model replaces another.
+        transfers: predicts the load of that model from the host.
     """
 
     def __init__(self, profile: CostProfile, by: MergeBy, transfers: TransferModel) -> None:
@@ -178,10 +178,10 @@ class MergeModel:
         self._rank_elements = adapter_elements(dict.fromkeys(modules, (1,) * geometry.layers), geometry)
 
     def switch_s(self, old: AdapterRef | None, new: AdapterRef | None) -> float:
-        """Return the time from ``old`` merged to ``new`` merged; None is the base model.
+        """Return the time to switch the merged adapter from ``old`` to ``new``; None is the base model.
 
         Raises:
-            ProfileError: the profile does not know it.
+            ProfileError: the profile lacks the constant.
         """
         if self._by is MergeBy.MODEL:
             return self._transfers.model_s()
@@ -197,7 +197,7 @@ class MergeModel:
 
 
 def _touched(ranks: Mapping[str, tuple[int, ...]]) -> Touched:
-    """Return the number of weights that merging an adapter writes, with all weights of the same tensors."""
+    """Return the number of weights that a merge writes, including all weights of the same tensors."""
     changed = ((module, layer) for module, by_layer in ranks.items() for layer, rank in enumerate(by_layer) if rank)
     return {(each, layer) for module, layer in changed for each in _WRITTEN_WITH.get(module, ())}
 

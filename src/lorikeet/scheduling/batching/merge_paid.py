@@ -29,8 +29,8 @@ class MergePaid(BatchingMode):
     """Merges the only adapter with requests, as soon as its accumulated overhead equals the cost of merging.
 
     This is the rent-or-buy rule: at any arrival of other requests, the time lost is at most twice the loss of a policy
-    that knows the future. The total loss of all trials, against never merging, stays within ``REGRET_SHARE`` of the
-    time: a trial begins only if this bound holds even without any saving. If LoRA costs too little, only the first
+    that knows the future. The total loss of all trials, compared with never merging, stays within ``REGRET_SHARE`` of
+    the time: a trial begins only if this bound holds even without any saving. If LoRA costs too little, only the first
     trial begins.
 
     Args:
