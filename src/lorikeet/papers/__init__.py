@@ -1,5 +1,5 @@
-"""Systems of published papers: one room for each, with its policies, its presets and a page.
+"""Contains the systems of published papers: a package for each, with its policies, its presets and a page.
 
-They are plug-ins like those of other packages (docs/plugins.md): the entry points in pyproject.toml name them, they
-import only what other packages may import, and nothing in the product imports them.
+The packages are plug-ins like those of other projects (docs/plugins.md). The entry points in pyproject.toml name the
+packages, which import only what other plug-ins may import. The rest of the product never imports them.
 """

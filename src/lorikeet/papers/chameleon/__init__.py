@@ -1,1 +1,1 @@
-"""Chameleon: an adapter cache, and a multi-level queue by request size."""
+"""Implements Chameleon: an adapter cache, and a multi-level queue by request size."""

@@ -1,8 +1,8 @@
-"""Chameleon's adapter cache (§4.1): Score = F * Frequency + R * Recency + S * Size, and the lowest is evicted.
+"""Implements Chameleon's adapter cache (§4.1), which evicts the adapter with the lowest score.
 
-By the formula small adapters are evicted before large ones, since they are cheap to load again; a sentence beside it in
-the paper says the opposite. Scores lie between 0 and 1. Adapters that queued requests want are in a higher tier, and
-are evicted after all others.
+Score = F * Frequency + R * Recency + S * Size. By this formula small adapters are evicted before large ones, because
+they are cheap to load again. A sentence beside the formula in the paper states the opposite. Scores lie between 0 and
+1. Adapters that queued requests need are in a higher tier, and are evicted after all others.
 """
 
 from collections import deque
@@ -15,11 +15,11 @@ from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, extend_to_
 from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
 WANTED = 10.0
-"""Added while a queued request wants the adapter: tier 2."""
+"""Score that is added while a queued request needs the adapter: tier 2."""
 PROTECTED = 5.0
-"""Added while a prefetch policy protects the adapter; still tier 1."""
+"""Score that is added while a prefetch policy protects the adapter; still tier 1."""
 WINDOW_S = 300.0
-"""Window in which uses are counted: the paper's T_refresh."""
+"""Seconds of the window in which uses are counted: the paper's T_refresh."""
 
 _UNKNOWN = -1
 
@@ -27,15 +27,15 @@ _UNKNOWN = -1
 class Chameleon(EvictionPolicy):
     """Scores adapters by frequency, recency and size, in tiers.
 
-    All terms are between 0 and 1. Frequency: uses in the window, divided by the most of any resident adapter. Recency:
-    last use, scaled between the oldest (0) and newest (1) of resident adapters. Size: rank, divided by the largest rank
-    of all registered adapters. KV scores below any adapter: Chameleon keeps no KV of finished requests, so there is
-    only KV of preempted ones.
+    All terms are between 0 and 1. Frequency: uses in the window, divided by the largest number of any resident adapter.
+    Recency: last use, scaled between the oldest (0) and newest (1) of resident adapters. Size: rank, divided by the
+    largest rank of all registered adapters. KV scores below any adapter. Chameleon keeps no KV of finished requests, so
+    the only cached KV belongs to preempted requests.
 
     Args:
         view: the state of the memory.
-        frequency, recency, size: the weights F, R and S (§4.1). 0, 1, 0 gives LRU within the tiers; a third each
-            gives FairShare (§5.3).
+        frequency, recency, size: the weights F, R and S (§4.1). The weights 0, 1, 0 give LRU within the tiers; a third
+            each gives FairShare (§5.3).
     """
 
     rescored_at_eviction = True
@@ -51,7 +51,7 @@ class Chameleon(EvictionPolicy):
         self._protected: dict[int, float] = {}
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return present scores; those of adapters depend on the resident and the wanted adapters."""
+        """Return the current scores. Scores of adapters depend on the resident and the wanted adapters."""
         tree = self.view.tree
         is_adapter = tree.kind[nodes] == NodeKind.ADAPTER
         scores = np.where(is_adapter, 0.0, -1.0)
@@ -64,12 +64,12 @@ class Chameleon(EvictionPolicy):
         return scores
 
     def protect(self, adapter: int, until_s: float) -> None:
-        """Evict all unprotected and unwanted adapters before this one until ``until_s``."""
+        """Protect an adapter until ``until_s``: all unprotected and unwanted adapters are evicted first."""
         self._protected[adapter] = until_s
 
     def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
         """Count a use. Prefetches do not count."""
-        self._forget_uses(now)  # here as well, since no scores are computed while memory is free
+        self._forget_uses(now)  # scores are not computed while memory is free, so expired uses are dropped here too
         self._frequency[adapter] += 1
         self._uses.append((now, adapter))
 
@@ -104,7 +104,10 @@ class Chameleon(EvictionPolicy):
             self._frequency[self._uses.popleft()[1]] -= 1
 
     def _ranks(self, known: Nodes) -> npt.NDArray[np.int64]:
-        """Return ranks by node. Each is computed once, since that goes over all modules and layers of an adapter."""
+        """Return ranks by node.
+
+        Each rank is computed once, because the computation covers all modules and layers of an adapter.
+        """
         self._rank = extend_to_nodes(self._rank, self.view.tree, _UNKNOWN)
         for node in known[self._rank[known] == _UNKNOWN].tolist():
             self._rank[node] = self.view.tree.adapters[node].ref.max_rank
@@ -116,12 +119,12 @@ class Chameleon(EvictionPolicy):
 
 
 def _share(values: npt.NDArray[np.float64] | npt.NDArray[np.int64], nodes: Nodes, among: Nodes) -> Scores:
-    """Return the values of ``nodes`` divided by the largest value in ``among``; 0 if that is 0."""
+    """Return the values of ``nodes`` divided by the largest value in ``among``; 0 if the largest value is 0."""
     most = float(values[among].max())
     return np.minimum(values[nodes] / most, 1.0) if most > 0 else np.zeros(len(nodes))
 
 
 def _between(values: npt.NDArray[np.float64], nodes: Nodes, among: Nodes) -> Scores:
-    """Return values scaled between the smallest (0) and the largest (1) in ``among``; 1 if these are equal."""
+    """Return values scaled between the smallest (0) and the largest (1) in ``among``; 1 if the two are equal."""
     least, most = float(values[among].min()), float(values[among].max())
     return np.clip((values[nodes] - least) / (most - least), 0.0, 1.0) if most > least else np.ones(len(nodes))

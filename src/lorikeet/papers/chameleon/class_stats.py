@@ -1,4 +1,4 @@
-"""Statistics of recent requests, and the size classes and quotas computed from them."""
+"""Keeps statistics of recent requests, and computes size classes and quotas from them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from lorikeet.scheduling.state import StepTimeEstimator
 
 
 class SlidingWindow:
-    """Rows of numbers with a time, of which only recent ones are kept.
+    """Keeps recent rows of numbers, each with a time.
 
     Args:
         columns: numbers in a row besides the time.
@@ -24,7 +24,7 @@ class SlidingWindow:
         self._begin = self._end = 0
 
     def add(self, at_s: float, *values: float) -> None:
-        """Append a row; times must not decrease."""
+        """Append a row. Times must not decrease."""
         if self._end == len(self._rows):
             kept = self._rows[self._begin : self._end]
             grown = np.empty((max(256, 2 * len(kept)), self._rows.shape[1]))
@@ -34,7 +34,7 @@ class SlidingWindow:
         self._end += 1
 
     def since(self, at_s: float) -> NDArray[np.float64]:
-        """Drop all rows before ``at_s``, and return the others without their times: ``[rows, columns]``."""
+        """Drop all rows before ``at_s``, and return the remaining rows without their times: ``[rows, columns]``."""
         times = self._rows[self._begin : self._end, 0]
         self._begin += int(np.searchsorted(times, at_s))
         return self._rows[self._begin : self._end, 1:]
@@ -48,12 +48,13 @@ ONE_CLASS = SizeClasses((0.0,), (), ())
 
 
 class ClassQuotas(NamedTuple):
-    """Quotas of the classes after a refresh.
+    """Holds the quotas of the classes after a refresh.
 
     Attributes:
         quotas: tokens of each class, smallest requests first.
         feasible: whether every class has at least its least quota.
-        longest_run_s: by class, the longest run of recently finished requests in seconds; missing if there are none.
+        longest_run_s: longest run of recently finished requests by class, in seconds. Classes without such requests are
+            missing.
     """
 
     quotas: tuple[int, ...]
@@ -62,14 +63,14 @@ class ClassQuotas(NamedTuple):
 
 
 class ClassStats:
-    """Sliding windows of arrivals and ends, and the size classes until the next refresh.
+    """Holds sliding windows of arrivals and ends, and the size classes until the next refresh.
 
     Args:
         options: options of the queue.
-        max_model_len: most tokens of a sequence; counts as the largest request until there are classes.
+        max_model_len: largest number of tokens in a sequence, which counts as the largest request until classes exist.
 
     Attributes:
-        classes: the present classes.
+        classes: the current classes.
     """
 
     def __init__(self, options: MultilevelOptions, max_model_len: int) -> None:
@@ -84,11 +85,14 @@ class ClassStats:
         self._arrivals.add(now, *sizes)
 
     def ended(self, sizes: RequestSize, ran_s: float, now: float) -> None:
-        """Record a finished request, which held its tokens for ``ran_s`` seconds."""
+        """Record a finished request that held its tokens for ``ran_s`` seconds."""
         self._ends.add(now, *sizes, ran_s)
 
     def has_more_samples(self, now: float) -> bool:
-        """Whether enough requests have arrived lately to find classes, or twice as many as at the last refresh."""
+        """Return whether enough requests have arrived recently for a refresh.
+
+        The first classes need a minimum number of requests, and later classes twice the number at the last refresh.
+        """
         if len(self._arrivals) < self._enough:
             return False
         return len(self._arrivals.since(now - self._options.refresh_s)) >= self._enough
@@ -98,7 +102,7 @@ class ClassStats:
 
         Args:
             total_tokens: tokens to divide.
-            step_times: estimates how long steps take.
+            step_times: estimator of the duration of steps.
             lasted_s: seconds since the first arrival.
             now: the time.
         """
@@ -125,7 +129,7 @@ class ClassStats:
         return ClassQuotas(quotas, feasible, {n: float(ran_s.max()) for n, (_, ran_s) in enumerate(came) if len(ran_s)})
 
     def of(self, sizes: Sequence[RequestSize] | NDArray[np.float64]) -> list[int]:
-        """Return the class of each request, by its sizes ``[requests, 3]``."""
+        """Return the class of each request from its sizes, ``[requests, 3]``."""
         if not len(sizes) or not self.classes.boundaries:
             return [0] * len(sizes)
         weighted = weighted_sizes(np.asarray(sizes), self._largest, self._options.weights)

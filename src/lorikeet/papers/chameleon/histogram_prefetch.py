@@ -1,7 +1,7 @@
-"""Predictive prefetch of Chameleon (§4.1, §5.3) after "Serverless in the Wild" (Shahrad et al., ATC 2020).
+"""Implements Chameleon's predictive prefetch (§4.1, §5.3) after "Serverless in the Wild" (Shahrad et al., ATC 2020).
 
-Each adapter has a histogram of the times between its arrivals. It is loaded before the earliest time at which the next
-arrival is expected (5th percentile), and kept until the latest (99th percentile).
+Each adapter has a histogram of the times between its arrivals. The adapter is loaded before the earliest time at which
+its next arrival is expected (5th percentile), and kept until the latest (99th percentile).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ _ROUNDING_S = 1e-9
 
 
 class GapHistogram:
-    """Histogram of the times between arrivals for one adapter.
+    """Counts the times between arrivals of one adapter in a histogram.
 
-    The bin width follows the mean gap: when that has doubled, pairs of bins are merged; when it has halved, each bin is
-    split in two.
+    The bin width follows the mean gap. When the mean has doubled, pairs of bins are merged. When the mean has halved,
+    each bin is split in two.
 
     Attributes:
         last_s: time of the last arrival.
@@ -76,14 +76,14 @@ class GapHistogram:
             self._counts[-1] += beyond
 
     def _fitting_width_s(self) -> float:
-        return max(_RANGE * self._sum_s / self.gaps / _BINS, 1e-9)  # all may have arrived at the same time
+        return max(_RANGE * self._sum_s / self.gaps / _BINS, 1e-9)  # all requests may have arrived at the same time
 
     def _bin(self, gap_s: float) -> int:
         return min(int(gap_s / self._width_s), _BINS - 1)
 
 
 class HistogramPrefetch(QueuePrefetch):
-    """Names the adapters of queued requests, then those predicted to be needed, soonest first.
+    """Prefetches the adapters of queued requests, then the adapters with the soonest predicted arrivals.
 
     Predicted adapters are loaded into free memory only.
     """
@@ -96,7 +96,7 @@ class HistogramPrefetch(QueuePrefetch):
         self._unused: set[int] = set()
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield the adapters of the queue, then those whose next arrival is due."""
+        """Yield the adapters of the queue, then the adapters whose next arrival is due."""
         yield from super().targets(now)
         coming, begin_s = self._coming(now)
         due = coming[begin_s <= now + _ROUNDING_S]
@@ -105,19 +105,19 @@ class HistogramPrefetch(QueuePrefetch):
                 yield adapter
 
     def due_s(self, now: float) -> float:
-        """Return when the load of the next predicted adapter should begin."""
+        """Return the time at which the load of the next predicted adapter should begin."""
         _, begin_s = self._coming(now)
         return float(np.min(begin_s[begin_s > now + _ROUNDING_S], initial=np.inf))
 
     def _coming(self, now: float) -> tuple[Nodes, Scores]:
-        """Return the adapters that are expected and off the device, and when to begin to load each."""
+        """Return the expected adapters that are off the device, and the time at which each load should begin."""
         view, tree = self.view, self.view.tree
         expected = np.flatnonzero(self._latest_s >= now)
         away = expected[~tree.on_device[expected] & (tree.moving[expected] == NodeTransfer.NO)]
         return away, self._earliest_s[away] - view.iteration_s - view.load_s(away)
 
     def evicts_below(self, node: int) -> float:
-        """Return the limit of the queue prefetch for adapters of queued requests; -inf for predicted ones."""
+        """Return the limit of the queue prefetch for adapters of queued requests; -inf for predicted adapters."""
         return super().evicts_below(node) if node in self.view.waiting else -np.inf
 
     def arrived(self, adapter: int, now: float) -> None:
@@ -139,7 +139,7 @@ class HistogramPrefetch(QueuePrefetch):
             self._latest_s[adapter] = now + gaps.quantile_s(_LATEST, upper=True)
 
     def fetched(self, node: int, now: float) -> None:
-        """Protect a predicted adapter until the latest time at which it is expected."""
+        """Protect a predicted adapter until the latest time of its expected arrival."""
         if node not in self.view.waiting:
             self._unused.add(node)
             self.eviction.protect(node, float(self._latest_s[node]))

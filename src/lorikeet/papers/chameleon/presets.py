@@ -1,4 +1,4 @@
-"""Presets of Chameleon, its ablations, S-LoRA with its own batching, and our change of Chameleon's queue."""
+"""Defines presets of Chameleon, its ablations, S-LoRA with its published batching, and our change of its queue."""
 
 from typing import Any
 
@@ -34,8 +34,8 @@ PRESETS = PresetGroup(
         "chameleon:fairshare-full": replace(_CHAMELEON, eviction=_FAIRSHARE),
         "chameleon:prefetch": replace(_CHAMELEON, prefetch="histogram"),
         "chameleon:s-lora": _S_LORA,
-        # S-LoRA as its published code batches: requests are admitted after ten decode steps. The paper has both systems
-        # admit in every iteration.
+        # S-LoRA with the batching of its published code: requests are admitted after ten decode steps. In the paper
+        # both systems admit in every iteration.
         "chameleon:s-lora-code": replace(_S_LORA, decodes_between_prefills=10),
         "chameleon:sjf": replace(_S_LORA, admission="sjf"),
         "chameleon:sjf-aging": replace(_S_LORA, admission="sjf(gamma=10)"),

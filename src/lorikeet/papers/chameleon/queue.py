@@ -1,8 +1,8 @@
-"""Chameleon's admission queue: one queue of waiting requests per size class, each with a quota of tokens.
+"""Implements Chameleon's admission queue: a queue of waiting requests per size class, each with a quota of tokens.
 
 ``ChameleonQueue`` is the policy as the paper prints it (§4.2). ``ClassStats`` finds the classes and their quotas, and
-``QuotaAccounting`` counts what running requests hold of them. docs/decisions/chameleon-queues.md says how the paper is
-read where it leaves something open.
+``QuotaAccounting`` counts the tokens of the quotas that running requests hold. See docs/decisions/chameleon-queues.md
+for our reading where the paper is ambiguous.
 """
 
 from bisect import insort
@@ -38,11 +38,12 @@ class WaitingEntry:
 
     Attributes:
         request: the request.
-        expected_tokens: expected output tokens; raised for a request that has run longer than predicted.
-        sizes: sizes by which its class is found.
-        may_pass: whether it may be admitted before an older request of its class (bypass); False once it was squashed.
-        held_s: seconds that it has run before it was preempted.
-        left_s: when it was preempted or exported last.
+        expected_tokens: expected number of output tokens, raised for a request that has run longer than predicted.
+        sizes: sizes that determine the request's class.
+        may_pass: whether the request may be admitted before an older request of its class (bypass); False after it was
+            squashed.
+        held_s: seconds that the request ran before it was preempted.
+        left_s: time of the last preemption or export.
     """
 
     request: Request
@@ -58,12 +59,13 @@ class AdmittedEntry:
     """A running request.
 
     Attributes:
-        waiting: its entry while it waited.
-        number: number of its class.
-        admitted_s: when it was admitted.
-        passed: the older request that it bypassed, None if it did not; one that bypassed must end by its prediction.
-        reckoned_tokens: output tokens that its quota holding covers, at first the prediction.
-        adapter_tokens: tokens for its adapter that its quota holding covers.
+        waiting: entry of the request while it waited.
+        number: number of the request's class.
+        admitted_s: time of the admission.
+        passed: older request that this request bypassed; None for no bypass. A request that bypassed another must end
+            by its prediction.
+        reckoned_tokens: number of output tokens that the held quota covers, initially the prediction.
+        adapter_tokens: number of tokens for the adapter that the held quota covers.
     """
 
     waiting: WaitingEntry
@@ -75,12 +77,12 @@ class AdmittedEntry:
 
 
 class InitialClasses(NamedTuple):
-    """Classes to start with, until the queue finds its own.
+    """Holds the initial classes, until the queue finds classes.
 
     Attributes:
-        quotas: tokens of each class, smallest requests first; their sum is the total to divide from then on.
+        quotas: tokens of each class, smallest requests first. Their sum is the total to divide from then on.
         class_of: returns the class of a request of the given sizes.
-        longest_run_s: by class, the longest time from admission to the end so far, in seconds.
+        longest_run_s: longest time from admission to the end so far by class, in seconds.
     """
 
     quotas: tuple[int, ...]
@@ -89,14 +91,14 @@ class InitialClasses(NamedTuple):
 
 
 class QueueState(NamedTuple):
-    """A copy of the queue's state, for tests and debugging.
+    """Holds a copy of the queue's state, for tests and debugging.
 
     Attributes:
         waiting: waiting requests by class, the smallest class first, in order of arrival.
         admitted: running requests.
         quotas: tokens of each class.
-        held_tokens: tokens held of each quota.
-        held_by: tokens held by each running request.
+        held_tokens: number of tokens held of each quota.
+        held_by: number of tokens held by each running request.
     """
 
     waiting: tuple[tuple[WaitingEntry, ...], ...]
@@ -107,7 +109,7 @@ class QueueState(NamedTuple):
 
 
 LOOK_AHEAD = 64
-"""Most requests of a class that are considered for admission before their turn."""
+"""Largest number of requests of a class that are considered for admission before their turn."""
 
 PRINTED = MultilevelOptions()
 
@@ -115,19 +117,20 @@ PRINTED = MultilevelOptions()
 class ChameleonQueue(AdmissionQueue):
     """Admits requests by size class and token quota, as Chameleon prints it (§4.2 and Algorithm 1).
 
-    In every step each class admits requests from the front of its queue as far as its quota allows. Then the unused
-    quota of classes without waiting requests goes to the others, smallest class first. A request whose adapter does not
-    fit may be bypassed by younger ones that are expected to end before it can start; one that has not ended by then is
-    squashed: it is preempted, loses its output, and is executed again later. A request holds tokens for its input, its
-    expected output and its adapter until it ends, and all quotas together are the memory of the device.
+    In every step each class admits requests from the front of its queue as far as its quota allows. Then other classes
+    use the unused quota of classes without waiting requests, smallest class first. Younger requests may bypass a
+    request whose adapter does not fit, if they are expected to end before that request can start. A bypassing request
+    that has not ended by then is squashed: it is preempted, loses its output, and runs again later. A request
+    holds tokens for its input, its expected output and its adapter until it ends, and all quotas together are the
+    memory of the device.
 
     Source: Iliakopoulou et al., "Chameleon: Adaptive Caching and Scheduling for Many-Adapter LLM Inference
     Environments".
 
     Args:
-        view: of the engine.
-        options: how sizes, classes and quotas are computed.
-        initial: classes to start with; None for one class that has all tokens.
+        view: state of the engine.
+        options: options for computing sizes, classes and quotas.
+        initial: initial classes; None for one class with all tokens.
     """
 
     overcommit = 1.0
@@ -164,7 +167,7 @@ class ChameleonQueue(AdmissionQueue):
     # --- requests ------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Insert a request into its class by arrival; a squashed one may not bypass again."""
+        """Insert a request into its class by arrival. A squashed request may not bypass another again."""
         if self._first_arrival_s is None:
             self._first_arrival_s, self.due_s = now, now + self._options.refresh_s
         before = self._suspended.pop(request.request_id, None)
@@ -173,7 +176,7 @@ class ChameleonQueue(AdmissionQueue):
         sizes = RequestSize(len(request.prompt_token_ids), expected, self.view.adapter_tokens(request.adapter))
         if not request.is_resumed:
             self._class_stats.arrived(sizes, now)
-        # Limits and durations come from the step times, so the classes wait for those.
+        # Limits and durations come from the step times, so no classes are computed before step times are known.
         early = self.view.step_times.is_known and self._class_stats.has_more_samples(now)
         # A preempted request may return in the middle of ``admit``, which iterates over the queues.
         if not request.is_resumed and (now >= self.due_s or early):
@@ -195,10 +198,10 @@ class ChameleonQueue(AdmissionQueue):
         raise KeyError(request.request_id)
 
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
-        """Return its tokens to the classes that lent them; its run time counts once it has finished."""
+        """Return a request's tokens to the classes that lent them. Its run time counts only if it has finished."""
         entry = self._admitted.pop(request.request_id)
         self._quotas.give_back(request.request_id)
-        self._users -= Counter((request.digest,))  # drops entries of 0
+        self._users -= Counter((request.digest,))  # removes entries of 0
         ran_s = entry.waiting.held_s + now - entry.admitted_s
         if will_resume:
             entry.waiting.held_s, entry.waiting.left_s = ran_s, now
@@ -246,7 +249,10 @@ class ChameleonQueue(AdmissionQueue):
     def _put_batch(
         self, number: int, lenders: dict[int, int], blocked: set[int], refused: set[RequestId], now: float
     ) -> Admission:
-        """Admit from the front of a class while the tokens of ``lenders`` (by class) suffice; they are reduced."""
+        """Admit requests from the front of a class while the lenders' tokens suffice.
+
+        ``lenders`` are classes with their tokens, which are reduced.
+        """
         queue, place = self._waiting[number], 0
         while place < len(queue):
             entry = queue[place]
@@ -265,7 +271,7 @@ class ChameleonQueue(AdmissionQueue):
             match outcome:
                 case None:
                     self._take(entry, number, need, lenders, now)
-                case WaitReason.TRANSFER | WaitReason.SLOT:  # admitting others does not delay it
+                case WaitReason.TRANSFER | WaitReason.SLOT:  # admitting other requests does not delay this request
                     refused.add(entry.request.request_id)
                     place += 1
                 case why:
@@ -276,7 +282,7 @@ class ChameleonQueue(AdmissionQueue):
                     return
 
     def _bypass(self, head: WaitingEntry, number: int, place: int, lenders: dict[int, int], now: float) -> Admission:
-        """Admit younger requests that fit now and are expected to end before the adapter of the head fits."""
+        """Admit younger requests that fit now and are expected to end before the head's adapter fits."""
         view, queue = self.view, self._waiting[number]
         running = view.running()
         expected = {name: entry.waiting.expected_tokens for name, entry in self._admitted.items()}
@@ -293,9 +299,11 @@ class ChameleonQueue(AdmissionQueue):
                 self._take(entry, number, need, lenders, now, passed=head.request)
 
     def _can_pay(self, need: int, number: int, lenders: dict[int, int]) -> bool:
-        """Whether the tokens suffice; a request larger than its class's quota is admitted when nothing of it is held.
+        """Return whether the lenders' tokens suffice.
 
-        Otherwise it would wait for ever, or until quotas change.
+        A request larger than its class's quota is admitted when no token of the quota is held.
+
+        Otherwise such a request would wait forever, or until quotas change.
         """
         quota, held = self._quotas.quotas[number], self._quotas.held[number]
         return need <= sum(lenders.values()) or (need > quota and held <= 0)
@@ -309,7 +317,10 @@ class ChameleonQueue(AdmissionQueue):
         now: float,
         passed: Request | None = None,
     ) -> None:
-        """Record an admission: each lender pays as much as it has, in order of class, until the need is covered."""
+        """Record an admission, and take its tokens from the lenders.
+
+        Each lender gives as many tokens as it has, in order of class, until the need is covered.
+        """
         request = entry.request
         self._waiting[number].remove(entry)
         self._on_left(number, request)
@@ -320,18 +331,18 @@ class ChameleonQueue(AdmissionQueue):
             self._quotas.hold(request.request_id, lender, part)
             need -= part
             lenders[lender] -= part
-        if need:  # larger than the whole quota
+        if need:  # the request is larger than the whole quota
             self._quotas.hold(request.request_id, number, need)
         self._users[request.digest] += 1
         self._counts["admitted"] += 1
         self._counts["bypassed"] += passed is not None
 
     def _need(self, entry: WaitingEntry) -> int:
-        """Return the tokens that a request holds while it runs: input, expected output, adapter."""
+        """Return the number of tokens that a request holds while it runs: input, expected output, adapter."""
         return self._tokens(entry) + self._adapter_charge(entry)
 
     def _adapter_charge(self, entry: WaitingEntry) -> int:
-        """Return the tokens that a request holds for its adapter: all of it, also if others use it."""
+        """Return the number of tokens that a request holds for its adapter: its whole size, even if others use it."""
         return int(entry.sizes.adapter_tokens)
 
     @staticmethod
@@ -341,9 +352,9 @@ class ChameleonQueue(AdmissionQueue):
     # --- running requests ----------------------------------------------------------------------------
 
     def review(self, now: float) -> list[Request]:
-        """Return the requests to squash, and let others that exceed their prediction hold more tokens.
+        """Return the requests to squash, and increase the held tokens of others that exceed their prediction.
 
-        A request is squashed if it has bypassed another and has not ended by its prediction.
+        A request is squashed if it has bypassed another request and has not ended by its prediction.
         """
         back = []
         for each in self.view.running():
@@ -362,7 +373,7 @@ class ChameleonQueue(AdmissionQueue):
         return back
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
-        """Return the least number of tokens until a request that has bypassed another reaches its prediction."""
+        """Return the smallest number of tokens until a request that has bypassed another reaches its prediction."""
         entries = ((self._admitted[request.request_id], made) for request, made in running)
         left = (entry.reckoned_tokens - made for entry, made in entries if entry.passed is not None)
         return min((tokens for tokens in left if tokens > 0), default=float("inf"))
@@ -397,15 +408,18 @@ class ChameleonQueue(AdmissionQueue):
     # --- for subclasses ------------------------------------------------------------------------------
 
     def _before_phases(self, blocked: set[int], refused: set[RequestId], now: float) -> Admission:
-        """Yield requests that are tried before the two phases; classes and requests that must wait join the sets."""
+        """Yield requests that are tried before the two phases.
+
+        Classes and requests that must wait are added to the sets.
+        """
         yield from ()
 
     def _leaves_memory_to_another(self, entry: WaitingEntry, number: int, now: float) -> bool:
-        """Whether a request must wait because another class waits for memory."""
+        """Return whether a request must wait because another class waits for memory."""
         return False
 
     def _on_blocked(self, number: int, entry: WaitingEntry, now: float, *, lacks_memory: bool) -> None:
-        """Handle that the head of a class lacks memory, or else tokens of the quota."""
+        """Handle that the head of a class lacks memory, or tokens of the quota."""
 
     def _on_tried(self, number: int) -> None:
         """Handle that the head of a class was tried."""
@@ -414,10 +428,10 @@ class ChameleonQueue(AdmissionQueue):
         """Handle that a request no longer waits."""
 
     def _on_ended(self, entry: AdmittedEntry, ran_s: float, *, will_resume: bool) -> None:
-        """Handle the end or the preemption of a running request, which ran ``ran_s`` seconds in all."""
+        """Handle the end or preemption of a running request, which ran for ``ran_s`` seconds in total."""
 
     def _on_new_classes(self, longest_run_s: dict[int, float]) -> None:
-        """Handle new classes; ``longest_run_s`` has the longest recent run of each, in seconds."""
+        """Handle new classes; ``longest_run_s`` is the longest recent run of each class, in seconds."""
 
     # --- statistics ----------------------------------------------------------------------------------
 
@@ -428,7 +442,7 @@ class ChameleonQueue(AdmissionQueue):
         return QueueStats(waiting, self._quotas.quotas, held, **counts)
 
     def state(self) -> QueueState:
-        """Return a copy of the waiting and running requests and of what they hold."""
+        """Return a copy of the waiting and running requests and of their held tokens."""
         return QueueState(
             tuple(tuple(replace(entry) for entry in queue) for queue in self._waiting),
             {name: replace(entry) for name, entry in self._admitted.items()},
@@ -454,16 +468,18 @@ def wait_in_steps(
     expected_tokens: Mapping[RequestId, int],
     view: AdmissionView,
 ) -> float:
-    """Return after how many steps enough tokens are free, if all running requests end as expected; infinite if never.
+    """Return the number of steps until enough tokens are free; infinite if never.
 
-    A request frees its KV when it ends, and its adapter when it is the last one that uses it.
+    All running requests are assumed to end as expected.
+
+    A request frees its KV when it ends, and its adapter if no other running request uses it.
 
     Args:
-        needed_tokens: tokens of KV that must be free.
-        free_tokens: tokens that are free now.
+        needed_tokens: number of tokens of KV that must be free.
+        free_tokens: number of tokens that are free now.
         running: the running requests.
-        expected_tokens: expected output tokens of each, in total.
-        view: knows the sizes of adapters.
+        expected_tokens: expected total number of output tokens of each request.
+        view: provides the sizes of adapters.
     """
     if needed_tokens <= free_tokens:
         return 0

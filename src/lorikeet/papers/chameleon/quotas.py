@@ -1,7 +1,7 @@
-"""Token quotas of the size classes: what each class needs (independent M/M/1 queues), gets, and holds.
+"""Computes the token quotas of the size classes, as independent M/M/1 queues, and tracks the held tokens.
 
-``assign_quotas`` divides the tokens among the classes by their loads. ``QuotaAccounting`` counts what running requests
-hold of each quota.
+``assign_quotas`` divides the tokens among the classes by their loads. ``QuotaAccounting`` counts the tokens of each
+quota that running requests hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,26 @@ from lorikeet.scheduling.state import StepTimeEstimator
 
 
 class SurplusShare(StrEnum):
-    """How the tokens that are left after every class has its least quota are divided."""
+    """Names the rules for dividing the tokens that remain after every class has its least quota."""
 
     PRIORITY = "priority"
-    """K : K - 1 : ... : 1, the most for the smallest class. The paper divides by "initial weights" (§4.2), and has
-    resources "in proportion to the queues priority" (§1)."""
+    """In the ratio K : K - 1 : ...
+
+    : 1, with the most tokens for the smallest class. The paper divides by "initial weights" (§4.2), and has resources
+    "in proportion to the queues priority" (§1).
+    """
     LEAST = "least"
     """In proportion to the least quotas."""
 
 
 class ClassLoad(NamedTuple):
-    """The load of a class.
+    """Describes the load of a class.
 
     Attributes:
         largest_tokens: S, size of the largest request.
         duration_s: D, mean time from admission to the end.
         rate_per_s: arrivals per second.
-        slo_s: limit of the time from arrival to the end; infinite for none.
+        slo_s: limit of the time from arrival to the end; infinite for no limit.
     """
 
     largest_tokens: float
@@ -47,7 +50,10 @@ class ClassLoad(NamedTuple):
 
 
 class Quotas(NamedTuple):
-    """Tokens of each class, which add up to the total; ``feasible`` if every class has at least its least quota."""
+    """Holds the tokens of each class, which add up to the total.
+
+    ``feasible`` is true if every class has at least its least quota.
+    """
 
     tokens: tuple[int, ...]
     feasible: bool
@@ -62,14 +68,15 @@ def assign_quotas(
 ) -> Quotas:
     """Divide ``total_tokens`` among classes, which are in order of size.
 
-    If they do not suffice for the least quotas of all classes, they are divided in proportion to these.
+    If the tokens do not suffice for all least quotas, they are divided in proportion to the least quotas.
 
     Args:
         loads: load of each class, smallest requests first.
         total_tokens: tokens to divide.
-        floor: whether each class gets at least its largest request, which could otherwise never be admitted from the
-            class's own quota. If tokens do not suffice, this holds if the largest requests of all classes fit together.
-        share: how the surplus is divided.
+        floor: whether each class gets at least the size of its largest request, which otherwise could never be admitted
+            from the class's quota. If tokens do not suffice, the floor holds if the largest requests of all classes fit
+            together.
+        share: rule for dividing the surplus.
     """
     floors = [load.largest_tokens if floor else 0.0 for load in loads]
     least = [max(load.least_tokens, floor) for load, floor in zip(loads, floors, strict=True)]
@@ -90,7 +97,7 @@ def _added(start: Sequence[float], weights: Sequence[float], rest: float) -> lis
 
 
 def _whole(values: Sequence[float], total: int) -> tuple[int, ...]:
-    """Round to integers with the sum ``total``; the largest remainders are rounded up."""
+    """Round to integers with the sum ``total``. The largest remainders are rounded up."""
     whole = [int(value) for value in values]
     by_remainder = sorted(range(len(values)), key=lambda place: whole[place] - values[place])
     for place in by_remainder[: total - sum(whole)]:
@@ -111,7 +118,7 @@ def class_load(
 ) -> ClassLoad:
     """Return the load of a class.
 
-    If no request of it has ended yet, its duration is the expected time of its mean request alone.
+    If no request of the class has ended yet, the duration is the expected time of its mean request alone.
 
     Args:
         arrived: ``[requests, 3]``, tokens of input, expected output and adapter of each request that arrived.
@@ -120,7 +127,7 @@ def class_load(
         step_times: estimates how long steps take.
         largest_percentile: percentile of the requests' sizes that counts as the largest.
     """
-    if not len(arrived):  # possible, since classes are found from binned samples and a boundary may lie inside a bin
+    if not len(arrived):  # possible, because classes are found from binned samples and a boundary may lie inside a bin
         return ClassLoad(0.0, 0.0, 0.0, float("inf"))
     mean = arrived.mean(axis=0)
     alone_s = step_times.alone_s(float(mean[0]), float(mean[1]))
@@ -131,13 +138,13 @@ def class_load(
 
 
 class QuotaAccounting:
-    """Counts what running requests hold of each quota.
+    """Counts the tokens of each quota that running requests hold.
 
     For every class, available = quota - held, which may be negative. Available and held tokens of all classes add up to
     the total.
 
     Args:
-        total_tokens: sum of all quotas; at first one class has them all.
+        total_tokens: sum of all quotas. Initially one class has all tokens.
     """
 
     def __init__(self, total_tokens: int) -> None:
@@ -147,11 +154,11 @@ class QuotaAccounting:
         self._holdings: dict[RequestId, dict[int, int]] = {}
 
     def available(self, number: int) -> int:
-        """Return the tokens that a class may still lend."""
+        """Return the number of tokens that a class may still lend."""
         return self.quotas[number] - self.held[number]
 
     def hold(self, request_id: RequestId, number: int, tokens: int) -> None:
-        """Let a request hold ``tokens`` more of a class's quota."""
+        """Add ``tokens`` of a class's quota to the tokens that a request holds."""
         parts = self._holdings.setdefault(request_id, {})
         parts[number] = parts.get(number, 0) + tokens
         self.held[number] += tokens
@@ -162,15 +169,15 @@ class QuotaAccounting:
             self.held[number] -= tokens
 
     def held_by(self, request_id: RequestId) -> int:
-        """Return the tokens that a request holds."""
+        """Return the number of tokens that a request holds."""
         return sum(self._holdings[request_id].values())
 
     def holders(self) -> dict[RequestId, int]:
-        """Return the tokens that each request holds."""
+        """Return the number of tokens that each request holds."""
         return {request_id: self.held_by(request_id) for request_id in self._holdings}
 
     def divide(self, quotas: Sequence[int], classes: Mapping[RequestId, int]) -> None:
-        """Replace the classes; the tokens that a request holds then count for its new class.
+        """Replace the classes. The tokens that a request holds then count for its new class.
 
         Args:
             quotas: tokens of each new class.

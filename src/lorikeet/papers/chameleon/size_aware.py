@@ -1,6 +1,6 @@
-"""Lorikeet's multi-level queue: Chameleon's, changed where memory stays empty or large requests starve.
+"""Implements Lorikeet's multi-level queue, a change of Chameleon's queue that fills the memory.
 
-docs/decisions/chameleon-queues.md says what was changed and why.
+Large requests do not starve in it. See docs/decisions/chameleon-queues.md for the changes and their reasons.
 """
 
 from collections.abc import Iterable
@@ -29,26 +29,29 @@ SIZE_AWARE = MultilevelOptions(
     share=SurplusShare.LEAST,
 )
 JOIN_FROM = 0.25
-"""A request joins running ones before its turn if their adapter is at least this many times as large as its tokens."""
+"""A request joins running requests before its turn if their adapter is at least this many times as large as its
+tokens."""
 PATIENCE = 0.5
-"""Share of the longest run of a class after which its head has waited for long: joining requests then leave it what it
-waits for, and it is tried first in a step."""
+"""Share of the longest run of a class after which its head counts as waiting long.
+
+Joining requests then leave the head its memory, and the head is tried first in a step.
+"""
 
 
 class SizeAwareQueue(ChameleonQueue):
-    """Chameleon's queue with five changes, for engines that admit by the memory that is needed now.
+    """Extends Chameleon's queue by five changes, for engines that admit by the memory that is needed now.
 
-    * All quotas together are twice the memory (``overcommit``), and of the requests that use an adapter one holds
-      tokens for it. A request holds tokens for its whole expected output, of which it has made half on average: with
-      quotas for exactly the memory, part of it stays empty.
-    * Requests whose adapter is in use join the running ones first, if the adapter is large compared with them.
-    * Requests of other classes leave memory to the oldest head that lacks it, and classes that were not tried for long
-      come first: with more tokens lent than there is memory, large requests would starve otherwise.
+    * All quotas together are twice the memory (``overcommit``), and only one of the requests that use an adapter holds
+      tokens for it. A request holds tokens for its whole expected output, but has generated only half of it on average.
+      With quotas equal to the memory, a part of the memory would stay empty.
+    * Requests whose adapter is in use join the running requests first, if the adapter is large compared with them.
+    * Requests of other classes leave memory to the oldest head that lacks memory, and classes that were not tried for
+      long come first. Otherwise large requests would starve, because the lent tokens exceed the memory.
     * A squashed request keeps its output and continues.
     * An outlier neither makes all other requests small, nor enlarges the quota of its class; the number of classes
       follows the sizes (``SIZE_AWARE``).
 
-    What it wins over ``ChameleonQueue`` and FIFO, and what it costs: docs/decisions/chameleon-queues.md.
+    See docs/decisions/chameleon-queues.md for the gains and costs compared with ``ChameleonQueue`` and FIFO.
 
     Args:
         view: of the engine.
@@ -67,20 +70,20 @@ class SizeAwareQueue(ChameleonQueue):
 
     @property
     def longest_run_s(self) -> dict[int, float]:
-        """By class, the longest run of requests that ended lately, in seconds."""
+        """Longest run of recently ended requests by class, in seconds."""
         return self._blocked.longest_run_s
 
     def _before_phases(self, blocked: set[int], refused: set[RequestId], now: float) -> Admission:
-        """Yield heads of classes that full steps have kept untried for long, then requests that join others."""
+        """Yield heads of classes that were long untried because steps were full, then requests that join others."""
         for number in self._blocked.untried_for_long((n for n, queue in enumerate(self._waiting) if queue), now):
             yield from self._put_batch(number, self._own_quota(number), blocked, refused, now)
         for number in range(len(self._waiting)):
             yield from self._join(number, refused, now)
 
     def _join(self, number: int, refused: set[RequestId], now: float) -> Admission:
-        """Admit requests of a class, by its own quota, that use the adapter of running requests and save much by that.
+        """Admit requests of a class, by its quota, that save much memory by sharing the adapter of running requests.
 
-        Once the head of the class has waited for long, they leave the head its tokens.
+        After the head of the class has waited for long, joining requests leave the head its tokens.
         """
         lenders, head = self._own_quota(number), self._blocked.of(number)
         kept = self._need(head.entry) if head is not None and self._blocked.has_waited(head, now) else 0
@@ -103,22 +106,23 @@ class SizeAwareQueue(ChameleonQueue):
                     return
 
     def _leaves_memory_to_another(self, entry: WaitingEntry, number: int, now: float, *, joins: bool = False) -> bool:
-        """Whether a request would take memory that the oldest blocked head waits for.
+        """Return whether a request would take memory for which the oldest blocked head waits.
 
-        With overcommit, small classes could otherwise take everything that becomes free. Requests that join others may
-        take it until the head has waited for long.
+        With overcommit, small classes could otherwise take all memory that becomes free. Requests that join others may
+        take memory until the head has waited for long.
         """
         head, view = self._blocked.oldest_without_memory(), self.view
         if head is None or head.entry is entry or (head.number == number and not joins):
             return False
         if joins and not self._blocked.has_waited(head, now):
             return False
-        if not view.may_run(head.entry.request):  # the batching mode runs others first, which may wait here too
+        # The batching mode runs other requests first, which may also wait in this queue
+        if not view.may_run(head.entry.request):
             return False
         return view.free_tokens() - tokens_needed(entry.request, view) < tokens_needed(head.entry.request, view)
 
     def _adapter_charge(self, entry: WaitingEntry) -> int:
-        """Return the tokens that a request holds for its adapter: none if a running request uses it."""
+        """Return the number of tokens that a request holds for its adapter: 0 if a running request uses the adapter."""
         return 0 if self._users[entry.request.digest] else super()._adapter_charge(entry)
 
     def _on_blocked(self, number: int, entry: WaitingEntry, now: float, *, lacks_memory: bool) -> None:
@@ -131,7 +135,7 @@ class SizeAwareQueue(ChameleonQueue):
         self._blocked.forget(number, request)
 
     def _on_ended(self, entry: AdmittedEntry, ran_s: float, *, will_resume: bool) -> None:
-        """Pass the tokens of the adapter on to another request that uses it."""
+        """Transfer the tokens of the adapter to another request that uses it."""
         request = entry.waiting.request
         if entry.adapter_tokens and self._users[request.digest]:
             heir = next(each for each in self._admitted.values() if each.waiting.request.digest == request.digest)
@@ -145,13 +149,13 @@ class SizeAwareQueue(ChameleonQueue):
 
 
 class BlockedHead(NamedTuple):
-    """The head of a class, which could not be admitted.
+    """Describes the head of a class, which could not be admitted.
 
     Attributes:
         number: number of the class.
         entry: the waiting request.
-        since_s: when it was refused first.
-        lacks_memory: whether it lacks memory; else it lacks tokens of the quota.
+        since_s: time of the first refusal.
+        lacks_memory: whether the head lacks memory. If not, it lacks tokens of the quota.
     """
 
     number: int
@@ -161,7 +165,7 @@ class BlockedHead(NamedTuple):
 
 
 class BlockedHeads:
-    """The blocked heads of the classes, and how long each class has not been tried."""
+    """Tracks the blocked heads of the classes, and the time for which each class has not been tried."""
 
     def __init__(self) -> None:
         self._by_class: dict[int, BlockedHead] = {}
@@ -170,7 +174,7 @@ class BlockedHeads:
 
     @property
     def longest_run_s(self) -> dict[int, float]:
-        """By class, the longest run of requests that ended lately, in seconds."""
+        """Longest run of recently ended requests by class, in seconds."""
         return dict(self._longest_run_s)
 
     def ran(self, number: int, ran_s: float) -> None:
@@ -178,13 +182,16 @@ class BlockedHeads:
         self._longest_run_s[number] = max(self._longest_run_s.get(number, 0.0), ran_s)
 
     def has_waited(self, head: BlockedHead, now: float) -> bool:
-        """Whether a head has waited for half of the longest run of its class, so that it starts within that time."""
+        """Return whether a head has waited for half of the longest run of its class.
+
+        The limit lets the head start within the longest run.
+        """
         return now - head.since_s >= self._patience_s(head.number)
 
     def untried_for_long(self, numbers: Iterable[int], now: float) -> list[int]:
-        """Return those of the classes ``numbers`` that were not tried for long, the longest first.
+        """Return the classes among ``numbers`` that were not tried for long, the longest time first.
 
-        All of ``numbers`` must have waiting requests. The time of those that were tried in the last step starts now.
+        All of ``numbers`` must have waiting requests. The time of classes that were tried in the last step starts now.
         """
         since_s = {number: self._untried_since_s.get(number, now) for number in numbers}
         self._untried_since_s = since_s
@@ -192,7 +199,7 @@ class BlockedHeads:
         return sorted(late, key=lambda number: since_s[number])
 
     def tried(self, number: int) -> None:
-        """Record that the head of a class was tried, or need not be, since it lacks tokens or memory."""
+        """Record that the head of a class was tried, or need not be tried because it lacks tokens or memory."""
         self._untried_since_s.pop(number, None)
 
     def _patience_s(self, number: int) -> float:
@@ -212,16 +219,19 @@ class BlockedHeads:
             del self._by_class[number]
 
     def reset(self, longest_run_s: dict[int, float]) -> None:
-        """Start over with new classes; ``longest_run_s`` has the longest recent run of those with finished requests."""
+        """Reset the state for new classes.
+
+        ``longest_run_s`` is the longest recent run of classes with finished requests.
+        """
         self._by_class.clear()
         self._untried_since_s.clear()
         self._longest_run_s = longest_run_s
 
     def of(self, number: int) -> BlockedHead | None:
-        """Return the head of a class if it is blocked."""
+        """Return the head of a class if it is blocked; otherwise None."""
         return self._by_class.get(number)
 
     def oldest_without_memory(self) -> BlockedHead | None:
-        """Return the oldest of the heads that lack memory; None if none does."""
+        """Return the oldest head that lacks memory; None if no head lacks memory."""
         heads = (head for head in self._by_class.values() if head.lacks_memory)
         return min(heads, key=lambda head: head.entry.request.arrival_s, default=None)

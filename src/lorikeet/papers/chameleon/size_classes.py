@@ -1,4 +1,4 @@
-"""Request sizes as in Chameleon, and their division into classes by one-dimensional k-means."""
+"""Computes request sizes as in Chameleon, and divides them into classes by one-dimensional k-means."""
 
 import itertools
 from enum import StrEnum
@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 
 class RequestSize(NamedTuple):
-    """The three parts of a request's size, in tokens.
+    """Holds the three parts of a request's size, in tokens.
 
     Attributes:
-        input_tokens: tokens of the prompt.
-        output_tokens: expected tokens of the output.
-        adapter_tokens: size of its adapter in tokens of KV; 0 for the base model.
+        input_tokens: number of tokens of the prompt.
+        output_tokens: expected number of output tokens.
+        adapter_tokens: size of the adapter in tokens of KV; 0 for the base model.
     """
 
     input_tokens: float
@@ -23,7 +23,10 @@ class RequestSize(NamedTuple):
 
 
 class SizeWeights(NamedTuple):
-    """Weights A, B and C of the weighted request size (spec, section 5), with the values printed in the paper."""
+    """Holds the weights A, B and C of the weighted request size (spec, section 5).
+
+    The defaults are the paper's values.
+    """
 
     input: float = 0.3
     output: float = 0.5
@@ -42,7 +45,7 @@ def weighted_sizes(
 
     Args:
         sizes: ``[..., 3]``, each row as in ``RequestSize``.
-        largest: maxima that count as 1; larger values count as 1 as well.
+        largest: maxima, which count as 1. Larger values also count as 1.
         weights: weights of the three parts.
     """
     most = np.maximum(np.asarray(largest, np.float64), 1.0)
@@ -54,21 +57,25 @@ MOST_CLASSES = 4
 """K_max, printed in the paper."""
 _ELBOW = 0.05
 _MOST_POINTS = 256
-"""Samples with more distinct values are first gathered in this many bins of equal width, each at its mean."""
+"""Number of bins of equal width into which samples with more distinct values are gathered first, each bin at its
+mean."""
 
 
 class KRule(StrEnum):
-    """How the number of classes is chosen."""
+    """Names the rules for choosing the number of classes."""
 
     ELBOW = "elbow"
-    """The smallest number such that one more class reduces the sum of squares by less than 5 % of that of one class."""
+    """The smallest number at which one more class reduces the sum of squares by less than 5 % of the sum for one
+    class."""
     LEAST_SQUARES = "least-squares"
-    """The number with the smallest sum of squares, as printed in the paper; usually the largest allowed, since the sum
-    never rises with it."""
+    """The number with the smallest sum of squares, as printed in the paper.
+
+    This is usually the largest allowed number, because the sum never rises with the number of classes.
+    """
 
 
 class SizeClasses(NamedTuple):
-    """Size classes, smallest first.
+    """Holds the size classes, smallest first.
 
     Attributes:
         centroids: mean size of each class.
@@ -81,12 +88,15 @@ class SizeClasses(NamedTuple):
     squares: tuple[float, ...]
 
     def of(self, sizes: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the class of each size, 0 for the smallest; a size on a boundary belongs to the smaller class."""
+        """Return the class of each size, 0 for the smallest. A size on a boundary belongs to the smaller class."""
         return np.searchsorted(self.boundaries, sizes, side="left")
 
 
 def find_classes(sizes: NDArray[np.float64], rule: KRule, most: int = MOST_CLASSES) -> SizeClasses:
-    """Return the optimal classes of ``sizes`` (any order, at least one), by dynamic programming; deterministic."""
+    """Return the optimal classes of ``sizes`` (any order, at least one) by dynamic programming.
+
+    The result is deterministic.
+    """
     points, counts = _gathered(sizes)
     squares, centroids = _best_partitions(points, counts, min(most, len(points)))
     number = _choose(squares, rule)
@@ -109,7 +119,7 @@ def _gathered(sizes: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[
 def _best_partitions(
     points: NDArray[np.float64], counts: NDArray[np.float64], most: int
 ) -> tuple[list[float], list[tuple[float, ...]]]:
-    """Return for 1 to ``most`` classes the least sum of squares, and the centroids that reach it."""
+    """Return the least sum of squares for 1 to ``most`` classes, and the centroids that reach it."""
     shifted = points - np.average(points, weights=counts)  # keeps squares small, for precision
     weight, first, second = (np.concatenate(([0.0], np.cumsum(counts * shifted**power))) for power in (0, 1, 2))
     begin, end = np.triu_indices(len(points) + 1, 1)

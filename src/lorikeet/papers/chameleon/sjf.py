@@ -1,4 +1,4 @@
-"""Shortest job first, with or without aging."""
+"""Admits the shortest job first, with or without aging."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,15 +8,15 @@ from lorikeet.scheduling.admission import AdmissionView, OrderedQueue, count_ran
 
 
 class ShortestFirst(OrderedQueue):
-    """Admits by expected number of output tokens, minus ``gamma`` tokens for each second of waiting.
+    """Admits requests by expected number of output tokens, minus ``gamma`` tokens for each second of waiting.
 
-    All waits grow alike, so the order never changes: it is that of expected tokens + gamma × arrival. A request can
-    only be overtaken by those that arrive within expected tokens / gamma seconds after it. With gamma 0 there is no
-    such limit, and long requests starve while short ones keep the engine busy. No running request is preempted for a
-    shorter one; if blocks run out, the newest is preempted.
+    All waits grow alike, so the order by expected tokens + gamma × arrival never changes. A request can be overtaken
+    only by requests that arrive within expected tokens / gamma seconds after it. With gamma 0 this limit does not
+    exist, and long requests starve while short requests keep the engine busy. Running requests are not preempted for
+    shorter ones. If blocks run out, the newest request is preempted.
 
-    Source: H. Qiu et al., "Power-aware Deep Learning Model Serving with µ-Serve", USENIX ATC 2024, whose scheduler goes
-    by the predicted length; Chameleon's authors ran it with aging and do not print the rate.
+    Source: H. Qiu et al., "Power-aware Deep Learning Model Serving with µ-Serve", USENIX ATC 2024, whose scheduler uses
+    the predicted length. Chameleon's authors ran it with aging and do not print the rate.
 
     Args:
         view: of the engine.
@@ -30,10 +30,10 @@ class ShortestFirst(OrderedQueue):
 
     @classmethod
     def count_ahead(cls, waiting: Sequence[Request], new: Request, **parameters: Any) -> int:
-        """Return how many requests have no larger key."""
+        """Return the number of requests with an equal or smaller key."""
         gamma = parameters.get("gamma", 0.0)
         return count_ranked(lambda request: request.expected_tokens + gamma * request.arrival_s, waiting, new)
 
     def rank(self, request: Request) -> tuple[float, float]:
-        """Return the key; of equal ones the older request first."""
+        """Return the key, then the time of arrival."""
         return request.expected_tokens + self._gamma * request.arrival_s, request.arrival_s

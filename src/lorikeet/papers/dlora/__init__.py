@@ -1,1 +1,1 @@
-"""dLoRA: merged and unmerged batches, placement by burst tolerance, dispatch by pending time, co-migration."""
+"""Implements dLoRA: merged and unmerged batches, burst-tolerant placement, routing by pending time, co-migration."""

@@ -1,8 +1,8 @@
-"""dLoRA's batching mode as printed: dynamic batching with tuned thresholds, and credits that prevent starvation.
+"""Implements dLoRA's batching mode as printed: dynamic batching with tuned thresholds, and credits against starvation.
 
 ``DLora`` decides each iteration by Algorithm 1 (``dynamic.decide``), whose thresholds Algorithm 2 tunes
 (``thresholds.Thresholds``). Algorithm 3 comes before both: requests that are passed over earn credits for their type
-(``credits.Credits``), and a type with many runs next, alone and unmerged.
+(``credits.Credits``), and a type with many credits runs next, alone and unmerged.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
 4.2 and appendix A.1. What they leave open: docs/decisions/batching-mode.md.
@@ -27,14 +27,15 @@ from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, Batc
 
 
 class _Pending(NamedTuple):
-    """The last choice, with what each of its iterations causes.
+    """Holds the last choice, with the effects of each of its iterations.
 
     Attributes:
-        merged: adapter that is merged for it, None for none.
+        merged: adapter that is merged for the choice; None for none.
         gains: credits by type.
-        needed: credits that the merged adapter must have for the next iteration; empty if it need not have any.
-        iteration: entry for the log of the tuning period; None if it does not count there.
-        is_provisional: whether the next choice may differ, since this one changes the state, or a period ended with it.
+        needed: credits that the merged adapter must have for the next iteration; empty if it needs none.
+        iteration: entry for the log of the tuning period; None if the iteration does not count.
+        is_provisional: whether the next choice may differ, because this choice changes the state, or a period ended
+            with it.
     """
 
     merged: AdapterDigest | None
@@ -48,15 +49,15 @@ class DLora(BatchingMode):
     """Chooses between merged and unmerged iterations, and serves starving types first.
 
     Args:
-        setup: of the replica.
+        setup: facts about the replica.
         tuned: whether the thresholds are tuned while serving.
-        patience: of the credits, see ``Credits``. With an infinite one nothing prevents starvation.
+        patience: patience of the credits, see ``Credits``. With an infinite patience, starvation is not prevented.
 
     Attributes:
-        max_batch: most requests in a batch.
+        max_batch: largest number of requests in a batch.
         thresholds: alpha and beta, with their tuning.
         credits: credit accounts of the types.
-        times: times of iterations and switches: profiled ones if the replica has a profile, else measured.
+        times: times of iterations and switches, from the replica's profile if it has one, otherwise measured.
     """
 
     merges = True
@@ -78,7 +79,7 @@ class DLora(BatchingMode):
         self._pending: _Pending | None = None
 
     def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
-        """Return requests of starving types if there are any, else what dynamic batching decides."""
+        """Return requests of starving types if there are any, otherwise the choice of dynamic batching."""
         self._pending = None
         if not live:
             return BatchingChoice(self._merged, frozenset())
@@ -86,7 +87,8 @@ class DLora(BatchingMode):
         oldest = live[: self.max_batch]
         if starving := self.credits.starving(counts):
             batch = [request for request in live if request.adapter in starving][: self.max_batch]
-            # Algorithm 3 does not say in which state they run. Only requests of the merged adapter can run merged.
+            # Algorithm 3 leaves open whether these requests run merged. Only requests of the merged adapter can run
+            # merged.
             merged = self._merged if all(request.adapter == self._merged for request in batch) else None
             is_first = self._is_first(merged, None)
             self._pending = _Pending(merged, credit_transfers(batch, oldest), {}, None, is_first)
@@ -110,7 +112,7 @@ class DLora(BatchingMode):
             AssertionError: ``choose`` was not called before.
         """
         assert self._pending is not None
-        # Set here, not in ``choose``, since a plan without sequences switches nothing.
+        # The state is set here, not in ``choose``, because a plan without sequences does not switch.
         self._merged = self._pending.merged
         self.times.note(steps, work, step_s)
         if switch_s:
@@ -120,7 +122,7 @@ class DLora(BatchingMode):
             self.thresholds.note(self._pending.iteration, steps)
 
     def steps_until_review(self) -> float:
-        """Return the steps until credits or the end of a period may change the choice."""
+        """Return the number of steps until credits or the end of a period may change the choice."""
         if self._pending is None:
             return inf
         if self._pending.is_provisional:
@@ -129,7 +131,10 @@ class DLora(BatchingMode):
         return steps if self._pending.iteration is None else min(steps, self.thresholds.iterations_left)
 
     def _is_first(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
-        """Return whether an iteration is the first of its state, or of a period, which may have moved a threshold."""
+        """Return whether an iteration is the first of its state or of a period.
+
+        The end of a period may have moved a threshold.
+        """
         has_ended = self._tuned and self.thresholds.start_iteration(merged, candidate)
         return has_ended or merged != self._merged
 
@@ -137,7 +142,7 @@ class DLora(BatchingMode):
         return self.credits[adapter] >= costs[adapter]
 
     def _iteration(self, candidate: AdapterDigest | None, live: Sequence[LiveRequest]) -> Iteration | None:
-        """Return the entry of an iteration in the log; None without tuning, a candidate, or times of both states."""
+        """Return the log entry of an iteration; None without tuning, a candidate, or times of both states."""
         if not self._tuned or candidate is None or not self.times.is_known:
             return None
         merged, unmerged = requests_of(candidate, live)[: self.max_batch], live[: self.max_batch]

@@ -1,4 +1,4 @@
-"""dLoRA's credits, by which requests that are passed over are served before they starve.
+"""Implements dLoRA's credits, which serve requests that are passed over before they starve.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
 Algorithm 3 (appendix A.1). The paper gives neither the amounts that are transferred nor the values of its thresholds.
@@ -12,19 +12,23 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.mode import LiveRequest
 
 AdapterType = AdapterDigest | None
-"""Type of a request: its adapter, or None for the base model, which has credits like an adapter."""
+"""Type of a request: its adapter, or None for the base model. The base model has credits like an adapter."""
 
 
 PATIENCE = 1024
-"""Default of ``Credits``. The limit of the paper's experiments, ten iterations for each token of an answer, leaves a
-mean answer (338 tokens) some 3,000 iterations of waiting; a third is for starvation, the rest for queues."""
+"""Default of ``Credits``.
+
+The limit of the paper's experiments, ten iterations per token of an answer, allows a mean answer (338 tokens) to wait
+for about 3,000 iterations. A third is for starvation, the rest for queues.
+"""
 
 
 def credit_transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest]) -> dict[AdapterType, int]:
-    """Return the credits that each type gains (or pays, if negative) when ``chosen`` run instead of the oldest.
+    """Return the credits that each type gains (negative if it pays) when ``chosen`` run instead of the oldest requests.
 
-    Each request passed over earns one credit for its type. The types of the requests that run in their place pay, in
-    proportion to the numbers of these, in whole credits. If all chosen requests are among the oldest, all of them pay.
+    Each request that is passed over earns one credit for its type. The types of the requests that run instead pay whole
+    credits, in proportion to their numbers of such requests. If all chosen requests are among the oldest, all of them
+    pay.
     """
     running = {request.request_id for request in chosen}
     entitled = {request.request_id for request in oldest}
@@ -37,7 +41,7 @@ def credit_transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest
 
 
 def apportioned(total: int, weights: Mapping[AdapterType, int]) -> dict[AdapterType, int]:
-    """Split ``total`` in proportion to the weights into integers; none is larger than its exact part rounded up."""
+    """Split ``total`` in proportion to the weights into integers. No part exceeds its exact value rounded up."""
     parts: dict[AdapterType, int] = {}
     weight_before, sum_of_weights = 0, sum(weights.values())
     for each, weight in weights.items():
@@ -48,18 +52,21 @@ def apportioned(total: int, weights: Mapping[AdapterType, int]) -> dict[AdapterT
 
 
 class Credits:
-    """Credit accounts of all types. What one type gains others pay, so the sum of all gains is always 0.
+    """Holds the credit accounts of all types.
 
-    Every type begins with ``patience`` credits for each type that there is. So one can pay until all others are
-    starving; with less, the credits that it has paid would lie with types that never starve, and it could not be merged
+    Gains of one type are paid by other types, so the sum of all gains is always 0.
+
+    Every type begins with ``patience`` credits for each known type. So a type can pay until all others are starving.
+    With fewer credits, a type's payments could stay with types that never starve, and the type could not be merged
     again.
 
     Args:
         known_types: returns the number of types.
-        patience: a type that has gained more is starving, and runs first (T_starve is the initial credits and this).
-            So one request may be passed over in so many iterations. Infinite: no type ever starves.
-        max_batch: most requests in a batch. A starving type that has gained less than one iteration can cost is no
-            longer starving (T_normal is the initial credits and this, or half the patience if that is less).
+        patience: gain above which a type is starving, and runs first (T_starve is the initial credits plus the
+            patience). So one request may be passed over in this many iterations. If infinite, no type ever starves.
+        max_batch: most requests in a batch. A starving type stops starving when its gain is below the largest cost of
+            one iteration (T_normal is the initial credits plus ``max_batch``, or plus half the patience if that is
+            less).
     """
 
     def __init__(self, known_types: Callable[[], int], patience: float, max_batch: int) -> None:
@@ -87,11 +94,13 @@ class Credits:
             self._gained[each] += iterations * gain
 
     def iterations_until_review(self, gains: Mapping[AdapterType, int], needed: Mapping[AdapterType, int]) -> float:
-        """Return after how many such iterations, at least 1, a type may starve, no longer starve, or be unable to pay.
+        """Return the number of iterations, at least 1, after which a type's state may change.
+
+        A type may start or stop starving, or become unable to pay.
 
         Args:
-            gains: of each iteration.
-            needed: credits that a type must have for the next one.
+            gains: credits that each type gains per iteration.
+            needed: credits that a type must have for the next iteration.
         """
         found = inf
         if self._patience == inf:

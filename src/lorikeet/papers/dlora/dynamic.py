@@ -1,4 +1,4 @@
-"""dLoRA's dynamic batching: when to merge an adapter, and when to unmerge it.
+"""Implements dLoRA's dynamic batching, which decides when an adapter is merged and unmerged.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
 Algorithm 1.
@@ -13,12 +13,13 @@ from lorikeet.scheduling.batching.mode import LiveRequest
 
 
 class Decision(NamedTuple):
-    """The decision for one iteration.
+    """Holds the decision for one iteration.
 
     Attributes:
         merged: adapter that is merged for it, None for none.
         batch: the requests that run.
-        candidate: adapter whose requests were compared with the oldest of all; None if none could be merged.
+        candidate: adapter whose requests were compared with the oldest of all requests; None if no adapter could be
+            merged.
     """
 
     merged: AdapterDigest | None
@@ -34,19 +35,18 @@ def decide(
     alpha: float,
     beta: float,
 ) -> Decision:
-    """Choose between the oldest requests of any adapter, unmerged, and the oldest of one adapter, merged.
+    """Choose between the oldest requests of any adapter, unmerged, and the oldest requests of one adapter, merged.
 
-    The ratio of two counts decides: all live requests of the adapter, divided by the size of a batch of the oldest
-    requests.
-    Between two merged adapters there is always an unmerged iteration.
+    The choice depends on a ratio: the number of the adapter's live requests, divided by the size of a batch of the
+    oldest requests. Between two merged adapters, an unmerged iteration always runs.
 
     Args:
         live: all requests in order of arrival, at least one.
-        merged: adapter that is merged so far, None for none.
+        merged: adapter that is merged now; None for none.
         legal: adapters that may be merged.
         max_batch: most requests in a batch.
-        alpha: an adapter is merged if its ratio is above this.
-        beta: a merged adapter is unmerged if its ratio is below this.
+        alpha: ratio above which an adapter is merged.
+        beta: ratio below which a merged adapter is unmerged.
     """
     oldest = live[:max_batch]
     counts = Counter(request.adapter for request in live)
@@ -66,6 +66,9 @@ def requests_of(adapter: AdapterDigest | None, live: Sequence[LiveRequest]) -> l
 
 
 def _most_loaded(counts: Counter[AdapterDigest | None], legal: Container[AdapterDigest | None]) -> AdapterDigest | None:
-    """Return the legal adapter with the most requests; of several, the one with the oldest request."""
+    """Return the legal adapter with the most requests.
+
+    Among equals, the adapter with the oldest request is returned.
+    """
     mergeable = [adapter for adapter in counts if adapter is not None and adapter in legal]
     return max(mergeable, key=counts.__getitem__, default=None)

@@ -1,4 +1,4 @@
-"""Times of merged and unmerged iterations: from the replica's profile, or measured while serving."""
+"""Provides the times of merged and unmerged iterations, from the replica's profile or measured while serving."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,28 +13,31 @@ from lorikeet.scheduling.batching.mode import BatchingSetup, BatchWork, LiveRequ
 
 
 class NotedTimes(IterationTimes, Protocol):
-    """Times that may be learned from the steps that run."""
+    """Defines times that may be learned from running steps."""
 
     def note(self, steps: int, work: BatchWork, step_s: float) -> None:
-        """Record identical steps, each of so many seconds without the switch before the first."""
+        """Record identical steps. ``step_s`` is the seconds of a step, without the switch before the first."""
 
     def note_switch(self, to_merged: bool, switch_s: float) -> None:
-        """Record the time of a switch to a merged adapter, or to none."""
+        """Record the time of a switch to a merged adapter, or to no merged adapter."""
 
 
 def iteration_times(setup: BatchingSetup) -> NotedTimes:
-    """Return the profiled times, as in the paper (section 4.2); measured ones, if the replica has no profile."""
+    """Return the profiled times, as in the paper (section 4.2).
+
+    If the replica has no profile, return measured times.
+    """
     if setup.iterations is not None:
         return ProfiledTimes(setup.iterations, setup.kernel_form, setup.rank)
     return ModeTimes(setup.kernel_form, setup.rank)
 
 
 class ProfiledTimes:
-    """Times by a profile. Every request of a batch is taken to decode.
+    """Computes times from a profile, as if every request of a batch decodes.
 
     Args:
-        costs: of the profile.
-        form: how mixed ranks are computed.
+        costs: costs of the profile.
+        form: form in which kernels compute mixed ranks.
         rank: returns the rank of an adapter.
     """
 
@@ -58,7 +61,7 @@ class ProfiledTimes:
         return self._costs.merge_s if to_merged else self._costs.unmerge_s
 
     def note(self, steps: int, work: BatchWork, step_s: float) -> None:
-        """Do nothing: the profile stays as it is."""
+        """Do nothing, because a profile does not change."""
 
     def note_switch(self, to_merged: bool, switch_s: float) -> None:
-        """Do nothing."""
+        """Do nothing, because a profile does not change."""

@@ -1,13 +1,13 @@
-"""dLoRA's batching with merged turns: our extension of the printed algorithms, for lower latency below saturation.
+"""Extends dLoRA's batching by merged turns, for lower latency below saturation.
 
-``MergeTurns`` decides by Algorithm 1 like ``dlora.DLora``. It differs in four things. Starving adapters are merged in
-turn where that is faster for all, and otherwise run unmerged beside the oldest others, instead of alone. Credits are
-settled when the last request of an adapter ends. Thresholds begin at the break-even ratio, and times are learned from
-the steps themselves. An adapter without requests is replaced by the next without an unmerged iteration between. What
-that wins: docs/decisions/batching-mode.md.
+``MergeTurns`` decides by Algorithm 1 like ``dlora.DLora``. The two modes differ in four points. Starving adapters are
+merged in turn where that is faster for all, and otherwise run unmerged beside the oldest others, instead of alone.
+Credits are settled when the last request of an adapter ends. Thresholds begin at the break-even ratio, and times are
+learned from the steps themselves. An adapter without requests is replaced by the next adapter without an unmerged
+iteration in between. See docs/decisions/batching-mode.md for the gains.
 
-Source of what it extends: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving",
-OSDI 2024, Algorithms 1 to 3.
+Source of the extended algorithms: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM
+Serving", OSDI 2024, Algorithms 1 to 3.
 """
 
 from collections import Counter
@@ -29,13 +29,14 @@ from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, Batc
 
 
 class CreditParams(NamedTuple):
-    """Parameters in credits; one credit is one request passed over in one iteration.
+    """Parameters in credits. One credit is one request that is passed over in one iteration.
 
     Attributes:
         initial: credits of a new type.
-        starves_above: a type with more credits than this is starving, and runs first.
-        normal_below: a starving type with fewer credits than this is no longer starving.
-        turn_ends_below: the merged turn of a starving type ends below this; None: as soon as it no longer starves.
+        starves_above: number of credits above which a type is starving, and runs first.
+        normal_below: number of credits below which a starving type stops starving.
+        turn_ends_below: number of credits below which the merged turn of a starving type ends; None to end the turn as
+            soon as the type stops starving.
         price: credits that a request of a type with a surplus pays for an iteration that serves a starving type and
             passes over no request.
     """
@@ -52,7 +53,9 @@ class CreditParams(NamedTuple):
 
 
 def default_credit_params(max_batch: int) -> CreditParams:
-    """Return our defaults. With them no type can be charged more credits than it has: at most ``max_batch`` at a time.
+    """Return our defaults.
+
+    With these values, no type can be charged more credits than it has: at most ``max_batch`` at a time.
 
     Args:
         max_batch: most requests in a batch.
@@ -67,11 +70,11 @@ def default_credit_params(max_batch: int) -> CreditParams:
 
 
 class Credits:
-    """Credit accounts of the types that have live requests.
+    """Holds the credit accounts of the types that have live requests.
 
-    All start with the same number of credits. Every gain of one type is paid by others, so the mean never changes. When
-    the last request of a type ends, its account is closed: a surplus goes to the types below the initial credits, a
-    deficit is taken from the types above, in proportion.
+    All accounts start with the same number of credits. Every gain of one type is paid by other types, so the mean never
+    changes. When the last request of a type ends, its account is closed. Its surplus is given to the types below the
+    initial credits, or its deficit is taken from the types above, in proportion.
 
     Args:
         params: parameters of the credits.
@@ -103,9 +106,10 @@ class Credits:
             self._credits.setdefault(each, self._params.initial)
 
     def _close_account(self, surplus: int) -> None:
-        """Distribute the surplus of a closed account over the types in deficit, or its deficit over those in surplus.
+        """Distribute the balance of a closed account over other types.
 
-        Together these have at least as much, since the mean is always the initial credits.
+        A surplus is given to the types in deficit, and a deficit is taken from the types in surplus. Together these
+        types have at least as much, because the mean is always the initial credits.
         """
         sign = 1 if surplus > 0 else -1
         others = {each: sign * (self._params.initial - has) for each, has in self._credits.items()}
@@ -113,7 +117,7 @@ class Credits:
             self._credits[each] += sign * part
 
     def repayments(self, batch: Sequence[LiveRequest]) -> dict[AdapterType, int]:
-        """Return the credits that move in an iteration in which all of ``batch`` run and none is passed over.
+        """Return the credits that move in an iteration in which all of ``batch`` run and no request is passed over.
 
         Types in surplus are served now and pay; types in deficit receive, in proportion to their requests.
         """
@@ -129,8 +133,8 @@ class Credits:
         """Update which types are starving, and return them.
 
         Args:
-            on_turn: the adapter that is merged because it starved. Its turn lasts until its credits are below
-                ``turn_ends_below``, since frequent switches would cost more than the iterations between them.
+            on_turn: adapter that is merged because it starved. Its turn lasts until its credits are below
+                ``turn_ends_below``, because frequent switches would cost more than the iterations between them.
         """
         for each, has in self._credits.items():
             is_on_turn = on_turn is not None and each == on_turn
@@ -151,23 +155,25 @@ class Credits:
             self._credits[each] += steps * gain
 
     def steps_until_review(self, gains: Mapping[AdapterType, int]) -> float:
-        """Return after how many such iterations a type may change between starving, surplus, deficit and unable to pay.
+        """Return the number of iterations after which a type's state may change.
 
-        Not used for merged turns of starving types, whose iterations are decided one by one.
+        A type may change between starving, surplus, deficit and unable to pay.
+
+        Merged turns of starving types do not use this number, because their iterations are decided one by one.
         """
         rules, steps = self._params, float("inf")
         for each, gain in gains.items():
             has, starves = self._credits[each], each in self._starving
-            if gain > 0 and has < rules.initial:  # until its deficit is settled
+            if gain > 0 and has < rules.initial:  # until the type's deficit is settled
                 steps = min(steps, (rules.initial - has) // gain)
             elif gain > 0 and not starves:
                 steps = min(steps, (rules.starves_above - has) // gain + 1)
-            elif gain < 0 and has > rules.initial:  # until its surplus is spent; it stops starving before that
+            elif gain < 0 and has > rules.initial:  # until the type's surplus is spent; it stops starving before that
                 steps = min(steps, (has - rules.initial) // -gain)
                 steps = min(steps, (has - rules.normal_below) // -gain + 1) if starves else steps
             elif gain < 0 and starves:
                 steps = min(steps, (has - rules.normal_below) // -gain + 1)
-            elif gain < 0:  # it is merged, and must be able to pay for each iteration
+            elif gain < 0:  # the type is merged, and must be able to pay for each iteration
                 steps = min(steps, has // -gain)
         return max(1, steps)
 
@@ -177,11 +183,11 @@ class _Pending(NamedTuple):
 
     Attributes:
         merged: adapter that is merged for it, None for none.
-        starving: the starving types that it serves; empty if none starves.
+        starving: starving types that the choice serves; empty if no type starves.
         gains: credits by type.
         iteration: entry for the log of the tuning period; None if it does not count there.
-        is_provisional: whether measured times alone may change the next choice. So it is for the first choice of a
-            merge state or period, as the thresholds may just have moved, and for turns of starving types that may be
+        is_provisional: whether measured times alone may change the next choice. This is true for the first choice of a
+            merge state or period, because the thresholds may have moved, and for turns of starving types that may be
             served in two ways.
     """
 
@@ -193,7 +199,7 @@ class _Pending(NamedTuple):
 
 
 class MergeTurns(BatchingMode):
-    """Chooses between merged and unmerged iterations, and gives starving types their turns.
+    """Chooses between merged and unmerged iterations, and serves starving types in turns.
 
     Args:
         setup: of the replica.
@@ -219,7 +225,8 @@ class MergeTurns(BatchingMode):
         self.thresholds = BreakEvenThresholds(self.times, threshold_params)
         self.credits = Credits(credit_params or default_credit_params(setup.max_batch))
         self._merged: AdapterDigest | None = None
-        self._state: AdapterDigest | None = None  # merged by Algorithm 1; a turn of a starving type interrupts it
+        # Adapter merged by Algorithm 1; a turn of a starving type interrupts it
+        self._state: AdapterDigest | None = None
         self._on_turn: AdapterDigest | None = None
         self._pending: _Pending | None = None
 
@@ -237,8 +244,8 @@ class MergeTurns(BatchingMode):
         if starving:
             merged, batch = self._starving_turn(live, starving, legal)
         else:
-            # A merged adapter without live requests counts as unmerged, so that another one can be merged without an
-            # unmerged iteration in between, unless unmerged iterations are due to be measured.
+            # A merged adapter without live requests counts as unmerged, so that another adapter can be merged without
+            # an unmerged iteration in between. The exception is when unmerged iterations are due to be measured.
             state = self._state if counts[self._state] else None
             is_trial = state is None and self.times.lora_steps_due > 0
             merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state, is_trial=is_trial)
@@ -274,13 +281,17 @@ class MergeTurns(BatchingMode):
         if switch_s:
             self.times.note_switch(self._merged is not None, switch_s)
         starving = self._pending.starving
-        if not starving or starving & work.types:  # else the starving types wait for their adapters and got no turn
+        # Otherwise the starving types wait for their adapters and had no turn
+        if not starving or starving & work.types:
             self.credits.apply(self._pending.gains, steps)
         if self._pending.iteration is not None:
             self.thresholds.note(self._pending.iteration, steps)
 
     def steps_until_review(self) -> float:
-        """Return the steps until credits or the end of a period may change the choice; 1 if measured times may."""
+        """Return the number of steps until credits or the end of a period may change the choice.
+
+        Return 1 if measured times may change it.
+        """
         if self._pending is None:
             return inf
         if self._pending.is_provisional:
@@ -310,7 +321,7 @@ class MergeTurns(BatchingMode):
         *,
         is_trial: bool = False,
     ) -> Decision:
-        """Return the decision of Algorithm 1 with ``merged`` as the merged adapter; a trial merges nothing."""
+        """Return the decision of Algorithm 1 with ``merged`` as the merged adapter. A trial merges no adapter."""
         alpha = inf if is_trial else self.thresholds.alpha
         return decide(live, merged, legal, self.max_batch, alpha, self.thresholds.beta)
 
@@ -329,10 +340,10 @@ class MergeTurns(BatchingMode):
     def _merged_turn(
         self, oldest: Sequence[LiveRequest], starving: Collection[AdapterType], legal: Collection[AdapterType]
     ) -> AdapterDigest | None:
-        """Return which starving adapter to merge for a turn.
+        """Return the starving adapter to merge for a turn.
 
-        None if serving all types one after the other takes longer than serving them in one batch, or if batches of as
-        many adapters have not been measured yet.
+        Return None if serving all types one after the other takes longer than serving them in one batch, or if batches
+        of so many adapters have not been measured yet.
         """
         counts = Counter(request.adapter for request in oldest)
         owed = [each for each in counts if each is not None and each in starving and each in legal]
@@ -346,7 +357,7 @@ class MergeTurns(BatchingMode):
         return first if in_turn_s < together_s else None
 
     def _solvent(self, types: Collection[AdapterType], oldest: Sequence[LiveRequest]) -> Collection[AdapterType]:
-        """Return the types with enough credits for the requests that one merged iteration of theirs passes over."""
+        """Return the types with enough credits to pay for the requests that a merged iteration passes over."""
         counts = Counter(request.adapter for request in oldest)
         return {each for each in types if self.credits[each] >= len(oldest) - counts[each]}
 

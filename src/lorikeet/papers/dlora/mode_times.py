@@ -1,4 +1,4 @@
-"""Times of merged and unmerged steps, fitted while serving, and thresholds that begin at the break-even ratio."""
+"""Fits the times of merged and unmerged steps while serving, and tunes thresholds from the break-even ratio."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +18,13 @@ _RIDGE = 1e-6
 _WINDOW = 256
 _PLAIN, _LORA = 0, 1
 _TRIAL_STEPS = 8
-"""Steps of a kind after which its time counts as known; a single step may be delayed, and is most often a prefill."""
+"""Number of steps of a kind after which its time counts as known.
+
+A single step may be delayed, and is usually a prefill.
+"""
 _TRIAL_INTERVAL = 256
-"""Time without LoRA steps after which new ones are measured, in durations of a trial; so trials cost little."""
+"""Time without LoRA steps after which new LoRA steps are measured, in durations of a trial, so that trials cost
+little."""
 
 
 def _sample(prefill_tokens: float, decodes: float, lora: float) -> NDArray[np.float64]:
@@ -29,11 +33,12 @@ def _sample(prefill_tokens: float, decodes: float, lora: float) -> NDArray[np.fl
 
 
 class ModeBatch(NamedTuple):
-    """Size of a batch, run or only considered.
+    """Describes the size of a batch, run or only considered.
 
     Attributes:
         requests: number of requests.
-        lora: its LoRA work with one row for each request: rows times ranks as the kernel form counts them; 0 if merged.
+        lora: LoRA work of the batch with one row per request: rows times ranks as the kernel form counts them; 0 if
+            merged.
     """
 
     requests: int
@@ -44,8 +49,8 @@ def lora_work(form: KernelForm, rows: Mapping[AdapterDigest, int], rank: Callabl
     """Return the LoRA work of a step: rows times ranks.
 
     Args:
-        form: ``unpadded`` counts the rank of each row, ``padded`` the largest rank of the step, ``einsum`` the latter
-            once for every adapter of the step.
+        form: ``unpadded`` counts the rank of each row, ``padded`` the largest rank of the step, ``einsum`` the largest
+            rank once for every adapter of the step.
         rows: number of tokens by adapter.
         rank: returns the rank of an adapter.
     """
@@ -68,19 +73,19 @@ class _RunningMean:
 
 
 class ModeTimes:
-    """A linear fit of recent step times in both modes, and the mean time of a switch each way.
+    """Fits recent step times linearly in both modes, and averages the times of switches in each direction.
 
     The fit has a cost per step, per prefill token and per decode, which both modes share, and costs for any LoRA and
-    for LoRA work, which merged and base-only steps do not have. Steps with and without LoRA are forgotten separately,
-    so that the times of one mode stay known while the other runs for long.
+    for LoRA work, which merged and base-only steps do not have. Steps with and without LoRA fade separately, so that
+    the times of one mode stay known while the other mode runs for long.
 
     Args:
         form: how mixed ranks are computed.
         rank: returns the rank of an adapter.
 
     Attributes:
-        lora_steps_due: number of steps with LoRA that should be measured: at first after a few steps without, later
-            after a long time without.
+        lora_steps_due: number of steps with LoRA that should be measured. Measurements are due after a few steps
+            without LoRA at first, later after a long time without LoRA.
     """
 
     def __init__(self, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
@@ -96,24 +101,26 @@ class ModeTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether there have been enough steps both with and without LoRA, so that the modes can be compared."""
+        """Whether enough steps with and without LoRA have run to compare the modes."""
         return min(self._seen) >= _TRIAL_STEPS
 
     def has_measured(self, adapters: int) -> bool:
-        """Return whether enough steps ran with this many unmerged adapters (to the power of two) or more.
+        """Return whether enough steps ran with this many unmerged adapters (rounded to a power of two) or more.
 
-        Otherwise the fit would extrapolate from batches of few adapters, and many together may cost far less than the
-        sum of each.
+        Otherwise the fit would extrapolate from batches of few adapters, and many adapters together may cost far less
+        than their sum.
         """
         least = adapters.bit_length()
         return sum(steps for digits, steps in self._mixed.items() if digits >= least) >= _TRIAL_STEPS
 
     def note(self, steps: int, work: BatchWork, step_s: float) -> None:
-        """Add identical steps to the fit. Those that host cores assisted say nothing about others.
+        """Add identical steps to the fit.
+
+        Steps that host cores assisted are skipped, because other steps differ from them.
 
         Args:
             steps: number of steps.
-            work: work of each.
+            work: work of each step.
             step_s: mean seconds of a step, without the switch.
         """
         if work.is_assisted:
@@ -145,7 +152,7 @@ class ModeTimes:
         self._switches[to_merged].note(switch_s)
 
     def batch(self, adapters: Iterable[AdapterDigest | None]) -> ModeBatch:
-        """Return the unmerged batch of one request for each of ``adapters``, None for the base model."""
+        """Return the unmerged batch of one request for each of ``adapters``, where None is the base model."""
         requests = Counter(adapters)
         total = requests.total()
         return ModeBatch(total, lora_work(self._form, {a: n for a, n in requests.items() if a is not None}, self._rank))
@@ -164,15 +171,18 @@ class ModeTimes:
         return float(_sample(work.prefill_tokens, work.decodes, lora) @ self._fit.parts())
 
     def merged_s(self, batch: Sequence[LiveRequest]) -> float:
-        """Return the expected seconds of an iteration of requests of one adapter, which is merged."""
+        """Return the expected seconds of an iteration of requests of one merged adapter."""
         return self.batch_s(ModeBatch(len(batch)))
 
     def unmerged_s(self, batch: Sequence[LiveRequest]) -> float:
-        """Return the expected seconds of an iteration of requests of any adapters, none of which is merged."""
+        """Return the expected seconds of an iteration of requests of any adapters without merging."""
         return self.batch_s(self.batch(request.adapter for request in batch))
 
     def switch_s(self, to_merged: bool) -> float:
-        """Return the expected seconds of a switch: the mean of past ones, or of those the other way; 0 before any."""
+        """Return the expected seconds of a switch; 0 before any switch.
+
+        This is the mean of past switches in this direction, or of switches in the other direction if there are none.
+        """
         known = self._switches[to_merged].value
         if known is None:
             known = self._switches[not to_merged].value
@@ -180,15 +190,15 @@ class ModeTimes:
 
 
 class BreakEvenParams(NamedTuple):
-    """Initial thresholds, and how they are tuned.
+    """Parameters of the thresholds: initial values and tuning.
 
     Attributes:
         alpha, beta: initial values.
-        decrement: step by which a threshold moves when that makes its switch more likely.
-        factor: factor by which it moves when that makes its switch less likely.
+        decrement: step by which a threshold moves to make its switch more likely.
+        factor: factor by which a threshold moves to make its switch less likely.
         least_alpha, most_alpha, least_beta: limits.
-        gap: least distance of beta below alpha; the threshold that moves pushes the other.
-        period_steps: most iterations of a period.
+        gap: least distance of beta below alpha. The threshold that moves pushes the other.
+        period_steps: largest number of iterations in a period.
         from_even: whether alpha is set to the break-even ratio as soon as the times of both modes are known.
     """
 
@@ -205,7 +215,7 @@ class BreakEvenParams(NamedTuple):
 
 
 class IterationTimes(Protocol):
-    """Times that the tuning needs, in seconds."""
+    """Defines the times that the tuning needs, in seconds."""
 
     @property
     def is_known(self) -> bool:
@@ -222,11 +232,11 @@ class IterationTimes(Protocol):
 
 
 class Iteration(NamedTuple):
-    """The two possible batches of an iteration, of which one ran.
+    """Holds the two possible batches of an iteration, one of which ran.
 
     Attributes:
         merged: the oldest requests of the adapter that is or would be merged.
-        unmerged: the oldest requests of all.
+        unmerged: the oldest requests of all adapters.
     """
 
     merged: ModeBatch
@@ -234,7 +244,7 @@ class Iteration(NamedTuple):
 
 
 def throughput(batches: Sequence[tuple[ModeBatch, int]], times: IterationTimes, switch_s: float = 0.0) -> float:
-    """Return requests per second over iterations (batch, number of steps), a switch before the first included."""
+    """Return requests per second over iterations (batch, number of steps), including a switch before the first."""
     taken_s = switch_s + _seconds(batches, times)
     served = sum(steps * batch.requests for batch, steps in batches)
     return served / taken_s if taken_s else 0.0
@@ -245,20 +255,20 @@ def _seconds(batches: Sequence[tuple[ModeBatch, int]], times: IterationTimes) ->
 
 
 class BreakEvenThresholds:
-    """The thresholds alpha and beta of dynamic batching, tuned period by period.
+    """Tunes the thresholds alpha and beta of dynamic batching, period by period.
 
-    A period ends with a switch, when another adapter has the most requests, or after ``period_steps`` iterations. Then
-    the throughput of both modes is compared over its iterations. A period that ran unmerged moves alpha, one that ran
-    merged moves beta. The mode that did not run is charged with the switch to it.
+    A period ends with a switch, when another adapter has the most requests, or after ``period_steps`` iterations. At
+    its end, the throughput of both modes is compared over its iterations. An unmerged period moves alpha, and a merged
+    period moves beta. The mode that did not run is charged with the switch to it.
 
-    The first period in which both modes are known sets alpha instead: to a factor above the break-even ratio, at which
-    merged iterations, with their share of a switch per longest period, serve as many requests per second as unmerged
-    ones. The paper's values suit one machine; where adapters cost several times as much as the base model, break-even
-    is many small moves away from them.
+    The first period in which both modes are known sets alpha to a factor above the break-even ratio instead. At
+    break-even, merged iterations, including their share of a switch per longest period, serve as many requests per
+    second as unmerged iterations. The paper's values suit one machine. If adapters cost several times as much as the
+    base model, break-even is many small moves away from these values.
 
     Args:
         times: times of steps and switches.
-        params: initial values, and how they are tuned; None for the defaults.
+        params: initial values and tuning; None for the defaults.
 
     Attributes:
         alpha, beta: arguments of ``dynamic.decide``.
@@ -274,11 +284,11 @@ class BreakEvenThresholds:
         self.recalibrate()
 
     def recalibrate(self) -> None:
-        """Set alpha to the break-even ratio again at the end of the current period."""
+        """Schedule alpha to be set to the break-even ratio again at the end of the current period."""
         self._is_calibrated = not self._params.from_even
 
     def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
-        """End the period if the next iteration does not belong to it; return whether it ended."""
+        """End the period if the next iteration does not belong to it. Return whether the period ended."""
         if (merged, candidate) == (self._merged, self._candidate):
             return False
         self._end_period()
@@ -286,15 +296,15 @@ class BreakEvenThresholds:
         return True
 
     def note(self, iteration: Iteration, steps: int) -> None:
-        """Log identical iterations, no more than are left of the period."""
+        """Log identical iterations, at most the remaining number of the period."""
         self._log.append((iteration, steps))
         if self.steps_left <= 0:
             self._end_period()
 
     @property
     def steps_left(self) -> int:
-        """Iterations until the period ends at the latest."""
-        first = self._merged is None and not self._is_calibrated  # calibrate as soon as possible
+        """Largest number of iterations until the period ends."""
+        first = self._merged is None and not self._is_calibrated  # thresholds are calibrated as soon as possible
         return (1 if first else self._params.period_steps) - sum(steps for _, steps in self._log)
 
     def _end_period(self) -> None:

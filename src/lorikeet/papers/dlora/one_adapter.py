@@ -1,4 +1,4 @@
-"""Batching modes that run one adapter at a time: merged, unmerged, or as whole models in turn."""
+"""Implements batching modes that run one adapter at a time: merged, unmerged, or as whole models in turn."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -9,18 +9,18 @@ from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, Batc
 
 
 class OneAdapter(BatchingMode):
-    """Runs the adapter of the oldest request alone until none of its requests is left, later ones included.
+    """Runs the adapter of the oldest request alone until all of its requests, including later ones, have ended.
 
-    The base model gets its turn like an adapter, with nothing merged. An adapter that is not on the device yet is
-    chosen too, since only then it is loaded; it is merged once it has arrived.
+    The base model has turns like an adapter, without merging. An adapter that is not yet on the device may be chosen
+    too, because only the choice loads it. The adapter is merged after it has arrived.
 
     Args:
         setup: of the replica.
         merged: whether the adapter is merged into the base weights for its turn. Unmerged is how PEFT serves adapters.
-        even_shares: limit the running requests together to an equal share of the memory for each registered adapter,
-            as if each adapter had an engine of its own. The oldest request runs even if it is larger.
-        turn_s: a turn ends after so many seconds of steps if requests of other adapters wait. Then the adapter among
-            them whose last turn is longest ago has the next. So engines take turns that share a device by time.
+        even_shares: whether the running requests are limited to an equal share of the memory for each registered
+            adapter, as if each adapter had a separate engine. The oldest request runs even if it exceeds the share.
+        turn_s: seconds of steps after which a turn ends if requests of other adapters wait. The waiting adapter whose
+            last turn is longest ago has the next turn, like engines that share a device by time.
     """
 
     def __init__(
@@ -58,11 +58,14 @@ class OneAdapter(BatchingMode):
         return self._steps_left
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
-        """Count the time of the turn."""
+        """Add the time of steps to the turn."""
         self._left_s, self._step_s = self._left_s - steps * step_s, step_s
 
     def _begin_turn(self, live: Sequence[LiveRequest]) -> None:
-        """Choose the adapter of the oldest request; with turns by time the one that has waited longest for its own."""
+        """Choose the adapter of the oldest request.
+
+        With turns by time, choose the adapter that has waited longest for a turn.
+        """
         if self._turn_s == float("inf"):
             self._type = live[0].adapter
             return
@@ -108,11 +111,11 @@ class UnmergedTurns(OneAdapter):
 
 
 class WholeModels(OneAdapter):
-    """Runs each adapter as a whole merged model, which is swapped in and out and has an even share of the memory.
+    """Runs each adapter as a whole merged model, which is swapped in and out and has an equal share of the memory.
 
     Args:
         setup: facts about the replica.
-        turn_s: seconds of steps after which another model has its turn; infinite for no limit.
+        turn_s: seconds of steps after which another model has a turn; infinite for no limit.
     """
 
     merges = True

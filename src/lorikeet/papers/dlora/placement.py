@@ -1,4 +1,4 @@
-"""dLoRA's proactive placement: each copy goes to the adapter that a burst would hit hardest.
+"""Implements dLoRA's proactive placement: each copy is given to the adapter that a burst would hit hardest.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
 section 5.1, and section 5.2 for the reserved memory. What they leave open: docs/decisions/comigration.md.
@@ -21,12 +21,12 @@ RESERVED_SHARE = 0.05
 
 
 class PreloadPlan(NamedTuple):
-    """Which adapters are loaded on which replicas.
+    """Lists the adapters that are loaded on each replica.
 
     Attributes:
         main: ``[adapters, replicas]``, copies in the memory that KV shares.
         reserved: ``[adapters, replicas]``, further copies in the reserved memory.
-        free_bytes: ``[replicas]``, what ``main`` leaves for KV.
+        free_bytes: ``[replicas]``, memory that ``main`` leaves for KV.
     """
 
     main: NDArray[np.bool_]
@@ -35,13 +35,15 @@ class PreloadPlan(NamedTuple):
 
     @property
     def copies(self) -> NDArray[np.bool_]:
-        """All copies, ``[adapters, replicas]``."""
+        """All copies, in main and reserved memory, ``[adapters, replicas]``."""
         return self.main | self.reserved
 
     def tolerances(self, loads: Sequence[float], request_bytes: float) -> NDArray[np.float64]:
-        """Return ``[adapters]``: burst tolerance, the requests that fit beside an adapter's copies divided by its load.
+        """Return the burst tolerance of each adapter, ``[adapters]``.
 
-        The free memory of a replica counts fully for every adapter there.
+        The tolerance is the number of requests that fit beside an adapter's copies, divided by its load.
+
+        The free memory of a replica counts fully for every adapter on it.
         """
         requests = self.copies @ self.free_bytes / request_bytes
         tolerances = np.full(len(loads), np.inf)
@@ -58,21 +60,22 @@ def preload(
 ) -> PreloadPlan:
     """Place copies one by one, each of the adapter with the lowest burst tolerance (the busiest among equals).
 
-    A copy goes to the replica without it that has the most free memory (the first among equals), if the adapter and one
-    request beside it fit there. In the main memory a copy reduces the KV of all adapters there. There the greedy
-    algorithm stops when that would lower the lowest tolerance, or when the adapter with the lowest can get no copy.
-    Copies in the reserved memory take nothing away, so there it goes on with the next lowest until no adapter can get
-    one. An adapter without load gets no copy.
+    A copy is placed on the replica without the adapter that has the most free memory (the first among equals), if the
+    adapter and one request fit there. In the main memory a copy reduces the KV of all adapters on the replica. So the
+    greedy algorithm stops when a copy would lower the lowest tolerance, or when the adapter with the lowest tolerance
+    can get no copy. Copies in the reserved memory do not reduce KV, so the algorithm continues with the next lowest
+    tolerance until no adapter can get a copy. An adapter without load gets no copy.
 
     Args:
-        sizes_bytes: of the adapters.
-        loads: of the adapters, mean over the past. Only their ratios matter.
-        memory_bytes: of the replicas, without the base weights.
-        request_bytes: KV of a mean request.
+        sizes_bytes: sizes of the adapters.
+        loads: mean past loads of the adapters. Only their ratios matter.
+        memory_bytes: memory of the replicas without the base weights.
+        request_bytes: bytes of a mean request's KV.
         reserved_bytes: reserved part of each replica's memory.
     """
     all_loads = np.array(loads, np.float64)
-    # The busiest first, because argmin takes the first of equals. Adapters without load tolerate any burst.
+    # The busiest adapters come first, because argmin returns the first of equals. Adapters without load tolerate any
+    # burst.
     order = np.argsort(-all_loads, kind="stable")[: int((all_loads > 0).sum())]
     main_bytes = np.array(memory_bytes, np.int64) - reserved_bytes
     greedy = _Greedy(
@@ -89,11 +92,11 @@ def preload(
 
 
 class _Greedy:
-    """The copies so far, of adapters with load, the busiest first.
+    """Places copies of adapters with load one by one, the busiest adapter first.
 
     Args:
-        sizes_bytes, loads: of the adapters.
-        main_bytes: of the replicas, without the reserved memory.
+        sizes_bytes, loads: sizes and loads of the adapters.
+        main_bytes: memory of the replicas without the reserved memory.
         request_bytes, reserved_bytes: see :func:`preload`.
     """
 
@@ -108,14 +111,14 @@ class _Greedy:
         self._sizes, self._loads, self._request_bytes = sizes_bytes, loads, request_bytes
         self.free_bytes = main_bytes.copy()
         self._reserve_bytes = np.full_like(main_bytes, reserved_bytes)
-        # Column-major: every copy reads all adapters of one replica.
+        # The array is column-major, because every copy reads all adapters of one replica.
         self.main = np.zeros((len(loads), len(main_bytes)), np.bool_, order="F")
         self.reserved = np.zeros_like(self.main)
         self._capacity_bytes = np.zeros(len(loads), np.int64)  # free memory of all replicas that have an adapter
-        self._full = np.zeros(len(loads), np.bool_)  # can get no copy in reserved memory
+        self._full = np.zeros(len(loads), np.bool_)  # adapters that can get no copy in reserved memory
 
     def add_main(self) -> bool:
-        """Place one copy in the memory shared with KV; return False if no copy gains anything."""
+        """Place one copy in the memory shared with KV. Return False if no copy raises the lowest tolerance."""
         if not len(self._loads):
             return False
         tolerances = self._capacity_bytes / self._loads
@@ -135,7 +138,10 @@ class _Greedy:
         return True
 
     def add_reserved(self) -> bool:
-        """Place one copy in reserved memory, or mark an adapter that can get none; return False if none can."""
+        """Place one copy in reserved memory, or mark an adapter that can get no copy.
+
+        Return False if no adapter can get a copy.
+        """
         if self._full.all():
             return False
         k = int(np.where(self._full, np.inf, self._capacity_bytes / self._loads).argmin())
@@ -154,21 +160,21 @@ class _Greedy:
 
 
 class BurstTolerance(PlacementPolicy):
-    """Preloads by burst tolerance. An adapter's requests are split evenly among the replicas that have it.
+    """Preloads adapters by burst tolerance. An adapter's requests are split evenly among the replicas that have it.
 
-    An adapter without a copy is loaded on demand: its replica is the one with the least load.
+    An adapter without a copy is loaded on demand, at the replica with the least load.
 
     Args:
         memory_bytes: memory of each replica for adapters and KV.
-        request_bytes: KV of a mean request.
-        reserved_share: share of the memory for copies that take nothing from KV.
+        request_bytes: bytes of a mean request's KV.
+        reserved_share: share of the memory that is reserved for copies that do not reduce KV.
     """
 
     reserved_share = RESERVED_SHARE
 
     @classmethod
     def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
-        """Create the policy; without co-migration no memory is reserved (section 5.1, not 5.2)."""
+        """Create the policy. Without co-migration, no memory is reserved (section 5.1, not 5.2)."""
         options, profile = setup.options, setup.profile
         memory_bytes = options.memory_bytes or (GENERIC_MEMORY_BYTES if profile is None else profile.pool_bytes)
         token_bytes = options.kv_token_bytes or (
@@ -184,7 +190,7 @@ class BurstTolerance(PlacementPolicy):
         self._reserved_bytes = int(reserved_share * memory_bytes)
 
     def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
-        """Place copies. Tokens per second stand for requests per second: only ratios count."""
+        """Place copies. Tokens per second replace requests per second, because only ratios matter."""
         loads = [demand.tokens_per_s for demand in demands]
         memory_bytes = [self._memory_bytes] * len(replicas)
         sizes_bytes = [demand.size_bytes for demand in demands]
@@ -199,9 +205,10 @@ class BurstTolerance(PlacementPolicy):
 
 
 def _assign_homes(copies: NDArray[np.bool_], loads: NDArray[np.float64]) -> None:
-    """Give every adapter without a copy a replica: the busiest first, each the replica with the least load so far.
+    """Assign a replica to every adapter without a copy.
 
-    Among equally loaded replicas it is the one with the fewest adapters, then the first.
+    The busiest adapter comes first, and each gets the replica with the least load so far. Among equally loaded
+    replicas, the replica with the fewest adapters is chosen, then the first.
     """
     holders = copies.sum(axis=1)
     load = (loads / np.maximum(holders, 1)) @ copies

@@ -1,4 +1,4 @@
-"""Presets of dLoRA, its ablations and baselines, and our change of its batching."""
+"""Defines presets of dLoRA, its ablations and baselines, and our change of its batching."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Dispatch by pending time (dLoRA, section 5.1)."""
+"""Routes requests by pending time (dLoRA, section 5.1)."""
 
 from typing import Any, Self
 
@@ -17,18 +17,19 @@ from lorikeet.costs.transfer_model import LinkDirection, TransferModel
 class PendingTime(RoutingPolicy):
     """Chooses the replica where a request can start soonest.
 
-    Among equals it prefers replicas that have the adapter, then the one with the most free memory.
+    Among equals, replicas that have the adapter are preferred, then the replica with the most free memory.
 
-    The pending time is the sum of three parts: loading the adapter, if it is not there; the queue, whose requests run
-    ``max_batch`` at a time, each for the mean time of its adapter; and swapping out bytes where memory is short. While
-    no request waits, many replicas are equal. Then the paper's other wording decides: the replica with the most
+    The pending time is the sum of three parts: the load of the adapter, if it is not resident; the queue, whose
+    requests run ``max_batch`` at a time, each for the mean time of its adapter; and swapping, if memory is short. While
+    no request waits, many replicas are equal. In this case the paper's other wording decides: the replica with the most
     available resources (3).
 
-    Any open replica may be chosen, whatever the table names: the table says where adapters are preloaded, and in a
-    burst they are loaded elsewhere, too.
+    Any open replica may be chosen, even if the table does not name it. The table lists the replicas with preloaded
+    adapters, and in a burst adapters are also loaded elsewhere.
 
     Args:
-        load_s, load_bytes_per_s: an adapter of b bytes is loaded in ``load_s + b / load_bytes_per_s``.
+        load_s, load_bytes_per_s: fixed time and bandwidth of a load: an adapter of b bytes takes ``load_s + b /
+            load_bytes_per_s``.
     """
 
     may_leave_table = True
@@ -39,7 +40,7 @@ class PendingTime(RoutingPolicy):
 
     @classmethod
     def build(cls, setup: PolicySetup, **parameters: Any) -> Self:
-        """Create the policy with the profile's link to the device, else with the costs of a replica."""
+        """Create the policy with the profile's link to the device, or without a profile with the costs of a replica."""
         if setup.profile is None:
             costs = setup.options.costs
             return cls(costs.load_s, costs.load_bytes_per_s, **parameters)
@@ -50,7 +51,7 @@ class PendingTime(RoutingPolicy):
         return cls(link.fixed.value, link.bandwidth.value, **parameters)
 
     def learn(self, costs: ReplicaCosts) -> None:
-        """Load at another speed from now on."""
+        """Update the time and bandwidth of loads."""
         self._load_s, self._load_bytes_per_s = costs.load_s, costs.load_bytes_per_s
 
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
@@ -63,7 +64,7 @@ class PendingTime(RoutingPolicy):
         return Choice(fleet.info(chosen).replica)
 
     def pending_s(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
-        """Return by replica how long a request would wait; ``is_warm`` says where its adapter is."""
+        """Return the seconds that a request would wait, by replica. ``is_warm`` marks the replicas with its adapter."""
         loads = fleet.loads
         load_s = ~is_warm * (self._load_s + request.adapter_bytes / self._load_bytes_per_s)
         short_tokens = np.maximum(fleet.needed_tokens(request, is_warm) - loads.free_tokens, 0.0)

@@ -1,4 +1,4 @@
-"""dLoRA's adaptive threshold tuning: when merging pays, learned from the period before.
+"""Implements dLoRA's adaptive threshold tuning, which learns from each period when merging pays.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
 Algorithm 2. It tunes alpha; the tuning of beta is "similar", and its details are omitted.
@@ -12,16 +12,17 @@ from lorikeet.scheduling.batching.mode import LiveRequest
 
 
 class ThresholdParams(NamedTuple):
-    """Initial thresholds, and how they are tuned. The paper prints none of these values.
+    """Parameters of the thresholds: initial values and tuning. The paper prints none of these values.
 
     Attributes:
         alpha, beta: initial values. The break-even ratio is 1 / 1.389 = 0.72 if iterations take as long with fewer
             requests, and adapters add 38.9 % (section 4.1).
-        decrement: alpha falls by this where merging would have served more; beta rises by it where unmerging would.
-        factor: alpha rises by this factor otherwise, and beta falls by it.
+        decrement: amount by which alpha falls if merging would have served more requests, and by which beta rises if
+            unmerging would.
+        factor: factor by which otherwise alpha rises and beta falls.
         least_alpha, most_alpha, least_beta: limits.
         gap: least distance of beta below alpha, so that a state is not left as soon as it is entered.
-        period_iterations: after so many iterations a period ends at the latest.
+        period_iterations: largest number of iterations in a period.
     """
 
     alpha: float = 0.8
@@ -36,7 +37,7 @@ class ThresholdParams(NamedTuple):
 
 
 class IterationTimes(Protocol):
-    """Times of iterations, in seconds."""
+    """Defines the times of iterations, in seconds."""
 
     @property
     def is_known(self) -> bool:
@@ -44,20 +45,20 @@ class IterationTimes(Protocol):
         ...
 
     def merged_s(self, batch: Sequence[LiveRequest]) -> float:
-        """Return the time of an iteration of requests of one adapter, which is merged."""
+        """Return the time of an iteration of requests of one merged adapter."""
         ...
 
     def unmerged_s(self, batch: Sequence[LiveRequest]) -> float:
-        """Return the time of an iteration of requests of any adapters, none of which is merged."""
+        """Return the time of an iteration of requests of any adapters without merging."""
         ...
 
     def switch_s(self, to_merged: bool) -> float:
-        """Return the time of a switch to a merged adapter, or to none."""
+        """Return the time of a switch to a merged adapter, or to no merged adapter."""
         ...
 
 
 class Iteration(NamedTuple):
-    """The two possible batches of an iteration, of which one ran.
+    """Holds the two possible batches of an iteration, one of which ran.
 
     Attributes:
         merged: number of the oldest requests of the adapter that is or would be merged.
@@ -73,15 +74,15 @@ class Iteration(NamedTuple):
 
 
 class Thresholds:
-    """The thresholds alpha and beta of dynamic batching, tuned period by period.
+    """Tunes the thresholds alpha and beta of dynamic batching, period by period.
 
-    A period ends with a switch, when another adapter has the most requests, or after ``period_iterations``. Then the
-    requests per second of both states are compared over its iterations. A period that ran unmerged moves alpha, one
-    that ran merged moves beta. The state that did not run is charged with the switch to it.
+    A period ends with a switch, when another adapter has the most requests, or after ``period_iterations``. At its end,
+    the requests per second of both states are compared over its iterations. An unmerged period moves alpha, and a
+    merged period moves beta. The state that did not run is charged with the switch to it.
 
     Args:
-        times: of switches.
-        params: initial values, and how they are tuned.
+        times: times of switches.
+        params: initial values and tuning.
 
     Attributes:
         alpha, beta: arguments of ``dynamic.decide``.
@@ -95,10 +96,10 @@ class Thresholds:
         self._begin_period()
 
     def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
-        """End the period if the next iteration does not belong to it; return whether a threshold may have moved.
+        """End the period if the next iteration does not belong to it. Return whether a threshold may have moved.
 
         Args:
-            merged: adapter that is merged for the iteration, None for none.
+            merged: adapter that is merged for the iteration; None for none.
             candidate: adapter with the most requests, which is or would be merged.
         """
         if (merged, candidate) == self._state:
@@ -109,7 +110,7 @@ class Thresholds:
         return has_period
 
     def note(self, iteration: Iteration, count: int) -> None:
-        """Log identical iterations, no more than are left of the period."""
+        """Log identical iterations, at most the remaining number of the period."""
         self._iterations += count
         self._served[True] += count * iteration.merged
         self._served[False] += count * iteration.unmerged
@@ -120,7 +121,7 @@ class Thresholds:
 
     @property
     def iterations_left(self) -> int:
-        """Iterations until the period ends at the latest."""
+        """Largest number of iterations until the period ends."""
         return self._params.period_iterations - self._iterations
 
     def _begin_period(self) -> None:
@@ -136,11 +137,11 @@ class Thresholds:
         self._begin_period()
 
     def _throughput(self, merged: bool, switch_s: float = 0.0) -> float:
-        """Return requests per second over the period, a switch before its first iteration included."""
+        """Return requests per second over the period, including a switch before its first iteration."""
         return self._served[merged] / (self._seconds[merged] + switch_s)
 
     def _tune(self, is_merged: bool, pays: bool) -> None:
-        """Move the threshold of the state that ran; ``pays`` says whether the other would have served more."""
+        """Move the threshold of the state that ran. ``pays`` is whether the other state would have served more."""
         rules = self._params
         if is_merged:
             beta = self.beta + rules.decrement if pays else self.beta / rules.factor

@@ -1,1 +1,1 @@
-"""ELORA: KV and adapters in one dependency tree, evicted and prefetched by a cost model."""
+"""Implements ELORA: KV and adapters in one dependency tree, evicted and prefetched by a cost model."""

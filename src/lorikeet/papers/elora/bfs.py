@@ -1,4 +1,4 @@
-"""BFS (ELORA §VIII-H): evicts whole branches, an adapter with all its KV, by the sum of their Eval."""
+"""Implements BFS (ELORA §VIII-H), which evicts whole branches, an adapter with all its KV, by the sum of Eval."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from lorikeet.papers.elora.cost_model import Elora, Factor
 
 
 class Bfs(Elora):
-    """Scores a node by the logarithm of the sum of Eval over its branch, whichever tier the nodes are on.
+    """Scores a node by the logarithm of the sum of Eval over its branch, including nodes on both tiers.
 
-    LoRA_Eval is left out: every branch includes its adapter, so Now is the same for all and cancels.
+    LoRA_Eval is left out, because every branch includes its adapter, so Now is equal for all branches and cancels.
     """
 
     whole_branches = True
@@ -20,7 +20,7 @@ class Bfs(Elora):
         super().__init__(view, without=Factor.LORA_EVAL)
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return the branch sums of ``nodes``; nodes of one branch have equal scores."""
+        """Return the branch sums of ``nodes``. Nodes of one branch have equal scores."""
         tree, end = self.view.tree, self.view.tree.end
         tops = tree.top[nodes]
         is_wanted = np.zeros(end, np.bool_)

@@ -1,13 +1,13 @@
-"""ELORA's cost model (§VI): how much keeping a node saves, and how many adapters should be resident.
+"""Implements ELORA's cost model (§VI): the saving of keeping a node, and the required number of resident adapters.
 
     Eval = LoRA_Eval * cost * visit * (1 - sigmoid(t))                                               (Eq. 5, 6)
     LoRA_Eval = min(1, Now / Low)                                                                    (Eq. 4)
     Low = sum over adapters of 1 - (1 - prob)^BS                                                     (Eq. 3)
 
-Read to the letter: t is in seconds, and a node is one block of an adapter or of KV (§V-A), so that cost is the same for
-all nodes. Only the order matters, so scores are logarithms of Eval. In float64, 1 - sigmoid(t) is 0 from an age of 37
-seconds on; its logarithm still distinguishes old nodes from older ones. docs/decisions/memory-policies.md says what the
-paper leaves open and what was decided.
+By the letter of the paper, t is in seconds, and a node is one block of an adapter or of KV (§V-A), so that cost is
+equal for all nodes. Only the order matters, so scores are logarithms of Eval. In float64, 1 - sigmoid(t) is 0 from an
+age of 37 seconds on, but its logarithm still distinguishes old nodes from older nodes. See
+docs/decisions/memory-policies.md for open points of the paper and our decisions.
 """
 
 import math
@@ -27,7 +27,7 @@ _CHUNK_NODES = 8192
 
 
 class Factor(StrEnum):
-    """A factor of Eval, for ablations (§VIII-G)."""
+    """Names the factors of Eval, for ablations (§VIII-G)."""
 
     LORA_EVAL = "LoRA_Eval"
     VISIT = "visit"
@@ -38,19 +38,19 @@ def required_adapters(prob: npt.NDArray[np.float64], batch: float) -> float:
     """Return the expected number of different adapters in a batch (Eq. 3).
 
     Args:
-        prob: for each adapter, the share of requests that use it.
+        prob: share of requests that use each adapter.
         batch: number of requests in the batch; may be fractional.
     """
     return float(np.sum(1 - (1 - prob) ** batch))
 
 
 def quantity_coefficient(resident: float, required: float) -> float:
-    """Return LoRA_Eval for ``resident`` adapters on the device after a move (Eq. 4); 1 if none is required."""
+    """Return LoRA_Eval for ``resident`` adapters on the device after a move (Eq. 4); 1 if no adapter is required."""
     return min(1.0, resident / required) if required > 0 else 1.0
 
 
 class WindowMean:
-    """Time average of a piecewise constant number, over the last ``window_s`` seconds or since its first value."""
+    """Averages a piecewise constant number over time, over the last ``window_s`` seconds or since its first value."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -76,7 +76,7 @@ class WindowMean:
 
     @property
     def last(self) -> float:
-        """The present value; 0 before the first."""
+        """Current value; 0 before the first value."""
         return self._steps[-1][2] if self._steps else 0.0
 
     def _forget(self, now: float) -> None:
@@ -93,8 +93,8 @@ class WindowMean:
 class Elora(EvictionPolicy):
     """Scores nodes by the logarithm of ELORA's Eval.
 
-    LoRA_Eval has one value for all adapters and one for all KV. So it is not part of the scores but the offset between
-    the two kinds, and scores stay valid when the number of resident adapters changes.
+    LoRA_Eval has one value for all adapters and one value for all KV. So it is the offset between the two kinds and not
+    a part of the scores. Scores stay valid when the number of resident adapters changes.
 
     Args:
         view: the state of the memory.
@@ -102,7 +102,7 @@ class Elora(EvictionPolicy):
 
     Attributes:
         tau_s: unit of the age t, in seconds.
-        whole_adapters: whether an adapter is one node, whose cost is that of all its blocks.
+        whole_adapters: whether an adapter is one node, whose cost covers all its blocks.
     """
 
     tau_s = 1.0
@@ -117,8 +117,8 @@ class Elora(EvictionPolicy):
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return log cost + log visit - softplus(t), without terms that are equal for all nodes.
 
-        Those are the bandwidth and, of nodes of one block, the size in cost, and the number of requests in visit. The
-        score is ``LOWEST`` if a factor is 0, as for adapters that no request has used yet.
+        The omitted terms are the bandwidth and, for nodes of one block, the size in cost, and the number of requests in
+        visit. The score is ``LOWEST`` if a factor is 0, for example for adapters that no request has used yet.
         """
         scores = np.full(len(nodes), LOWEST)
         for begin in range(0, len(nodes), _CHUNK_NODES):
@@ -126,10 +126,10 @@ class Elora(EvictionPolicy):
         return scores
 
     def adapter_offset(self, now: float) -> float:
-        """Return log LoRA_Eval when an adapter is evicted minus that when KV is.
+        """Return log LoRA_Eval for the eviction of an adapter minus log LoRA_Eval for the eviction of KV.
 
-        As printed, the adapter's is the smaller one while there are fewer adapters than required: they are evicted the
-        earlier then, against the aim that the text states.
+        As printed, the adapter's value is smaller while fewer adapters than required are resident. So adapters are
+        evicted earlier in this case, against the stated aim of the paper.
         """
         resident = self.view.resident_adapters()
         if self._without is Factor.LORA_EVAL or resident == 0:
@@ -137,7 +137,10 @@ class Elora(EvictionPolicy):
         return self._log_coefficient(resident - 1, now) - self._log_coefficient(resident, now)
 
     def prefetch_adapter_offset(self, now: float) -> float:
-        """Return log LoRA_Eval when an adapter is loaded minus that when KV is; +inf if no adapter is resident."""
+        """Return log LoRA_Eval for the load of an adapter minus log LoRA_Eval for the load of KV.
+
+        Return +inf if no adapter is resident.
+        """
         if self._without is Factor.LORA_EVAL:
             return 0.0
         resident = self.view.resident_adapters()
@@ -148,7 +151,7 @@ class Elora(EvictionPolicy):
         self._batch.set(running, now)
 
     def low(self, now: float) -> float:
-        """Return Low (Eq. 3). Requests for the base model count as requests, but need no adapter."""
+        """Return Low (Eq. 3). Requests for the base model count, but need no adapter."""
         if self._low[0] != now:
             self._low = (now, self._compute_low(now))
         return self._low[1]
@@ -176,10 +179,11 @@ class Elora(EvictionPolicy):
         age = np.zeros(len(nodes))
         if self._without is not Factor.RECENCY:
             age = (now - self._last_use_s(nodes)) / self.tau_s
-            value /= 1 + np.exp(-age)  # minus the age below, this is softplus; no overflow, since ages are not negative
+            # With the age subtracted below, this is softplus; it cannot overflow, because ages are not negative
+            value /= 1 + np.exp(-age)
         np.log(value, out=scores, where=known)
         scores -= age
 
     def _last_use_s(self, nodes: Nodes) -> Scores:
-        """Return when each node was last used, by the clock of ``now``."""
+        """Return the time at which each node was last used, by the clock of ``now``."""
         return self.view.tree.last_use_s[nodes]

@@ -1,7 +1,9 @@
-"""HALP (Song et al., NSDI 2023), a baseline of ELORA §VIII-H: LRU proposes nodes, a learned ranker picks one.
+"""Implements HALP (Song et al., NSDI 2023), a baseline of ELORA §VIII-H.
 
-The ranker predicts which of two nodes should be evicted: a logistic function of the difference of their features. For
-each evicted node and each one that was kept instead, it is trained by which of the two is used again first.
+LRU proposes nodes, and a learned ranker picks one.
+
+The ranker predicts by a logistic function of the features' difference which of two nodes should be evicted. For each
+evicted node and each node that was kept instead, the ranker learns from which of the two is used again first.
 """
 
 from collections import OrderedDict, defaultdict
@@ -17,15 +19,15 @@ from lorikeet.memory.policies.lru import Lru
 
 _LEARNING_RATE = 0.05
 _MAX_PAIRS = 4096
-"""Decisions that wait for their outcome; beyond that the oldest are dropped."""
+"""Largest number of decisions that wait for their outcome. The oldest decisions are dropped first."""
 
 
 class _Pair(NamedTuple):
-    """One eviction decision between two nodes.
+    """Records an eviction decision between two nodes.
 
     Attributes:
         evicted, kept: the two nodes.
-        difference: features of the evicted node minus those of the kept one, at the time.
+        difference: features of the evicted node minus features of the kept node, at the time of the decision.
     """
 
     evicted: int
@@ -34,7 +36,7 @@ class _Pair(NamedTuple):
 
 
 class Halp(Lru):
-    """Evicts, of the four least recently used candidates, the one that the ranker picks.
+    """Evicts the node that the ranker picks among the four least recently used candidates.
 
     Features are the logarithms of age in seconds plus 1, visits plus 1, size, and depth plus 1. An untrained ranker
     picks the least recently used.
@@ -50,7 +52,7 @@ class Halp(Lru):
         self._pairs_of: defaultdict[int, set[int]] = defaultdict(set)
 
     def choose(self, nodes: Sequence[int], now: float) -> int:
-        """Return the node that the ranker scores highest; of equals the first."""
+        """Return the node that the ranker scores highest; the first among equals."""
         features = self._features(nodes, now)
         best = int(np.argmax(features @ self._weights))
         for other, node in enumerate(nodes):
@@ -65,7 +67,7 @@ class Halp(Lru):
                 self._learn(pair.difference, was_right=pair.kept == node)
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """Drop decisions about removed nodes, whose outcome will not be known."""
+        """Drop decisions about removed nodes, whose outcome will stay unknown."""
         for node in nodes:
             self._take(node)
 

@@ -1,7 +1,7 @@
-"""Hawkeye (Jain and Lin, ISCA 2016), a baseline of ELORA §VIII-H: learns what Belady's optimal policy would keep.
+"""Implements Hawkeye (Jain and Lin, ISCA 2016), a baseline of ELORA §VIII-H, which learns from Belady's optimal policy.
 
-OPTgen replays past requests as the optimal policy would have served them. An adapter is cache-friendly if that policy
-would have kept most of its nodes; nodes of other adapters are evicted first.
+OPTgen replays past requests as the optimal policy would have served them. An adapter is cache-friendly if the optimal
+policy would have kept most of its nodes. Nodes of other adapters are evicted first.
 """
 
 from collections import deque
@@ -17,13 +17,14 @@ _HISTORY = 8
 _MAX_COUNTER, _FRIENDLY = 7, 4
 """Counters have 3 bits and start at 4; from 4 on an adapter is friendly."""
 _FRIENDLY_SCORE = 2.0**40
-"""Larger than any number of accesses."""
+"""Score that exceeds any number of accesses."""
 
 
 class OptGen:
     """Computes the hits of an optimal cache, which knows the future and may bypass blocks.
 
-    Time is counted in requests. For each past request it stores how many blocks the optimal cache holds for later hits.
+    Time is counted in requests. For each past request, the number of blocks that the optimal cache holds for later hits
+    is stored.
 
     Args:
         capacity: size of the cache in blocks.
@@ -34,7 +35,7 @@ class OptGen:
         self._capacity = capacity
         self._history = history
         self._held = np.zeros(64, np.int64)
-        self._blocks: deque[int] = deque()  # accessed by each request since self._first
+        self._blocks: deque[int] = deque()  # blocks accessed by each request since self._first
         self._accessed = 0
         self._first = 0
 
@@ -45,7 +46,7 @@ class OptGen:
 
     def next_request(self, blocks: int) -> None:
         """End the current request, which accessed ``blocks`` blocks."""
-        blocks = max(1, blocks)  # at least one, or requests without blocks would never be forgotten
+        blocks = max(1, blocks)  # at least 1, because requests without blocks would otherwise never be dropped
         self._blocks.append(blocks)
         self._accessed += blocks
         forgotten = 0
@@ -61,7 +62,7 @@ class OptGen:
             self._held = np.concatenate([self._held, np.zeros_like(self._held)])
 
     def access_again(self, last: int, size: int) -> bool:
-        """Access a node of ``size`` blocks that request ``last`` accessed; return whether the optimal cache hits."""
+        """Access a node of ``size`` blocks that request ``last`` accessed. Return whether the optimal cache hits."""
         if last < self._first:
             return False
         held = self._held[last - self._first : len(self._blocks)]
@@ -74,7 +75,7 @@ class OptGen:
 class Hawkeye(EvictionPolicy):
     """Evicts nodes of unfriendly adapters first, then the least recently accessed.
 
-    All nodes form one cache set. The adapter takes the place of the program counter by which the original predicts.
+    All nodes form one cache set. The adapter replaces the program counter from which the original predicts.
     """
 
     def __init__(self, view: MemoryView) -> None:
@@ -92,7 +93,7 @@ class Hawkeye(EvictionPolicy):
         return self._score[nodes]
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """Access the nodes of a request, and train on those that were accessed before."""
+        """Access the nodes of a request, and train on the nodes that were accessed before."""
         self._lengthen()
         tree = self.view.tree
         nodes = [adapter, *path]
@@ -105,7 +106,7 @@ class Hawkeye(EvictionPolicy):
         self._computed = 0
 
     def inserted(self, nodes: Sequence[int], now: float) -> None:
-        """Access newly computed KV; other nodes were accessed when the request arrived that they were loaded for."""
+        """Access newly computed KV. Loaded nodes were already accessed when their request arrived."""
         self._lengthen()
         for node in nodes:
             if self._last[node] == NO_NODE and self.view.tree.kind[node] == NodeKind.KV:

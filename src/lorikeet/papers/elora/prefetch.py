@@ -1,4 +1,4 @@
-"""ELORA's prefetch in the order of scores, parents before children (section V-B and VI-C), and its variants."""
+"""Implements ELORA's prefetch by score, parents before children (sections V-B and VI-C), and its variants."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from lorikeet.memory.tree import NO_NODE, NodeKind, Scores
 
 
 class BestFirst(RankedPrefetch):
-    """Names the nodes with the highest scores of the eviction policy."""
+    """Prefetches the nodes with the highest scores of the eviction policy."""
 
     def ranks(self) -> Scores:
         """Return the scores."""
@@ -18,13 +18,13 @@ class BestFirst(RankedPrefetch):
 
 
 class BestFirstFlat(BestFirst):
-    """``BestFirst`` that ignores the tree (ELORA-WOM): every node is a candidate."""
+    """Prefetches like ``BestFirst`` but ignores the tree (ELORA-WOM): every node is a candidate."""
 
     flat = True
 
 
 class Branches(PrefetchPolicy):
-    """Names whole branches, an adapter and then its KV, the highest-scored branch first (ELORA §VIII-H, BFS)."""
+    """Prefetches whole branches, an adapter and then its KV, the highest-scored branch first (ELORA §VIII-H, BFS)."""
 
     def targets(self, now: float) -> Iterator[int]:
         """Yield the nodes of each branch, parents before children."""

@@ -1,4 +1,4 @@
-"""Presets of ELORA, its ablations (section VIII-G) and the policies that it is compared with (section VIII-H)."""
+"""Defines presets of ELORA, its ablations (section VIII-G) and the compared policies (section VIII-H)."""
 
 from msgspec.structs import replace
 
@@ -9,13 +9,13 @@ _ELORA = Preset(adapter_chain=True, eviction="elora", prefetch="best-first", swa
 PRESETS = PresetGroup(
     "ELORA",
     {
-        # As printed: t in seconds, adapters as chains of blocks.
+        # The system as printed: t in seconds, adapters as chains of blocks.
         "elora": _ELORA,
-        # Without the tree: flat tables.
+        # Ablation without the tree: flat tables.
         "elora:wom": replace(_ELORA, dependency_tree=False, eviction="elora:wom", prefetch="best-first:flat"),
-        # Without the swapper's model; the same as lorikeet:tree-lru.
+        # Ablation without the swapper's model; equal to lorikeet:tree-lru.
         "elora:wos": replace(_ELORA, eviction="lru", prefetch="newest-first"),
-        # Without Eq. 4, visits, or recency.
+        # Ablations without Eq. 4, visits, or recency.
         "elora:wol": replace(_ELORA, eviction="elora(without=LoRA_Eval)"),
         "elora:wov": replace(_ELORA, eviction="elora(without=visit)"),
         "elora:wou": replace(_ELORA, eviction="elora(without=recency)"),

@@ -1,4 +1,4 @@
-"""ELORA-WOM (§VIII-E): ELORA's cost model over flat tables, without usage dependencies between the entries."""
+"""Implements ELORA-WOM (§VIII-E): ELORA's cost model over flat tables, without usage dependencies between entries."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ _NEVER = -np.inf
 
 
 class Wom(Elora):
-    """Scores each adapter and each block of KV by its own times of use.
+    """Scores each adapter and each block of KV by separate times of use.
 
-    In the tree an adapter and earlier KV are used whenever later KV is, so they never score lower. Here an entry is
-    used when a request matches it on arrival, or when it is generated (§V-A). So KV that was generated late is newer
-    than the adapter and the prompt that it needs, these are evicted before it, and it is invalid until it is evicted,
-    too. Of equal scores the older entry is evicted first.
+    In the tree an adapter and earlier KV are used whenever later KV is used, so they never score lower. In this policy
+    an entry is used when a request matches it on arrival, or when it is generated (§V-A). So KV that was generated late
+    is newer than the adapter and the prompt that it needs. These are evicted first, and the KV stays invalid until it
+    is evicted too. Among equal scores, the older entry is evicted first.
     """
 
     deeper_first = False
@@ -27,12 +27,12 @@ class Wom(Elora):
         self._last_s = np.zeros(0)
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """Record the use of what the request matches."""
+        """Record the use of the entries that a request matches."""
         self._extend()
         self._last_s[[adapter, *path]] = now
 
     def inserted(self, nodes: Sequence[int], now: float) -> None:
-        """Record the time of entries that are new in the table; of others, that are loaded again, it stays."""
+        """Record the time of entries that are new in the table. Entries that are loaded again keep their time."""
         self._extend()
         at = np.asarray(nodes, np.int64)
         self._last_s[at[self._last_s[at] == _NEVER]] = now
@@ -44,7 +44,8 @@ class Wom(Elora):
 
     def _last_use_s(self, nodes: Nodes) -> Scores:
         self._extend()
-        known: Scores = np.maximum(self._last_s[nodes], 0.0)  # adapters without requests score lowest by their visits
+        # Adapters without requests score lowest because of their visits
+        known: Scores = np.maximum(self._last_s[nodes], 0.0)
         return known
 
     def _extend(self) -> None:

@@ -1,1 +1,1 @@
-"""LoRAServe: adapters placed on replicas by rank and demand."""
+"""Implements LoRAServe: adapters are placed on replicas by rank and demand."""

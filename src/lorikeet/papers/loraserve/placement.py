@@ -1,4 +1,4 @@
-"""LoRAServe's placement as printed, and its baselines, which place an adapter once (section V-D)."""
+"""Implements LoRAServe's placement as printed, and its baselines, which place an adapter once (section V-D)."""
 
 import random
 from abc import abstractmethod
@@ -15,10 +15,10 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
 class OneHome(PlacementPolicy):
-    """Every adapter has one replica, and stays there as long as both exist.
+    """Assigns one replica to every adapter, where the adapter stays as long as both exist.
 
-    A new adapter, and one whose replica has left, gets a replica without moving the others. A replica that joins gets
-    new adapters only.
+    A new adapter, or an adapter whose replica has left, gets a replica without moving other adapters. A replica that
+    joins gets only new adapters.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class OneHome(PlacementPolicy):
         self._homes: dict[AdapterDigest, ReplicaId] = {}
 
     def place(self, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
-        """Return the placement; it ignores demand."""
+        """Return the placement, which ignores demand."""
         known = {demand.adapter: demand for demand in demands}
         stay = {adapter: home for adapter, home in self._homes.items() if adapter in known and home in replicas}
         unplaced = [demand for adapter, demand in known.items() if adapter not in stay]
@@ -49,17 +49,21 @@ class OneHome(PlacementPolicy):
         placed: dict[AdapterDigest, AdapterDemand],
         replicas: Sequence[ReplicaId],
     ) -> dict[AdapterDigest, ReplicaId]:
-        """Return replicas for the adapters in ``unplaced``; those in ``placed`` have theirs in ``_homes``."""
+        """Return replicas for the adapters in ``unplaced``.
+
+        ``_homes`` holds the replicas of the adapters in ``placed``.
+        """
 
 
 class RandomPlacement(OneHome):
-    """A random replica for each adapter.
+    """Assigns a random replica to each adapter.
 
-    Source: LoRAServe, section V-D (S-LoRA Random), which does not say whether counts are equal.
+    Source: LoRAServe, section V-D (S-LoRA Random), which leaves open whether counts are equal.
 
     Args:
         seed: seed of the draws.
-        balanced: shuffle the adapters and assign them in turn, so that counts are equal; otherwise draw for each one.
+        balanced: whether the adapters are shuffled and assigned in turn, so that counts are equal. If not, a replica is
+            drawn for each adapter.
     """
 
     @classmethod
@@ -79,7 +83,7 @@ class RandomPlacement(OneHome):
         placed: dict[AdapterDigest, AdapterDemand],
         replicas: Sequence[ReplicaId],
     ) -> dict[AdapterDigest, ReplicaId]:
-        adapters = sorted(demand.adapter for demand in unplaced)  # the seed decides, not the order of the demands
+        adapters = sorted(demand.adapter for demand in unplaced)  # sorted, so that the draws depend only on the seed
         if not self._balanced:
             return {adapter: self._random.choice(replicas) for adapter in adapters}
         self._random.shuffle(adapters)
@@ -89,10 +93,10 @@ class RandomPlacement(OneHome):
 
 
 class ContiguousPlacement(OneHome):
-    """Adapters sorted by rank, cut into groups of equal count, one for each replica.
+    """Sorts adapters by rank and cuts them into groups of equal count, one for each replica.
 
-    If the counts cannot be equal, the first groups have one more. A later adapter goes to the replica of the adapter
-    with the next lower rank.
+    If the counts cannot be equal, the first groups have one adapter more. A later adapter is placed on the replica of
+    the adapter with the next lower rank.
 
     Source: LoRAServe, section V-D (S-LoRA Contiguous).
     """
@@ -115,7 +119,7 @@ class ContiguousPlacement(OneHome):
 
 
 class LoRAServe(PlacementByRank):
-    """Packs adapters of similar rank onto replicas in proportion to their demand, as Algorithm 1 prints it.
+    """Packs adapters of similar rank onto replicas in proportion to their demand, as printed in Algorithm 1.
 
-    It packs from scratch every time, and its extrapolation is not printed.
+    Algorithm 1 packs from scratch every time, and the paper does not print its extrapolation.
     """

@@ -1,4 +1,4 @@
-"""Presets of LoRAServe, a variant, and its baselines (section V-D)."""
+"""Defines presets of LoRAServe, a variant, and its baselines (section V-D)."""
 
 from msgspec.structs import replace
 

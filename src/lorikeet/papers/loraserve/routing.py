@@ -1,7 +1,7 @@
-"""TOPPINGS as LoRAServe sees it (section V-A): rank-agnostic in one place, rank-aware in another.
+"""Implements LoRAServe's two descriptions of TOPPINGS (section V-A): rank-agnostic in one, rank-aware in the other.
 
-Both send each request to the best replica of the whole cluster, given what runs and waits there; every adapter is on
-every replica.
+Both policies send each request to the best replica of the whole cluster, given its running and waiting requests. Every
+adapter is on every replica.
 """
 
 from lorikeet.cluster.routing.base import LeastCost
@@ -11,18 +11,18 @@ from lorikeet.cluster.routing.request import RoutingRequest
 
 
 class FewestTokens(LeastCost):
-    """The fewest tokens to prefill and to decode, the first among equals. Ignores ranks."""
+    """Chooses the replica with the fewest tokens to prefill and to decode. Ranks are ignored."""
 
     def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return the tokens to prefill and to decode."""
+        """Return the number of tokens to prefill and to decode."""
         return fleet.loads.pending_tokens
 
 
 class LeastAddedLatency(LeastWork):
-    """The least latency added to all requests, slowed down by the largest rank; the first among equals.
+    """Chooses the replica with the least latency added to all requests, slowed down by the largest rank.
 
-    The request itself waits for all work including its own. Each request that is there already waits for the added
-    work.
+    The new request waits for all work of the replica, including the new work. Each request that is already at the
+    replica waits for the new work.
     """
 
     def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:

@@ -1,1 +1,1 @@
-"""Systems that several papers compare with: vLLM with static memory, and S-LoRA's admission."""
+"""Implements systems that several papers use as baselines: vLLM with static memory, and S-LoRA's admission."""

@@ -1,4 +1,4 @@
-"""Presets of vLLM: a fixed number of adapter slots, and the rest of the memory for KV."""
+"""Defines presets of vLLM: a fixed number of adapter slots, and the rest of the memory for KV."""
 
 from msgspec.structs import replace
 

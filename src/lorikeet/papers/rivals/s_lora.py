@@ -1,4 +1,4 @@
-"""S-LoRA's admission: first come, first served, while the reserved tokens fit the memory."""
+"""Implements S-LoRA's admission: first come, first served, while the reserved tokens fit the memory."""
 
 from collections.abc import Iterable
 
@@ -12,10 +12,10 @@ from lorikeet.scheduling.policies.fifo import Fifo
 
 
 class ReservedTokens(Fifo):
-    """Admits by time of arrival while the memory would suffice if every answer were as long as it may be.
+    """Admits requests by arrival while the memory would suffice for answers of the largest possible length.
 
-    The first request for which it would not ends admission, so no running request has to be preempted for blocks. A
-    request that is alone is admitted in any case.
+    The first request for which the memory would not suffice ends admission, so no running request must be preempted for
+    blocks. If no request runs, the next request is always admitted.
 
     Source: Sheng et al., "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (MLSys 2024), and the request queue of
     its published code.
@@ -40,10 +40,10 @@ class ReservedTokens(Fifo):
 
 
 class Reservation:
-    """The most tokens that requests together may need at any later time.
+    """Computes the largest number of tokens that requests together may need at a later time.
 
-    A request needs its input and what it has generated, one token more after each step, and nothing once it has reached
-    its longest answer. So the most are needed just before one of them ends, and adapters are needed throughout.
+    A request needs tokens for its input and its output so far, one more after each step, and none after its longest
+    answer. So the number is largest just before a request ends. Adapters count throughout.
 
     Args:
         view: of the engine.
@@ -59,7 +59,7 @@ class Reservation:
             self._add(request, output_tokens)
 
     def try_add(self, request: Request) -> bool:
-        """Add a waiting request if all still fit, or if it is the only one."""
+        """Add a waiting request if all requests still fit, or if it is the only request."""
         self._add(request, len(request.output_token_ids))
         if len(self._needs) == 1 or self.most_tokens() <= self._view.total_tokens:
             return True
@@ -72,7 +72,7 @@ class Reservation:
         self._adapters.pop()
 
     def most_tokens(self) -> int:
-        """Return the most tokens that are needed together."""
+        """Return the largest number of tokens that are needed together."""
         now, left = np.array(sorted(self._needs, key=lambda need: -need[1])).T
         kv = int((np.cumsum(now) + left * np.arange(1, len(left) + 1)).max())
         return kv + sum(self._adapter_tokens[digest] for digest in set(self._adapters))

@@ -1,1 +1,1 @@
-"""TOPPINGS: host cores assist prefills while their adapter is loaded, and rank-aware scheduling."""
+"""Implements TOPPINGS: host cores assist prefills while their adapter is loaded, and scheduling is rank-aware."""

@@ -1,4 +1,4 @@
-"""TOPPINGS' models of the time of a step by the ranks in it (section 5, equation 2): PrePerf and DecPerf."""
+"""Implements TOPPINGS' models of a step's time by its ranks (section 5, equation 2): PrePerf and DecPerf."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,16 +13,16 @@ from lorikeet.costs.profile import CostProfile
 
 
 class PerformanceModel(msgspec.Struct, frozen=True):
-    """Seconds of a step: ``slope_s * work + fixed_s``; a step without requests takes no time.
+    """Computes the seconds of a step: ``slope_s * work + fixed_s``. A step without requests takes no time.
 
     Work is the sum of ranks for the kernel form ``unpadded`` (MBGMV), and rows times the largest rank for ``padded``
     (BGMV). Rows are requests that have an adapter.
 
     Attributes:
         form: kernel form.
-        slope_s: per rank of a row (alpha).
-        fixed_s: the base model and everything else (beta).
-        token_s: per prefilled token of a request. The paper's equation has no tokens: 0 is the paper.
+        slope_s: seconds per rank of a row (alpha).
+        fixed_s: seconds of the base model and everything else (beta).
+        token_s: seconds per prefilled token of a request. The paper's equation has no tokens, which is the value 0.
 
     Raises:
         ValueError: the paper has no model of this kernel form.
@@ -40,11 +40,11 @@ class PerformanceModel(msgspec.Struct, frozen=True):
     def added_seconds(
         self, requests: Numbers, rows: Numbers, largest_rank: Numbers, total_rank: Numbers, rank: int
     ) -> tuple[Numbers, Numbers]:
-        """Return by replica the seconds of a step with one more request, and how many of them the request adds.
+        """Return, by replica, the seconds of a step with one more request, and the seconds that the request adds.
 
         Args:
             requests, rows, largest_rank, total_rank: counts of the step without it, by replica.
-            rank: of the request. Its tokens are not counted.
+            rank: rank of the request. Its tokens are not counted.
         """
         if self.form is KernelForm.UNPADDED:
             work = total_rank + rank
@@ -62,10 +62,10 @@ def fit_performance(form: KernelForm, steps: Iterable[tuple[Sequence[int], float
 
     Args:
         form: kernel form.
-        steps: ranks of a step's requests, and its seconds; at least two different amounts of work.
+        steps: ranks of the requests and the seconds of each step, with at least two different amounts of work.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: the steps have fewer different amounts of work.
     """
     measured = list(steps)
     unpadded = form is KernelForm.UNPADDED
@@ -78,10 +78,10 @@ def fit_performance(form: KernelForm, steps: Iterable[tuple[Sequence[int], float
 
 _BATCHES = (4, 8, 16, 32)
 _RANKS = (8, 16, 32, 64)
-"""Ranks of the steps that performance models are fitted to, with ``_BATCHES``: those of TOPPINGS (section 5)."""
+"""Ranks and batch sizes of the steps to which performance models are fitted, as in TOPPINGS (section 5)."""
 
 StepSeconds = Callable[[int, int], float]
-"""Returns the seconds of a step of so many requests of one rank, each with its own adapter."""
+"""Returns the seconds of a step, given the number of requests with different adapters and their common rank."""
 
 
 def fit_models(
@@ -103,7 +103,7 @@ def fit_models(
 def models_of_costs(
     costs: ReplicaCosts, form: KernelForm, prompt_tokens: int
 ) -> tuple[PerformanceModel, PerformanceModel]:
-    """Return the same models of a replica with these costs. The tokens of a prompt are part of the slope.
+    """Return PrePerf and DecPerf of a replica with these costs. The tokens of a prompt are part of the slope.
 
     Raises:
         ValueError: the paper has no model of this kernel form.
@@ -120,17 +120,17 @@ def performance_models(
 ) -> tuple[PerformanceModel, PerformanceModel]:
     """Return TOPPINGS' PrePerf and DecPerf, fitted to steps of several batch sizes and ranks in the profile.
 
-    As in the paper all requests of a step have one rank, each its own adapter. The models do not count tokens: those of
-    a prompt are part of the slope.
+    As in the paper, all requests of a step have one rank and different adapters. The models do not count tokens; the
+    tokens of a prompt are part of the slope.
 
     Args:
         profile: costs of steps.
         form: kernel form.
-        prompt_tokens, output_tokens: of a mean request; a decoding one has half of its answer.
+        prompt_tokens, output_tokens: lengths of a mean request. A decoding request has half of its answer.
 
     Raises:
         ValueError: the paper has no model of this kernel form.
-        ProfileError: the profile does not know the kernel form.
+        ProfileError: the profile lacks the kernel form.
     """
     context_tokens, model = prompt_tokens + output_tokens // 2, CostModel(profile, form)
 

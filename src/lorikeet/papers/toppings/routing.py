@@ -1,4 +1,4 @@
-"""Rank-aware scheduling (TOPPINGS, section 5, Algorithm 1)."""
+"""Implements rank-aware scheduling (TOPPINGS, section 5, Algorithm 1)."""
 
 from math import inf
 from typing import Any, NamedTuple, Self
@@ -22,13 +22,14 @@ from lorikeet.papers.toppings.performance import PerformanceModel, models_of_cos
 
 
 class ToppingsCosts(NamedTuple):
-    """The cost of a request by replica.
+    """Holds the cost of a request by replica.
 
     Attributes:
-        breaks_slo: a decode step with it would exceed the SLO (the paper's infinite cost).
-        cost: seconds that it adds to each token of each request; its prefill is spread over the tokens of an answer.
+        breaks_slo: whether a decode step with the request would exceed the SLO (the paper's infinite cost).
+        cost: seconds that the request adds to each token of each request. Its prefill is spread over the tokens of an
+            answer.
         requests: number of requests at the replica.
-        total: cost for all of these requests together.
+        total: cost for all requests of the replica together.
     """
 
     breaks_slo: Flags
@@ -38,18 +39,19 @@ class ToppingsCosts(NamedTuple):
 
 
 class Toppings(RoutingPolicy):
-    """Chooses the replica where a request slows the others least, among those that keep the SLO with it.
+    """Chooses the replica where a request slows the others least, among replicas that keep the SLO with the request.
 
     The order is (breaks the SLO, total, cost, requests, index). A flag replaces the paper's infinity, because an idle
-    replica would multiply infinity by 0. Candidates have free memory for the request; without one, it waits.
+    replica would multiply infinity by 0. Candidates have free memory for the request. If no candidate exists, the
+    request waits.
 
     Args:
         prefill: model of the step that prefills all queued requests (PrePerf).
         decode: model of the step that decodes all requests (DecPerf).
         slo_s: longest decode step; 0 for ``UNLOADED_TIMES`` the shortest.
         safety: divides ``slo_s``, because prefills between decodes are not in the model; 1 is the paper.
-        prompt_tokens: of a mean request, for models that are fitted again.
-        empty_is_free: whether an empty prefill takes no time; otherwise it takes its fixed part.
+        prompt_tokens: length of a mean request's prompt, for models that are fitted again.
+        empty_is_free: whether an empty prefill takes no time. If not, it takes its fixed part.
     """
 
     def __init__(
@@ -74,11 +76,13 @@ class Toppings(RoutingPolicy):
         step_models: tuple[PerformanceModel, PerformanceModel] | None = None,
         **parameters: Any,
     ) -> Self:
-        """Create the policy with models that are fitted to the profile's steps, else to the costs of a replica.
+        """Create the policy with models that are fitted to the profile's steps.
+
+        Without a profile, the models are fitted to the replica's costs.
 
         Args:
             setup: the facts about the cluster.
-            step_models: PrePerf and DecPerf, in place of fitted ones.
+            step_models: PrePerf and DecPerf, instead of fitted models.
             parameters: arguments of the constructor.
 
         Raises:
