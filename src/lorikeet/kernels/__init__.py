@@ -1,1 +1,1 @@
-"""The arithmetic of a model behind one interface, with three backends: reference (torch), native (C++), Triton."""
+"""A model's arithmetic behind one interface, with three backends: reference (torch), native (C++) and Triton."""

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Activation(StrEnum):
-    """The function that gates an MLP; the values are those of a ``config.json``."""
+    """The function that gates an MLP. The values are those in a ``config.json``."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"

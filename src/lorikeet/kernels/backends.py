@@ -21,10 +21,11 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
     """Return a backend.
 
     Args:
-        name: one of ``config.KERNELS``; ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention if
-            that is installed. Where neither can be used it is the reference backend, whose name then gives the reason.
+        name: one of ``config.KERNELS``. ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention if
+            FlashInfer is installed. If neither can be used, ``auto`` is the reference backend, whose name then gives
+            the reason.
         dtype: dtype of weights, adapters and KV.
-        device: device that holds them.
+        device: device of weights, adapters and KV.
 
     Raises:
         ValueError: the name is unknown, the backend cannot be used here, or FlashInfer is installed but broken.
@@ -50,7 +51,7 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
 
 
 def _flashinfer_kernels(device: torch.device) -> Kernels:
-    _triton_kernels(device)  # raises if Triton cannot be used
+    _triton_kernels(device)  # This raises an error if Triton cannot be used.
     try:
         from lorikeet.kernels.triton.flashinfer_attention import FlashInferKernels
     except (ImportError, OSError, RuntimeError) as error:
@@ -61,14 +62,14 @@ def _flashinfer_kernels(device: torch.device) -> Kernels:
 
 
 class TritonUnavailableError(RuntimeError):
-    """The Triton kernels cannot be used here; the message gives the reason."""
+    """Raised when the Triton kernels cannot be used. The message gives the reason."""
 
 
 def _triton_kernels(device: torch.device) -> Kernels:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise TritonUnavailableError(f"the Triton kernels run on a GPU or in the interpreter, not on {device.type}")
     try:
-        from lorikeet.kernels.triton.kernels import TritonKernels  # Triton is an extra, and takes a second to import
+        from lorikeet.kernels.triton.kernels import TritonKernels  # Triton is an extra, and its import takes a second.
     except ImportError as error:
         raise TritonUnavailableError(f"the Triton kernels need Triton: {install_command('gpu')} ({error})") from error
     if device.type == "cuda" and (missing := _missing_for_launchers()):
@@ -77,7 +78,7 @@ def _triton_kernels(device: torch.device) -> Kernels:
 
 
 def _missing_for_launchers() -> str | None:
-    """Return why Triton could not build a kernel launcher, None if it can."""
+    """Return why Triton cannot build kernel launchers; None if it can."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "neither gcc nor clang is installed"
     header = Path(sysconfig.get_path("include"), "Python.h")

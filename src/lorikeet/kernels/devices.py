@@ -11,7 +11,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype called ``name``.
 
     Raises:
-        ValueError: Lorikeet does not support it.
+        ValueError: Lorikeet does not support the dtype.
     """
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if name not in dtypes:
@@ -22,8 +22,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device without waiting for the copy.
 
-    The source is pinned first. A copy from pageable memory would wait for all earlier work of the device, and would
-    deadlock if that work waits for the calling thread, as an assisted prefill does.
+    The source is pinned first. A copy from pageable memory would wait for all earlier work of the device. It would
+    deadlock if that work waits for the calling thread, like in an assisted prefill.
     """
     registered = tensor.pin_memory() if device.type == "cuda" else tensor
     return registered.to(device, non_blocking=True)

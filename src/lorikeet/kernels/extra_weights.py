@@ -1,4 +1,4 @@
-"""The extras of an adapter on the device, as views of pool blocks.
+"""An adapter's extras on the device, as views of arena blocks.
 
 Extras are the tensors of an adapter besides LoRA's A and B, such as DoRA's magnitudes (``core.adapter.AdapterExtra``).
 ``docs/decisions/adapter-extras.md`` describes the kinds.
@@ -18,11 +18,11 @@ _NORMS = ("layers.{}.input_layernorm.weight", "layers.{}.post_attention_layernor
 
 
 class ExtraMatrix(NamedTuple):
-    """A matrix in pool blocks.
+    """A matrix in arena blocks.
 
     Attributes:
-        pieces: runs of its rows, ``[rows, columns]`` each, in order.
-        tokens: token ids of the rows, if these belong to the vocabulary.
+        pieces: runs of the matrix's rows in order, ``[rows, columns]`` each.
+        tokens: token ids of the rows, for a matrix of the vocabulary.
     """
 
     pieces: tuple[Tensor, ...]
@@ -35,11 +35,11 @@ class ExtraMatrix(NamedTuple):
 
     @property
     def vector(self) -> Tensor:
-        """All elements in order; a view if the matrix has one piece."""
+        """All elements in order, as a view if the matrix has one piece."""
         return self.pieces[0].flatten() if len(self.pieces) == 1 else torch.cat([p.flatten() for p in self.pieces])
 
     def rows_of(self, numbers: Tensor) -> Tensor:
-        """Return rows by number, ``[len(numbers), columns]``."""
+        """Return the rows with these numbers, ``[len(numbers), columns]``."""
         found = self.pieces[0].new_empty(len(numbers), self.pieces[0].shape[1])
         first = 0
         for piece in self.pieces:
@@ -53,7 +53,7 @@ class ExtraMatrix(NamedTuple):
         return torch.cat([x @ piece.to(x.dtype).T for piece in self.pieces], dim=1)
 
     def fill(self, values: Tensor) -> None:
-        """Overwrite all elements, in order."""
+        """Overwrite all elements in order."""
         for piece, part in zip(self.pieces, values.flatten().split([p.numel() for p in self.pieces]), strict=True):
             piece.copy_(part.view_as(piece))
 
@@ -68,7 +68,7 @@ class ExtraWeights:
     Attributes:
         is_prepared: whether the extras that depend on the base have been computed.
         kinds: kinds of the extras of linear modules and vectors.
-        vocabulary: embedding or head, if the adapter has extras of it.
+        vocabulary: which of embedding and head have extras.
         fits_one_call: whether the native kernels can apply the extras in the one call that computes all layers. The
             call supports factors and summands of outputs and norms of the residual stream, but no whole weights,
             factors of inputs or norms of heads.
@@ -95,11 +95,11 @@ class ExtraWeights:
         self.vocabulary = frozenset(module for _, _, module in matrices if module in (EMBEDDING, HEAD))
 
     def get(self, kind: str, layer: int, module: str) -> ExtraMatrix | None:
-        """Return a matrix; None if there is none."""
+        """Return a matrix; None if the adapter does not have it."""
         return self._matrices.get((kind, layer, module))
 
     def vector(self, kind: str, layer: int, module: str) -> Tensor | None:
-        """Return a vector; None if there is none."""
+        """Return a vector; None if the adapter does not have it."""
         found = self._matrices.get((kind, layer, module))
         return None if found is None else found.vector
 
@@ -108,12 +108,12 @@ class ExtraWeights:
         return self._affine.get((layer, module), (None, None))
 
     def drop_shift(self, layer: int, module: str) -> None:
-        """Note that nothing is added to a module's output."""
+        """Record that nothing is added to a module's output."""
         scale, _ = self._affine[layer, module]
         self._affine[layer, module] = scale, None
 
     def tables(self) -> tuple[int, int]:
-        """Return the addresses of tables of addresses, as ``native/adjusts.h`` has them; valid while this lives.
+        """Return two addresses of tables of addresses for ``native/adjusts.h``, valid while this object lives.
 
         The first table has the factors and summands by layer and module; the second has the norms by layer, and its
         address is 0 if there are none.

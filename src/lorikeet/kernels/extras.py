@@ -1,4 +1,4 @@
-"""Applies the extras of adapters to a step, and computes those that depend on the base.
+"""Applies the extras of adapters to a step, and computes extras that depend on the base.
 
 Rows of the batch are adjusted segment by segment after the product of the base, so a step without such adapters runs
 as if there were none. ``docs/decisions/adapter-extras.md`` describes the kinds.
@@ -15,7 +15,7 @@ from lorikeet.kernels.lora import LoraBatch, LoraTargets, LoraWeights
 
 
 def scaled_inputs(x: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> Tensor:
-    """Return the input of a product, with the factors that adapters have for it; ``x`` is not changed."""
+    """Return the input of a product times the factors of adapters. ``x`` is not changed."""
     out = x
     for segment in lora.segments_with("input"):
         for target in targets.each:
@@ -30,7 +30,7 @@ def scaled_inputs(x: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) 
 def replace_products(
     out: Tensor, x: Tensor, bias: Tensor | None, lora: LoraBatch, layer: int, targets: LoraTargets
 ) -> None:
-    """Overwrite the outputs of modules for which adapters have whole weights.
+    """Overwrite the outputs of modules whose whole weight an adapter replaces.
 
     Args:
         out: ``[T, out]``, changed.
@@ -54,7 +54,7 @@ def replace_products(
 
 
 def scale_and_shift(out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
-    """Multiply outputs by the factors of adapters, and add their summands, as ``Kernels.scale_and_shift``."""
+    """Multiply outputs by the factors of adapters, and add the adapters' summands, like ``Kernels.scale_and_shift``."""
     for segment in lora.segments_with("scale", "shift"):
         rows = slice(segment.start, segment.stop)
         for module, column, outputs in targets.each:
@@ -67,7 +67,7 @@ def scale_and_shift(out: Tensor, lora: LoraBatch, layer: int, targets: LoraTarge
 
 
 def embed(x: Tensor, token_ids: Tensor, lora: LoraBatch) -> None:
-    """Replace the embeddings ``x [T, hidden]`` of tokens where adapters have their own, in place."""
+    """Overwrite the embeddings ``x [T, hidden]`` of tokens for which adapters have trained embeddings."""
     for segment in lora.vocabulary_segments(EMBEDDING):
         rows = slice(segment.start, segment.stop)
         extras = segment.extras
@@ -87,16 +87,16 @@ def embed(x: Tensor, token_ids: Tensor, lora: LoraBatch) -> None:
 
 
 def adjust_logits(logits: Tensor, hidden: Tensor, lora: LoraBatch, *, is_tied: bool) -> Tensor:
-    """Return logits with the output layers of adapters that have their own.
+    """Return logits computed with the trained output layers of adapters.
 
     Args:
         logits: ``[S, vocab]`` of the base, changed in place.
         hidden: ``[S, hidden]``, the input of the output layer.
-        lora: the adapters of these rows.
-        is_tied: whether the base's output layer is its embedding, so that trained rows of one are of both.
+        lora: the rows' adapters.
+        is_tied: whether the base's output layer is its embedding, so that trained rows belong to both.
 
     Returns:
-        The logits; minus infinity for tokens that an adapter's smaller vocabulary lacks.
+        The logits. They are minus infinity for tokens that an adapter's smaller vocabulary lacks.
     """
     for segment in lora.vocabulary_segments(EMBEDDING, HEAD):
         rows = slice(segment.start, segment.stop)
@@ -126,7 +126,7 @@ def adjust_logits(logits: Tensor, hidden: Tensor, lora: LoraBatch, *, is_tied: b
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """Return the norm of each row, fp32, computed in slices so that no whole copy is made."""
+    """Return the norm of each row in fp32, computed in slices to avoid a copy of the whole weight."""
     return torch.cat([torch.linalg.vector_norm(part.float(), dim=1) for part in weight.split(_SLICE_ROWS)])
 
 
@@ -137,10 +137,10 @@ class ProductShare(NamedTuple):
     """A tensor-parallel rank's share of a product.
 
     Attributes:
-        outputs: the outputs of each module that the rank computes. Their factors and summands are at the beginning of
-            vectors as long as those of the whole model.
-        total: returns the sum of a tensor over the ranks, if each has a part of the inputs.
-        adds_bias: whether the rank adds biases, and whatever else is added once.
+        outputs: for each module, the outputs that the rank computes. Their factors and summands are at the beginning of
+            vectors that are as long as in the whole model.
+        total: function that returns the sum of a tensor over the ranks, if each rank has a part of the inputs.
+        adds_bias: whether the rank adds biases and other summands that are added once.
     """
 
     outputs: Mapping[str, slice]
@@ -157,18 +157,18 @@ def prepare_product(
     norms: Callable[[], Tensor],
     share: ProductShare | None = None,
 ) -> None:
-    """Compute the factors and summands of a product of the base, into the blocks of an adapter.
+    """Compute the factors and summands of a product of the base, and write them to an adapter's blocks.
 
     DoRA's factors are magnitude / ‖W + sBA‖, row by row (https://arxiv.org/abs/2402.09353, section 4). The square of
-    that norm is ‖W‖² + 2 sB·(AWᵀ) + sB·(AAᵀ)sBᵀ, so the sum of W and sBA is never made.
+    the norm is ‖W‖² + 2 sB·(AWᵀ) + sB·(AAᵀ)sBᵀ, so the sum of W and sBA is never computed.
 
     Args:
         weights: weights of the adapter, changed.
         layer: index of the layer.
         targets: the modules of the product.
         bias: the base's bias, ``[out]``.
-        product: returns ``x [n, in]`` times the base's weight, ``[n, out]``.
-        norms: returns the norm of each row of the base's weight, fp32 ``[out]``.
+        product: function that returns ``x [n, in]`` times the base's weight, ``[n, out]``.
+        norms: function that returns the norm of each row of the base's weight, fp32 ``[out]``.
         share: the rank's share; None if it computes the whole product.
     """
     extras = weights.extras
@@ -222,9 +222,9 @@ def dora_norms(
     Args:
         norms: norms of the rows of W, ``[out]``.
         pieces: rows of A ``[r, in]`` and of sBᵀ ``[r, out]``.
-        product: returns ``a Wᵀ``, ``[r, out]`` with ``part`` of its columns.
-        part: those columns.
-        total: returns the sum over the ranks, if each has a part of the inputs.
+        product: function that returns ``part`` of the columns of ``a Wᵀ [r, out]``.
+        part: the columns.
+        total: function that returns the sum over the ranks, if each rank has a part of the inputs.
     """
     squares = norms.double().square()
     if pieces:
@@ -240,13 +240,13 @@ def dora_norms(
 def prepare_vocabulary(
     weights: LoraWeights, embedding: Tensor, logits: Callable[[Tensor], Tensor], norms: Callable[[], Tensor]
 ) -> None:
-    """Compute DoRA's factors of embedding and output layer, into the blocks of an adapter.
+    """Compute DoRA's factors of embedding and output layer, and write them to an adapter's blocks.
 
     Args:
         weights: weights of the adapter, changed.
         embedding: the base's embedding, ``[vocab, hidden]``.
-        logits: returns ``x [n, hidden]`` times the base's output layer, ``[n, vocab]``.
-        norms: returns the norm of each row of the output layer.
+        logits: function that returns ``x [n, hidden]`` times the base's output layer, ``[n, vocab]``.
+        norms: function that returns the norm of each row of the output layer.
     """
     extras = weights.extras
     assert extras is not None

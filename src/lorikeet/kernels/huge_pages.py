@@ -11,20 +11,23 @@ _ALIGNMENT_BYTES = 64
 
 
 def allocate(elements: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros ``[elements]``. The system provides their memory when they are first written.
+    """Return zeros ``[elements]``.
+
+    The system provides the memory when it is first written.
 
     Huge pages of 2 MiB need fewer page faults and fewer address translations.
     """
-    # Private: Linux gives shared anonymous memory no huge pages unless that is enabled for the whole machine.
+    # The mapping is private, since Linux gives shared anonymous memory huge pages only if the whole machine is set up
+    # so.
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a Linux kernel without huge pages
+        with suppress(OSError):  # The Linux kernel has no huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=elements)
 
 
 class Slabs:
-    """Allocates from large slabs, for tensors that live as long as the model. Successive tensors are adjacent."""
+    """Allocates tensors that live as long as the model from large slabs. Successive tensors are adjacent."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)

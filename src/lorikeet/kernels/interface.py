@@ -1,6 +1,6 @@
-"""The interface of a kernel backend, and the values that it takes.
+"""The interface of kernel backends, and the values that they take.
 
-Every backend computes the same functions. The others are checked against the reference backend, in plain torch.
+Every backend computes the same functions. Tests compare all backends with the reference backend, which is plain torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ class BatchPart(NamedTuple):
     """Some sequences of a batch, for which attention is launched together.
 
     Attributes:
-        numbers: int64 on the device, indices of the sequences in the batch; None: all of them.
+        numbers: indices of the sequences in the batch, int64 on the device. None for all sequences.
         sequences: number of sequences.
-        most_rows: most rows of a sequence.
-        longest: longest context; None if only the device knows.
+        most_rows: maximum number of rows of a sequence.
+        longest: longest context in tokens. None if only the device has the contexts.
     """
 
     numbers: Tensor | None
@@ -44,9 +44,9 @@ def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> t
     """Split a batch into decodes (one row) and prefills (more rows).
 
     Args:
-        row_starts: see ``Batch``; on the host.
-        contexts: see ``Batch``; on the host.
-        device: device of the indices. The call does not wait for their copy.
+        row_starts: see ``Batch``, on the host.
+        contexts: see ``Batch``, on the host.
+        device: device of the indices. The call does not wait until they are copied.
     """
     rows = row_starts.diff()
     ones = int((rows == 1).sum())
@@ -67,13 +67,13 @@ class Assist(Protocol):
     """Host LoRA for adapters that are not yet on the device with all layers."""
 
     def begin(self, product: str, layer: int, x: Tensor, lora: LoraBatch | None) -> LoraBatch | None:
-        """Start host LoRA for some adapters; return those for the device, None if there are none.
+        """Start host LoRA for some adapters, and return the adapters for the device; None if there are none.
 
         Args:
-            product: a key of ``core.geometry.PRODUCTS``; calls are in that order.
-            layer: index of the layer; calls are in order.
+            product: a key of ``core.geometry.PRODUCTS``. Calls are in the order of these keys.
+            layer: index of the layer. Calls are in the order of layers.
             x: ``[rows, in]``, the input of the product.
-            lora: all adapters of these rows: ``lora`` or ``sample_lora`` of the batch.
+            lora: all adapters of the rows, which is ``lora`` or ``sample_lora`` of the batch.
         """
         ...
 
@@ -83,7 +83,7 @@ class Assist(Protocol):
 
 
 class HostMetadata(NamedTuple):
-    """Copies on the host of fields of ``Batch``, so that they need not be read from the device."""
+    """Host copies of fields of ``Batch``, so that the fields need not be read from the device."""
 
     row_starts: Tensor
     contexts: Tensor
@@ -93,7 +93,7 @@ class HostMetadata(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's metadata, built once per step.
+    """The metadata of one step, built once per step.
 
     Attributes:
         token_ids: int64 ``[T]``.
@@ -101,13 +101,14 @@ class Batch:
         slot_blocks: int64 ``[T]``, block that receives the row's KV; -1 for padding rows of graphs, which store none.
         slot_offsets: int64 ``[T]``, token index inside that block.
         row_starts: int64 ``[n + 1]``; sequence i computes rows ``row_starts[i]`` to ``row_starts[i + 1]``.
-        contexts: int64 ``[n]``, tokens in a sequence's KV including the step's; its last row is at ``contexts[i] - 1``.
+        contexts: int64 ``[n]``, number of tokens in a sequence's KV, the step's included. The sequence's last row is at
+            ``contexts[i] - 1``.
         block_tables: int64 ``[n, N]``, padded with block 0.
-        sample_rows: int64 ``[S]``, rows that need logits, each once; in row order if these are all rows.
-        lora: the adapters, None if no row has one.
+        sample_rows: int64 ``[S]``, rows that need logits, each once. They are in row order if all rows do.
+        lora: the adapters; None if no row has an adapter.
         assist: host LoRA, if adapters of ``lora`` are being loaded; None if all are loaded.
-        embeds: rows, int64 ``[E]``, and the embeddings ``[E, hidden]`` that replace those of their tokens; None if
-            there are no such rows.
+        embeds: rows, int64 ``[E]``, and the embeddings ``[E, hidden]`` that replace the embeddings of the rows' tokens.
+            None without such rows.
         host: copies on the host; None in a graph.
     """
 
@@ -126,7 +127,7 @@ class Batch:
 
     @cached_property
     def parts(self) -> tuple[BatchPart, ...]:
-        """Its decodes and its prefills; in a graph one part with all sequences, as the host has no metadata."""
+        """The batch's decodes and prefills. In a graph, where the host has no metadata, one part has all sequences."""
         if self.host is None:
             return (BatchPart(None, len(self.contexts), len(self.token_ids) - len(self.contexts) + 1, None),)
         return split_batch(self.host.row_starts, self.host.contexts, self.contexts.device)
@@ -141,13 +142,13 @@ class Batch:
 
     @property
     def head_lora(self) -> LoraBatch | None:
-        """The adapters of the sample rows, if any of them has more than A and B."""
+        """The adapters of the sample rows, if any adapter has more than A and B."""
         lora = self.sample_lora
         return lora if lora is not None and lora.has_extras else None
 
 
 class PackedWeight(Protocol):
-    """A linear weight in a backend's own layout, or quantised."""
+    """A linear weight that is quantised or in a backend's own layout."""
 
     @property
     def shape(self) -> torch.Size:
@@ -156,7 +157,7 @@ class PackedWeight(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors of the weight."""
         ...
 
 
@@ -168,10 +169,10 @@ class HeadNorms(NamedTuple):
     """RMS norms of queries and keys.
 
     Attributes:
-        q, k: weights, ``[head_dim]`` each, of heads by themselves (Qwen3), or ``[heads * head_dim]`` and
-            ``[kv_heads * head_dim]``, of all heads of a token together (OLMo 2).
-        eps: summand of the mean square.
-        offset: summand of the weights, in fp32.
+        q, k: weights. Norms of single heads (Qwen3) have ``[head_dim]`` each. Norms of all heads of a token together
+            (OLMo 2) have ``[heads * head_dim]`` and ``[kv_heads * head_dim]``.
+        eps: number added to the mean square.
+        offset: number added to the weights, in fp32.
         is_whole: whether all heads of a token are normalised together.
     """
 
@@ -186,8 +187,8 @@ class RotaryPairs(NamedTuple):
     """The elements of a head that a rotary embedding rotates.
 
     Attributes:
-        dims: number of elements that are rotated. They are the first of a head; the rest stays unchanged.
-        are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), and not i with ``dims / 2 + i``.
+        dims: number of elements that are rotated, at the beginning of a head. The other elements stay unchanged.
+        are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), instead of i with ``dims / 2 + i``.
     """
 
     dims: int
@@ -198,7 +199,7 @@ class Rotation(NamedTuple):
     """The rotary embedding of a step's rows on a layer.
 
     Attributes:
-        cos, sin: ``[T, head_dim]``: one value for each pair, and from ``head_dim / 2`` on the same values again.
+        cos, sin: ``[T, head_dim]``, with one value for each pair. From ``head_dim / 2`` on the values repeat.
         pairs: the elements of a head that are rotated.
     """
 
@@ -208,7 +209,7 @@ class Rotation(NamedTuple):
 
 
 class Kernels(Protocol):
-    """A kernel backend. A method changes an argument only if its docstring states it."""
+    """A kernel backend. A method changes an argument only if the method's docstring states it."""
 
     name: str
     threads: int
@@ -219,29 +220,35 @@ class Kernels(Protocol):
     """Whether adapters may be kept as codes (``LoraWeights.bits``), and keys and values (:func:`kv_view`)."""
 
     def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """Return a context in which each thread is pinned to one of ``cores``; there is a core for each thread."""
+        """Return a context in which each thread is pinned to one of ``cores``, which has a core for each thread."""
         ...
 
     def pack(self, weight: "Tensor | QuantizedWeight", dtype: torch.dtype | None = None) -> Weight:
-        """Return ``weight [out, in]`` in the layout of :meth:`linear`; the weight itself if the layout is plain.
+        """Return ``weight [out, in]`` in the layout of :meth:`linear`.
+
+        A plain layout returns the weight itself.
 
         Args:
-            weight: plain or quantised.
-            dtype: dtype of the products with a quantised weight, which equal those with the weight dequantised to it.
-                A plain weight needs none.
+            weight: a plain or quantised weight.
+            dtype: dtype to which a quantised weight is dequantised for products. A plain weight needs no dtype.
         """
         ...
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Overwrite ``packed``, which is not quantised, with ``weight``, of the same shape and dtype, in place."""
+        """Overwrite ``packed``, which must not be quantised, with ``weight`` of the same shape and dtype."""
         ...
 
     def layers_in_one_call(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":
-        """Return a function that computes all layers in one call, with the same bits as single kernels, or None."""
+        """Return a function that computes all layers in one call, with the same bits as single kernels.
+
+        None if there is none.
+        """
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """Return ``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
+        """Return ``x [T, in] @ weight [out, in]ᵀ + bias [out]``.
+
+        Rows of ``x`` must be contiguous.
 
         With a ``delta``, ``x[rows] @ Aᵀ @ Bᵀ`` is added in columns ``[column, column + outputs)`` for each segment and
         target. Segments whose adapter does not change (layer, module) are skipped. Ranks may differ.
@@ -249,17 +256,18 @@ class Kernels(Protocol):
         ...
 
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
-        """Multiply outputs of a product by the factors of adapters, and add their summands, in place.
+        """Multiply outputs of a product by the factors of adapters, and add the adapters' summands, in place.
 
-        ``out [T, out]`` is the result of :meth:`linear`, with the delta. Sums are fp32, and rounded once.
+        ``out [T, out]`` is the result of :meth:`linear`, with the LoRA delta. Sums are computed in fp32 and rounded
+        once.
         """
         ...
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """Return the output layer ``x [S, hidden] @ weight [vocab, hidden]ᵀ``, ``[S, vocab]``.
+        """Return the logits ``x [S, hidden] @ weight [vocab, hidden]ᵀ``, ``[S, vocab]``.
 
-        It is fp32 where that costs no more than the weights' dtype. bfloat16 has steps of 0.125 between 16 and 32,
-        where the best logits of many models lie, so it makes ties among tokens that differ.
+        They are fp32 if this costs no more than the weights' dtype. bfloat16 has steps of 0.125 between 16 and 32, the
+        range of many models' best logits, so different tokens would tie.
         """
         ...
 
@@ -268,20 +276,20 @@ class Kernels(Protocol):
         ...
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """Add ``delta`` to ``x`` in place, if there is one; return the RMS norm of the sum times ``weight + offset``.
+        """Add ``delta`` to ``x`` in place, if given, and return the RMS norm of the sum times ``weight + offset``.
 
-        Both are ``[T, hidden]``; the norm, and ``weight + offset``, are computed in fp32.
+        ``x`` and ``delta`` are ``[T, hidden]``. The norm and ``weight + offset`` are computed in fp32.
         """
         ...
 
     def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
-        """Rotate the queries in ``qkv`` in place; write rotated keys, and values, into ``kv`` at the batch's slots.
+        """Rotate the queries in ``qkv`` in place, and write rotated keys and values to the batch's slots in ``kv``.
 
         Args:
-            qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are undefined afterwards.
-            rotation: how queries and keys are rotated.
-            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed; or of codes,
-                see :func:`kv_view`.
+            qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed in place. Its keys are undefined afterwards.
+            rotation: the rotation of queries and keys.
+            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]`` or codes (see
+                :func:`kv_view`). It is changed in place.
             batch: the step.
             norms: RMS norms of queries and keys before the rotation, or None.
         """
@@ -292,9 +300,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return the causal attention of the queries in ``qkv`` over the paged ``kv``, with grouped heads.
 
-        ``window`` limits a token to the ``window`` latest positions, its own included. With a ``softcap`` the scaled
-        scores are ``softcap * tanh(score / softcap)``.
-        Returns ``[T, heads * head_dim]``.
+        A token sees only the ``window`` latest positions, its own included. With a ``softcap`` the scaled scores are
+        ``softcap * tanh(score / softcap)``. Returns ``[T, heads * head_dim]``.
         """
         ...
 
@@ -312,14 +319,14 @@ class Kernels(Protocol):
 
 
 def kv_head_dim(kv: Tensor) -> int:
-    """Return the elements of a head of a layer's keys and values, as viewed by :func:`kv_view`."""
+    """Return the number of elements of a head in a layer's view from :func:`kv_view`."""
     return kv.shape[-1] - (KV_SCALE_BYTES if kv.dtype == torch.int8 else 0)
 
 
 def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, *, bits: int = 0) -> Tensor:
     """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy.
 
-    With 8 ``bits`` it is a view of int8 ``[…, head_dim + 2]``: the codes of a head, and their scale in bfloat16.
+    With 8 ``bits`` the view is int8 ``[…, head_dim + 2]``: the codes of a head, and the codes' scale in bfloat16.
     """
     blocks = arena.shape[0]
     if bits:
@@ -330,7 +337,9 @@ def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one decoder layer; ``None`` where the model has no such tensor.
+    """The weights of one decoder layer.
+
+    A field is None if the model has no such tensor.
 
     Linear weights are ``[out, in]``, as loaded or packed by ``Kernels.pack``.
 
@@ -339,7 +348,8 @@ class LayerWeights:
         attention_norm, mlp_norm: ``[hidden]``, for the outputs of attention and MLP before they are added.
         qkv, qkv_bias: queries, keys and values, stacked.
         q_norm, k_norm: see ``HeadNorms``.
-        o, o_bias: split by input over ranks. Only rank 0 has the bias, since partial products are summed.
+        o, o_bias: output projection, split by input over ranks. Only rank 0 has the bias, since partial products are
+            summed.
         gate_up, gate_up_bias: gate and up, stacked.
         down, down_bias: split like ``o``.
     """
@@ -365,13 +375,13 @@ class LayersShape(NamedTuple):
 
     Attributes:
         heads, kv_heads, head_dim: sizes of attention.
-        eps: summand of the mean square in all norms.
+        eps: number added to the mean square in all norms.
         scale: factor of attention scores.
         windows: sliding window of each layer; None for full attention.
         targets: LoRA targets of the four fused products: qkv, o, gate_up, down.
         rotations: for each layer, the index of its rotary embedding in cos and sin.
         pairs: see :class:`Rotation`.
-        norm_offset: summand of the weights of norms.
+        norm_offset: number added to the weights of norms.
         has_whole_norms: whether all heads of a token are normalised together.
         softcap: soft cap of attention scores; 0 for none.
         activation: the function that gates the MLP.
@@ -402,7 +412,7 @@ the MLP's output, both ``[S, hidden]``.
 
 
 def fits_one_call(batch: Batch) -> bool:
-    """Whether a batch needs nothing between kernels: neither host LoRA, nor einsums, nor whole weights of adapters."""
+    """Return whether a batch needs only kernels: no host LoRA, einsums or whole weights of adapters."""
     lora = batch.lora
     if batch.assist is not None or (lora is not None and lora.form is KernelForm.EINSUM):
         return False

@@ -1,4 +1,4 @@
-"""LoRA adapters of a batch: their weights in pool blocks, their rows, and the tables of addresses that kernels read."""
+"""The LoRA adapters of a batch: weights in arena blocks, rows, and the tables of addresses that kernels read."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -37,22 +37,22 @@ LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 
 
 class LoraWeights:
-    """The weights of one adapter, as views into pool blocks and as a table of addresses.
+    """The weights of one adapter, as views into arena blocks and as a table of addresses.
 
     Args:
         pieces: the views.
-        layers: layers of the model.
+        layers: number of layers of the model.
 
     Attributes:
         rank: the largest rank of any module on any layer.
         modules: modules that the adapter changes.
         extras: the tensors of the adapter besides A and B; None if there are none.
-        table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
-            then module, in the order of the geometry; here of ``LORA_MODULES``.
-        index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); see ``LoraTargets`` for slots.
-        score: rows of the score head, ``[labels, hidden]`` together; empty if the adapter has none.
-        bits: 8 if A and Bᵀ are codes, with the scales of a piece before its A (``memory.packing.write_pieces``); 0 if
-            they are of the dtype. ``pieces`` are of the dtype in any case.
+        table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Pieces are ordered
+            by layer, then by module in the geometry's order (here ``LORA_MODULES``).
+        index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module). See ``LoraTargets`` for slots.
+        score: rows of the score head, together ``[labels, hidden]``; empty without a head.
+        bits: 8 if A and Bᵀ are stored as codes, with the scales of a piece before its A
+            (``memory.packing.write_pieces``); 0 if they are stored in the dtype. ``pieces`` always have the dtype.
     """
 
     score: tuple[Tensor, ...] = ()
@@ -87,7 +87,10 @@ class LoraWeights:
         *,
         bits: int = 0,
     ) -> "LoraWeights":
-        """Make it from addresses. Views of hundreds of pieces take milliseconds; native kernels do not need them."""
+        """Create the weights from addresses.
+
+        Views of hundreds of pieces take milliseconds, and native kernels do not need them.
+        """
         made = cls.__new__(cls)
         made.rank = rank
         made.modules = modules
@@ -106,11 +109,11 @@ class LoraWeights:
 
     @cached_property
     def pieces(self) -> LoraPieces:
-        """The weights as views, made on first use."""
+        """The weights as views, created on first use."""
         return self._make_pieces()
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return table and index on a device; copied once."""
+        """Return table and index on a device. They are copied once."""
         if device.type == "cpu":
             return self.table, self.index
         if self._on_device is None:
@@ -153,8 +156,9 @@ class LoraTargets:
     Attributes:
         each: the targets.
         modules: names of their modules.
-        numbers: int64 ``[1 + 3 * targets]``: the number of targets, then index in a layer, column and outputs of each.
-        slots: entries of one layer in the index of ``LoraWeights``.
+        numbers: int64 ``[1 + 3 * targets]``: the number of targets, then each target's index in a layer, column and
+            outputs.
+        slots: number of entries of one layer in the index of ``LoraWeights``.
         are_aligned: whether all columns and outputs are multiples of 16.
     """
 
@@ -170,7 +174,7 @@ class LoraTargets:
         self._on_device: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """Return :attr:`numbers` on a device; copied once."""
+        """Return :attr:`numbers` on a device. They are copied once."""
         if self._on_device is None:
             self._on_device = to_device(self.numbers, device)
         return self._on_device
@@ -180,11 +184,11 @@ class LoraBatch:
     """The adapters of one step.
 
     Attributes:
-        segments: disjoint, in row order.
+        segments: disjoint ranges of rows, in row order.
         form: form in which mixed ranks are computed.
         modules: modules that any of the adapters changes on any layer.
-        largest_rank: largest rank of the adapters; a ``padded`` batch pads to it.
-        segment_rows: rows of the longest segment.
+        largest_rank: largest rank of the adapters, to which a ``padded`` batch pads.
+        segment_rows: number of rows of the longest segment.
     """
 
     def __init__(self, segments: Sequence[LoraSegment], form: KernelForm = KernelForm.UNPADDED) -> None:
@@ -202,7 +206,7 @@ class LoraBatch:
         return any(segment.weights.extras is not None for segment in self.segments)
 
     def segments_with(self, *kinds: str) -> list[ExtrasSegment]:
-        """Return the segments whose adapters have any of these kinds for linear modules or vectors."""
+        """Return the segments whose adapters have extras of any of these kinds for linear modules or vectors."""
         if kinds not in self._with_kinds:
             self._with_kinds[kinds] = [
                 ExtrasSegment(start, stop, weights.extras)
@@ -217,7 +221,7 @@ class LoraBatch:
         return self.segments_with("scale", "shift", "vector", "weight", "input")
 
     def vocabulary_segments(self, *modules: str) -> list[ExtrasSegment]:
-        """Return the segments whose adapters have extras of any of ``modules``: embedding or head."""
+        """Return the segments whose adapters have extras of any of ``modules`` (embedding, head)."""
         return [
             ExtrasSegment(start, stop, weights.extras)
             for start, stop, weights in self.segments
@@ -226,24 +230,25 @@ class LoraBatch:
 
     @cached_property
     def extras_record(self) -> ExtrasRecord | None:
-        """The changes of linear modules and norms besides LoRA, for native kernels; None if there are none."""
+        """The changes to linear modules and norms besides LoRA, for native kernels; None without such changes."""
         rows = [
             (start, stop, *extras.tables()) for start, stop, extras in self.segments_with("scale", "shift", "vector")
         ]
         if not rows:
             return None
-        self._extras_rows = torch.tensor(rows, dtype=torch.int64)  # kept alive, since the record has its address
+        # The array is kept alive, since the record has its address.
+        self._extras_rows = torch.tensor(rows, dtype=torch.int64)
         return ExtrasRecord(segments=self._extras_rows.data_ptr(), count=len(rows))
 
     @cached_property
     def table(self) -> Tensor:
-        """Int64 ``[segments, 4]`` on the host: start, stop, address of the piece table, address of the piece index."""
+        """Segments on the host, int64 ``[segments, 4]``: start, stop, addresses of piece table and piece index."""
         rows = [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in self.segments]
         return torch.tensor(rows, dtype=torch.int64)
 
     @cached_property
     def record(self) -> AdaptersRecord:
-        """The adapters as native kernels read them. All adapters of a batch are stored in the same form."""
+        """The adapters as a record for native kernels. All adapters of a batch are stored in the same form."""
         return AdaptersRecord(
             segments=self.table.data_ptr(),
             count=len(self.segments),
@@ -262,14 +267,16 @@ class LoraBatch:
         *,
         is_aligned: bool,
     ) -> "LoraBatch":
-        """Make a batch for a graph, whose kernels read only the table; its content may change between replays.
+        """Create a batch for a graph.
+
+        Its kernels read only the table, whose content may change between replays.
 
         Args:
-            table: the result of :meth:`on`; unused segments have no rows.
-            form: form in which mixed ranks are computed; not ``EINSUM``.
+            table: the result of :meth:`on`. Unused segments have no rows.
+            form: form in which mixed ranks are computed. ``EINSUM`` is not supported.
             modules: modules that any adapter in the table may change.
-            largest_rank: largest rank of any adapter in the table; with ``PADDED`` the rank to which all are padded.
-            segment_rows: most rows of a segment in the table.
+            largest_rank: largest rank of any adapter in the table; with ``PADDED``, the rank to which all are padded.
+            segment_rows: maximum number of rows of a segment in the table.
             is_aligned: whether all weights start at multiples of 16 bytes.
         """
         made = cls((), form)
@@ -290,7 +297,7 @@ class LoraBatch:
         return not self.modules.isdisjoint(targets.modules)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return :attr:`table` on a device, with addresses on that device and long segments split; copied once."""
+        """Return :attr:`table` on a device, with the device's addresses and long segments split. It is copied once."""
         if self._on_device is None:
             rows = split_segments(self.rows_on(device), MAX_SEGMENT_ROWS)
             self._on_device = to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 4), device)
@@ -302,7 +309,7 @@ class LoraBatch:
         return [(s.start, s.stop, table.data_ptr(), index.data_ptr()) for s, table, index in found]
 
     def select_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
-        """Return the adapters of a batch that consists of ``rows`` of this one; None if none of the rows has one."""
+        """Return the adapters for a batch of only these ``rows``; None if no row has an adapter."""
         segments: list[LoraSegment] = []
         for row, old_row in enumerate(rows):
             index = bisect_right(self.segments, old_row, key=lambda segment: segment.start) - 1

@@ -1,4 +1,4 @@
-"""The native backend for CPUs: loads the C++ library for this CPU and calls it with addresses of tensors."""
+"""The native backend for CPUs, which loads the C++ library for this CPU and calls it with addresses of tensors."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +78,7 @@ _RESULTS = {
 
 
 class NativeUnavailableError(RuntimeError):
-    """No native library can be used; the message gives the reason."""
+    """Raised when no native library can be used. The message gives the reason."""
 
 
 @cache
@@ -86,7 +86,7 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
     """Load the library built for one of ``INSTRUCTION_SETS`` and declare its functions.
 
     Raises:
-        NativeUnavailableError: it was not built, does not load, or needs instructions that this CPU lacks.
+        NativeUnavailableError: the library was not built, does not load, or needs instructions that this CPU lacks.
     """
     path = Path(__file__).parent / f"_cpu_{instruction_set}.so"
     if not path.is_file():
@@ -116,7 +116,7 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
 
 
 def supported_instruction_sets() -> list[str]:
-    """Return the ``INSTRUCTION_SETS`` that this machine can run, best first."""
+    """Return the ``INSTRUCTION_SETS`` that this machine can run, the best first."""
     found = []
     for name in INSTRUCTION_SETS:
         try:
@@ -131,7 +131,7 @@ def best_library() -> tuple[str, ctypes.CDLL]:
     """Return the best instruction set that this machine can run, and its library.
 
     Raises:
-        NativeUnavailableError: there is none; the message has the reason for each set.
+        NativeUnavailableError: there is no library that can run. The message has the reason for each set.
     """
     reasons = []
     for name in INSTRUCTION_SETS:
@@ -143,7 +143,7 @@ def best_library() -> tuple[str, ctypes.CDLL]:
 
 
 class QuantizedPanels(NamedTuple):
-    """The parts of a quantised ``PanelWeight`` besides its codes.
+    """The parts of a quantised ``PanelWeight`` besides the codes.
 
     Attributes:
         bits, group, zero: see ``QuantizedWeight``.
@@ -158,17 +158,19 @@ class QuantizedPanels(NamedTuple):
 
 
 class PanelWeight:
-    """A weight packed in panels (``native/panels.h``). Its address stays the same when the weight changes.
+    """A weight packed in panels (``native/panels.h``).
+
+    The address stays the same when the weight changes.
 
     Args:
-        panels: the packed elements, or codes.
+        panels: the packed elements or codes.
         shape: ``[out, in]``.
         item_bytes: bytes of an element of products with the weight.
-        quantized: the other parts of a quantised weight; None if it is plain.
+        quantized: the other parts of a quantised weight; None for a plain weight.
 
     Attributes:
         outputs: number of outputs.
-        address: address of its ``WeightRecord``.
+        address: address of the weight's ``WeightRecord``.
     """
 
     def __init__(
@@ -206,16 +208,18 @@ def native_copy(
     target_blocks: Sequence[int],
     until_s: float,
 ) -> None:
-    """Copy blocks of one arena to blocks of another, bypassing the caches, since they are not read again soon.
+    """Copy blocks from one arena to another.
+
+    The copy bypasses the caches, since the blocks are not read again soon.
 
     Args:
-        library: a library of :func:`load_library`.
-        source, target: ``[blocks, elements]``, contiguous, on the CPU; they do not overlap.
-        source_blocks, target_blocks: block indices, equally many.
-        until_s: time of the monotonic clock until which it yields to every other thread.
+        library: a library from :func:`load_library`.
+        source, target: the arenas, ``[blocks, elements]``, contiguous and on the CPU. They must not overlap.
+        source_blocks, target_blocks: block indices, of the same number.
+        until_s: time, on the monotonic clock, until which the copy yields to all other threads.
 
     Raises:
-        RuntimeError: shapes, dtypes or numbers of blocks differ, or a block does not exist; nothing is copied then.
+        RuntimeError: shapes, dtypes or numbers of blocks differ, or a block does not exist. Nothing is copied.
     """
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise RuntimeError(
@@ -242,12 +246,12 @@ def native_copy(
 
 
 def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: SamplingTensors, threads: int) -> Tensor:
-    """Sample like ``kernels.sampling.choose``. Tokens are the same except for rounding at the top-p limit.
+    """Sample one token per row, like ``kernels.sampling.choose`` except for rounding at the top-p limit.
 
     Args:
-        library: a library of :func:`load_library`.
-        logits: bfloat16 or fp32 ``[S, vocab]`` on the CPU; rows are contiguous.
-        parameters: sampling parameters of each row.
+        library: a library from :func:`load_library`.
+        logits: bfloat16 or fp32 ``[S, vocab]`` on the CPU, with contiguous rows.
+        parameters: each row's sampling parameters.
         threads: number of threads that share the rows.
     """
     rows, vocab = logits.shape
@@ -271,13 +275,15 @@ def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: SamplingTens
 
 
 class NativeLayers:
-    """All layers of a decoder in one native call; implements ``kernels.interface.Layers``.
+    """Computes all layers of a decoder in one native call.
+
+    Implements ``kernels.interface.Layers``.
 
     Args:
-        library: a library of :func:`load_library`.
-        weights: packed.
-        shape: parameters besides the weights.
-        threads: returns the number of threads of a step.
+        library: a library from :func:`load_library`.
+        weights: the packed weights.
+        shape: the layers' other parameters.
+        threads: function that returns the number of threads of a step.
     """
 
     def __init__(
@@ -314,7 +320,7 @@ class NativeLayers:
         self._all_targets = ProductTargetsRecord(*(targets.numbers.data_ptr() for targets in shape.targets))
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute all layers of a step, with the arguments and results of ``kernels.interface.Layers``."""
+        """Compute all layers of a step. See ``kernels.interface.Layers`` for arguments and results."""
         rows = len(x)
         samples = len(batch.sample_rows)
         normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
@@ -394,7 +400,7 @@ _TILE_DEPTH = 32
 
 
 def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
-    """Return codes of 4 bits in the order of ``native/tile_codes.h``: by panel, step, four rows and input."""
+    """Return codes of 4 bits in the order of ``native/tile_codes.h``: by panel, step, group of four rows, and input."""
     outputs, inputs = weight.shape
     panels = -(-outputs // _TILE_COLUMNS)
     steps = -(-inputs // _TILE_DEPTH)
@@ -404,7 +410,7 @@ def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
         levels = weight.rows(slice(first, first + len(codes) * _TILE_COLUMNS)).levels()
         whole = F.pad(levels, (0, steps * _TILE_DEPTH - inputs, 0, len(codes) * _TILE_COLUMNS - len(levels)))
         tiles = whole.view(len(codes), _TILE_COLUMNS, steps, _TILE_DEPTH).transpose(1, 2)
-        words = tiles.unflatten(2, (-1, 4))  # of four rows
+        words = tiles.unflatten(2, (-1, 4))  # The dimension is of groups of four rows.
         nibbles = words[:, :, :, ::2] | words[:, :, :, 1::2] << 4
         codes.view(*nibbles.shape[:3], _TILE_DEPTH, 2).copy_(nibbles.transpose(3, 4))
     return packed
@@ -424,12 +430,12 @@ def _adapters(lora: LoraBatch | None) -> int | None:
 
 
 def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int | None:
-    """Return the address of ``targets`` if any adapter changes one of them."""
+    """Return the address of ``targets`` if any adapter changes a module in it; else None."""
     return targets.numbers.data_ptr() if lora is not None and lora.changes(targets) else None
 
 
 def _extras(lora: LoraBatch | None) -> int | None:
-    """Return the address of the changes besides LoRA; None if there are none."""
+    """Return the address of the changes besides LoRA; None without such changes."""
     record = None if lora is None or not lora.has_extras else lora.extras_record
     return None if record is None else record.address
 
@@ -447,11 +453,11 @@ _NO_LORA = (0, 0, 0)
 
 
 class NativeKernels:
-    """The native backend. ``kernels.interface.Kernels`` documents what each method computes.
+    """The native backend. ``kernels.interface.Kernels`` documents the methods.
 
     Args:
-        instruction_set: the library's instruction set; part of the name.
-        library: a library of :func:`load_library`.
+        instruction_set: the library's instruction set, which is part of the backend's name.
+        library: a library from :func:`load_library`.
     """
 
     fits_graphs = False
@@ -465,7 +471,7 @@ class NativeKernels:
 
     @property
     def threads(self) -> int:
-        """Threads of the native functions, and of torch, which computes the rest."""
+        """Number of threads of the native functions and of torch, which computes the rest."""
         return self._threads
 
     @threads.setter
@@ -475,7 +481,7 @@ class NativeKernels:
 
     @contextmanager
     def pin_threads(self, cores: Sequence[int]) -> Iterator[None]:
-        """Pin the threads within the context. A thread whose core is not allowed stays where it runs."""
+        """Pin the threads within the context. A thread whose core is not allowed is not moved."""
         threads = self._threads
         places = torch.tensor(cores, dtype=torch.int64)
         assert len(places) == threads
@@ -486,7 +492,10 @@ class NativeKernels:
             self._library.lorikeet_place(places.data_ptr(), threads, False)
 
     def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
-        """Pack into panels, which are read at memory bandwidth for one row and multiply many rows without shuffles."""
+        """Pack a weight into panels.
+
+        For one row, panels are read at memory bandwidth. For many rows, they need no shuffles.
+        """
         if isinstance(weight, QuantizedWeight):
             assert dtype in DTYPES
             return self._pack_quantized(weight, dtype.itemsize)
@@ -501,7 +510,7 @@ class NativeKernels:
         """Pack codes and scales in the order in which :meth:`pack` packs elements."""
         columns = self._library.lorikeet_packed_elements(1, 2, item_bytes) // 2
 
-        def packed(values: Tensor) -> Tensor:  # [out, n, ...] to [panels, n, columns, ...]
+        def packed(values: Tensor) -> Tensor:  # This turns [out, n, ...] into [panels, n, columns, ...].
             count = -(-len(values) // columns)
             kept = self._slabs.allocate(count * columns * values[0].numel(), values.dtype)
             ordered = kept.view(count, values.shape[1], columns, *values.shape[2:]).transpose(1, 2)
@@ -522,7 +531,7 @@ class NativeKernels:
         return PanelWeight(codes, weight.shape, item_bytes, quantized)
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Overwrite the panels."""
+        """Overwrite the panels of a weight."""
         assert isinstance(packed, PanelWeight)
         panels = packed.panels
         plain = weight.contiguous()
@@ -541,13 +550,14 @@ class NativeKernels:
         return NativeLayers(self._library, weights, shape, lambda: self._threads)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """Multiply, and add the LoRA delta, in one call; einsums run in torch."""
+        """Multiply and add the LoRA delta in one call. Einsums run in torch."""
         assert isinstance(weight, PanelWeight)
         rows = x.shape[0]
         out = x.new_empty(rows, weight.outputs)
         numbers = _NO_LORA
         if delta is not None and delta.lora.form is not KernelForm.EINSUM:
-            layer = delta.layer * delta.targets.slots // len(LORA_MODULES)  # the library counts layers of seven
+            # The library expects seven modules in each layer.
+            layer = delta.layer * delta.targets.slots // len(LORA_MODULES)
             numbers = (delta.lora.record.address, layer, delta.targets.numbers.data_ptr())
         self._library.lorikeet_linear(
             x.data_ptr(),
@@ -584,7 +594,7 @@ class NativeKernels:
         return out
 
     def row_norms(self, weight: Weight) -> Tensor:
-        """Compute the norms from the panels. Products with the identity give the rows of a quantised weight."""
+        """Compute the norms from the panels. The rows of a quantised weight come from products with the identity."""
         assert isinstance(weight, PanelWeight)
         outputs, inputs = weight.shape
         if weight.quantized is None:
@@ -688,11 +698,11 @@ class NativeKernels:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Gate in one pass over memory."""
+        """Apply the gate in one pass over memory."""
         return self._gated(self._library.lorikeet_silu_mul, gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Gate in one pass over memory."""
+        """Apply the gate in one pass over memory."""
         return self._gated(self._library.lorikeet_gelu_mul, gate_up)
 
     def _gated(self, function: Callable[..., None], gate_up: Tensor) -> Tensor:
@@ -702,5 +712,5 @@ class NativeKernels:
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """Sample without sorting; threads share the rows."""
+        """Sample without sorting. Threads share the rows."""
         return native_choose(self._library, logits, parameters, self._threads)

@@ -1,4 +1,4 @@
-"""The records that the native library reads: ``native/records.h`` has the same fields in the same order."""
+"""The records that the native library reads. ``native/records.h`` has the same fields in the same order."""
 
 import ctypes
 from ctypes import c_int64, c_void_p
@@ -9,14 +9,14 @@ from lorikeet.kernels.activation import Activation
 
 
 class NativeRecord(ctypes.Structure):
-    """A record that the library reads. Addresses are ``c_void_p``; None is null."""
+    """A record that the library reads. Addresses are ``c_void_p``, with None for null."""
 
     native_name = ""
     """Name of the C++ struct."""
 
     @property
     def address(self) -> int:
-        """Address of the record, valid while it lives."""
+        """Address of the record, valid while the record lives."""
         return ctypes.addressof(self)
 
 
@@ -33,7 +33,7 @@ class NativeActivation(IntEnum):
 
 
 class WeightRecord(NativeRecord):
-    """A packed weight; all fields from ``bits`` on are 0 if it is not quantised."""
+    """A packed weight. All fields from ``bits`` on are 0 if the weight is not quantised."""
 
     native_name = "Weight"
     _fields_ = (
@@ -63,7 +63,7 @@ class AdaptersRecord(NativeRecord):
 
 
 class ExtrasRecord(NativeRecord):
-    """The segments whose adapters change more than LoRA does."""
+    """The segments whose adapters have changes besides LoRA."""
 
     native_name = "Adjusts"
     _fields_ = (
@@ -73,7 +73,7 @@ class ExtrasRecord(NativeRecord):
 
 
 class LayerRecord(NativeRecord):
-    """A layer. Products are addresses of ``WeightRecord``; a missing tensor is null, a window 0 if there is none."""
+    """A layer. Products are addresses of ``WeightRecord``. A missing tensor is null, and a missing window is 0."""
 
     native_name = "Layer"
     _fields_ = (
@@ -97,7 +97,7 @@ class LayerRecord(NativeRecord):
 
 
 class ModelRecord(NativeRecord):
-    """The layers of a model, and their sizes."""
+    """The layers of a model, and the layers' sizes."""
 
     native_name = "Model"
     _fields_ = (
@@ -179,10 +179,10 @@ RECORDS: tuple[type[NativeRecord], ...] = (
 
 
 def differing_record(record_bytes: Any) -> str | None:
-    """Return the name of a record whose size differs in a library, None if all are equal.
+    """Return the name of a record that has another size in a library; None if all sizes are equal.
 
     Args:
-        record_bytes: the function ``lorikeet_record_bytes`` of the library.
+        record_bytes: the library's function ``lorikeet_record_bytes``.
     """
     for record in RECORDS:
         if record_bytes(record.native_name.encode()) != ctypes.sizeof(record):

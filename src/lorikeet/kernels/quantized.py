@@ -1,6 +1,6 @@
-"""Linear weights in 4 or 8 bits, as plain tensors: the form in which they are loaded, cut and joined.
+"""Linear weights in 4 or 8 bits as plain tensors, the form in which weights are loaded, cut and joined.
 
-Backends with a layout of their own pack them further (``Kernels.pack``).
+Backends with another layout pack them further (``Kernels.pack``).
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class QuantizedWeightError(ValueError):
-    """Codes, scales and sizes do not fit together; the message names them."""
+    """Raised when codes, scales and sizes do not fit together. The message names them."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class QuantizedWeight:
 
     Attributes:
         bits: 4 or 8.
-        inputs: features that the weight reads.
-        group: consecutive inputs that share a scale; even. The last group may have fewer.
-        zero: the code of 0; a power of two, or 0 if there are offsets.
+        inputs: number of input features.
+        group: number of consecutive inputs that share a scale, which is even. The last group may have fewer inputs.
+        zero: the code that stands for 0: a power of two, or 0 if there are offsets.
         codes: uint8 ``[out, ceil(in / 2)]`` for 4 bits, the even input in the low nibble; ``[out, in]`` for 8 bits.
         scales: float16 or float32 ``[out, ceil(in / group)]``.
         offsets: the same shape and dtype, or None.
@@ -45,16 +45,16 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors of the weight."""
         return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.offsets) if tensor is not None)
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of the weight's tensors."""
         return self.codes.device
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """Return it on a device."""
+        """Return the weight on a device."""
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
 
@@ -71,17 +71,19 @@ class QuantizedWeight:
         return levels.mul_(scales).add_(self._spread(self.offsets)).to(dtype)
 
     def rows(self, outputs: "slice | Tensor") -> "QuantizedWeight":
-        """Return some outputs, in the order of their indices."""
+        """Return a weight of some outputs, in the given order."""
         offsets = None if self.offsets is None else self.offsets[outputs].contiguous()
         return replace(
             self, codes=self.codes[outputs].contiguous(), scales=self.scales[outputs].contiguous(), offsets=offsets
         )
 
     def columns(self, start: int, stop: int) -> "QuantizedWeight":
-        """Return some inputs. Groups that a cut divides become smaller ones; the numbers stay the same.
+        """Return a weight of some inputs.
+
+        Groups that a cut divides become smaller groups with the same numbers.
 
         Raises:
-            QuantizedWeightError: it would cut between the two inputs of a pair.
+            QuantizedWeightError: the cut would separate the two inputs of a pair.
         """
         if (start, stop) == (0, self.inputs):
             return self
@@ -102,7 +104,7 @@ class QuantizedWeight:
         )
 
     def regrouped(self, group: int) -> "QuantizedWeight":
-        """Return the same numbers in smaller groups; ``group`` divides the present one."""
+        """Return the same weight in smaller groups. ``group`` must divide the present group."""
         if group == self.group:
             return self
         if self.group % group or group % 2:
@@ -117,11 +119,11 @@ class QuantizedWeight:
         return replace(self, group=group, scales=repeated(self.scales), offsets=offsets)
 
     def widened(self) -> "QuantizedWeight":
-        """Return the same numbers with codes of 8 bits."""
+        """Return the same weight with codes of 8 bits."""
         return self if self.bits == 8 else replace(self, bits=8, codes=self.levels().contiguous())
 
     def with_offsets(self) -> "QuantizedWeight":
-        """Return the same numbers with offsets instead of a zero, in float32 unless float16 is exact."""
+        """Return the same weight with offsets instead of a zero, in float32 unless float16 is exact."""
         if self.offsets is not None:
             return self
         scales = self.scales.float()
@@ -129,14 +131,14 @@ class QuantizedWeight:
         return replace(self, zero=0, scales=scales, offsets=offsets)
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Return fp32 ``[out, in]``, each group's value at its inputs."""
+        """Return fp32 ``[out, in]``, with each group's value at all inputs of the group."""
         return values.float().repeat_interleave(self.group, dim=1)[:, : self.inputs]
 
 
 def quantized_weight(
     levels: Tensor, scales: Tensor, offsets: Tensor | None = None, *, bits: int, group: int, zero: int = 0
 ) -> QuantizedWeight:
-    """Make a weight from codes ``[out, in]`` of any integer dtype, and fp32 scales and offsets ``[out, groups]``.
+    """Create a weight from codes ``[out, in]`` of any integer dtype, and fp32 scales and offsets ``[out, groups]``.
 
     Raises:
         QuantizedWeightError: shapes do not fit, a code needs more bits, or a scale or offset is not finite.
@@ -158,7 +160,7 @@ def quantized_weight(
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Join weights that read the same inputs into one, in the widest of their formats; outputs stay in order."""
+    """Join weights that read the same inputs into one weight, in the widest of their formats. Outputs stay in order."""
     if len(parts) == 1:
         return parts[0]
     if len({part.bits for part in parts}) > 1:
@@ -178,7 +180,7 @@ def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def narrowed(scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return fp32 scales and offsets in float16 if that is exact for all of them, else as they are."""
+    """Return fp32 scales and offsets in float16 if the conversion is exact for all, else unchanged."""
     given = [values.float() for values in (scales, offsets) if values is not None]
     halves = [values.half() for values in given]
     exact = all(torch.equal(half.float(), wide) for half, wide in zip(halves, given, strict=True))
@@ -187,14 +189,14 @@ def narrowed(scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | N
 
 
 def pack_nibbles(levels: Tensor) -> Tensor:
-    """Return uint8 ``[out, ceil(in / 2)]`` from codes below 16, ``[out, in]``: the even input in the low nibble."""
+    """Pack codes below 16, ``[out, in]``, into uint8 ``[out, ceil(in / 2)]``, with the even input in the low nibble."""
     if levels.shape[1] % 2:
         levels = torch.nn.functional.pad(levels, (0, 1))
     return levels[:, ::2] | (levels[:, 1::2] << 4)
 
 
 def unpack_nibbles(codes: Tensor) -> Tensor:
-    """Return codes ``[out, 2 * bytes]`` of ``codes [out, bytes]``; the reverse of :func:`pack_nibbles`."""
+    """Unpack ``codes [out, bytes]`` into ``[out, 2 * bytes]``, the reverse of :func:`pack_nibbles`."""
     return torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
 
 
@@ -206,7 +208,9 @@ _CHUNK_ELEMENTS = 2**17
 
 
 def quantize(weight: Tensor, bits: int, group: int = GROUP) -> QuantizedWeight:
-    """Quantise a weight ``[out, in]`` symmetrically, with no larger squared error of a group than round-to-nearest.
+    """Quantise a weight ``[out, in]`` symmetrically.
+
+    No group has a larger squared error than with round-to-nearest.
 
     Scales are float16. For 8 bits the largest magnitude of a group becomes 127. For 4 bits three scales are tried for
     each group: the largest magnitude becomes -8 (like in GGUF's Q4_0) or 7, or the scale fits the
@@ -232,7 +236,7 @@ def _quantize_rows(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
 
 
 class _Rounded(NamedTuple):
-    """Groups, rounded: codes ``[out, groups, group]``, scale and squared error ``[out, groups, 1]``."""
+    """Rounded groups: codes ``[out, groups, group]``, scale and squared error ``[out, groups, 1]``."""
 
     codes: Tensor
     scale: Tensor
@@ -247,16 +251,16 @@ def _rounded(wide: Tensor, scale: Tensor, least: int, most: int) -> _Rounded:
 
 
 def _better(one: _Rounded, other: _Rounded) -> _Rounded:
-    """Return each group from the argument in which its error is smaller."""
+    """Return, for each group, the rounding with the smaller error."""
     is_better = other.error < one.error
     return _Rounded(*(torch.where(is_better, b, a) for a, b in zip(one, other, strict=True)))
 
 
 def _half(scale: Tensor) -> Tensor:
-    """Return a scale as it is stored."""
+    """Return a scale rounded as it is stored."""
     return scale.clamp(-65504.0, 65504.0).half().float()
 
 
 def _fitted(wide: Tensor, codes: Tensor) -> Tensor:
-    """Return the scale with which codes are closest to a group: Σ w·c / Σ c²."""
+    """Return the scale that brings codes closest to a group: Σ w·c / Σ c²."""
     return (wide * codes).sum(dim=2, keepdim=True) / codes.square().sum(dim=2, keepdim=True).clamp_(min=1e-12)

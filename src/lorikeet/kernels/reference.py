@@ -1,6 +1,8 @@
-"""The reference backend: plain torch, on any device. Other backends are tested against it.
+"""The reference backend, which is plain torch on any device.
 
-It also has LoRA by einsum, as dLoRA computes it, which all backends use.
+Other backends are tested against it.
+
+The module also has LoRA by einsum, as in dLoRA, which all backends use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +25,11 @@ from lorikeet.kernels.torch_layout import TorchLayoutKernels
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-    """Add the LoRA delta of ``Kernels.linear`` to ``out``, by multiplying every row with every adapter.
+    """Add the LoRA delta of ``Kernels.linear`` to ``out`` by multiplying every row with every adapter.
 
     ``out[n] += Σ_m S[n, m] Σ_r (x[n] · A[m, r]) Bᵀ[m, r]``, where ``S [rows, adapters]`` is 1 at a row's own adapter
-    and 0 elsewhere, and all adapters are padded with zeros to the largest rank of the batch. So the work is
-    rows x adapters x largest rank. On CPUs with slow half precision it computes in fp32.
+    and 0 elsewhere, and all adapters are padded with zeros to the largest rank of the batch. The work is rows x
+    adapters x largest rank. On CPUs with slow half precision, the computation is in fp32.
     """
     lora, layer, targets = delta
     adapters = list(dict.fromkeys(segment.weights for segment in lora.segments))
@@ -45,7 +47,7 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
                     rows = torch.cat(parts)
                     padded[i, : len(rows)] = rows
         inner = (x @ a.flatten(0, 1).T).unflatten(1, a.shape[:2])
-        # Selected, not multiplied by 0: another adapter's product may overflow, and inf * 0 is NaN.
+        # Products are selected, not multiplied by 0, since another adapter's product may overflow, and inf * 0 is NaN.
         inner = torch.where(types[:, :, None], inner, 0.0)
         out[:, column : column + outputs] += inner.flatten(1) @ bt.flatten(0, 1)
 
@@ -58,10 +60,11 @@ GROUP_RANKS = 512
 
 
 class ReferenceKernels(TorchLayoutKernels):
-    """The reference backend. ``kernels.interface.Kernels`` documents what each method computes.
+    """The reference backend. ``kernels.interface.Kernels`` documents the methods.
 
     Args:
-        instead_of_faster: why the fast backend cannot be used, empty if it was not requested; part of the name.
+        instead_of_faster: why the fast backend cannot be used; empty if it was not requested. The reason is part of the
+            name.
     """
 
     fits_graphs = False
@@ -72,7 +75,7 @@ class ReferenceKernels(TorchLayoutKernels):
 
     @property
     def threads(self) -> int:
-        """Torch's threads."""
+        """Number of torch's threads."""
         return torch.get_num_threads()
 
     @threads.setter
@@ -90,7 +93,7 @@ class ReferenceKernels(TorchLayoutKernels):
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """Add the residual, then norm."""
+        """Add the residual, then compute the norm."""
         if delta is not None:
             x += delta
         return rms_norm(x, weight, eps, offset)
@@ -109,7 +112,7 @@ class ReferenceKernels(TorchLayoutKernels):
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
-        """Decodes together, prefills one by one."""
+        """Compute the attention of all decodes together, and of prefills one by one."""
         if kv.dtype == torch.int8:
             used, tables = batch.block_tables.unique(return_inverse=True)
             kv = kv_from_codes(kv[used], qkv.dtype)
@@ -148,14 +151,15 @@ class ReferenceKernels(TorchLayoutKernels):
         return F.gelu(gate, approximate="tanh") * up
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """Sample by ``kernels.sampling.choose``."""
+        """Sample tokens with ``kernels.sampling.choose``."""
         return choose(logits, parameters)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Return the RMS norm over the last dimension, computed in fp32.
 
-    It is cast back before the weight is applied, in Llama's order, or after it, in Gemma's, if that has an offset.
+    Without an offset, the norm is cast back before the weight is applied (Llama's order). With an offset it is cast
+    back afterwards (Gemma's order).
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -187,7 +191,7 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
 def kv_codes(rows: Tensor) -> Tensor:
     """Return the codes of keys or values ``[…, head_dim]``, int8 ``[…, head_dim + 2]`` (``base.kv_view``).
 
-    The scale is rounded up, so that no code is above 127; it is NaN where a number is not finite.
+    The scale is rounded up, so that no code is above 127. The scale is NaN if a number is not finite.
     """
     wide = rows.float()
     exact = wide.abs().amax(-1, keepdim=True) / 127 + (wide * 0).sum(-1, keepdim=True)
@@ -199,7 +203,7 @@ def kv_codes(rows: Tensor) -> Tensor:
 
 
 def kv_from_codes(kv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the keys and values ``[…, head_dim]`` that codes ``[…, head_dim + 2]`` mean."""
+    """Return the keys and values ``[…, head_dim]`` for codes ``[…, head_dim + 2]``."""
     codes = kv[..., :-KV_SCALE_BYTES]
     scale = kv[..., -KV_SCALE_BYTES:].contiguous().view(torch.bfloat16)
     return (codes.float() * scale.float()).to(dtype)
@@ -218,8 +222,8 @@ def add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
     """Add the LoRA delta to ``out``, by two matrix products per group of segments.
 
     In eager torch launching a small product costs more than its arithmetic. So a group multiplies all its rows with all
-    its ranks and keeps the blocks that belong together. Padding would change only the time, so ``padded`` is computed
-    like ``unpadded``.
+    its ranks, and keeps the blocks in which row and rank belong to the same adapter. Padding would change only the
+    time, so ``padded`` is computed like ``unpadded``.
     """
     lora, layer, targets = delta
     for module, column, outputs in targets.each:
@@ -234,7 +238,7 @@ def add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
 
 
 class _Member(NamedTuple):
-    """A segment of a group, with its adapter's pieces for the (layer, module) and the sum of their ranks."""
+    """A segment of a group, with its adapter's pieces for the (layer, module), and the sum of the pieces' ranks."""
 
     segment: LoraSegment
     pieces: tuple[tuple[Tensor, Tensor], ...]
@@ -260,7 +264,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
-    """Zero ``inner [rows, ranks of the group]`` except for each segment's rows at its own ranks."""
+    """Zero ``inner [rows, ranks of the group]`` except for each segment's rows at the ranks of its adapter."""
     own = torch.zeros_like(inner)
     first = group[0].segment.start
     rank = 0
@@ -273,7 +277,10 @@ def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
 
 
 def _decode(q: Tensor, kv: Tensor, tables: Tensor, at: Tensor, scale: float, window: int | None) -> Tensor:
-    """Compute one query ``[D, heads, head_dim]`` per sequence; the heads of a group take the place of positions."""
+    """Compute the attention of one query ``[D, heads, head_dim]`` per sequence.
+
+    The heads of a group stand for positions.
+    """
     block_size = kv.shape[2]
     kv_heads = kv.shape[3]
     # index_select copies whole blocks and is ten times as fast as indexing.
@@ -293,7 +300,7 @@ def _decode(q: Tensor, kv: Tensor, tables: Tensor, at: Tensor, scale: float, win
 
 
 def _prefill(q: Tensor, kv: Tensor, table: Tensor, context: int, scale: float, window: int | None) -> Tensor:
-    """Compute queries ``[T, heads, head_dim]`` of one sequence over its whole context."""
+    """Compute the attention of the queries ``[T, heads, head_dim]`` of one sequence over its whole context."""
     gathered = kv.index_select(0, table)
     k, v = (gathered[:, part].flatten(0, 1)[:context].transpose(0, 1) for part in (0, 1))
     position = torch.arange(context, device=q.device)
@@ -317,17 +324,17 @@ def attend_plainly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return causal attention with options that ``Kernels.attention`` lacks, on any device; scores are fp32.
+    """Return causal attention with options that ``Kernels.attention`` lacks, on any device, with fp32 scores.
 
     Args:
         q: ``[T, heads, key_dim]``.
-        keys, values: those of a layer in the arena, ``[blocks, block_size, kv_heads, key_dim]`` and ``[...,
+        keys, values: a layer's keys and values in the arena, ``[blocks, block_size, kv_heads, key_dim]`` and ``[...,
             value_dim]``.
         batch: the step.
         scale: factor of the scores.
         window: number of latest positions that a token sees, its own included; None for all.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them unchanged.
-        sinks: ``[heads]``, logits that take part in the softmax without a value; None for none.
+        sinks: ``[heads]``, logits that take part in the softmax without a value; None without sinks.
 
     Returns:
         ``[T, heads, value_dim]``.
@@ -340,7 +347,7 @@ def attend_plainly(
     by_rows: dict[int, list[int]] = {}
     for i, (start, stop) in enumerate(pairwise(starts)):
         by_rows.setdefault(stop - start, []).append(i)
-    for rows, members in by_rows.items():  # all decodes together
+    for rows, members in by_rows.items():  # All decodes are computed together.
         longest = max(contexts[i] for i in members)
         table = batch.block_tables[members, : -(-longest // block_size)]
         position = torch.arange(table.shape[1] * block_size, device=q.device)

@@ -23,15 +23,15 @@ GREEDY_BELOW = 1e-5
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters of each row: contiguous tensors ``[S]`` on the device of the logits.
+    """The sampling parameters of each row, as contiguous tensors ``[S]`` on the device of the logits.
 
     Attributes:
-        temperature: fp32; below ``GREEDY_BELOW`` the most likely token is chosen.
+        temperature: fp32. Below ``GREEDY_BELOW`` the most likely token is chosen.
         top_k: int64; 0 for all.
         top_p: fp32, at most 1; 1 for all.
         min_p: fp32, at most 1; 0 for all.
         seed: int64, the bits of an unsigned 64-bit seed.
-        position: int64, of the new token.
+        position: int64, the new token's position.
     """
 
     temperature: Tensor
@@ -49,10 +49,12 @@ class SamplingTensors(NamedTuple):
 
 
 def choose(logits: Tensor, parameters: SamplingTensors) -> Tensor:
-    """Sample one token per row of ``logits [S, vocab]``, computed in fp32. Ties go to the lowest token id.
+    """Sample one token per row of ``logits [S, vocab]``, computed in fp32.
+
+    Ties go to the lowest token id.
 
     Returns:
-        int64 ``[S]`` on the device of the logits; -1 where the largest logit is not finite.
+        Token ids, int64 ``[S]`` on the device of the logits; -1 for a row whose largest logit is not finite.
     """
     largest, most_likely = logits.max(dim=-1)
     token_ids = torch.where(torch.isfinite(largest), most_likely, -1)
@@ -63,18 +65,20 @@ def choose(logits: Tensor, parameters: SamplingTensors) -> Tensor:
 
 
 def lowest_kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Return the lowest logit that min-p, top-k and top-p keep, applied in this order. Equal logits are kept together.
+    """Return the lowest logit that min-p, top-k and top-p keep, applied in this order.
 
-    Each filter applies to the tokens that the previous one kept: top-p is the mass among the tokens of top-k. It
-    computes one row at a time: torch sums the rows of a batch in another order than a single row, so the last bit of a
-    sum would depend on the rest of the batch.
+    Equal logits are kept together.
+
+    Each filter applies to the tokens that the previous filter kept, so top-p is the mass among the tokens of top-k. The
+    function computes one row at a time. In a batch, torch sums rows in another order, and the last bit of a sum would
+    depend on other rows.
 
     Args:
         logits: fp32 ``[vocab]``, already divided by the temperature.
         top_k, top_p, min_p: the filters, see ``SamplingTensors``.
 
     Returns:
-        fp32 scalar, ``-inf`` if nothing is filtered.
+        An fp32 scalar, which is ``-inf`` if nothing is filtered.
     """
     vocab = len(logits)
     lowest = logits.new_tensor(-torch.inf)
@@ -107,9 +111,10 @@ def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> 
 
 
 def _draw(logits: Tensor, row: SamplingTensors) -> int:
-    """Sample for one row ``logits [vocab]``, whose largest logit is finite."""
+    """Sample a token for one row ``logits [vocab]``, whose largest logit must be finite."""
     scaled = (logits - logits.max()) / float(row.temperature)
-    scaled = torch.where(scaled.isnan(), -torch.inf, scaled)  # -inf divided by a temperature that is infinite in fp32
+    # This is NaN if -inf was divided by a temperature that is infinite in fp32.
+    scaled = torch.where(scaled.isnan(), -torch.inf, scaled)
     lowest = lowest_kept(scaled, int(row.top_k), float(row.top_p), float(row.min_p))
     kept = torch.nonzero(scaled >= lowest).flatten()
     noise = gumbel_noise(int(row.seed), int(row.position), kept.cpu().numpy())

@@ -1,4 +1,4 @@
-"""The methods that backends share if weights stay tensors in torch's own layout."""
+"""The methods of backends whose weights stay in torch's layout."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class TorchLayoutKernels(ABC):
         """Multiply, then add the LoRA delta."""
 
     def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """Do nothing."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
@@ -29,12 +29,12 @@ class TorchLayoutKernels(ABC):
         return weight
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Copy the weight."""
+        """Copy the weight into ``packed``."""
         assert isinstance(packed, Tensor)
         packed.copy_(weight)
 
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers | None:
-        """Return None, since layers run kernel by kernel, or by a graph."""
+        """Return None, since layers run kernel by kernel or in a graph."""
         return None
 
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:

@@ -1,12 +1,12 @@
 """Attention of prefills and decodes over paged KV.
 
-A program computes a tile of rows of one sequence, for the query heads that share a KV head, and loops over the tokens
-that they see with a running maximum (Dao et al., "FlashAttention", 2022). Blocks of tokens are found through the block
-table (Kwon et al., "PagedAttention", SOSP 2023). A block holds all layers, so a layer's view is strided.
+A program computes a tile of rows of one sequence for the query heads that share a KV head. It loops over the visible
+tokens with a running maximum (Dao et al., "FlashAttention", 2022). Blocks of tokens are found through the block table
+(Kwon et al., "PagedAttention", SOSP 2023). A block holds all layers, so a layer's view is strided.
 
-Few sequences, or a long one among short ones, would keep few programs busy. Then the tokens of a sequence are split
-among several programs, and a second kernel joins their results (Dao et al., "Flash-Decoding", 2023). A graph is
-launched before contexts are known: the device derives from each context how many splits it has, and the other programs
+Few sequences, or one long sequence among short ones, would keep few programs busy. Then the tokens of a sequence are
+split among several programs, and a second kernel joins the results (Dao et al., "Flash-Decoding", 2023). A graph is
+launched before contexts are known. The device computes the number of splits from each context, and superfluous programs
 return immediately.
 
 Arguments that depend on the shape of a step are not specialised, so that they cause no recompilation.
@@ -29,9 +29,9 @@ def _first_seen(position, window, TOKENS: tl.constexpr):
 def _share(tokens, usual, splits, TOKENS: tl.constexpr, LEAST: tl.constexpr):
     """Return the number of tokens per split: ``tokens / usual``, but at most ``LEAST`` if ``splits`` allow it.
 
-    Splits for which no tokens are left have nothing to do.
+    Splits without tokens have nothing to do.
     """
-    tokens = tokens.to(tl.int32)  # a 32-bit division takes few instructions
+    tokens = tokens.to(tl.int32)  # A 32-bit division takes few instructions.
     share = tl.maximum(tl.cdiv(tokens, splits), tl.minimum(tl.cdiv(tokens, usual), LEAST))
     return tl.cdiv(share, TOKENS) * TOKENS
 
@@ -46,7 +46,7 @@ def attention(
 ):  # fmt: skip
     """Compute attention of ``ROWS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 means none.
 
-    The sequences are all, or those with indices ``numbers`` if ``is_part``. If ``IS_SPLIT``, they have one row each,
+    If ``is_part``, only the sequences with indices ``numbers`` are computed. If ``IS_SPLIT``, they have one row each,
     and a program handles one of the splits of the tokens (see ``_share``): ``out[split, index]`` is the weighted mean
     of its values, and ``shares[split, index, head]`` its largest score and its sum of weights. If ``CAPPED``, scores
     are ``softcap * tanh(score / softcap)``. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16

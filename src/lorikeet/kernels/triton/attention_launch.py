@@ -11,7 +11,7 @@ from lorikeet.kernels.triton.launch import INTERPRETED, PROGRAMS, launch, power_
 
 
 class _Tile(NamedTuple):
-    """Most query rows (times query heads per KV head), tokens per iteration, and warps of a program."""
+    """Maximum number of query rows (times query heads per KV head), tokens per iteration, and warps of a program."""
 
     rows: int
     tokens: int
@@ -35,11 +35,11 @@ _LEAST_SPLIT = 1024
 
 
 class Splits(NamedTuple):
-    """Number of programs among which the tokens of a decode are split.
+    """The number of programs among which the tokens of a decode are split.
 
     Attributes:
-        usual: enough to keep the device busy.
-        most: enough for long sequences. This many splits are launched.
+        usual: number of splits that keeps the device busy.
+        most: number of splits for long sequences, which is launched.
     """
 
     usual: int
@@ -47,7 +47,7 @@ class Splits(NamedTuple):
 
 
 def splits_of(programs: int, longest: int) -> Splits:
-    """Return the splits of decodes that have ``programs`` programs without splits and contexts up to ``longest``."""
+    """Return the splits of decodes that have ``programs`` programs before splitting and contexts up to ``longest``."""
     usual = max(1, min(PROGRAMS // programs, _MOST_SPLITS))
     if longest <= LONG_TOKENS:
         return Splits(usual, usual)
@@ -58,7 +58,7 @@ def splits_of(programs: int, longest: int) -> Splits:
 def paged_attention(
     qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
 ) -> Tensor:
-    """Compute attention as ``Kernels.attention``: one launch per part of the batch, two if its tokens are split."""
+    """Compute attention like ``Kernels.attention``, with one launch per part of the batch, two if tokens are split."""
     _, kv_heads, head_dim = kv.shape[2:]
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * head_dim)
     for part in batch.parts:

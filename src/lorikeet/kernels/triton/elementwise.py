@@ -1,4 +1,4 @@
-"""RMS norm, rotary embedding with the KV store, and gating: one pass over memory each, with fp32 arithmetic."""
+"""RMS norm, rotary embedding with the KV store, and gating, each in one pass over memory with fp32 arithmetic."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def add_norm(
     x, delta, weight, out, hidden, eps, offset, ADDED: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """For one row, ``x += delta`` if ``ADDED``; ``out`` is its RMS norm times ``weight + offset``, if ``OFFSET``."""
+    """Compute ``x += delta`` for a row if ``ADDED``, and its RMS norm times the weight (``+ offset`` if ``OFFSET``)."""
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, WIDTH)
     inside = column < hidden
@@ -27,7 +27,7 @@ def add_norm(
     if OFFSET:
         scale += offset
     else:
-        # Rounded before the weight is applied, in Llama's order.
+        # The norm is rounded before the weight is applied, in Llama's order.
         wide = wide.to(x.dtype.element_ty).to(tl.float32)
     tl.store(out + row + column, (wide * scale).to(x.dtype.element_ty), mask=inside)
 
@@ -42,9 +42,9 @@ def gated(gate_up, out, columns, GELU: tl.constexpr, WIDTH: tl.constexpr, PDL: t
     gate = tl.load(gate_up + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * columns + columns + column, mask=inside, other=0.0)
     inner = gate
-    if GELU:  # approximated by tanh: sqrt(8 / pi) * (x + 0.044715 x^3)
+    if GELU:  # GELU is approximated by tanh with sqrt(8 / pi) * (x + 0.044715 x^3).
         inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
-    # Rounded between the two, as torch does.
+    # The result is rounded between the two factors, like in torch.
     found = (gate / (1.0 + tl.exp(-inner))).to(gate_up.dtype.element_ty).to(tl.float32)
     tl.store(out + row * columns + column, (found * up.to(tl.float32)).to(gate_up.dtype.element_ty), mask=inside)
 
@@ -56,11 +56,11 @@ def rotary_store(
     HALF: tl.constexpr, PAIRS: tl.constexpr, NEIGHBOURS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
     NORMED: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries of some heads of a row in place, rotate their keys into its slot, and copy values there.
+    """Rotate queries of some heads of a row in place, and store the rotated keys and the values in the row's slot.
 
-    A lane has a pair of elements. The first ``PAIRS`` pairs are rotated: neighbours, or elements ``PAIRS`` apart; the
-    elements after them stay as they are, since the cos of their pairs is 1. Padding rows, whose block is -1, are not
-    stored.
+    A lane has a pair of elements. The first ``PAIRS`` pairs are rotated. A pair is two neighbours, or two elements that
+    are ``PAIRS`` apart. Other elements stay unchanged, since the cos of their pairs is 1. Padding rows, whose block is
+    -1, are not stored.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -92,7 +92,7 @@ def rotary_store(
             low_weight = low_weight + offset
             high_weight = high_weight + offset
         else:
-            # Rounded before and after the weight is applied, as torch does.
+            # The norm is rounded before and after the weight is applied, like in torch.
             low = low.to(first.dtype).to(tl.float32)
             high = high.to(first.dtype).to(tl.float32)
         low = low * low_weight

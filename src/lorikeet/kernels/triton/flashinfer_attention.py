@@ -1,7 +1,8 @@
 """The Triton backend with the attention of FlashInfer (Ye et al., MLSys 2025).
 
-FlashInfer makes a plan on the host for each step, which all layers use. Our blocks hold all layers; FlashInfer supports
-them as strided pages (its pull request 513). Steps in a graph run without the host, so they use Triton's attention.
+FlashInfer makes a plan on the host for each step, which all layers use. Our blocks hold all layers. FlashInfer supports
+such blocks as strided pages (its pull request 513). Steps in a graph run without the host, so they use Triton's
+attention.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +26,9 @@ class _Planned(NamedTuple):
 
 
 class FlashInferKernels(TritonKernels):
-    """Triton kernels with FlashInfer's attention. Implements ``kernels.interface.Kernels``.
+    """Triton kernels with FlashInfer's attention.
+
+    Implements ``kernels.interface.Kernels``.
 
     Args:
         device: a GPU.
@@ -40,7 +43,7 @@ class FlashInferKernels(TritonKernels):
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
-        """Compute attention with the plan of this step and window; in a graph, with Triton."""
+        """Compute attention with FlashInfer's plan for this step and window, or with Triton in a graph."""
         if batch.host is None:
             return super().attention(qkv, kv, batch, scale, window, softcap)
         block_size, kv_heads, head_dim = kv.shape[2:]
@@ -72,13 +75,13 @@ class FlashInferKernels(TritonKernels):
 
 
 class PageTables(NamedTuple):
-    """The arguments of a FlashInfer plan that describe a step, in its order; int32.
+    """The arguments of a FlashInfer plan that describe a step, in FlashInfer's order, int32.
 
     Attributes:
         row_starts: ``[n + 1]``.
         page_starts: ``[n + 1]``, start of each sequence's pages in ``pages``.
-        pages: used blocks of all sequences, concatenated.
-        last_page_tokens: ``[n]``, tokens in each sequence's last block.
+        pages: the used blocks of all sequences, concatenated.
+        last_page_tokens: ``[n]``, number of tokens in each sequence's last block.
     """
 
     row_starts: Tensor

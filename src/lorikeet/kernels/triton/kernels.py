@@ -1,4 +1,4 @@
-"""The Triton backend: launches the Triton kernels."""
+"""The Triton backend, which launches the Triton kernels."""
 
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ _MOST_PARTS = 8
 
 
 class _LoraTile(NamedTuple):
-    """Tile of one LoRA kernel: rows, ranks, and inputs or outputs per iteration; warps and pipeline stages.
+    """The tile of a LoRA kernel: rows, ranks, inputs or outputs per iteration, warps and pipeline stages.
 
-    With ``rows`` 1 it is for the kernels for segments of one row.
+    A tile with ``rows`` 1 is for the kernels for segments of one row.
     """
 
     rows: int
@@ -35,7 +35,7 @@ class _LoraTile(NamedTuple):
 
 
 class _LoraTiles(NamedTuple):
-    """Tiles of both LoRA kernels. The inputs of ``shrink`` are split until it has ``programs`` programs."""
+    """The tiles of both LoRA kernels. The inputs of ``shrink`` are split until it has ``programs`` programs."""
 
     shrink: _LoraTile
     expand: _LoraTile
@@ -48,8 +48,10 @@ _ONE_ROW = _LoraTiles(_LoraTile(1, 16, 256, 4, 1), _LoraTile(1, 32, 128, 2, 1), 
 _ONE_ROW_OF_MANY = _LoraTiles(_LoraTile(1, 16, 512, 4, 1), _LoraTile(1, 16, 128, 2, 1), 4 * PROGRAMS)
 _FEW_ROWS = _LoraTiles(_LoraTile(16, 32, 256, 4, 3), _LoraTile(16, 16, 256, 4, 4))
 _MANY_ROWS = _LoraTiles(_LoraTile(64, 64, 128, 4, 3), _LoraTile(64, 32, 128, 8, 2))
-"""For long segments, whose inputs would otherwise be read once for every few ranks. With four warps the sums of
-``expand`` do not fit into registers, and with three stages its tiles do not fit into most devices' shared memory.
+"""For long segments, whose inputs would otherwise be read once for every few ranks.
+
+With four warps the sums of ``expand`` do not fit into registers, and with three stages its tiles do not fit into most
+devices' shared memory.
 """
 _LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS))
 """Tiles by most rows of a segment and most segments."""
@@ -67,7 +69,9 @@ _FILTER_WARPS = 16
 
 
 class TritonKernels(TorchLayoutKernels):
-    """The Triton backend; products with weights that are not quantised run in torch.
+    """The Triton backend.
+
+    Products with weights that are not quantised run in torch.
 
     ``kernels.interface.Kernels`` documents the methods.
     No method waits for the device, except LoRA by einsum.
@@ -94,7 +98,7 @@ class TritonKernels(TorchLayoutKernels):
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """Add the residual, then norm."""
+        """Add the residual, then compute the norm."""
         out = torch.empty_like(x)
         rows, hidden = x.shape
         width = power_of_2(hidden)
@@ -109,7 +113,7 @@ class TritonKernels(TorchLayoutKernels):
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         half = head_dim // 2
         cos, sin, (dims, are_neighbours) = rotation
-        if norms is not None and norms.is_whole:  # a program has some heads only
+        if norms is not None and norms.is_whole:  # A program has only some of the heads.
             q, k, _ = split_heads(qkv, kv)
             norm_heads(q, norms.q, norms)
             norm_heads(k, norms.k, norms)
@@ -126,7 +130,7 @@ class TritonKernels(TorchLayoutKernels):
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
-        """Decodes and prefills in separate launches, if the host has the metadata."""
+        """Compute decodes and prefills in separate launches, if the host has the metadata."""
         return paged_attention(qkv, kv, batch, scale, window, softcap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ class TritonKernels(TorchLayoutKernels):
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """Sample in four launches; the vocabulary is split if there are few rows."""
+        """Sample in four launches. The vocabulary is split if there are few rows."""
         rows, vocab = logits.shape
         temperature, top_k, top_p, min_p, seed, position = parameters
         stride = logits.stride(0)
@@ -179,18 +183,19 @@ def _add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
 
 
 def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
-    """Return fp32 ``[parts, targets, T, rank]``, parts of sums over the inputs."""
+    """Return partial sums over the inputs, fp32 ``[parts, targets, T, rank]``."""
     batch, layer, targets = delta
     tables = batch.on(x.device)
     ranks = batch.largest_rank
     inputs = x.shape[1]
     count = len(targets.each)
     tile, _, programs = lora_tiles
-    tile = tile._replace(width=tile.width * 2 // x.element_size())  # equally many bytes in fp32, to fit shared memory
+    # fp32 gets the same number of bytes, to fit into shared memory.
+    tile = tile._replace(width=tile.width * 2 // x.element_size())
     tiles = tiles_of(_segment_rows(batch), tile.rows)
     rank_tiles = tiles_of(ranks, tile.ranks)
     parts, part_inputs = _parts(programs // (len(tables) * tiles * rank_tiles * count), inputs, tile.width)
-    padded = tiles_of(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
+    padded = tiles_of(ranks, _LEAST_RANKS) * _LEAST_RANKS  # All strides are multiples of 16.
     inner = torch.empty(parts, count, len(x), padded, dtype=torch.float32, device=x.device)
     part_stride, target_stride, inner_stride, _ = inner.stride()
     tensors = x, inner, tables, targets.on(x.device), layer * targets.slots, inputs, _padded_rank(batch)
@@ -235,7 +240,7 @@ def _tiles(segment_rows: int, segments: int, ranks: int) -> _LoraTiles:
 
 
 def _segment_rows(batch: LoraBatch) -> int:
-    """Return the most rows of a segment in the batch's table on the device."""
+    """Return the maximum number of rows of a segment in the batch's table on the device."""
     return min(batch.segment_rows, MAX_SEGMENT_ROWS)
 
 
@@ -244,7 +249,7 @@ def _padded_rank(batch: LoraBatch) -> int:
 
 
 def _parts(wanted: int, inputs: int, width: int, most: int = _MOST_PARTS) -> tuple[int, int]:
-    """Return the number of parts into which inputs are split, in whole tiles, and the inputs of each.
+    """Return the number of parts into which inputs are split, and the inputs of each part, in whole tiles.
 
     The number before rounding is a power of two, since a kernel is compiled for each number.
     """

@@ -1,4 +1,4 @@
-"""Options for launching Triton kernels, with programmatic dependent launch (PDL) on Hopper and later."""
+"""Options for launching Triton kernels, with programmatic dependent launch (PDL) on Hopper and later GPUs."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from triton.language.extra import cuda
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """With PDL, wait for the memory writes of the previous kernel, then let the next kernel start.
+    """Wait for the memory writes of the previous kernel, then let the next kernel start (with PDL).
 
     Every program must call this: the next kernel waits for this kernel only.
     """
@@ -26,16 +26,16 @@ PROGRAMS = 264
 
 @cache
 def _has_pdl() -> bool:
-    """Return whether a kernel may start while the previous one runs (programmatic dependent launch, Hopper on)."""
+    """Return whether the GPU has programmatic dependent launch (Hopper and later)."""
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def launch(warps: int, stages: int = 0) -> dict[str, int | bool]:
-    """Return launch options, with ``PDL``, which is the last argument of every kernel.
+    """Return launch options, including ``PDL``, the last argument of every kernel.
 
     Args:
         warps: number of warps of a program.
-        stages: pipeline stages, the number of tiles in flight; 0 for Triton's choice.
+        stages: number of pipeline stages, which is the number of tiles in flight; 0 for Triton's choice.
     """
     options: dict[str, int | bool] = {"num_warps": warps, "PDL": _has_pdl()}
     if stages:
@@ -51,5 +51,5 @@ def tiles_of(count: int, width: int) -> int:
 
 
 def power_of_2(count: int) -> int:
-    """Return the least power of two that is at least ``count``. Triton's function takes microseconds on the host."""
+    """Return the smallest power of two that is at least ``count``. Triton's function takes microseconds on the host."""
     return 1 << (count - 1).bit_length()

@@ -1,18 +1,17 @@
 """Grouped LoRA for adapters of mixed ranks, with weights read in place from pool blocks.
 
-There are two launches, as in Punica's SGMV (Chen et al., MLSys 2024): ``shrink`` multiplies rows with A, to their
-adapter's rank, and ``expand`` with B, to the outputs. With few rows, inputs are split among programs (split-K). Tables
-on the device hold the adapter of each row and the addresses of its pieces, so the same launches serve any mix of
-adapters.
+There are two launches, as in Punica's SGMV (Chen et al., MLSys 2024): ``shrink`` multiplies rows with their adapter's
+A, and ``expand`` multiplies the results with B. With few rows, inputs are split among programs (split-K). Tables on the
+device hold the adapter of each row and the addresses of its pieces, so the same launches serve any mix of adapters.
 
-Each kernel has a variant for segments of one row, which is bound by reading the adapter: tiles of tensor cores would be
-nearly empty.
+Each kernel has a variant for segments of one row, whose time goes into reading the adapter. Tiles of tensor cores would
+be almost empty there.
 
 With PDL a kernel looks up the addresses of its weights, and may read some weights, before it waits for the previous
 kernel.
 
-Arguments that change between layers or batches are not specialised, so that they cause no recompilation when one of
-them becomes a multiple of 16.
+Arguments that change between layers or batches are not specialised, so that an argument that becomes a multiple of 16
+causes no recompilation.
 """
 
 import triton
@@ -25,7 +24,7 @@ from lorikeet.kernels.triton.launch import wait_for_previous
 def _pieces(segments, segment, layer_module):
     """Return the rows of a segment, its adapter's piece table, and the range of pieces for (layer, module).
 
-    An unused segment has no rows and no pieces; its addresses are 0.
+    An unused segment has no rows, no pieces, and addresses of 0.
     """
     begin = tl.load(segments + 4 * segment)
     end = tl.load(segments + 4 * segment + 1)
@@ -38,10 +37,10 @@ def _pieces(segments, segment, layer_module):
 
 @triton.jit
 def _piece(table, each, kind, ALIGNED: tl.constexpr):
-    """Return pointers to a piece's A and B rows, and their number."""
+    """Return pointers to a piece's A and B rows, and the number of rows."""
     a = tl.load(table + 3 * each).to(tl.pointer_type(kind))
     b = tl.load(table + 3 * each + 1).to(tl.pointer_type(kind))
-    if ALIGNED:  # otherwise the compiler reads element by element, as it cannot know the alignment
+    if ALIGNED:  # Otherwise the compiler reads single elements, since it cannot know the alignment.
         a = tl.multiple_of(a, 16)
         b = tl.multiple_of(b, 16)
     return a, b, tl.load(table + 3 * each + 2)
@@ -49,7 +48,7 @@ def _piece(table, each, kind, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _columns(targets, target, EVEN: tl.constexpr):
-    """Return the number of outputs of a target and its first column."""
+    """Return the number of outputs of a target, and the target's first column."""
     outputs = tl.load(targets + 3 + 3 * target)
     start = tl.load(targets + 2 + 3 * target)
     if EVEN:
@@ -68,8 +67,8 @@ def shrink(
     """Compute ``inner[part, target, row, rank] = x[row] @ A[rank]`` over one part of the inputs.
 
     A program computes a tile of rows of one segment and a tile of ranks, so that steps with few rows also have enough
-    programs to read adapters at memory bandwidth. A ``padded_rank`` above 0 is the number of ranks that are computed
-    for every adapter, with 0 for missing ones. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16
+    programs to read adapters at memory bandwidth. If ``padded_rank`` is above 0, this number of ranks is computed for
+    every adapter, with 0 for missing ranks. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16
     products.
     """
     segment = tl.program_id(0)
@@ -123,10 +122,10 @@ def expand(
     PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
     EVEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``out[row, column] += inner[:, target, row] @ Bᵀ[:, column]`` for a tile of rows and one of columns.
+    """Compute ``out[row, column] += inner[:, target, row] @ Bᵀ[:, column]`` for a tile of rows and columns.
 
-    The parts of the inputs are summed first, in order, and rounded like torch's first product. ``EVEN``: columns and
-    outputs of all targets are multiples of 16.
+    The parts of the inputs are summed first, in order, and rounded like torch's first product. ``EVEN`` means that
+    columns and outputs of all targets are multiples of 16.
     """
     segment = tl.program_id(0)
     tile = tl.program_id(1)
@@ -173,7 +172,7 @@ def expand(
 
 @triton.jit
 def _rank_rows(table, piece, last, rank, width, AT: tl.constexpr, kind: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pointers to the A (``AT`` 0) or B (1) rows of ranks, which of the ranks exist, and the total rank."""
+    """Return pointers to the A (``AT`` 0) or B (``AT`` 1) rows of ranks, a mask of valid ranks, and the total rank."""
     address = rank * 0
     is_rank = rank < 0
     done = tl.cast(0, tl.int64)
@@ -195,7 +194,7 @@ def shrink_row(
     x_stride, inner_stride, target_stride, part_stride,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute :func:`shrink` for segments of one row. It prefetches the next tile of A while it multiplies one."""
+    """Compute :func:`shrink` for segments of one row, and prefetch the next tile of A during each product."""
     segment = tl.program_id(0)
     rank_tile = tl.program_id(1)
     target = tl.program_id(2) // parts
@@ -231,7 +230,7 @@ def expand_row(
     PARTS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute :func:`expand` for segments of one row. It prefetches the next tile of B while it multiplies one."""
+    """Compute :func:`expand` for segments of one row, and prefetch the next tile of B during each product."""
     segment = tl.program_id(0)
     target = tl.program_id(1) // column_tiles
     column_tile = tl.program_id(1) % column_tiles

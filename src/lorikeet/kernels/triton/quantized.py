@@ -1,6 +1,9 @@
-"""Products with quantised weights: of few rows in one launch; for many rows a kernel unpacks the weight first.
+"""Products with quantised weights.
 
-In both the weight is computed in fp32 and rounded to the dtype of ``x`` before it is multiplied, as the reference does.
+Few rows take one launch. For many rows a kernel unpacks the weight first.
+
+In both cases the weight is computed in fp32 and rounded to the dtype of ``x`` before the product, like in the
+reference.
 """
 
 import torch.nn.functional as F
@@ -101,7 +104,7 @@ def _values(
     codes, scales, offsets, output, k, inside, zero, code_stride, scale_stride,
     BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Return weights of outputs and inputs in fp32; 0 where not ``inside``."""
+    """Return the weights of some outputs and inputs in fp32, with 0 where ``inside`` is false."""
     if BITS == 4:
         pair = tl.load(codes + output * code_stride + k // 2, mask=inside, other=0).to(tl.int32)
         code = (pair >> (k % 2 * 4)) & 15

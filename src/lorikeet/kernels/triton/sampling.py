@@ -1,12 +1,12 @@
-"""Samples one token per row: the most likely one, or the one with the largest logit plus noise among the kept tokens.
+"""Samples one token per row: the most likely token, or the kept token with the largest logit plus noise.
 
-There are four launches: the largest logit, the filters, the draw, and the join. In the first and third the vocabulary
-is divided into parts with their own programs, since one program per row would leave most of the device idle. The
-results of a part are in ``values`` (fp32) and ``tokens`` (int32), ``[2, rows, parts]``: the largest logit, NaN if any
-is, and the drawn token. The row's largest logit is the maximum over its parts.
+There are four launches: the largest logit, the filters, the draw, and the join. In the first and third launch, separate
+programs handle parts of the vocabulary, since one program per row would leave most of the device idle. The results of a
+part are in ``values`` (fp32) and ``tokens`` (int32), ``[2, rows, parts]``: the largest logit (NaN if any logit is NaN),
+and the drawn token. The row's largest logit is the maximum over its parts.
 
-The noise is that of ``kernels.sampling``: Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011) as numpy counts it, a function of seed, position and token alone.
+The noise is the same as in ``kernels.sampling``: Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers:
+as easy as 1, 2, 3", SC 2011) with numpy's counter, a function of only seed, position and token.
 """
 
 import triton
@@ -27,7 +27,7 @@ _WEYL_1 = tl.constexpr(0xBB67AE8584CAA73B)
 
 @triton.jit
 def _philox(word_0, word_1, key):
-    """Return the four words of a block; the counter's upper words and the key's second are 0."""
+    """Return the four words of a block. The counter's upper words and the key's second word are 0."""
     word_2 = word_0 * 0
     word_3 = word_0 * 0
     multiply_0 = word_2 + _MULTIPLY_0
@@ -50,7 +50,10 @@ def _philox(word_0, word_1, key):
 
 @triton.jit
 def _gumbel(first, seed, position, WIDTH: tl.constexpr):
-    """Return fp32 noise of ``WIDTH`` tokens. Eight tokens share a block, half a word each; ``first`` starts a block."""
+    """Return fp32 noise for ``WIDTH`` tokens.
+
+    Eight tokens share a block, half a word each, and ``first`` starts a block.
+    """
     block = (first // 8 + tl.arange(0, WIDTH // 8)).to(tl.uint64)
     one, two, three, four = _philox(block + 1, block * 0 + position, seed)
     words = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
@@ -61,13 +64,13 @@ def _gumbel(first, seed, position, WIDTH: tl.constexpr):
 
 @triton.jit
 def _logits(row_logits, token, vocab):
-    """Return fp32 logits; -inf beyond the vocabulary."""
+    """Return fp32 logits, with -inf beyond the vocabulary."""
     return tl.load(row_logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _store_best(values, tokens, place, value, token):
-    """Store the largest value, NaN if there is one, and the lowest token that has it."""
+    """Store the largest value (NaN if any value is NaN), and the lowest token with that value."""
     most = tl.max(value, axis=0)
     first = tl.min(tl.where(value == most, token, 2147483647), axis=0)
     is_invalid = tl.max((value != value).to(tl.int32), axis=0) > 0
@@ -77,7 +80,7 @@ def _store_best(values, tokens, place, value, token):
 
 @triton.jit
 def largest(logits, values, tokens, vocab, part_width, row_stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """Find the largest logit of one part of a row, and the first token that has it."""
+    """Find the largest logit of one part of a row, and the first token with that logit."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
@@ -88,7 +91,7 @@ def largest(logits, values, tokens, vocab, part_width, row_stride, WIDTH: tl.con
     wait_for_previous(PDL)
     for at in range(begin, begin + part_width, WIDTH):
         value = _logits(logits + row * row_stride, at + lane, vocab)
-        better = (value > best) | (value != value)  # a NaN is kept
+        better = (value > best) | (value != value)  # A NaN is kept.
         best = tl.where(better, value, best)
         chosen = tl.where(better, at + lane, chosen)
     _store_best(values, tokens, row * parts + part, best, chosen)
@@ -96,14 +99,14 @@ def largest(logits, values, tokens, vocab, part_width, row_stride, WIDTH: tl.con
 
 @triton.jit
 def _top(values, row, parts):
-    """Return a row's largest logit. It is undefined if one is NaN; such a row gets no token."""
+    """Return a row's largest logit. The result is undefined if a logit is NaN, since such a row gets no token."""
     part = tl.arange(0, _MOST_PARTS)
     return tl.max(tl.load(values + row * parts + part, mask=part < parts, other=float("-inf")), axis=0)
 
 
 @triton.jit
 def _scaled(value, top, scale):
-    """Return logits minus the largest, divided by the temperature."""
+    """Return logits minus the largest logit, divided by the temperature."""
     return (value - top) / scale
 
 
@@ -130,19 +133,19 @@ def _number_at(place, dtype: tl.constexpr):
 
 @triton.jit
 def _highest_with(wanted, row_logits, vocab, lowest, top, scale, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the highest threshold, at least ``lowest``, for which the logits at or above it weigh at least ``wanted``.
+    """Return the highest threshold, at least ``lowest``, such that the logits at or above it weigh at least ``wanted``.
 
-    A logit weighs ``exp(logit - top)`` if ``BY_MASS``, else 1. The threshold is a number of the logits' dtype, found
-    by a search over the order of these numbers: each pass over the row tests three thresholds, which gives two bits of
-    its rank. That needs no memory for a sort, and sums do not depend on other rows. Three thresholds are fastest: with
-    seven there are fewer passes, but longer ones.
+    A logit weighs ``exp(logit - top)`` if ``BY_MASS``, else 1. The threshold is a number of the logits' dtype, found by
+    a search over the ordered numbers of this dtype. Each pass over the row tests three thresholds, which gives two bits
+    of the threshold's rank. The search needs no memory for a sort, and sums do not depend on other rows. Three
+    thresholds are fastest: seven need fewer but longer passes.
     """
     dtype: tl.constexpr = row_logits.dtype.element_ty
     lane = tl.arange(0, WIDTH)
-    log_base = 1.4426950408889634 / scale  # so that a weight takes one multiplication
+    log_base = 1.4426950408889634 / scale  # This way a weight takes one multiplication.
     place = _rank_of(lowest, dtype)
     step = tl.full([], 1 << (dtype.primitive_bitwidth - 2), tl.int64)
-    reach = tl.maximum(_rank_of(top, dtype) - place, 0)  # the rank of a NaN may be below all others
+    reach = tl.maximum(_rank_of(top, dtype) - place, 0)  # The rank of a NaN may be below all others.
     while step > reach:
         step = step // 4
     while step > 0:
@@ -167,7 +170,10 @@ def _highest_with(wanted, row_logits, vocab, lowest, top, scale, BY_MASS: tl.con
 
 @triton.jit
 def _raised(least, bound):
-    """Return the larger one. ``bound`` is NaN if -inf was divided by a temperature that is infinite in fp32."""
+    """Return the larger of two bounds.
+
+    ``bound`` is NaN if -inf was divided by a temperature that is infinite in fp32.
+    """
     return tl.where(bound > least, bound, least)
 
 
@@ -176,7 +182,7 @@ def filter_rows(
     logits, temperatures, top_ks, top_ps, min_ps, values, lowest, vocab, parts, row_stride,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the lowest scaled logit of a row that min-p, top-k and top-p keep, in this order; -inf without filters."""
+    """Find a row's lowest scaled logit that min-p, top-k and top-p keep, in this order, or -inf without filters."""
     row = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
     temperature = tl.load(temperatures + row)
@@ -201,7 +207,7 @@ def filter_rows(
             for at in range(0, vocab, WIDTH):
                 value = _scaled(_logits(row_logits, at + lane, vocab), top, temperature)
                 sums = tl.where(value >= least, sums + tl.exp(value), sums)
-            mass = tl.maximum(top_p * tl.sum(sums, axis=0), 1.0)  # at least the most likely token is kept
+            mass = tl.maximum(top_p * tl.sum(sums, axis=0), 1.0)  # At least the most likely token is kept.
             kept = _highest_with(mass, row_logits, vocab, kept, top, temperature, True, WIDTH)
             least = _raised(least, _scaled(kept, top, temperature))
     tl.store(lowest + row, least)
@@ -212,7 +218,7 @@ def draw(
     logits, temperatures, lowest, seeds, positions, values, tokens, vocab, part_width, row_stride,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw the best token of one part of a row among scaled logits of at least ``lowest``; nothing for greedy rows."""
+    """Draw the best token of one part of a row among scaled logits of at least ``lowest``. Greedy rows draw nothing."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
@@ -230,7 +236,7 @@ def draw(
         for at in range(begin, begin + part_width, WIDTH):
             value = _scaled(_logits(logits + row * row_stride, at + lane, vocab), top, temperature)
             kept = value >= least
-            if tl.max(kept.to(tl.int32), axis=0) > 0:  # skip the noise, which is most of the work
+            if tl.max(kept.to(tl.int32), axis=0) > 0:  # This skips the noise, which is most of the work.
                 value = tl.where(kept, value + _gumbel(at, seed, position, WIDTH), float("-inf"))
                 better = value > best
                 best = tl.where(better, value, best)
@@ -240,7 +246,7 @@ def draw(
 
 @triton.jit(do_not_specialize=["parts"])
 def join(temperatures, values, tokens, out, parts, PDL: tl.constexpr):
-    """Choose a row's token from the results of its parts; -1 if its largest logit is not finite."""
+    """Choose a row's token from the results of its parts. The token is -1 if the largest logit is not finite."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, _MOST_PARTS)
     wait_for_previous(PDL)
