@@ -1,4 +1,4 @@
-"""Records changes of adapters and keys, with their authors, in the registry's database."""
+"""Records changes of adapters and keys, with the changes' authors, in the registry's database."""
 
 import time
 from collections.abc import Callable
@@ -26,12 +26,12 @@ class AuditEntry(NamedTuple):
     """One change.
 
     Attributes:
-        number: rises with every change.
-        unix_s: when.
-        actor: a tenant's id, or the name of an operator's key; empty if the server has no keys.
-        action: such as ``adapter added`` or ``key revoked``.
+        number: number of the change; later changes have larger numbers.
+        unix_s: Unix time of the change in seconds.
+        actor: id of a tenant, or name of an operator's key. Empty if the server has no keys.
+        action: the kind of change, such as ``adapter added`` or ``key revoked``.
         subject: the adapter's name, or the key's id.
-        detail: more of it.
+        detail: further text about the change.
     """
 
     number: int
@@ -50,7 +50,7 @@ def note_change(
     detail: dict[str, Any],
     now: Callable[[], float] = time.time,
 ) -> None:
-    """Add an entry, in the transaction of the change."""
+    """Add an entry in the transaction of the change."""
     text = msgspec.json.encode(detail).decode()
     connection.execute(insert(_AUDIT).values(unix_s=now(), actor=actor, action=action, subject=subject, detail=text))
 
@@ -61,7 +61,7 @@ def newest_change(connection: Connection) -> int:
 
 
 def changed_subjects(connection: Connection, after: int) -> dict[int, str]:
-    """Return the subjects of all entries with larger numbers, by number."""
+    """Return the subjects of all entries with numbers above ``after``, by number."""
     query = select(_AUDIT.c.number, _AUDIT.c.subject).where(_AUDIT.c.number > after)
     return dict(connection.execute(query).all())
 
@@ -71,9 +71,9 @@ def read_changes(connection: Connection, subject: str, before: int, limit: int) 
 
     Args:
         connection: connection to the registry's database.
-        subject: only of this adapter or key; empty for all.
-        before: only those with smaller numbers; 0 for all.
-        limit: most entries.
+        subject: adapter or key whose entries to return; empty for all.
+        before: only entries with smaller numbers are returned; 0 for all.
+        limit: maximum number of entries.
     """
     query = select(_AUDIT).order_by(_AUDIT.c.number.desc()).limit(limit)
     if subject:

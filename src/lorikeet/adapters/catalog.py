@@ -45,7 +45,10 @@ __all__ = ["AdapterCatalog", "AdapterRecord", "Author", "RegisteredAdapter", "St
 
 
 def registry_url(settings: AdapterSettings) -> str:
-    """Return the SQLAlchemy URL of the registry; creates the store's folder if the registry is a file in it."""
+    """Return the SQLAlchemy URL of the registry.
+
+    If the registry is a file in the store's folder, the folder is created.
+    """
     if settings.registry_url:
         return settings.registry_url
     folder = _store_dir(settings)
@@ -66,9 +69,9 @@ class FollowedChange(NamedTuple):
 
     Attributes:
         name: the name.
-        record: the adapter of the name now; None if the name was removed.
-        old: the adapter of the name here before; None if the name is new.
-        why_not: reason for which it cannot be served here; empty if it can.
+        record: the name's adapter now; None if the name was removed.
+        old: the name's adapter on this server before; None if the name is new.
+        why_not: why the adapter cannot be served here; empty if it can.
     """
 
     name: str
@@ -78,14 +81,16 @@ class FollowedChange(NamedTuple):
 
 
 class StoredAdapters:
-    """The names in the registry for all base models. A server reads them before it knows the sizes of its own.
+    """The names in the registry for all base models.
+
+    A server reads the names before it knows the sizes of its base model.
 
     Args:
-        settings: settings of the catalog.
+        settings: the catalog's settings.
 
     Attributes:
-        registry: open, of no base model yet.
-        newest: number of the registry's latest change when it was read.
+        registry: the open registry. It has no base model yet.
+        newest: number of the registry's latest change at the time of reading.
         records: records by base model and name.
 
     Raises:
@@ -98,8 +103,8 @@ class StoredAdapters:
         self.read()
 
     def read(self) -> None:
-        """Read it again."""
-        # First, so that no later change is missed.
+        """Read the registry again."""
+        # The number is read first, so that no later change is missed.
         self.newest = self.registry.newest()
         self.records = {
             base: {row.name: AdapterRecord(row, f"{self._versions}/{row.digest}") for row in rows}
@@ -108,26 +113,29 @@ class StoredAdapters:
 
 
 class AdapterCatalog:
-    """All adapters of one server. Thread-safe.
+    """All adapters of one server.
+
+    Thread-safe.
 
     ``get``, ``names``, ``list``, ``has``, ``acquire`` and ``release`` return immediately, so an event loop may call
-    them. ``register``, ``remove`` and ``close`` read, write and hash files, and belong in a worker thread; so does
-    ``versions`` with thousands of adapters.
+    them. ``register``, ``remove`` and ``close`` read, write and hash files, so call them in a worker thread. With
+    thousands of adapters, also call ``versions`` there.
 
     Args:
         settings: folders, allowed sources, limits and registry URL.
-        base_name: name of the base model, part of its identity in the registry.
+        base_name: name of the base model, which is part of its identity in the registry.
         geometry: sizes of the whole base model.
         reserved_names: names that adapters may not have, besides ``base_name``.
         checks: the checks of adapters that depend on the engine.
-        accept: called with every new adapter before it is registered; raises AdapterError to refuse it.
-        fit_chat: called with the chat settings of a new adapter's folder; returns those that differ from the base
-            model's, or raises AdapterError.
-        now: returns Unix seconds.
-        stored: the registry's content if it was read before; None to read it now.
+        accept: function called with every new adapter before it is registered. It raises AdapterError to refuse the
+            adapter.
+        fit_chat: function called with the chat settings of a new adapter's folder. It returns the settings that differ
+            from the base model's, or raises AdapterError.
+        now: function that returns the time in Unix seconds.
+        stored: the registry's content, if it was read before; None to read it now.
 
     Attributes:
-        dtype: dtype in which adapters are served; "" for any.
+        dtype: dtype in which adapters are served; "" for any dtype.
         notes: lines for the start-up log about adapters that cannot be served.
 
     Raises:
@@ -156,8 +164,8 @@ class AdapterCatalog:
         self._accept = accept
         self._fit_chat = fit_chat
         self._now = now
-        self._changes = threading.Lock()  # held while store and registry are written
-        self._state = threading.Lock()  # guards the fields below; never held during input or output
+        self._changes = threading.Lock()  # The lock is held while store and registry are written.
+        self._state = threading.Lock()  # The lock guards the fields below. It is never held during input or output.
         self._is_closed = False  # under ``_changes``
         self._busy: set[str] = set()
         self._records: dict[str, AdapterRecord] = {}
@@ -190,20 +198,20 @@ class AdapterCatalog:
             source: a folder or URL.
             replace: whether an existing name may get other content. Registering the same content again changes
                 nothing, with or without it, since controllers send their loads again and again.
-            trusted: whether the source is given by the operator, and may be anywhere.
-            persistent: whether to write the name to the registry, so that it is there at the next start; None: unless
-                it is trusted, since the command line names it again then.
-            overrides: settings that replace the chat settings of its files.
-            shown_source: reported instead of ``source``, which is not there later.
-            author: the author of the change. A tenant owns the names that it adds; a replaced name keeps its owner.
+            trusted: whether the operator gave the source, so that it may be anywhere.
+            persistent: whether to write the name to the registry for the next start. None writes names of untrusted
+                sources only, since the command line repeats the trusted ones.
+            overrides: chat settings that replace those in the adapter's files.
+            shown_source: text reported instead of ``source``, for a source that is temporary.
+            author: the author of the change. A tenant owns the names that it adds. A replaced name keeps its owner.
 
         Returns:
-            The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
+            The adapter to which the name points, the adapter that it replaced, and warnings about ignored keys.
 
         Raises:
             AdapterExists: the name has other content, and ``replace`` is not set.
             AdapterBusy: another call is changing the name.
-            AdapterQuotaExceeded: the author would own too much.
+            AdapterQuotaExceeded: the author would own too many adapters or bytes.
             AdapterStoreError: the store or the registry cannot be written.
             AdapterError: the name, the source or the adapter is not valid.
         """
@@ -223,14 +231,14 @@ class AdapterCatalog:
         return self._store.locate(source, trusted)
 
     def receiving(self) -> AbstractContextManager[Path]:
-        """Return a context with an empty folder for files that arrive."""
+        """Return a context with an empty folder for uploaded files."""
         return self._store.receiving()
 
     def alias(self, name: str, of: str, *, replace: bool = False, author: Author = NOBODY) -> RegisteredAdapter:
-        """Register the version of another name under ``name``, too; it costs no memory of its own.
+        """Register the version of another name under a second name, which needs no extra memory.
 
         Raises:
-            UnknownAdapter: no adapter is called ``of``.
+            UnknownAdapter: no adapter has the name ``of``.
             AdapterExists, AdapterBusy, AdapterQuotaExceeded, AdapterStoreError, AdapterError: see :meth:`register`.
         """
         check_name(name, self._reserved)
@@ -245,7 +253,9 @@ class AdapterCatalog:
             return self._point(alias, replace, author)
 
     def remove(self, name: str, actor: str = "") -> AdapterRecord:
-        """Remove a name. The files of its version are deleted when no name and no request uses them any more.
+        """Remove a name.
+
+        The files of the version are deleted when no name and no request uses them any more.
 
         Raises:
             UnknownAdapter: the name is not registered.
@@ -264,9 +274,10 @@ class AdapterCatalog:
             return record
 
     def follow(self) -> list[FollowedChange]:
-        """Take over changes that other servers have made in the registry since the last call, or since it was read.
+        """Apply changes that other servers have made in the registry since the last call or the first read.
 
-        Names from the command line stay unchanged. Files of a new version must be in the store: servers share it.
+        Names from the command line stay unchanged. The files of a new version must be in the store, which the servers
+        share.
 
         Raises:
             AdapterStoreError: the registry cannot be read, or the catalog is closed.
@@ -282,10 +293,10 @@ class AdapterCatalog:
             return [change for change in followed if change is not None]
 
     def get(self, name: str) -> AdapterRecord | None:
-        """Return the adapter called ``name``, None if there is none.
+        """Return the adapter with this name; None if there is none.
 
         Raises:
-            AdapterNotServed: it is registered, but its files are missing, or too large for the dtype.
+            AdapterNotServed: the adapter is registered, but its files are missing, or its weights overflow the dtype.
         """
         record = self._records.get(name)
         if record is not None and (why := self._not_served.get(record.digest)):
@@ -295,22 +306,25 @@ class AdapterCatalog:
         return record
 
     def owner(self, name: str) -> str | None:
-        """Return the id of the tenant's key that owns a name, empty for the operator's; None without such a name."""
+        """Return the id of the tenant's key that owns a name.
+
+        Empty if the operator owns it; None if the name is unknown.
+        """
         record = self._records.get(name)
         return None if record is None else record.row.owner
 
     def names(self) -> list[str]:
-        """Return all names, oldest first."""
+        """Return all names, the oldest first."""
         with self._state:
             return list(self._records)
 
     def list(self) -> "list[AdapterRecord]":
-        """Return all records, oldest first, including adapters that are not served."""
+        """Return all records, the oldest first, including adapters that cannot be served."""
         with self._state:
             return [*self._records.values()]
 
     def note_change(self, actor: str, action: str, name: str, detail: dict[str, object]) -> None:
-        """Write a change of an adapter into the audit log; raises AdapterStoreError."""
+        """Write a change of an adapter into the audit log. Raises AdapterStoreError if that fails."""
         self._registry.note(actor, action, name, detail)
 
     def has(self, digest: AdapterDigest) -> bool:
@@ -318,7 +332,7 @@ class AdapterCatalog:
         return self._names[digest] > 0
 
     def versions(self) -> tuple[AdapterRef, ...]:
-        """Return all versions to which a name points and that can be served, each once."""
+        """Return, once each, all servable versions to which a name points."""
         with self._state:
             records = [record for record in self._records.values() if record.digest not in self._not_served]
         return tuple({record.digest: record.ref for record in records}.values())
@@ -333,7 +347,7 @@ class AdapterCatalog:
         """Keep the files of a version for a request until ``release``.
 
         Raises:
-            UnknownAdapter: the version was removed since it was looked up.
+            UnknownAdapter: the version was removed after it was looked up.
         """
         with self._state:
             if not self._names[digest] and not self._uses[digest]:
@@ -341,7 +355,9 @@ class AdapterCatalog:
             self._uses[digest] += 1
 
     def release(self, digest: AdapterDigest) -> None:
-        """End one use of a version. If it was the last, the files are deleted in the background.
+        """End one use of a version.
+
+        After the last use of a removed version, its files are deleted in the background.
 
         Raises:
             ValueError: the version was not acquired.
@@ -355,7 +371,7 @@ class AdapterCatalog:
             self._cleaner.submit(self._clean, digest)
 
     def close(self) -> None:
-        """Wait for changes in progress, and close registry and store; unfinished registrations then fail."""
+        """Wait for changes in progress, and close registry and store. Unfinished registrations fail."""
         with self._changes:
             self._is_closed = True
         self._cleaner.shutdown()
@@ -367,14 +383,14 @@ class AdapterCatalog:
             raise AdapterStoreError("the adapter store is closed, since the server is stopping")
 
     def _load(self, stored: StoredAdapters) -> tuple[str, ...]:
-        if self._registry.newest() != stored.newest:  # another server has registered or removed some
+        if self._registry.newest() != stored.newest:  # Another server has registered or removed some names.
             stored.read()
             self._newest = stored.newest
         records = stored.records
         present = self._collect({record.row.digest for of_base in records.values() for record in of_base.values()})
         self._records = records.pop(self._registry.base, {})
         hidden = sorted(self._reserved & self._records.keys())
-        for name in hidden:  # the name now means the base model
+        for name in hidden:  # The name now means the base model.
             del self._records[name]
         self._names = Counter([record.row.digest for record in self._records.values()])
         for digest in self._names.keys() - present:
@@ -394,7 +410,10 @@ class AdapterCatalog:
         return tuple(notes)
 
     def _follow(self, name: str, row: RegistryRow | None) -> FollowedChange | None:
-        """Change the record of a name to the registry's; return None if they are equal. Call with ``_changes`` held."""
+        """Change the record of a name to the registry's, or return None if both are equal.
+
+        The caller holds ``_changes``.
+        """
         old = self._records.get(name)
         if (row is None and old is None) or (old is not None and not (old.persistent and _differs(old.row, row))):
             return None
@@ -484,7 +503,7 @@ class AdapterCatalog:
     def _point(
         self, record: AdapterRecord, replace: bool, author: Author, warnings: tuple[str, ...] = ()
     ) -> RegisteredAdapter:
-        """Let a name point to a stored version. Call with ``_changes`` held."""
+        """Make a name point to a stored version. The caller holds ``_changes``."""
         name = record.name
         digest = record.digest
         old = self._records.get(name)
@@ -521,7 +540,9 @@ class AdapterCatalog:
             self._drop_if_unused(digest)
 
     def _drop_if_unused(self, digest: AdapterDigest) -> None:
-        """Delete a version that no name, request or row of another base model needs. Call with ``_changes`` held.
+        """Delete a version that no name, request or row of another base model needs.
+
+        The caller holds ``_changes``.
 
         A failure is only logged, since the call that used the version last has succeeded.
         """
@@ -531,11 +552,12 @@ class AdapterCatalog:
             del self._names[digest], self._uses[digest]
             self._not_served.pop(digest, None)
         try:
-            with self._store.alone() as alone:  # else another process may use it, and a later start deletes it
+            # Otherwise another process may use the version, and a later start deletes it.
+            with self._store.alone() as alone:
                 if alone and self._registry.remove_version_if_unnamed(digest):
                     self._store.remove(digest)
-        except Exception:  # the next start deletes it
-            _LOG.exception("adapter %s: it is no longer used, but cannot be deleted", digest)
+        except Exception:  # The next start deletes the version.
+            _LOG.exception("adapter %s: no longer used, but its files cannot be deleted", digest)
 
 
 def _has_content_of(old: AdapterRecord, new: AdapterRecord) -> bool:

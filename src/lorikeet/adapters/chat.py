@@ -11,7 +11,7 @@ MAX_TOKEN_CHARS = 512
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Defaults of sampling fields; None for the base model's."""
+    """Defaults of sampling fields. None means the base model's default."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -21,7 +21,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AddedToken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A token that a tokenizer has besides its model's vocabulary; fields as in ``tokenizer.json``."""
+    """A token that a tokenizer adds to its model's vocabulary. The fields are those of ``tokenizer.json``."""
 
     id: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     content: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOKEN_CHARS)]
@@ -33,22 +33,24 @@ class AddedToken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The chat settings of an adapter that differ from the base model's; by default none.
+    """The chat settings of an adapter that differ from the base model's.
+
+    The default has none.
 
     Attributes:
-        chat_template: Jinja source; empty for the base's. It compiles.
+        chat_template: Jinja source that compiles; empty for the base's template.
         knows_tools: whether the template explains tools to the model.
         other_templates: further templates by name, such as ``tool_use``.
         special_tokens: variables of the template, such as ``bos_token``.
-        pad_token: need not have an embedding, unless it ends answers.
-        eos_token: text of the token that ends answers, besides those of ``eos_token_ids``; empty for none.
-        added_tokens: tokens that its tokenizer adds.
+        pad_token: padding token. It needs an embedding only if it ends answers.
+        eos_token: text of a further token that ends answers, besides ``eos_token_ids``; empty for none.
+        added_tokens: tokens that the adapter's tokenizer adds.
         generation: defaults of sampling fields.
-        eos_token_ids: tokens that end an answer, besides the base's.
-        system_prompt: system prompt of conversations without one.
-        tool_call_parser: name of the format of tool calls; empty for the template's.
-        reasoning_parser: name of the format of reasoning; empty for the base's.
-        task: vectors and labels that it makes, which also belong to its name.
+        eos_token_ids: tokens that end an answer in addition to the base's.
+        system_prompt: system prompt for conversations that have none.
+        tool_call_parser: name of the format of tool calls. Empty: the template determines the format.
+        reasoning_parser: name of the format of reasoning. Empty for the base's format.
+        task: the adapter's tasks besides text (vectors and labels).
     """
 
     chat_template: str = ""
@@ -67,7 +69,10 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatOverrides(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Settings of ``lorikeet.toml``, and of a route that adds an adapter; None keeps the settings of other files."""
+    """Chat settings from ``lorikeet.toml``, or from a route that adds an adapter.
+
+    None keeps the settings of other files.
+    """
 
     chat_template: str | None = None
     system_prompt: str | None = None
@@ -80,5 +85,5 @@ NO_OVERRIDES = ChatOverrides()
 
 
 def as_text(chat: AdapterChat) -> str:
-    """Return ``chat`` as JSON; it is empty if all settings are the base's."""
+    """Return ``chat`` as JSON, which is empty if all settings are the base's."""
     return "" if chat == AdapterChat() else msgspec.json.encode(chat).decode()

@@ -49,15 +49,15 @@ _TOKEN_KEYS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 
 def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES, labels: int = 0) -> AdapterChat:
-    """Read the files of ``CHAT_FILES`` that are in a folder.
+    """Read the files of ``CHAT_FILES`` that a folder contains.
 
     Args:
-        folder: folder of the adapter.
+        folder: the adapter's folder.
         overrides: settings that replace those of the files.
-        labels: number of labels of its score head, 0 without one.
+        labels: number of labels of the adapter's score head, 0 without one.
 
     Raises:
-        AdapterError: a file is too large or not valid; the message names it.
+        AdapterError: a file is too large or not valid. The message names the file.
     """
     settings = _settings(folder)
     tokenizer = _json(folder, TOKENIZER_CONFIG_FILE)
@@ -89,7 +89,7 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> str:
-    """Return the text of a template or of the settings."""
+    """Return the text of a template or settings file."""
     most = CHAT_FILES.get(path.name, CHAT_FILES[TEMPLATE_FILE])
     try:
         with path.open("rb") as stream:
@@ -113,8 +113,8 @@ def _settings(folder: Path) -> ChatOverrides:
 def _templates(
     folder: Path, tokenizer: Mapping[str, Any], settings: ChatOverrides, overrides: ChatOverrides
 ) -> tuple[str, dict[str, str]]:
-    """Return the chat template, empty if there is none, and others of the adapter by name."""
-    # This takes time to import, and few adapters have a template.
+    """Return the chat template (empty if there is none), and the adapter's other templates by name."""
+    # The import takes time, and few adapters have a template.
     from lorikeet.core.chat_template import TemplateError, default_and_others, template_files, templates_in
 
     given = next((each for each in (overrides.chat_template, settings.chat_template) if each is not None), None)
@@ -135,7 +135,7 @@ def _templates(
 
 
 def _compiled(template: str, others: Mapping[str, str]) -> bool:
-    """Check that templates compile, and return whether the one for tools explains them."""
+    """Check that templates compile, and return whether the template for tools explains tools to the model."""
     if not template:
         return False
     from lorikeet.core.chat_template import ChatTemplate, TemplateError
@@ -157,7 +157,7 @@ def _content(token: Any) -> str:
 
 
 def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[AddedToken, ...]:
-    """Return the added tokens: since transformers 5 they are in ``tokenizer.json`` alone."""
+    """Return the added tokens, which since transformers 5 are only in ``tokenizer.json``."""
     listed: Any = tokenizer.get("added_tokens_decoder")
     where = TOKENIZER_CONFIG_FILE
     if isinstance(listed, dict):
@@ -173,7 +173,7 @@ def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[AddedToke
         return ()
     if len(entries) > _MAX_ADDED_TOKENS:
         raise AdapterError(f"{where}: {len(entries)} added tokens, at most {_MAX_ADDED_TOKENS} are read")
-    named = _special_tokens(tokenizer).values()  # these are special, whatever the list says
+    named = _special_tokens(tokenizer).values()  # These tokens are special even if the list differs.
     entries = [{**entry, "special": True} if entry.get("content") in named else entry for entry in entries]
     known = ("id", "content", *_TOKEN_KEYS)
     try:

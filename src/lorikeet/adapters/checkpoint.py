@@ -55,11 +55,11 @@ _MAX_UNUSED = 3
 
 
 class ServedBase(msgspec.Struct, frozen=True):
-    """The base model, to compare with the name in an adapter's config.
+    """The base model, for comparison with the name in an adapter's config.
 
     Attributes:
-        names: hub ids, names and folders; messages show the first.
-        revision: commit of the hub; "" if it is not known.
+        names: hub ids, names and folders. Messages show the first.
+        revision: the hub's commit; "" if it is not known.
         is_strict: whether adapters of another base model are refused.
     """
 
@@ -68,7 +68,7 @@ class ServedBase(msgspec.Struct, frozen=True):
     is_strict: bool = False
 
     def is_called(self, name: str) -> bool:
-        """Return whether a hub id or path may be one of its names: the last part counts, in any case."""
+        """Return whether a hub id or path may be one of the names. Only the last part counts, and case does not."""
         return _last_part(name) in {_last_part(own) for own in self.names}
 
 
@@ -80,11 +80,11 @@ class AdapterChecks(msgspec.Struct, frozen=True):
     """The checks of an adapter that depend on the engine that will serve it.
 
     Attributes:
-        dtype: dtype in which the adapter will be served, a key of ``KEPT_AS``; weights that overflow it are refused. ""
-            for any.
-        base: the base model, compared with the name in the adapter's config; None compares no names.
-        only_low_rank: why only low-rank matrices on linear modules can be served; "" if all can.
-        only_vectors: why neither whole weights nor factors of inputs of linear modules can be served; "" if they can.
+        dtype: dtype in which the adapter will be served, a key of ``KEPT_AS``. Weights that overflow it are refused. ""
+            for any dtype.
+        base: the base model to compare with the name in the adapter's config. None compares no names.
+        only_low_rank: why only low-rank matrices on linear modules can be served; "" without this restriction.
+        only_vectors: why whole weights and factors of inputs of linear modules cannot be served; "" if they can.
     """
 
     dtype: str = ""
@@ -97,18 +97,19 @@ NO_CHECKS = AdapterChecks()
 
 
 class DescribeOptions(msgspec.Struct, frozen=True):
-    """The checks of an adapter's folder, besides those of the files themselves.
+    """The options of an adapter's check, besides the checks that always apply.
 
     Attributes:
-        geometry: sizes of the whole base model, and the names of its modules; None checks no fit, and takes any name.
+        geometry: sizes of the whole base model, and the names of its modules. None checks no sizes, and accepts any
+            name.
         checks: the checks that depend on the engine.
-        max_rank: larger ranks are refused; 0 for no limit.
-        max_bytes: larger weights are refused; 0 for no limit.
+        max_rank: maximum rank; 0 for no limit.
+        max_bytes: maximum size of the weights in bytes; 0 for no limit.
         read_weights: whether to read the weights: to compute the digest, and to refuse NaN, infinity and overflow.
         merge: whether to write the weights file of a sharded adapter, and to delete its shards.
         read_chat: whether to read the folder's chat template and tokenizer settings.
-        overrides: settings that replace those.
-        checks_fit: False takes only the names from the geometry.
+        overrides: settings that replace those in the folder.
+        checks_fit: whether to check sizes. False uses only the names in the geometry.
     """
 
     geometry: ModelGeometry | None = None
@@ -130,13 +131,13 @@ def describe_folder(
 ) -> AdapterDescription:
     """Read a PEFT LoRA folder, and check everything in it.
 
-    Its time and memory depend on the folder's content, so call it in the reader process (``adapters.reader``).
+    Time and memory depend on the folder's content, so call the function in the reader process (``adapters.reader``).
 
     Args:
         folder: the folder.
         options: further checks.
-        on_stage: called with the name of the next part to read.
-        on_chunk: called after each chunk of weights.
+        on_stage: function called with the name of the next part to read.
+        on_chunk: function called after each chunk of weights.
 
     Raises:
         AdapterError: a file is missing, in the wrong format or not supported, a tensor is unknown, A or B of a module
@@ -176,7 +177,7 @@ def describe_folder(
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {checks.only_low_rank}")
     if checks.only_vectors and (split := [each for each in extras if each.is_split]):
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(split)}: {checks.only_vectors}")
-    if extras and config.alora_invocation_tokens:  # they would change the KV before the invocation
+    if extras and config.alora_invocation_tokens:  # These extras would change the KV before the invocation.
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: not supported with alora_invocation_tokens")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
     served = [pair for pair in served if pair not in of_head]
@@ -215,7 +216,7 @@ def _check_base(base_model: str, revision: str, base: ServedBase) -> list[str]:
         Warnings.
 
     Raises:
-        AdapterError: they differ, and ``base.is_strict``.
+        AdapterError: the base models differ, and ``base.is_strict`` is set.
     """
     problem = ""
     if base_model and not base.is_called(base_model):
@@ -234,7 +235,8 @@ def shard_names(folder: Path) -> list[str]:
     """Return the names of the files that the index of a sharded adapter lists.
 
     Raises:
-        AdapterError: it cannot be read, lists too many, or a name is not a safetensors file in the folder.
+        AdapterError: the index cannot be read, lists too many files, or names a file that is not a safetensors file in
+            the folder.
     """
     places = read_json(folder / INDEX_FILE, MAX_CONFIG_BYTES).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
@@ -249,11 +251,11 @@ def shard_names(folder: Path) -> list[str]:
 
 
 class _Weights:
-    """The weights file of a folder, or the shards that a merged one would have.
+    """The weights file of a folder, or the shards of which it would be merged.
 
     Attributes:
-        entries: its tensors, by name.
-        size: its size in bytes.
+        entries: the tensors by name.
+        size: size of the weights file in bytes.
         shards: the tensors of each shard; empty if there is one weights file.
     """
 
@@ -277,7 +279,7 @@ class _Weights:
 
     @property
     def parts(self) -> dict[Path, dict[str, TensorEntry]]:
-        """The files that exist, with their tensors."""
+        """The existing files, with the tensors of each."""
         return self.shards or {self.file: self.entries}
 
     def content(self) -> Iterator[bytes]:
@@ -320,10 +322,10 @@ def _check_weights(
     dtype: str,
     on_chunk: Callable[[], None],
 ) -> float:
-    """Check that no weight is NaN or infinite, nor becomes so in ``dtype`` once scaled or multiplied.
+    """Check that no weight is NaN or infinite, and that none becomes infinite in ``dtype`` when scaled or multiplied.
 
     Returns:
-        The largest magnitude of all that.
+        The largest magnitude of these numbers.
     """
     bits: dict[str, int] = {}
     for file, entries in weights.parts.items():
@@ -334,7 +336,8 @@ def _check_weights(
         if each.module == SCORE:
             b = 0.0
         scaled = b * abs(each.scaling)
-        most = min(max(a, scaled, a * scaled * each.rank), sys.float_info.max)  # the last bounds the elements of B·A
+        # The last number bounds the elements of B·A.
+        most = min(max(a, scaled, a * scaled * each.rank), sys.float_info.max)
         largest = max(largest, most)
         if dtype and not fits(most, dtype):
             raise AdapterError(
@@ -364,7 +367,9 @@ def _digest_of_config(config: LoraConfig) -> "hashlib._Hash":
 
 
 def begin_digest(config_file: Path) -> "hashlib._Hash":
-    """Begin the digest of an adapter; once updated with its weights file, it is the digest of the version.
+    """Begin the digest of an adapter.
+
+    After an update with the weights file it is the digest of the version.
 
     Raises:
         AdapterError: the config is not valid.
@@ -373,7 +378,7 @@ def begin_digest(config_file: Path) -> "hashlib._Hash":
 
 
 def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRankTensors], list[Named]]:
-    """Return the matrices of each linear layer that the file names, and its other tensors."""
+    """Return the matrices of each linear layer in the file, and the file's other tensors."""
     others: list[Named] = []
     halves: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
@@ -411,10 +416,10 @@ def _unsupported(tensor: str) -> AdapterError:
 def _served(
     pairs: Sequence[LowRankTensors], others: Sequence[Named], resolver: BaseModules, geometry: ModelGeometry | None
 ) -> tuple[list[LowRankTensors], list[str]]:
-    """Return the modules with A and B that text requests use, and a warning if there are others.
+    """Return the modules with A and B that text requests use, and a warning if the file has other modules.
 
     Raises:
-        AdapterError: LoRA on one of them is not supported, or none is left.
+        AdapterError: LoRA on one of the modules is not supported, or no module is left.
     """
     served = []
     unused = []
@@ -436,7 +441,7 @@ def _served(
 
 
 def _described(pair: LowRankTensors, matcher: ModuleMatcher, resolver: BaseModules) -> Iterator[ModuleTensors]:
-    """Yield the LoRA of each module of a linear layer: a fused one has several, which share A."""
+    """Yield the LoRA of each module of a linear layer. A fused layer has several modules, which share A."""
     rank, scaling = matcher.rank_and_scaling(pair.name)
     place = resolver.place(pair.name)
     assert place is not None
@@ -444,7 +449,7 @@ def _described(pair: LowRankTensors, matcher: ModuleMatcher, resolver: BaseModul
         yield from describe_experts(place, resolver.rows(place), rank, scaling, pair.a, pair.b)
         return
     if matcher.has_parameters and not resolver.knows_base and pair.a.shape[0] % rank == 0:
-        rank = pair.a.shape[0]  # perhaps of several experts
+        rank = pair.a.shape[0]  # The columns may be those of several experts.
     for entry, found in ((pair.a, pair.a.shape[0]), (pair.b, pair.b.shape[1])):
         if found != rank:
             raise AdapterError(
@@ -470,7 +475,7 @@ def _in_order(modules: Sequence[ModuleTensors], resolver: BaseModules) -> tuple[
     """Return modules in packing order.
 
     Raises:
-        AdapterError: a module is in the file twice, under two names.
+        AdapterError: the file has a module twice, under two names.
     """
     by_place: dict[tuple[int, str], ModuleTensors] = {}
     for each in modules:
@@ -505,7 +510,7 @@ def _check_coverage(
     resolver: BaseModules,
     others: set[str],
 ) -> list[str]:
-    """Check that A and B are exactly those of the modules that the config targets; ``others`` have other tensors.
+    """Check that exactly the modules that the config targets have A and B. ``others`` are modules with other tensors.
 
     Returns:
         Warnings about targets that the base model does not have, which PEFT ignores.
@@ -520,7 +525,7 @@ def _check_coverage(
             )
     present = {(each.layer, each.module) for each in modules}
     names = resolver.names(prefix)
-    # A base whose experts are parameters has no modules for them, so that their names cover nothing there.
+    # If the experts of a base are parameters, the base has no modules for them, so the names of experts match nothing.
     wanted = names | experts if any(pair.name in experts for pair in pairs) else names
     for places, covers in ((wanted, matcher.covers), (parameters, matcher.covers_parameter)):
         for name, place in places.items():
@@ -548,6 +553,6 @@ def _starts(name: str) -> Iterator[int]:
 
 
 def _magnitude(entry: TensorEntry, bits: int) -> float:
-    """Return the number of a tensor's dtype that has these bits."""
+    """Return the number that these bits mean in a tensor's dtype."""
     dtype = DTYPES[entry.dtype]
     return float(to_float32(np.array([bits], EXPONENTS[entry.dtype][0]).view(KEPT_AS[dtype]), dtype)[0])

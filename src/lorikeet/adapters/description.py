@@ -21,7 +21,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a safetensors file.
 
     Attributes:
-        name: its key.
+        name: the tensor's key.
         dtype: dtype in the spelling of safetensors (``BF16``, ``F16``, ``F32``, ...).
         shape: sizes of its dimensions.
         start, stop: byte range in the file, half-open.
@@ -34,11 +34,11 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     stop: int
 
     def shaped(self, *shape: int) -> "TensorEntry":
-        """Return the same elements in another shape."""
+        """Return an entry for the same elements in another shape."""
         return msgspec.structs.replace(self, shape=shape)
 
     def row_range(self, first: int, count: int) -> "TensorEntry":
-        """Return ``count`` rows of a matrix, or elements of a vector, from ``first`` on."""
+        """Return an entry for ``count`` rows of a matrix, or elements of a vector, from ``first`` on."""
         row_bytes = (self.stop - self.start) // self.shape[0]
         start = self.start + first * row_bytes
         shape = (count, *self.shape[1:])
@@ -49,13 +49,13 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
     """The LoRA of one module.
 
     Attributes:
-        layer, module: the module; one of the geometry's, or ``geometry.SCORE``, whose A is the matrix of the head and
-            whose B has no rows.
-        rank: its rank.
+        layer, module: the module, which is one of the geometry's or ``geometry.SCORE``. For ``SCORE``, A is the head's
+            matrix, and B has no rows.
+        rank: the module's rank.
         scaling: the factor of B·A, with rsLoRA and patterns applied.
         a: A, ``[rank, in_features]``.
-        b: B, ``[out_features, rank]``, or B of several experts with all their columns.
-        columns: the first of its columns in ``b``, and the distance to the next.
+        b: B, ``[out_features, rank]``, or the B of several experts with the columns of all.
+        columns: the module's first column in ``b``, and the distance to its next column.
     """
 
     layer: int
@@ -68,7 +68,7 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def b_shape(self) -> tuple[int, ...]:
-        """Of its own B."""
+        """Shape of the module's B, without other experts' columns."""
         first, step = self.columns
         return *self.b.shape[:1], len(range(first, self.b.shape[1], step))
 
@@ -79,10 +79,10 @@ class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind, module, columns, tokens: see ``AdapterExtra``.
         layer: index of its layer.
-        rows: rows of the matrix.
-        entry: place in the file; None if it is computed from other matrices once they are on the device.
+        rows: number of rows of the matrix.
+        entry: the tensor in the file. None for a matrix that is computed on the device from other matrices.
         scaling: factor of the matrix.
-        is_transposed: whether rows and columns are exchanged in the file.
+        is_transposed: whether the file has rows and columns exchanged.
     """
 
     kind: str
@@ -97,25 +97,25 @@ class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_split(self) -> bool:
-        """Whether tensor-parallel ranks would each need some of its columns or rows."""
+        """Whether each tensor-parallel rank would need only some of the matrix's columns or rows."""
         return self.kind in ("weight", "input") and self.module not in (EMBEDDING, HEAD)
 
 
 class AdapterDescription(msgspec.Struct, frozen=True):
-    """Everything about an adapter that the server uses, except its weights.
+    """The description of an adapter: everything that the server uses except the weights.
 
     Attributes:
-        base_model: base model named in the config, "" if none.
+        base_model: name of the base model in the config; "" if there is none.
         modules: modules in packing order.
         weight_bytes: size of the weights file.
-        shards: names of the weights files of a sharded adapter that were not merged, else empty. The byte ranges of
-            its tensors are then those of the merged file, and so is ``weight_bytes``.
-        digest: its version; "" if the weights were not read.
-        largest: bound of all that is computed from its weights alone, as ``numbers.fits`` takes it; 0 if they were not
-            read.
+        shards: names of the weights files of a sharded adapter that was not merged; otherwise empty. The tensors' byte
+            ranges and ``weight_bytes`` are those of the merged file.
+        digest: digest of the version; "" if the weights were not read.
+        largest: largest magnitude among the weights and numbers computed from them, for ``numbers.fits``; 0 if the
+            weights were not read.
         warnings: sentences about ignored keys.
-        chat: its chat settings that differ from the base model's.
-        extras: its other matrices, ordered by kind and module and then by layer.
+        chat: the chat settings that differ from the base model's.
+        extras: the matrices besides A and B, ordered by kind, module and layer.
     """
 
     base_model: str
@@ -135,7 +135,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
         return low_rank + sum(each.rows * each.columns for each in self.extras if each.entry is not None)
 
     def extras_of(self, geometry: ModelGeometry) -> tuple[AdapterExtra, ...]:
-        """Return its extras as in ``AdapterRef.extras``."""
+        """Return the extras in the form of ``AdapterRef.extras``."""
         rows: dict[tuple[str, str, int, tuple[int, ...]], list[int]] = {}
         for each in self.extras:
             key = (each.kind, each.module, each.columns, each.tokens)
@@ -146,7 +146,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
         )
 
     def ranks(self, geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-        """Return, for each module that it changes, the rank on every layer, as in ``AdapterRef.ranks``."""
+        """Return the rank on every layer for each changed module, in the form of ``AdapterRef.ranks``."""
         found: dict[str, list[int]] = {}
         for each in self.modules:
             found.setdefault(each.module, [0] * geometry.layers)[each.layer] = each.rank

@@ -2,32 +2,35 @@
 
 
 class AdapterError(ValueError):
-    """An adapter cannot be registered or loaded; the message names the file, tensor or key, and the reason."""
+    """Raised when an adapter cannot be registered or loaded.
+
+    The message names the file, tensor or key, and the reason.
+    """
 
 
 class AdapterStoreError(AdapterError):
-    """The store or the registry cannot be read or written (full disk, locked database). The adapter is not at fault."""
+    """Raised when the store or the registry cannot be read or written (full disk, locked database)."""
 
 
 class AdapterNotFound(AdapterError):
-    """The source, or one of its two files, does not exist."""
+    """Raised when the source, or one of its two files, does not exist."""
 
 
 class AdapterExists(AdapterError):
-    """The name is taken, and ``replace`` is not set."""
+    """Raised when the name is taken, and ``replace`` is not set."""
 
 
 class AdapterQuotaExceeded(AdapterError):
-    """The owner of the adapter would own too many, or too many bytes of weights."""
+    """Raised when the owner would own too many adapters, or too many bytes of weights."""
 
 
 class AdapterBusy(AdapterError):
-    """Another call is registering or removing the name."""
+    """Raised when another call is registering or removing the name."""
 
 
 class UnknownAdapter(AdapterError):
-    """No adapter has this name or digest."""
+    """Raised when no adapter has this name or digest."""
 
 
 class AdapterNotServed(AdapterError):
-    """The adapter is registered, but its files are not in the store, or too large for the dtype of the server."""
+    """Raised when the adapter is registered, but its files are missing, or its weights overflow the server's dtype."""

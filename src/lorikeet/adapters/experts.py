@@ -1,8 +1,10 @@
-"""LoRA on the parameters of experts (PEFT's ``target_parameters``), which have the weights of all experts of a layer.
+"""Reads LoRA on the parameters of experts (PEFT's ``target_parameters``).
 
-PEFT keeps A of all experts as ``[experts * rank, in]``, one expert after the other, and B as ``[out, rank * experts]``,
-in which the experts alternate. Its wrappers of the parameters of one module are nested: the outermost has the module's
-name, those inside are each called ``base_layer``, and the innermost is that of the first parameter.
+A parameter has the weights of all experts of a layer.
+
+PEFT stores A of all experts as ``[experts * rank, in]``, one expert after the other, and B as ``[out, rank *
+experts]``, in which the experts alternate. PEFT nests its wrappers of one module's parameters. The outermost wrapper
+has the module's name, each inner wrapper is called ``base_layer``, and the innermost wraps the first parameter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +34,7 @@ def check_parameters(targets: Sequence[str], resolver: BaseModules) -> None:
 
 
 def parameter_of(name: str, resolver: BaseModules, is_targeted: Callable[[str], bool]) -> str:
-    """Return the full name of the parameter that the tensors of a module change; for other modules, their own.
+    """Return the full name of the parameter that a module's tensors change, or the module's name if it has none.
 
     Args:
         name: name of the module in the adapter, such as ``model.layers.0.mlp.experts.base_layer``.
@@ -50,12 +52,12 @@ def parameter_of(name: str, resolver: BaseModules, is_targeted: Callable[[str], 
 def describe_experts(
     place: ModulePlace, rows: tuple[int, ...], rank: int, scaling: float, a: TensorEntry, b: TensorEntry
 ) -> Iterator[ModuleTensors]:
-    """Yield the LoRA of each module of the experts of a layer.
+    """Yield the LoRA of each module of a layer's experts.
 
     Args:
         place: place of the parameter.
-        rows: output features of each of its modules.
-        rank: rank of one expert.
+        rows: number of output features of each module.
+        rank: the rank of one expert.
         scaling: see ``ModuleTensors``.
         a, b: the tensors of all experts.
 

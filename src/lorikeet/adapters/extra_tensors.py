@@ -38,7 +38,7 @@ _FORMS = [
 
 
 class Named(NamedTuple):
-    """A tensor of the file: full name of its module, kind, and place in the file."""
+    """A tensor of the file: full name of its module, its kind, and its entry in the file."""
 
     name: str
     kind: str
@@ -48,7 +48,7 @@ class Named(NamedTuple):
 class LowRankTensors(NamedTuple):
     """The two matrices of one module: ``a [rank, in_features]`` and ``b [out_features, rank]``.
 
-    ``name`` is its full name as the adapter spells it, which PEFT's patterns match.
+    ``name`` is the module's full name in the adapter's spelling, which PEFT's patterns match.
     """
 
     name: str
@@ -94,15 +94,15 @@ def find_extras(
     """Return the extras of an adapter, by kind and module and then by layer.
 
     Args:
-        tensors: tensors of the file, except A and B.
-        low_rank: A and B of the modules of the vocabulary, and of the linear modules that text requests use.
-        config: config of the adapter.
+        tensors: the file's tensors, except A and B.
+        low_rank: A and B of embedding and output layer, and of the linear modules that text requests use.
+        config: the adapter's config.
         matcher: matcher of the config's patterns.
         resolver: modules of the base.
         geometry: sizes of the base; if None, any name stands for a module.
 
     Raises:
-        AdapterError: an extra belongs to nothing that can be served, or does not fit the config or the base.
+        AdapterError: an extra cannot be served, or does not fit the config or the base.
     """
     tensors = _without_copies(tensors)
     finder = _Finder(config, matcher, resolver, geometry)
@@ -135,7 +135,7 @@ class _Finder:
         self.warnings: list[str] = []
 
     def note_vocabulary(self, tensors: Iterable[Named]) -> None:
-        """Note how many tokens the whole embedding and output layer in the file have."""
+        """Record the number of tokens of the whole embedding and output layer in the file."""
         for each in tensors:
             module = _vocabulary(each.name, self._resolver, self._geometry)
             if module is not None and each.kind in ("weight", "base") and len(each.entry.shape) == 2:
@@ -154,7 +154,7 @@ class _Finder:
         return [a, self._extra("b", HEAD, 0, b, b.shape[0], rank, scaling)]
 
     def of(self, each: Named) -> list[ExtraTensor]:
-        """Return the extras that a tensor makes."""
+        """Return the extras for a tensor."""
         module = _vocabulary(each.name, self._resolver, self._geometry)
         if module is not None:
             return self._vocabulary_extra(each, module)
@@ -168,7 +168,7 @@ class _Finder:
         return list(self._linear(each, place))
 
     def _vector(self, each: Named) -> ExtraTensor | None:
-        """Return the extra of a vector of the base, such as a norm's weight."""
+        """Return the extra for a vector of the base, such as a norm's weight."""
         if self._geometry is None:
             if len(each.entry.shape) != 1 or each.kind == "bias":
                 return None
@@ -186,7 +186,7 @@ class _Finder:
         return self._extra("vector", path, layer, each.entry, 1, size)
 
     def _linear(self, each: Named, place: ModulePlace) -> Iterator[ExtraTensor]:
-        """Yield the extras of the modules of a linear layer; a tensor of a fused one is cut."""
+        """Yield the extras of a linear layer's modules. The tensor of a fused layer is cut."""
         kind = each.kind
         entry = each.entry
         scaling = 1.0
@@ -239,9 +239,9 @@ class _Finder:
         if kind in ("weight", "base") and len(shape) == 2:
             base = self._geometry.replaceable if self._geometry is not None else None
             if kind == "base" and (base is None or shape[0] == base.vocab_size):
-                return []  # the base's own weight, which PEFT saves together with LoRA on it
+                return []  # PEFT saves the base's weight together with LoRA on it.
             _, hidden = self._sizes(0, shape[1])
-            # DoRA divides by norms over all rows of an embedding, even those of tokens that the base lacks.
+            # DoRA divides by norms over all rows of an embedding, even of tokens that the base lacks.
             needs_all = module == EMBEDDING and self._config.use_dora
             kept = entry if needs_all else self._kept(entry)
             return [self._extra("weight", module, 0, kept, kept.shape[0], hidden)]
@@ -267,14 +267,14 @@ class _Finder:
         raise _refusal(entry, f"is {kind} of the {module}, which is not supported")
 
     def _head_vector(self, each: Named, scaling: float = 1.0) -> ExtraTensor:
-        """Return a vector with an element for each token."""
+        """Return the extra for a vector with an element for each token."""
         tokens = prod(each.entry.shape)
         self._check_tokens(each.entry, HEAD, tokens)
         kept = self._kept(each.entry.shaped(tokens))
         return self._extra(each.kind, HEAD, 0, kept, kept.shape[0], 1, scaling)
 
     def _check_tokens(self, entry: TensorEntry, module: str, tokens: int) -> None:
-        """Check that a tensor has the tokens of its module: the base's, or those of a whole weight in the file."""
+        """Check that a tensor has as many tokens as its module in the base, or as the whole weight in the file."""
         needed = self._rows.get(module, self._sizes(tokens, 0)[0])
         if tokens != needed:
             owner = "the file" if module in self._rows else "the base model"
@@ -285,7 +285,7 @@ class _Finder:
             )
 
     def _kept(self, entry: TensorEntry) -> TensorEntry:
-        """Return the rows of a tensor whose tokens are in the base's vocabulary."""
+        """Return the rows of a tensor for tokens that are in the base's vocabulary."""
         rows = entry.shape[0]
         base = self._geometry.replaceable if self._geometry is not None else None
         if base is None or rows <= base.vocab_size:
@@ -297,7 +297,7 @@ class _Finder:
         return entry.row_range(0, base.vocab_size)
 
     def _sizes(self, vocabulary: int, hidden: int) -> tuple[int, int]:
-        """Return the base's sizes of vocabulary and hidden state, or the tensor's if the base is unknown."""
+        """Return the sizes of vocabulary and hidden state: the base's, or the tensor's if the base is unknown."""
         if self._geometry is None or self._geometry.replaceable is None:
             return vocabulary, hidden
         return self._geometry.replaceable.vocab_size, self._geometry.hidden_size
@@ -337,7 +337,7 @@ def _computed(found: Iterable[ExtraTensor]) -> Iterator[ExtraTensor]:
 
 
 def _without_copies(tensors: Sequence[Named]) -> list[Named]:
-    """Return tensors without the copies that PEFT saves beside the layers of a resized vocabulary.
+    """Return the tensors without the copies that PEFT saves beside the layers of a resized vocabulary.
 
     PEFT loads ``X.weight``, and saves ``X.modules_to_save.weight`` with the same values and the untrained
     ``X.original_module.weight`` beside it.
@@ -368,7 +368,7 @@ def _check_complete(
     tensors: Sequence[Named],
     low_rank: Sequence[LowRankTensors],
 ) -> None:
-    """Check that the file has the tensors that the config announces, and no others.
+    """Check that the file has exactly the tensors that the config announces.
 
     Raises:
         AdapterError: a tensor is missing or not announced.
@@ -389,12 +389,13 @@ def _check_complete(
         raise AdapterError(f"{WEIGHTS_FILE}: {min(names['a'] ^ names['b'])} has only one of lora_embedding_A and _B")
     saved = [each for each in config.modules_to_save or [] if each not in SCORE_MODULES]
     tuned: set[str] = set()
-    if config.peft_type == "LN_TUNING":  # its targets are whole modules
+    if config.peft_type == "LN_TUNING":  # The targets of this type are whole modules.
         tuned = {name for name in names["weight"] | names["bias"] if any(map(matcher.covers, _and_parents(name)))}
         if not tuned:
             raise AdapterError(f"{WEIGHTS_FILE}: it has no weights of what {CONFIG_FILE} targets")
     for name in sorted((names["weight"] | (names["bias"] if config.bias == "none" else set())) - tuned):
-        is_vocabulary = name.rpartition(".")[2] in ("embed_tokens", "lm_head")  # saved when they were resized
+        # PEFT saves these modules if they were resized.
+        is_vocabulary = name.rpartition(".")[2] in ("embed_tokens", "lm_head")
         if not is_vocabulary and not any(_is_below(name, each) for each in saved):
             raise AdapterError(
                 f"{WEIGHTS_FILE}: a whole weight of {name} belongs to a module that modules_to_save of "
@@ -415,16 +416,19 @@ def _check_complete(
     if config.peft_type not in ("LORA", "IA3") and low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: tensor {low_rank[0].a.name} does not belong to {config.peft_type}")
     if {("weight", EMBEDDING, 0), ("rows", EMBEDDING, 0)} <= by_place.keys() and names["weight"] & names["rows"]:
-        raise AdapterError(f"{WEIGHTS_FILE}: the embedding is replaced, and rows of it trained: only one can be served")
+        raise AdapterError(f"{WEIGHTS_FILE}: the embedding is replaced and has trained rows; only one can be served")
 
 
 def _is_below(name: str, module: str) -> bool:
-    """Return whether a module is one of ``modules_to_save`` or inside one, as PEFT compares: by the end of names."""
+    """Return whether a module is one of ``modules_to_save`` or inside one.
+
+    Like in PEFT, the ends of names are compared.
+    """
     return any(each.endswith(module) for each in _and_parents(name))
 
 
 def _and_parents(name: str) -> list[str]:
-    """Return the names of a module and of the modules that it is in."""
+    """Return the names of a module and of the modules that contain it."""
     parts = name.split(".")
     return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
 
@@ -434,7 +438,7 @@ def _refusal(entry: TensorEntry, why: str) -> AdapterError:
 
 
 def summary(extras: Iterable[ExtraTensor]) -> str:
-    """Return the kinds of some extras, in words."""
+    """Return a text that lists the kinds of some extras."""
     kinds = dict.fromkeys(f"{each.kind} of {each.module}" for each in extras if each.entry is not None)
     shown = list(kinds)[:_MAX_NAMED]
     return ", ".join(shown) + (f" and {len(kinds) - len(shown)} more" if len(kinds) > len(shown) else "")

@@ -1,4 +1,4 @@
-"""The manifest of a stored adapter version: a description of its files from the time it was registered."""
+"""The manifest of a stored adapter version, which describes its files at the time of registration."""
 
 import os
 from pathlib import Path
@@ -16,13 +16,13 @@ MANIFEST_FILE = "version.json"
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The description of a version from the time it was stored.
+    """The description of a version at the time it was stored.
 
     Attributes:
-        weight_bytes, weight_mtime_ns: size and modification time of its weights file; any difference is an error.
-        modules: its tensors and scalings. A manifest of Lorikeet 0.2 or older has none.
-        largest: see ``AdapterDescription``; older manifests have 0.
-        extras: its other matrices.
+        weight_bytes, weight_mtime_ns: size and modification time of the weights file. Any difference is an error.
+        modules: tensors and scalings of the modules. Manifests of Lorikeet 0.2 or older have none.
+        largest: see ``AdapterDescription``. Older manifests have 0.
+        extras: the matrices besides A and B.
     """
 
     weight_bytes: int
@@ -33,20 +33,22 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Largest(msgspec.Struct, frozen=True):
-    """The part of a manifest that is decoded alone, in a tenth of the time."""
+    """The part of a manifest with the largest magnitude. Decoding only this part takes a tenth of the time."""
 
     largest: float = 0.0
 
 
 def write_manifest(folder: Path, found: "AdapterDescription | Manifest") -> None:
-    """Write the manifest of a version, whose weights file is complete.
+    """Write the manifest of a version.
+
+    Its weights file must be complete.
 
     Args:
-        folder: folder of the version.
-        found: its description, made here or at its origin.
+        folder: the version's folder.
+        found: the version's description, made here or on the server it came from.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the manifest cannot be written.
     """
     weights = (folder / WEIGHTS_FILE).stat()
     manifest = Manifest(weights.st_size, weights.st_mtime_ns, found.modules, found.largest, found.extras)
@@ -57,7 +59,7 @@ def write_manifest(folder: Path, found: "AdapterDescription | Manifest") -> None
 
 
 def largest_of(folder: Path) -> float:
-    """Return the largest magnitude that the manifest of a version notes; 0 if it notes none or cannot be read."""
+    """Return the largest magnitude in a version's manifest; 0 if the manifest has none or cannot be read."""
     try:
         return msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=_Largest).largest
     except (OSError, msgspec.DecodeError):
@@ -69,10 +71,10 @@ Tensors = tuple[tuple[ModuleTensors, ...], tuple[ExtraTensor, ...]]
 
 
 def check_unchanged(ref: AdapterRef) -> Tensors:
-    """Check that the weights file is unchanged since it was registered: by size and, in the store, modification time.
+    """Check by size and, in the store, modification time that the weights file is unchanged since registration.
 
     Returns:
-        What its manifest lists; nothing for a folder outside the store, or of Lorikeet 0.2 or older.
+        The tensors in the manifest; nothing for a folder outside the store, or from Lorikeet 0.2 or older.
 
     Raises:
         AdapterError: the file is missing or differs.
@@ -103,17 +105,17 @@ def check_unchanged(ref: AdapterRef) -> Tensors:
 
 
 def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
-    """Return the tensors of an adapter, from its manifest if that lists them, else from its folder.
+    """Return an adapter's tensors from the manifest, or from the folder if the manifest does not list them.
 
     Args:
         ref: the adapter.
         geometry: sizes and module names of the base.
 
     Raises:
-        AdapterError: it is missing, has changed, or is not valid.
+        AdapterError: the adapter is missing, has changed, or is not valid.
     """
     modules, extras = check_unchanged(ref)
-    # Its writer may not have known the base, like the pool of a cluster.
+    # The writer of the manifest, such as the pool of a cluster, may not have known the base.
     if (modules or extras) and all(each.module in geometry.modules or each.module == SCORE for each in modules):
         return modules, extras
     try:

@@ -1,8 +1,8 @@
-"""Makes weighted mixtures of adapters: one adapter with the rank rows of all of them.
+"""Makes weighted mixtures of adapters: one adapter with the rank rows of all parts.
 
-That is PEFT's ``add_weighted_adapter`` with ``combination_type="cat"``: the sum of ``weight * scaling * B·A``. Nothing
-is added up: the A of a module are stacked, and the B, each multiplied by weight and scaling, stand side by side. So it
-is exact, and costs as much as all ranks together.
+The result is the sum of ``weight * scaling * B·A``, like in PEFT's ``add_weighted_adapter`` with
+``combination_type="cat"``. Matrices are not added up. The A of a module are stacked, and the B, each multiplied by
+weight and scaling, stand side by side. So the mixture is exact, and its rank is the sum of the ranks.
 """
 
 import json
@@ -31,11 +31,11 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
 
     Args:
         folder: an empty folder.
-        parts: the adapters, whose files are kept meanwhile.
+        parts: the adapters. The caller keeps their files during the call.
         geometry: sizes of the whole base model.
 
     Raises:
-        AdapterError: an adapter is missing or has changed, or a part of it cannot be mixed.
+        AdapterError: an adapter is missing, has changed, or has a part that cannot be mixed.
         OSError: the folder cannot be written.
     """
     found: dict[tuple[int, str], _Matrices] = {}
@@ -60,7 +60,7 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
 
 
 def config_of(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return PEFT's config of a LoRA whose matrices have no factor, by the ranks of its modules' full names."""
+    """Return PEFT's config for a LoRA without scaling, from the ranks by full names of modules."""
     largest = max(ranks.values())
     pattern = {name: rank for name, rank in ranks.items() if rank != largest}
     return {
@@ -74,7 +74,7 @@ def config_of(ranks: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _name(layer: int, module: str, geometry: ModelGeometry) -> str:
-    """Return the name of a module that is a linear layer of its own."""
+    """Return the full name of a module that is a separate linear layer."""
     names = DECODER_NAMES if geometry.names is None else geometry.names
     for path in names.paths:
         if path.modules == (module,) and geometry.has_module(layer, module):

@@ -1,4 +1,4 @@
-"""Finds the modules of a base that an adapter names."""
+"""Finds the modules of a base by the names that an adapter uses."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,12 +7,12 @@ from lorikeet.core.geometry import DECODER_NAMES, LORA_MODULES, ExpertsPath, Mod
 
 
 class ModulePlace(NamedTuple):
-    """A linear layer of a base: its layer, and the modules of the geometry that it consists of.
+    """A linear layer of a base: the index of its layer, and the geometry's modules in it.
 
     Attributes:
         layer: index of the layer.
-        modules: modules of one linear layer, or of all experts in order.
-        experts: 0, or the number of experts whose linear layers these are.
+        modules: the modules of one linear layer, or of all experts in order.
+        experts: number of experts if these are the linear layers of experts, else 0.
     """
 
     layer: int
@@ -21,10 +21,10 @@ class ModulePlace(NamedTuple):
 
 
 class BaseModules:
-    """The linear layers of a base, by their names in adapters.
+    """The linear layers of a base, found by the names that adapters use.
 
     Args:
-        geometry: sizes of the base; if None, any name stands for a module, which is called by its path or Llama's name.
+        geometry: sizes of the base. If None, any name stands for a module, which gets its path or Llama's name.
     """
 
     def __init__(self, geometry: ModelGeometry | None) -> None:
@@ -48,11 +48,11 @@ class BaseModules:
 
     @property
     def knows_base(self) -> bool:
-        """Whether there is a geometry."""
+        """Whether the base's geometry is known."""
         return self._geometry is not None
 
     def prefix_of(self, name: str) -> str:
-        """Return the longest of the known prefixes that a name has, "" if it has none."""
+        """Return the longest known prefix of a name; "" if it has none."""
         return max((prefix for prefix in self._names.prefixes if name.startswith(prefix)), key=len, default="")
 
     def is_unused(self, name: str) -> bool:
@@ -60,10 +60,10 @@ class BaseModules:
         return name.startswith(self._names.unused)
 
     def place(self, name: str) -> ModulePlace | None:
-        """Return the place of a linear layer, None if LoRA on it is not supported.
+        """Return the place of a linear layer; None if LoRA on the layer is not supported.
 
         Args:
-            name: its full name in the adapter, as in ``model.layers.0.self_attn.q_proj``.
+            name: the layer's full name in the adapter, such as ``model.layers.0.self_attn.q_proj``.
         """
         path, layer = split_layer(name.removeprefix(self.prefix_of(name)))
         known = self._paths.get(path, [])
@@ -76,34 +76,34 @@ class BaseModules:
         return next((ModulePlace(layer, modules) for modules in known if self._is_on(layer, modules)), None)
 
     def parameters(self, name: str) -> list[str]:
-        """Return the full names of the parameters of experts that a module has, in the order in which PEFT wraps them.
+        """Return the full names of a module's parameters of experts, in the order in which PEFT wraps them.
 
         Args:
-            name: the full name of the module, as in ``model.layers.0.mlp.experts``.
+            name: the module's full name, such as ``model.layers.0.mlp.experts``.
         """
         path, _ = split_layer(name.removeprefix(self.prefix_of(name)))
         found = [each.rpartition(".") for each in self._all_experts]
         return [f"{name}.{parameter}" for parent, _, parameter in found if parent == path]
 
     def rows(self, place: ModulePlace) -> tuple[int, ...]:
-        """Return the output features of each module of a linear layer."""
+        """Return the number of output features of each module of a linear layer."""
         assert self._geometry is not None
         return tuple(self._geometry.modules[module].out_features for module in place.modules)
 
     def number(self, module: str) -> int:
-        """Return a module's index in packing order; unknown modules come last."""
+        """Return a module's index in packing order. Unknown modules come last."""
         return self._numbers.get(module, len(self._numbers))
 
     def names(self, prefix: str) -> dict[str, ModulePlace]:
-        """Return all linear layers except experts, by their full names with this prefix."""
+        """Return all linear layers except experts, by full names with this prefix."""
         return self._named(prefix, ((path.path, path.modules) for path in self._names.paths))
 
     def names_of_experts(self, prefix: str) -> dict[str, ModulePlace]:
-        """Return the linear layers of single experts by their full names, as checkpoints with separate experts do."""
+        """Return the linear layers of single experts, by the full names in checkpoints with separate experts."""
         return self._named(prefix, self._single_experts)
 
     def names_of_parameters(self, prefix: str) -> dict[str, ModulePlace]:
-        """Return the parameters of experts by their full names."""
+        """Return the parameters of experts, by full names."""
         names = self._named(prefix, ((each.path, each.modules_of(0)) for each in self._names.experts))
         return {name: place for name in names if (place := self.place(name)) is not None}
 
@@ -125,7 +125,7 @@ class BaseModules:
         return [name for name in (weights.embedding and prefix + weights.embedding, weights.head) if name]
 
     def _is_on(self, layer: int, modules: tuple[str, ...]) -> bool:
-        """Return whether a layer has all these modules; layers that the model lacks have their own error."""
+        """Return whether a layer has all these modules. Layers that the model lacks get a separate error elsewhere."""
         geometry = self._geometry
         assert geometry is not None
         return layer >= geometry.layers or all(geometry.has_module(layer, module) for module in modules)

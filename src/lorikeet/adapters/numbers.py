@@ -20,16 +20,18 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Return values of ``dtype`` in fp32, exactly. No copy is made of fp32."""
+    """Return values of ``dtype`` in fp32, exactly. fp32 is not copied."""
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
 
 
 def from_float32(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Round fp32 to ``dtype``, to nearest and ties to even; values that are too large become infinity.
+    """Round fp32 to ``dtype``, to nearest with ties to even.
 
-    Values must not be NaN. No copy is made for fp32.
+    Values that are too large become infinity.
+
+    Values must not be NaN. fp32 is not copied.
     """
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
@@ -44,9 +46,9 @@ def from_float32(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
 
 
 def to_codes(values: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Return the nearest codes of 8 bits, from -127 to 127, and the scale of each row; a row of zeros has scale 0."""
+    """Return the nearest codes of 8 bits, from -127 to 127, and the scale of each row. A row of zeros has scale 0."""
     scales = np.abs(values).max(axis=1, initial=0.0) / np.float32(127)
-    # A scale that is nearly denormal has no inverse in fp32.
+    # A scale close to the denormal numbers has no inverse in fp32.
     inverses = np.divide(1.0, scales, where=scales > 1e-37, out=np.zeros_like(scales))
     return np.rint(values * inverses[:, None]).astype(np.int8), scales
 

@@ -1,7 +1,7 @@
 """Reads and validates PEFT's ``adapter_config.json``, and matches its patterns as PEFT does.
 
-Patterns come from users, and Python's ``re``, which PEFT uses, knows no limits. So this runs in the reader process (see
-``adapters.reader``), which has them.
+Patterns come from users, and Python's ``re``, which PEFT uses, has no limits of time. So this module runs in the reader
+process (see ``adapters.reader``), which has limits.
 """
 
 import codecs
@@ -106,12 +106,12 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     @property
     def patterns_of_layers(self) -> list[str]:
-        """Patterns of the module name before the layer number."""
+        """Patterns for the part of a module's name before the layer number."""
         given = self.layers_pattern or [r"[^.]*"]
         return [given] if isinstance(given, str) else given
 
     def tokens_of(self, name: str) -> list[int]:
-        """Return which tokens' embeddings are trained of an embedding, by its full name."""
+        """Return the tokens whose rows are trained, for an embedding with this full name."""
         trained = self.trainable_token_indices or {}
         if isinstance(trained, list):
             return trained
@@ -121,7 +121,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
         """Return the keys that change the meaning of the weights, in a canonical form. The order of patterns counts."""
         others = {
             "fan_in_fan_out": self.fan_in_fan_out and bool(self.modules_to_save),
-            # They do not follow from the names of tensors.
+            # These keys do not follow from the names of tensors.
             "target_parameters": sorted(self.target_parameters),
             "peft_type": "" if self.peft_type == "LORA" else self.peft_type,
             "trainable_token_indices": self.trainable_token_indices,
@@ -141,7 +141,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
 
 class ModuleMatcher:
-    """Resolves a config for each module, by its full name (``model.layers.0.self_attn.q_proj``).
+    """Resolves a config for single modules, by full names such as ``model.layers.0.self_attn.q_proj``.
 
     Raises:
         AdapterError: a pattern is not a regular expression, or too long.
@@ -158,7 +158,7 @@ class ModuleMatcher:
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return the rank of a module, and its factor of B·A.
 
-        That is alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732).
+        The factor is alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732).
         """
         rank = self._ranks.first_of(name)
         alpha = self._alphas.first_of(name)
@@ -175,7 +175,7 @@ class ModuleMatcher:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether the LoRA changes any parameter by its name."""
+        """Return whether the LoRA changes any parameter by name."""
         return bool(self._config.target_parameters)
 
     def covers_parameter(self, name: str) -> bool:
@@ -193,12 +193,15 @@ class ModuleMatcher:
 
 
 class _Patterns(Generic[T]):
-    """``rank_pattern`` or ``alpha_pattern``, as PEFT's ``get_pattern_key`` reads it: the first that matches counts."""
+    """The patterns of ``rank_pattern`` or ``alpha_pattern``.
+
+    The first match counts, like in PEFT's ``get_pattern_key``.
+    """
 
     def __init__(self, values: Mapping[str, T], default: T) -> None:
         self._values = list(values.values())
         self._default = default
-        # Most are plain names, which are looked up.
+        # Most patterns are plain names, which are looked up.
         self._named = {name: place for place, name in reversed(list(enumerate(values))) if _NAME.fullmatch(name)}
         self._others = [
             (place, _compiled(rf"(.*\.)?({key})$")) for place, key in enumerate(values) if key not in self._named
@@ -231,7 +234,7 @@ def _compiled(pattern: str) -> "re.Pattern[str]":
     """Compile a pattern of a config.
 
     Raises:
-        AdapterError: it is not a regular expression, or too long.
+        AdapterError: the pattern is not a regular expression, or too long.
     """
     if len(pattern) > _MAX_PATTERN_CHARS:
         raise AdapterError(f"{CONFIG_FILE}: a pattern of {len(pattern)} characters is too long")
@@ -245,7 +248,7 @@ def read_json(file: Path, limit_bytes: int) -> dict[str, Any]:
     """Read a file that must contain a JSON object.
 
     Raises:
-        AdapterError: it cannot be read, is too large, not UTF-8, or not a JSON object.
+        AdapterError: the file cannot be read, is too large, not UTF-8, or not a JSON object.
     """
     try:
         with file.open("rb") as stream:
@@ -281,7 +284,7 @@ class ReadConfig(NamedTuple):
 
     Attributes:
         config: the settings.
-        base_model, revision: the base model that it names, and the revision of that; "" if none.
+        base_model, revision: name and revision of the base model in the config; "" if there are none.
         warnings: sentences about keys that are ignored.
     """
 
@@ -295,8 +298,8 @@ def read_config(file: Path) -> ReadConfig:
     """Read and check an ``adapter_config.json``.
 
     Raises:
-        AdapterError: the file is not valid JSON, has another PEFT type, or a key that is not supported; the message
-            names the key.
+        AdapterError: the file is not valid JSON, or has a PEFT type or key that is not supported. The message names the
+            key.
     """
     raw = read_json(file, MAX_CONFIG_BYTES)
     try:
@@ -337,7 +340,7 @@ def _check_supported(raw: dict[str, Any]) -> list[str]:
 
 
 def check_convertible(file: Path) -> None:
-    """Check that PEFT may merge the type of an ``adapter_config.json`` into linear layers.
+    """Check that PEFT can merge the type of an ``adapter_config.json`` into linear layers.
 
     Raises:
         AdapterError: PEFT cannot merge the type, or the file cannot be read.

@@ -1,4 +1,4 @@
-"""Reads adapter folders in reader processes, so that nothing in a folder can stop or swell the calling process."""
+"""Reads adapter folders in reader processes, so that no content can block the calling process or use up its memory."""
 
 import atexit
 import os
@@ -40,10 +40,12 @@ _SILENCE_S = 60.0
 
 
 def describe(folder: Path, options: DescribeOptions | None = None) -> AdapterDescription:
-    """Read a PEFT LoRA folder, and check everything in it. Thread-safe.
+    """Read a PEFT LoRA folder, and check everything in it.
+
+    Thread-safe.
 
     Raises:
-        AdapterError: it is not valid, does not fit, or reading it takes too much time or memory.
+        AdapterError: the adapter is not valid, does not fit, or takes too much time or memory to read.
         AdapterStoreError: merged weights cannot be written, or no reader process can be started.
     """
     answer = _ask(DescribeFolder(str(folder), options or DescribeOptions()))
@@ -52,17 +54,17 @@ def describe(folder: Path, options: DescribeOptions | None = None) -> AdapterDes
 
 
 def list_shards(folder: Path) -> list[str]:
-    """Return the names of the files that the index of a sharded adapter lists; raises as :func:`describe`."""
+    """Return the names of the files that the index of a sharded adapter lists. Errors are those of :func:`describe`."""
     answer = _ask(ListShards(str(folder)))
     assert isinstance(answer, Shards)
     return answer.names
 
 
 class _Process:
-    """A reader process; answers one request at a time.
+    """A reader process, which answers one request at a time.
 
     Raises:
-        AdapterStoreError: it cannot be started.
+        AdapterStoreError: the process cannot be started.
     """
 
     def __init__(self) -> None:
@@ -89,10 +91,10 @@ class _Process:
         return self._process.poll() is None
 
     def ask(self, request: ToReader) -> Answer:
-        """Return its answer.
+        """Send a request, and return the process's answer.
 
         Raises:
-            AdapterError: the process ended instead, or took too long. It cannot be used again then.
+            AdapterError: the process ended or took too long. It cannot be used again.
         """
         reading = "the adapter"
         with suppress(EOFError, OSError):

@@ -1,7 +1,7 @@
-"""The reader process: reads the adapter folders of users, under limits of memory and time.
+"""The reader process, which reads users' adapter folders under limits of memory and time.
 
 Started by ``adapters.reader`` as ``python -m lorikeet.adapters.reader_process FD MEMORY_BYTES CPU_S``, where FD is an
-inherited connection. It answers requests in order, and ends when the connection is closed.
+inherited connection. The process answers requests in order, and ends when the connection is closed.
 """
 
 import os
@@ -28,48 +28,48 @@ _MAX_MESSAGE_CHARS = 1000
 
 
 class DescribeFolder(msgspec.Struct, frozen=True, tag=True):
-    """To the reader: describe an adapter's folder."""
+    """A message to the reader: describe an adapter's folder."""
 
     folder: str
     options: DescribeOptions
 
 
 class ListShards(msgspec.Struct, frozen=True, tag=True):
-    """To the reader: list the shards in the index of a folder."""
+    """A message to the reader: list the shards in the index of a folder."""
 
     folder: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """From the reader: it is ready, or has read more weights."""
+    """A message from the reader: it is ready, or has read more weights."""
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """From the reader: the name of the next part that it reads."""
+    """A message from the reader: the name of the next part to read."""
 
     name: str
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
-    """From the reader: the answer to ``DescribeFolder``."""
+    """The reader's answer to ``DescribeFolder``."""
 
     description: AdapterDescription
 
 
 class Shards(msgspec.Struct, frozen=True, tag=True):
-    """From the reader: the answer to ``ListShards``."""
+    """The reader's answer to ``ListShards``."""
 
     names: list[str]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """From the reader: the adapter is not valid."""
+    """A message from the reader: the adapter is not valid."""
 
     error: str
 
 
 class WriteFailed(msgspec.Struct, frozen=True, tag=True):
-    """From the reader: the weights could not be written."""
+    """A message from the reader: the weights could not be written."""
 
     error: str
 
@@ -87,7 +87,8 @@ class _Reader:
         self._sent_s = time.monotonic()
 
     def answer(self, request: ToReader) -> None:
-        signal.setitimer(signal.ITIMER_PROF, self._cpu_s)  # its signal ends the process, also within a match
+        # The limit's signal ends the process, even during the match of a pattern.
+        signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
         reply = self._reply(request)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         self.send(reply)
@@ -110,7 +111,7 @@ class _Reader:
             return WriteFailed(_clean(str(error)))
 
     def _on_stage(self, name: str) -> None:
-        if name == WEIGHTS_FILE:  # takes time in proportion to its size, which has a limit of its own
+        if name == WEIGHTS_FILE:  # The time is in proportion to the size, which has a separate limit.
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         self.send(Stage(name))
 
@@ -120,7 +121,7 @@ class _Reader:
 
 
 def _clean(text: str) -> str:
-    """Return text that can be encoded and is not too long: it may quote names of tensors, keys or patterns."""
+    """Return a text shortened and made encodable, since it may quote names of tensors, keys or patterns."""
     return text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
 
 
@@ -137,7 +138,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICE)
-    warnings.simplefilter("ignore")  # of patterns
+    warnings.simplefilter("ignore")  # This limits the patterns.
     connection = Connection(int(sys.argv[1]))
     if sys.platform == "linux":
         _limit_memory(int(sys.argv[2]))

@@ -66,7 +66,7 @@ def open_engine(url: str, postgresql_arguments: dict[str, Any] | None = None) ->
     Raises:
         ValueError: the URL names another database.
         ImportError: the driver is not installed.
-        sqlalchemy.exc.ArgumentError: not a URL.
+        sqlalchemy.exc.ArgumentError: the text is not a URL.
     """
     parsed = _with_driver(make_url(url))
     backend = parsed.get_backend_name()
@@ -89,11 +89,14 @@ def insert_of(engine: Engine) -> Callable[..., Any]:
 
 
 def create_tables(engine: Engine, metadata: MetaData) -> None:
-    """Create missing tables and indexes; several servers may do so at the same time.
+    """Create missing tables and indexes.
+
+    Several servers may do so at the same time.
 
     PostgreSQL's IF NOT EXISTS is not atomic: another server can create the table between check and creation. A lock
-    until the end of the transaction prevents that. Indexes that exist are left alone: to create one locks its table
-    against writes, and two tables locked so can meet a server that writes to both. SQLite has only one writer.
+    until the end of the transaction prevents this. Existing indexes are not created again: creating an index locks its
+    table against writes, and locks on two tables can cause a deadlock with a server that writes to both. SQLite has
+    only one writer.
     """
     with engine.begin() as connection:
         if connection.dialect.name == "postgresql":
@@ -119,10 +122,10 @@ def _with_driver(url: URL) -> URL:
 
 
 def _tune_sqlite(connection: Any, _record: Any) -> None:
-    """Set up a SQLite connection: WAL, so that readers and the writer do not block each other, and a timeout of 10 s.
+    """Set up a SQLite connection: a timeout of 10 s, and WAL, so that readers and the writer do not block each other.
 
-    A new file is switched to WAL once. If several connections try that at the same time, SQLite refuses some of them
-    immediately, whatever the busy timeout, to avoid a deadlock; these are retried.
+    A new file is switched to WAL once. If several connections try to switch at the same time, SQLite refuses some
+    immediately, regardless of the busy timeout, to avoid a deadlock. The refused connections try again.
     """
     cursor = connection.cursor()
     for pragma in ("busy_timeout=10000", "synchronous=NORMAL", "foreign_keys=ON"):
@@ -183,7 +186,7 @@ _OWNERS = _table_of_names(
 
 
 def _is_of_name(table: Table) -> ColumnElement[bool]:
-    """Return the condition that a row of a table is of the same name as one of ``NAMES``."""
+    """Return the condition that a row of a table has the same name as a row of ``NAMES``."""
     return (table.c.base == NAMES.c.base) & (table.c.name == NAMES.c.name)
 
 
@@ -214,8 +217,8 @@ class Author(NamedTuple):
     Attributes:
         actor: name in the audit log.
         owner: id of the tenant's key that owns new names; empty for the operator.
-        max_adapters: most adapters that this owner may have; 0 for no limit.
-        max_bytes: most bytes of their weights; 0 for no limit.
+        max_adapters: maximum number of adapters of the owner; 0 for no limit.
+        max_bytes: maximum bytes of the weights of these adapters; 0 for no limit.
     """
 
     actor: str = ""
@@ -232,7 +235,7 @@ class RegistryRow(NamedTuple):
     """A name joined with its version.
 
     ``ranks`` is the JSON of ranks and extras (:func:`encode_shape`), ``chat`` the JSON of an ``AdapterChat``, empty if
-    it is the default. ``owner`` is the id of a tenant's key, empty for the operator.
+    it is the default. ``owner`` is the id of a tenant's key; empty for the operator.
     """
 
     name: str
@@ -247,14 +250,16 @@ class RegistryRow(NamedTuple):
 
 
 class Registry:
-    """The registered adapters of one base model. Thread-safe.
+    """The registered adapters of one base model.
+
+    Thread-safe.
 
     Args:
         url: SQLAlchemy URL (SQLite or PostgreSQL).
         base: identity of the base model; "" if it is not known yet.
 
     Attributes:
-        base: identity of the base model; set it before any change. Rows of other base models are not touched.
+        base: identity of the base model. It must be set before any change. Rows of other base models are not changed.
 
     Raises:
         AdapterError: the database cannot be opened.
@@ -271,7 +276,7 @@ class Registry:
             raise AdapterError(f"the adapter registry cannot be opened: {error}") from error
 
     def load(self) -> dict[str, list[RegistryRow]]:
-        """Return all rows by base model, oldest first, in one query.
+        """Return all rows by base model, the oldest first, in one query.
 
         Raises:
             AdapterStoreError: the database cannot be read.
@@ -283,7 +288,7 @@ class Registry:
         return rows
 
     def named(self, names: Iterable[str]) -> dict[str, RegistryRow]:
-        """Return the rows that these names of this base model have.
+        """Return the rows of these names for this base model.
 
         Raises:
             AdapterStoreError: the database cannot be read.
@@ -298,7 +303,7 @@ class Registry:
         return rows
 
     def newest(self) -> int:
-        """Return the number of the latest change; 0 if there was none.
+        """Return the number of the latest change; 0 before the first.
 
         Raises:
             AdapterStoreError: the database cannot be read.
@@ -307,7 +312,7 @@ class Registry:
             return newest_change(connection)
 
     def changed(self, after: int) -> dict[int, str]:
-        """Return the names and ids of keys that any server has changed after a numbered change, by number.
+        """Return the names and ids of keys that any server has changed after the change with this number, by number.
 
         Raises:
             AdapterStoreError: the database cannot be read.
@@ -325,7 +330,7 @@ class Registry:
 
         Raises:
             AdapterExists: the name has another row, possibly from another process since the caller checked.
-            AdapterQuotaExceeded: the author owns too much.
+            AdapterQuotaExceeded: the author would own too many adapters or bytes.
             AdapterStoreError: the database cannot be written.
         """
         insert_name = self._insert(NAMES).values(self._name(row))
@@ -353,7 +358,9 @@ class Registry:
             note_change(connection, author.actor, action, row.name, detail | ({"replaced": old} if old else {}))
 
     def remove(self, name: str, actor: str = "") -> None:
-        """Delete a name; an unknown one is ignored. The audit log has it.
+        """Delete a name, and note the change in the audit log.
+
+        An unknown name is ignored.
 
         Raises:
             AdapterStoreError: the database cannot be written.
@@ -375,7 +382,9 @@ class Registry:
             note_change(connection, actor, action, name, detail)
 
     def remove_version_if_unnamed(self, digest: str) -> bool:
-        """Delete a version if no name of any base model points to it; return whether none did.
+        """Delete a version if no name of any base model points to it.
+
+        Return whether no name did.
 
         Raises:
             AdapterStoreError: the database cannot be written.
@@ -401,7 +410,7 @@ class Registry:
 
     @contextmanager
     def _writing(self, adding: str = "") -> Iterator[Connection]:
-        """Open a transaction; ``adding`` is the name that it inserts, for the error message."""
+        """Open a transaction. ``adding`` is the name that it inserts, for the error message."""
         try:
             with self._engine.begin() as connection:
                 yield connection
@@ -423,7 +432,9 @@ class Registry:
 
 
 def _check_quota(connection: Connection, author: Author) -> None:
-    """Check an owner's limits with the name that this transaction adds; servers do so one at a time.
+    """Check an owner's limits, including the name that this transaction adds.
+
+    Only one server checks at a time.
 
     Raises:
         AdapterQuotaExceeded: the owner has too many adapters or bytes.
@@ -439,7 +450,7 @@ def _check_quota(connection: Connection, author: Author) -> None:
     )
     number, size_bytes = connection.execute(owned).one()
     if 0 < author.max_adapters < number:
-        raise AdapterQuotaExceeded(f"this key may own {author.max_adapters} adapters, and has them")
+        raise AdapterQuotaExceeded(f"this key may own {author.max_adapters} adapters, and owns that many already")
     if 0 < author.max_bytes < size_bytes:
         raise AdapterQuotaExceeded(
             f"this key may own {format_size(author.max_bytes)} of adapters; with this one it would own "
@@ -465,9 +476,9 @@ class AdapterRecord:
     """One registered name.
 
     Attributes:
-        row: its row in the registry.
+        row: the name's row in the registry.
         folder: folder of the version's files.
-        persistent: whether it is in the registry, so that it survives a restart.
+        persistent: whether the name is in the registry and survives a restart.
     """
 
     row: RegistryRow
@@ -476,12 +487,12 @@ class AdapterRecord:
 
     @property
     def name(self) -> AdapterName:
-        """The name."""
+        """The registered name."""
         return AdapterName(self.row.name)
 
     @property
     def digest(self) -> AdapterDigest:
-        """The version that the name points to."""
+        """The digest of the version to which the name points."""
         return AdapterDigest(self.row.digest)
 
     @property
@@ -491,12 +502,12 @@ class AdapterRecord:
 
     @property
     def shown_source(self) -> str:
-        """Source as clients see it."""
+        """Source of the adapter in the form shown to clients."""
         return shown_source(self.source)
 
     @property
     def created_at(self) -> float:
-        """When the name was registered with this version, in Unix seconds."""
+        """Time at which the name was registered with this version, in Unix seconds."""
         return self.row.created_at
 
     @property
@@ -506,12 +517,12 @@ class AdapterRecord:
 
     @property
     def chat(self) -> AdapterChat:
-        """Its chat settings that differ from the base model's."""
+        """The adapter's chat settings that differ from the base model's."""
         return _decode_chat(self.row.chat)
 
     @cached_property
     def ref(self) -> AdapterRef:
-        """Reference that requests carry, created on first use."""
+        """Reference to the version for requests, created on first use."""
         shape = _decode_shape(self.row.ranks)
         return AdapterRef(self.name, self.digest, self.folder, shape.ranks, self.row.weight_bytes, shape.extras)
 
@@ -521,8 +532,8 @@ class RegisteredAdapter(NamedTuple):
 
     Attributes:
         record: the adapter to which the name points now.
-        replaced: the adapter to which it pointed before; None if there was none, or it was the same version.
-        warnings: sentences about keys of its config that are ignored.
+        replaced: the adapter to which the name pointed before; None if there was none, or if it was the same version.
+        warnings: sentences about ignored keys of the adapter's config.
         is_unchanged: Whether the name had this content already.
     """
 
@@ -538,7 +549,7 @@ def _decode_chat(text: str) -> AdapterChat:
 
 
 class _StoredShape(msgspec.Struct, frozen=True):
-    """Ranks and extras, as a row keeps them together."""
+    """Ranks and extras, in the form of one field of a row."""
 
     ranks: dict[str, tuple[int, ...]]
     extras: tuple[AdapterExtra, ...] = ()
@@ -549,13 +560,16 @@ _WITH_EXTRAS = '{"ranks":'
 
 
 def encode_shape(ranks: dict[str, tuple[int, ...]], extras: tuple[AdapterExtra, ...]) -> str:
-    """Return ranks and extras as a row keeps them."""
+    """Return ranks and extras as the JSON for a row."""
     return msgspec.json.encode(_StoredShape(ranks, extras) if extras else ranks).decode()
 
 
 @lru_cache(maxsize=256)
 def _decode_shape(text: str) -> _StoredShape:
-    """Return the shape in a row; cached, since thousands of adapters share few of them. Not to be changed."""
+    """Return the ranks and extras in a row, which callers must not change.
+
+    They are cached, since many adapters share the same.
+    """
     if text.startswith(_WITH_EXTRAS):
         return msgspec.json.decode(text, type=_StoredShape)
     return _StoredShape(msgspec.json.decode(text, type=dict[str, tuple[int, ...]]))

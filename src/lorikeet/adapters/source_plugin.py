@@ -1,4 +1,4 @@
-"""The interface of an adapter source: a plug-in that reads adapters from URLs of its own scheme."""
+"""The interface of an adapter source, which is a plug-in that reads adapters from URLs of one scheme."""
 
 from abc import ABC, abstractmethod
 from typing import BinaryIO
@@ -16,7 +16,7 @@ GROUP = "lorikeet.adapter_sources"
 class AdapterSource(ABC):
     """Reads adapters from URLs of one scheme.
 
-    It is created without arguments, in a process of its own for each adapter. Lorikeet checks that the URL may be read,
+    The class is created without arguments, in a new process for each adapter. Lorikeet checks that the URL may be read,
     and applies its limits of size and time to what the source returns.
     """
 
@@ -26,19 +26,21 @@ class AdapterSource(ABC):
 
         Args:
             url: the adapter's URL, with its scheme.
-            name: name of the file, such as ``adapter_config.json``; it may be in a folder.
+            name: name of the file, such as ``adapter_config.json``. It may contain a folder.
 
         Raises:
             FileNotFoundError: there is no such adapter or file.
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
 
 
 def source_of(scheme: str) -> AdapterSource | None:
-    """Return the plug-in for URLs of a scheme; None if there is none. Schemes of fsspec are never replaced.
+    """Return the plug-in for URLs of a scheme; None if there is none.
+
+    Schemes of fsspec are never replaced.
 
     Args:
-        scheme: scheme in lower case.
+        scheme: the scheme in lower case.
 
     Raises:
         AdapterError: the plug-in cannot be used.

@@ -1,7 +1,7 @@
 """Fetches the files of an adapter from a source: a folder, or any URL that fsspec reads.
 
-At run time everyone with an admin key may name a source, so it must be inside the allowed folder or below an allowed
-URL. Sources on the command line are trusted, since the user who starts the server can read its files anyway.
+At run time everyone with an admin key may name a source, so a source must be inside the allowed folder or below an
+allowed URL. Sources on the command line are trusted, since the user who starts the server can read its files anyway.
 """
 
 import math
@@ -73,7 +73,7 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
             (``hf://org/repo``, ``s3://bucket/folder``, ...).
         settings: the allowed folder and URLs, and the limits of size and time.
         into: an existing folder.
-        trusted: whether the source comes from the command line; then only the limits apply.
+        trusted: whether the source comes from the command line. If so, only the limits apply.
 
     Raises:
         AdapterNotFound: the source or one of its files does not exist.
@@ -108,18 +108,18 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
 
 
 class _Copy(Protocol):
-    """Copies files, given the limit of each, and the names of optional files."""
+    """Function that copies files, given the size limit of each, and the names of optional files."""
 
     def __call__(self, max_bytes: dict[str, int], optional: tuple[str, ...] = (), /) -> None: ...
 
 
 def _copy_all(copy: _Copy, into: Path, source: str, max_bytes: int) -> None:
-    """Copy config and weights, or the shards of the weights where an index lists them.
+    """Copy config and weights, or the shards of the weights if there is an index.
 
     Args:
-        copy: copies files into ``into``.
+        copy: function that copies files into ``into``.
         into, source: see ``fetch``.
-        max_bytes: limit of all weights files together.
+        max_bytes: size limit of all weights files together.
     """
     try:
         copy({CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: max_bytes, **CHAT_FILES}, tuple(CHAT_FILES))
@@ -148,7 +148,7 @@ def _copy_shards(copy: _Copy, into: Path, source: str, max_bytes: int) -> None:
 
 
 def host_of(source: str) -> str | None:
-    """Return scheme and host (or bucket) of a URL, None for a local folder. All sources at a slow host are slow."""
+    """Return scheme and host (or bucket) of a URL; None for a local folder. All sources at a slow host are slow."""
     scheme, separator, rest = source.partition("://")
     scheme = scheme.lower()
     if not separator or scheme in _LOCAL_SCHEMES:
@@ -158,7 +158,7 @@ def host_of(source: str) -> str | None:
 
 
 def shown_source(source: str) -> str:
-    """Return a source for clients: of a folder only its name, since its place on the server is private."""
+    """Return a source in the form shown to clients. For a folder this is only its name, since its path is private."""
     return source.rstrip("/").rpartition("/")[2] if host_of(source) is None else source
 
 
@@ -166,7 +166,7 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     if trusted:
         try:
             return Path(path).expanduser()
-        except RuntimeError as error:  # the home folder of an unknown user
+        except RuntimeError as error:  # The path names the home folder of an unknown user.
             raise AdapterError(f"{path}: {error}") from error
     if not settings.adapter_dir:
         raise AdapterError(
@@ -194,23 +194,23 @@ def _allowed_folder(settings: AdapterSettings) -> Path:
 
 @contextmanager
 def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[BinaryIO]:
-    """Open a regular file; symbolic links must not lead out of ``allowed``, a resolved folder (None: anywhere)."""
+    """Open a regular file. Symbolic links must not lead out of ``allowed``, a resolved folder (None: anywhere)."""
     try:
         file = (folder / name).resolve(strict=True)
         if allowed is not None and not file.is_relative_to(allowed):
             raise AdapterError(f"{folder / name}: a link that leads outside the allowed folder")
-        # O_NONBLOCK: opening a named pipe must not block before fstat can detect it.
+        # With O_NONBLOCK, opening a named pipe does not block, so that fstat can detect the pipe.
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         if not os.path.isdir(folder):
             raise AdapterNotFound(_no_folder(folder, allowed)) from error
         raise AdapterNotFound(f"{folder}: {name} is not there{other_formats(os.listdir(folder))}") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: circular links
+    except (OSError, RuntimeError) as error:  # RuntimeError means circular links.
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise AdapterError(f"{folder / name}: not a regular file")
-        # A parent folder may have become a link since it was resolved, so check the path of the opened file.
+        # A parent folder may have become a link after it was resolved, so the path of the opened file is checked.
         if allowed is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(allowed):
             raise AdapterError(f"{folder / name}: became a link that leads outside while it was opened")
         with open(descriptor, "rb", closefd=False) as stream:
@@ -220,7 +220,7 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
 
 
 def _no_folder(folder: Path, allowed: Path | None) -> str:
-    """Return the error for a missing folder; inside ``allowed`` its name may have been relative."""
+    """Return the error for a missing folder. Inside ``allowed``, the folder's name may have been relative."""
     if allowed is None:
         return f"{folder}: there is no such folder (a repository on the Hub is org/repo or hf://org/repo)"
     return (
@@ -230,9 +230,9 @@ def _no_folder(folder: Path, allowed: Path | None) -> str:
 
 
 def _fetch_url(read: UrlRead, until_s: float, limit_s: float) -> None:
-    """Read a URL in a process of its own, which is killed when the time is over."""
+    """Read a URL in a separate process, which is killed when the time is over."""
     source = read.source
-    if segments(source)[0] == "memory":  # only there in this process
+    if segments(source)[0] == "memory":  # The variable exists only in this process.
         read_url(read, until_s)
         return
     with tempfile.TemporaryFile() as output:
@@ -247,7 +247,8 @@ def _fetch_url(read: UrlRead, until_s: float, limit_s: float) -> None:
             raise AdapterStoreError(f"{source}: no process to read it can be started: {error}") from error
         assert process.stdin is not None
         assert process.stdout is not None
-        with process:  # closes the pipes; its input stays open until then, so that it ends with this process
+        # This closes the pipes. The reader's input stays open until then, so that the reader ends with this process.
+        with process:
             try:
                 with suppress(BrokenPipeError):
                     process.stdin.write(msgspec.json.encode(read) + b"\n")

@@ -1,4 +1,4 @@
-"""The adapter store: files of adapters on disk, one folder per version, named by its digest."""
+"""The adapter store: the files of adapters on disk, in one folder per version, which is named by the digest."""
 
 import fcntl
 import os
@@ -42,7 +42,7 @@ class StagedVersion(NamedTuple):
 
     @property
     def digest(self) -> AdapterDigest:
-        """Its version."""
+        """Digest of the version."""
         return AdapterDigest(self.description.digest)
 
 
@@ -57,10 +57,10 @@ def versions_dir(root: Path) -> Path:
 
 
 def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "") -> AdapterRef:
-    """Validate a folder in place and return a reference to it, without store and registry; for benchmarks and tools.
+    """Validate a folder and return a reference to it, without store and registry, for benchmarks and tools.
 
     Raises:
-        AdapterError: it is not valid, does not fit, or is sharded.
+        AdapterError: the adapter is not valid, does not fit, or is sharded.
     """
     found = describe(folder, DescribeOptions(geometry, AdapterChecks(dtype), read_weights=True))
     if found.shards:
@@ -71,22 +71,26 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
 
 
 def adapted(ref: AdapterRef, geometry: ModelGeometry, prompt: Sequence[int]) -> tuple[AdapterRef | None, int]:
-    """Return ``adapter`` and ``adapter_start`` of a ``Request`` for a prompt: an aLoRA may act on no token of it.
+    """Return ``adapter`` and ``adapter_start`` of a ``Request`` for a prompt.
+
+    An aLoRA may act on no token of a prompt.
 
     Raises:
-        AdapterError: its folder is not valid.
+        AdapterError: the adapter's folder is not valid.
     """
     start = describe(Path(ref.folder), DescribeOptions(geometry)).chat.task.start(prompt)
     return (None, 0) if start is None else (ref, start)
 
 
 class AdapterStore:
-    """Owns ``<root>/versions/<digest>/``. Thread-safe, except that one digest must not be changed concurrently.
+    """Owns ``<root>/versions/<digest>/``.
 
-    Several processes may share a store; each holds a shared lock on it while it runs.
+    Thread-safe, except that one digest must not be changed concurrently.
+
+    Several processes may share a store. Each process holds a shared lock on the store while it runs.
 
     Args:
-        root: folder of the store; created if missing.
+        root: the store's folder, which is created if missing.
         settings: allowed sources and limits.
         geometry: sizes of the base model, for validation.
         checks: the checks of adapters that depend on the engine.
@@ -116,13 +120,13 @@ class AdapterStore:
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a")
-        # Locked while a process converts its lock, since the conversion releases the old lock for a moment.
+        # This lock is held while a process converts its lock, since the conversion releases the old lock for a moment.
         self._turn = (root / "turn").open("a")
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Yield whether no other process uses the store; if so, none can open it until the block ends."""
+        """Yield whether no other process uses the store. If so, no process can open the store until the block ends."""
         with self._changing():
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,12 +155,12 @@ class AdapterStore:
         self._turn.close()
 
     def clear_incoming(self) -> None:
-        """Delete staged folders of earlier processes. Call only while :meth:`alone`."""
+        """Delete staged folders of earlier processes. Call it only while :meth:`alone`."""
         for leftover in self._incoming.iterdir():
             shutil.rmtree(leftover, ignore_errors=True)
 
     def folder(self, digest: AdapterDigest) -> Path:
-        """Return the folder of a version, whether it exists or not."""
+        """Return the folder of a version, even if it does not exist."""
         return self._versions / digest
 
     def digests(self) -> set[AdapterDigest]:
@@ -164,8 +168,8 @@ class AdapterStore:
         return {AdapterDigest(entry.name) for entry in os.scandir(self._versions)}
 
     def overflows(self, digest: AdapterDigest) -> bool:
-        """Return whether a stored version, which may be from a server of another dtype, is too large for this dtype."""
-        # Only float16 has a smaller range than other dtypes, so only then the weights have to be read.
+        """Return whether a stored version, perhaps from a server with another dtype, overflows this dtype."""
+        # Only float16 has a smaller range than other dtypes, so the weights must be read only for float16.
         return self._options.checks.dtype == "float16" and not fits(largest_of(self.folder(digest)), "float16")
 
     def locate(self, source: str, trusted: bool = False) -> str:
@@ -176,12 +180,14 @@ class AdapterStore:
     def stage(
         self, source: str, trusted: bool = False, overrides: ChatOverrides = NO_OVERRIDES
     ) -> Iterator[StagedVersion]:
-        """Fetch an adapter, validate it and compute its digest. Unless published, it is deleted when the block ends.
+        """Fetch and validate an adapter, and compute its digest.
+
+        It is deleted when the block ends, unless published.
 
         Args:
             source: a folder or URL.
-            trusted: whether the source is given on the command line.
-            overrides: settings that replace the chat settings of its files.
+            trusted: whether the source comes from the command line.
+            overrides: chat settings that replace those in the adapter's files.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -199,12 +205,15 @@ class AdapterStore:
             except AdapterError as error:
                 raise AdapterError(f"{source}: {error}") from error
             with _writing():
-                for name in CHAT_FILES:  # their settings belong to a name, a stored version to its weights
+                # Chat settings belong to a name, and a stored version is identified by its weights.
+                for name in CHAT_FILES:
                     (folder / name).unlink(missing_ok=True)
             yield StagedVersion(folder, found, found.ranks(self._geometry), found.extras_of(self._geometry))
 
     def publish(self, staged: StagedVersion) -> Path:
-        """Move a staged version into the store; an unchanged copy that is already there is kept.
+        """Move a staged version into the store.
+
+        If the store already has an unchanged copy, that copy is kept.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -230,23 +239,25 @@ class AdapterStore:
             return False
 
     def add(self, source: str, trusted: bool = False) -> tuple[AdapterDigest, Path]:
-        """Stage and publish an adapter; raises as :meth:`stage`."""
+        """Stage and publish an adapter. Errors are those of :meth:`stage`."""
         with self.stage(source, trusted) as staged:
             return staged.digest, self.publish(staged)
 
     def remove(self, digest: AdapterDigest) -> None:
-        """Delete a version; an unknown one is ignored.
+        """Delete a version.
+
+        An unknown version is ignored.
 
         Raises:
-            AdapterStoreError: it cannot be deleted.
+            AdapterStoreError: the version cannot be deleted.
         """
-        # Renamed first, so that no reader sees a partly deleted version.
+        # The folder is renamed first, so that no reader sees a partly deleted version.
         with self._temporary_folder() as parent, _writing(), suppress(FileNotFoundError):
             os.rename(self.folder(digest), Path(parent) / "version")
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """Yield an empty folder for files that arrive; it is deleted when the block ends."""
+        """Yield an empty folder for uploaded files, which is deleted when the block ends."""
         with self._temporary_folder() as folder:
             yield Path(folder)
 

@@ -1,4 +1,4 @@
-"""The tasks of an adapter besides text: vectors, by its pooling, and labels, by its score head and config."""
+"""The tasks of an adapter besides text: vectors by pooling, and labels by a score head."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,17 @@ SCORE_MODULES = frozenset({"score", "classifier"})
 
 
 class AdapterTask(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The settings of vectors and labels; by default those of the base model.
+    """The settings of vectors and labels.
+
+    The defaults are the base model's.
 
     Attributes:
         labels: names of the score head's labels, in order; empty without a head or names.
-        is_multi_label: whether a text can have several labels, so that each has a probability of its own.
-        pooling: pooling of embeddings; None if no file sets it.
-        normalizes: whether embeddings have length 1; None if no file sets it.
-        invocation_token_ids: tokens of an aLoRA, which acts from their last occurrence in a prompt on; else empty.
+        is_multi_label: whether a text can have several labels, so that each label has an independent probability.
+        pooling: the pooling of embeddings; None if no file sets it.
+        normalizes: whether embeddings are scaled to length 1; None if no file sets it.
+        invocation_token_ids: invocation tokens of an aLoRA, which acts from their last occurrence in a prompt on;
+            otherwise empty.
     """
 
     labels: tuple[str, ...] = ()
@@ -28,7 +31,7 @@ class AdapterTask(msgspec.Struct, frozen=True, omit_defaults=True):
     invocation_token_ids: tuple[int, ...] = ()
 
     def start(self, prompt: Sequence[int]) -> int | None:
-        """Return the position from which on the adapter acts on a prompt; None: it does not, as in PEFT."""
+        """Return the position from which on the adapter acts on a prompt. None if it does not act, like in PEFT."""
         wanted = self.invocation_token_ids
         if not wanted:
             return 0

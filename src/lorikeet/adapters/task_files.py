@@ -1,4 +1,4 @@
-"""Reads the tasks of an adapter besides text, and finds its score head.
+"""Reads the tasks of an adapter besides text, and finds the score head.
 
 The folder may come from an untrusted user, so it is read in the reader process (see ``adapters.reader``).
 """
@@ -46,10 +46,10 @@ def read_task(folder: Path, labels: int = 0) -> AdapterTask:
 
     Args:
         folder: folder with the files.
-        labels: number of labels of the score head; 0 if there is none, and names of labels are then ignored.
+        labels: number of labels of the score head. 0 without a head; names of labels are then ignored.
 
     Raises:
-        AdapterError: a file is too large or not valid, or has an unsupported setting; the message names it.
+        AdapterError: a file is too large or not valid, or has an unsupported setting. The message names the file.
     """
     config = _json(folder, MODEL_CONFIG_FILE) if labels else {}
     pooling, normalizes = _embedding(folder)
@@ -72,13 +72,13 @@ def _labels(config: Mapping[str, Any], labels: int) -> tuple[str, ...]:
     found = tuple(named[str(number)] for number in range(labels))
     if not all(isinstance(label, str) and 0 < len(label) <= _LONGEST_LABEL for label in found):
         raise AdapterError(
-            f"{MODEL_CONFIG_FILE}: id2label has a label that is no text of 1 to {_LONGEST_LABEL} letters"
+            f"{MODEL_CONFIG_FILE}: id2label has a label that is not a text of 1 to {_LONGEST_LABEL} letters"
         )
     return found
 
 
 def _embedding(folder: Path) -> tuple[PoolingKind | None, bool | None]:
-    """Return pooling and normalisation as sentence-transformers has saved them."""
+    """Return pooling and normalisation from the files that sentence-transformers writes."""
     if not (folder / POOLING_FILE).is_file():
         return None, None
     config = _json(folder, POOLING_FILE)
@@ -115,17 +115,18 @@ class _Module(msgspec.Struct):
 def split_score(
     entries: Mapping[str, TensorEntry], geometry: ModelGeometry | None
 ) -> tuple[dict[str, TensorEntry], tuple[ModuleTensors, ...]]:
-    """Take the score head out of the tensors of an adapter.
+    """Separate the score head from the other tensors of an adapter.
 
     Args:
         entries: all tensors.
-        geometry: sizes of the base; None if it is not known, and the head is then on layer 0.
+        geometry: sizes of the base. None if the base is unknown; the head is then on layer 0.
 
     Returns:
-        The other tensors; and the head as a module of the last layer, with its labels as rank. None or one.
+        The other tensors, and a list with the head as a module of the last layer. The list is empty without a head. The
+        number of labels is the module's rank.
 
     Raises:
-        AdapterError: it has a bias, or is not a matrix that fits the base.
+        AdapterError: the head has a bias, or is not a matrix that fits the base.
     """
     rest = dict[str, TensorEntry]()
     found = list[TensorEntry]()

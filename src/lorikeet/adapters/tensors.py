@@ -43,10 +43,10 @@ _DISGUISES = {
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Read and check the header of a safetensors file: the tensors cover the file, and none overlaps another.
+    """Read the header of a safetensors file, and check that the tensors cover the file without overlap.
 
     Raises:
-        AdapterError: the file is missing, truncated, in another format, or its header is wrong or too large.
+        AdapterError: the file is missing, truncated or in another format, or its header is wrong or too large.
     """
     try:
         size = file.stat().st_size
@@ -81,8 +81,8 @@ def _checked(pairs: Any, data_bytes: int) -> list[TensorEntry]:
     """Return the tensors of a header, with byte ranges that begin after it.
 
     Raises:
-        AdapterError: a name is listed twice, or there are too many.
-        ValueError: anything else is wrong.
+        AdapterError: a name is listed twice, or there are too many names.
+        ValueError: the header has another error.
     """
     if not isinstance(pairs, _Pairs):
         raise ValueError("no JSON object")
@@ -130,17 +130,20 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 def largest_bits(
     file: Path, entries: Iterable[TensorEntry], on_chunk: Callable[[], None] = lambda: None
 ) -> dict[str, int]:
-    """Return the bits of the largest magnitude in each tensor, by name. Reads in chunks of a few MiB.
+    """Return the bits of the largest magnitude in each tensor, by name.
+
+    Reads in chunks of a few MiB.
 
     Without the sign bit, floating-point numbers are in the order of their bits.
 
     Args:
         file: the safetensors file.
-        entries: tensors of it, of dtypes in ``EXPONENTS``.
-        on_chunk: called after each chunk.
+        entries: tensors of the file, with dtypes in ``EXPONENTS``.
+        on_chunk: function called after each chunk.
 
     Raises:
-        AdapterError: a weight is infinite or NaN, or the file was truncated meanwhile; the message names the tensor.
+        AdapterError: a weight is infinite or NaN, or the file was truncated during the call. The message names the
+            tensor.
     """
     found = {}
     with file.open("rb") as stream:
@@ -158,7 +161,7 @@ def largest_bits(
 
 
 def merged(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> tuple[bytes, dict[str, TensorEntry]]:
-    """Return the header of one safetensors file with the tensors of several files, and its tensors."""
+    """Return the header and the entries of one safetensors file that has the tensors of several files."""
     header = {}
     places = {}
     end = 0
@@ -182,7 +185,7 @@ def merged_data(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> Iterator[by
     """Yield the bytes after the header of :func:`merged`, in chunks.
 
     Raises:
-        AdapterError: a file was truncated meanwhile.
+        AdapterError: a file was truncated during the call.
     """
     for file, entries in shards.items():
         with file.open("rb") as stream:
@@ -202,7 +205,10 @@ def _chunks(stream: BinaryIO, name: str, start: int, stop: int) -> Iterator[byte
 
 
 def _not_safetensors(file: Path, head: bytes, why: str) -> AdapterError:
-    """Return the error of a file that is not safetensors; it names the format if ``head`` is a known one."""
+    """Return the error for a file that is not safetensors.
+
+    It names the format if ``head`` belongs to a known format.
+    """
     if head.startswith(_LFS_POINTER):
         return AdapterError(f"{file.name}: {LFS_POINTER_TEXT}")
     for magic, what in _DISGUISES.items():
@@ -217,4 +223,4 @@ def is_lfs_pointer(content: bytes) -> bool:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """The pairs of a JSON object, in which duplicate keys can be seen."""
+    """The pairs of a JSON object, including duplicate keys."""

@@ -1,9 +1,9 @@
-"""Reads the files of an adapter from a URL, in a process of its own that can be ended at any time.
+"""Reads the files of an adapter from a URL, in a separate process that can be ended at any time.
 
-A server that sends a byte now and then would hold a thread for days, and no file system package can be interrupted in
-the middle of a read. Started as ``python -m lorikeet.adapters.url_reader``: the first line of its standard input is a
-:class:`UrlRead` as JSON, and its only output is a :class:`ReadOutcome`. It ends with the process that started it, since
-its input is closed then.
+A server that sends a byte now and then would block a thread for days, and file system packages cannot be interrupted
+during a read. Started as ``python -m lorikeet.adapters.url_reader``: the first line of its standard input is a
+:class:`UrlRead` as JSON, and its only output is a :class:`ReadOutcome`. The process ends with the process that started
+it, since its input is closed then.
 """
 
 import base64
@@ -43,7 +43,7 @@ class UrlRead(msgspec.Struct, frozen=True):
     Attributes:
         source: URL of the folder.
         into: an existing folder for the files.
-        max_bytes: largest size of each file, by name.
+        max_bytes: maximum size of each file in bytes, by name.
         allowed: URL prefixes below which redirects may lead; None for anywhere.
         optional: names of files that may be missing.
     """
@@ -56,13 +56,13 @@ class UrlRead(msgspec.Struct, frozen=True):
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
-    """The kind of error, None if there was none, and its text."""
+    """The outcome of a read: the kind of error (None without one), and its text."""
 
     error: Literal["failed", "not found", "store"] | None = None
     message: str = ""
 
     def check(self) -> None:
-        """Raise the error, if there was one.
+        """Raise the error of the outcome, if there is one.
 
         Raises:
             AdapterNotFound, AdapterStoreError, AdapterError: see :func:`read_url`.
@@ -81,12 +81,12 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
 
     Args:
         read: the request.
-        until_s: when to give up, on the monotonic clock; checked between two reads.
+        until_s: time on the monotonic clock at which to give up. It is checked between two reads.
 
     Raises:
         AdapterNotFound: the source or one of its files does not exist.
         AdapterStoreError: the copy cannot be written.
-        AdapterError: the source cannot be read, redirects to where it may not, or is too large or too slow.
+        AdapterError: the source cannot be read, redirects to a forbidden URL, or is too large or too slow.
     """
     source = read.source
     try:
@@ -101,7 +101,7 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
         raise
     except FileNotFoundError as error:
         status = _refusal(error)
-        if status is not None:  # the Hub gives the same answer for private and for missing repositories
+        if status is not None:  # The Hub gives the same answer for private and for missing repositories.
             raise AdapterError(
                 f"{source}: refused with status {status}: it is private or does not exist; the server may need "
                 f"credentials for it (HF_TOKEN for hf://)"
@@ -110,12 +110,12 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
     except ImportError as error:  # fsspec imports each file system's package when it is first used
         hint = f"run `{install_command('s3')}`" if source.startswith(("s3:", "s3a:")) else str(error)
         raise AdapterError(f"{source}: a package is not installed: {hint}") from error
-    except Exception as error:  # file systems raise errors of their own, not only OSErrors
+    except Exception as error:  # File systems raise other errors too, not only OSErrors.
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def copy_stream(stream: Any, to: Path, max_bytes: int, source: str, until_s: float = math.inf) -> int:
-    """Copy a stream to a new file, which is on the disk then; return its size.
+    """Copy a stream to a new file, flush the file to disk, and return its size.
 
     Raises:
         AdapterStoreError: the file cannot be written.
@@ -123,7 +123,7 @@ def copy_stream(stream: Any, to: Path, max_bytes: int, source: str, until_s: flo
     """
     copied = 0
     try:
-        to.parent.mkdir(exist_ok=True)  # some files are in a folder of their own
+        to.parent.mkdir(exist_ok=True)  # Some files are in a subfolder.
         with to.open("wb") as target:
             while chunk := _read(stream, to.name, source):
                 if not copied:
@@ -142,14 +142,14 @@ def copy_stream(stream: Any, to: Path, max_bytes: int, source: str, until_s: flo
 
 
 def _check_start(name: str, start: bytes, max_bytes: int) -> None:
-    """Refuse weights that are all header before they are copied; the reader process checks everything else."""
+    """Refuse weights whose header is too long before copying them. The reader process checks everything else."""
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if name.endswith(".safetensors") and MAX_HEADER_BYTES < length <= max_bytes:
         raise AdapterError(f"{name}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read")
 
 
 def other_formats(names: list[str]) -> str:
-    """Return a hint for an error message: files of other formats that are there instead of safetensors."""
+    """Return a hint for an error message that lists files of other formats than safetensors."""
     others = sorted(name for name in names if name.startswith("adapter_model.") and not name.endswith(".safetensors"))
     return f"; {', '.join(others)} is ignored, since only safetensors is supported" if others else ""
 
@@ -159,11 +159,11 @@ def check_below(source: str, url: str, allowed: tuple[str, ...]) -> None:
 
     Args:
         source: the source, for the error message.
-        url: the source, or where it redirects to.
-        allowed: the prefixes.
+        url: the source's URL, or the URL of a redirect.
+        allowed: the allowed prefixes.
 
     Raises:
-        AdapterError: none is, or the URL contains parts that could circumvent the check.
+        AdapterError: no prefix matches, or the URL contains parts that could circumvent the check.
     """
     parts = segments(url)
     if any(part in ("..", ".", "") for part in parts[1:]) or "::" in url or any(c in url for c in "\\%?#\0"):
@@ -181,7 +181,7 @@ def check_below(source: str, url: str, allowed: tuple[str, ...]) -> None:
 
 
 def segments(url: str) -> list[str]:
-    """Return the scheme in lower case, the host and the parts of the path."""
+    """Return a URL's scheme in lower case, its host, and the parts of its path."""
     scheme, _, rest = url.partition("://")
     return [scheme.lower(), *rest.rstrip("/").split("/")] if rest.strip("/") else [scheme.lower()]
 
@@ -195,9 +195,9 @@ def without_credentials(url: str) -> str:
 
 
 def _read_files(read: UrlRead, until_s: float) -> None:
-    """Read through fsspec."""
+    """Read a URL with fsspec."""
     source = read.source
-    # Without the instance cache, since a cached listing could hide a new upload.
+    # The instance cache is off, since a cached listing could hide a new upload.
     files, root = fsspec.core.url_to_fs(source, skip_instance_cache=True)
     for name, max_bytes in read.max_bytes.items():
         path = f"{root.rstrip('/')}/{name}"
@@ -212,7 +212,7 @@ def _read_files(read: UrlRead, until_s: float) -> None:
 
 
 def _read_plugin(plugin: AdapterSource, read: UrlRead, until_s: float) -> None:
-    """Read through the plug-in of the URL's scheme."""
+    """Read a URL with the plug-in for its scheme."""
     for name, max_bytes in read.max_bytes.items():
         try:
             stream = plugin.open(read.source, name)
@@ -245,7 +245,7 @@ def _check_size(source: str, name: str, size: int | None, max_bytes: int) -> Non
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """Follow none: each is checked first."""
+        """Refuse to follow redirects automatically, since each must be checked first."""
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
@@ -253,7 +253,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedire
 
 @contextmanager
 def _open_http(read: UrlRead, name: str) -> Iterator[tuple[IO[bytes], int | None]]:
-    """Open a file of the source and yield it with its size, if that is announced. Every redirect is checked."""
+    """Open a file of the source, and yield the file with its announced size, if any. Every redirect is checked."""
     source = read.source
     first = urlsplit(read.source)
     url = f"{source.rstrip('/')}/{name}"
@@ -267,7 +267,7 @@ def _open_http(read: UrlRead, name: str) -> Iterator[tuple[IO[bytes], int | None
             answer = _OPENER.open(urllib.request.Request(plain, headers=headers), timeout=_SOCKET_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:
-                # Storage that forbids listing refuses missing files.
+                # Storage that forbids listing answers requests for missing files with a refusal.
                 if error.code in (404, 410) or (error.code in (401, 403) and name in read.optional):
                     raise AdapterNotFound(f"{source}: {name} is not there (status {error.code})") from error
                 target = error.headers.get("Location")
@@ -287,7 +287,7 @@ def _check_redirect(read: UrlRead, url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise AdapterError(f"{read.source}: redirects to {without_credentials(url)}, which is not on the web")
-    if read.allowed is not None:  # servers may sign links, so queries are allowed
+    if read.allowed is not None:  # Servers may sign links, so queries are allowed.
         check_below(read.source, parts._replace(query="").geturl(), read.allowed)
 
 
@@ -299,7 +299,7 @@ def _authorization(parts: SplitResult) -> dict[str, str]:
 
 
 def _refusal(error: BaseException | None) -> int | None:
-    """Return the status 401 or 403 of the answer that caused an error; None if that was not the cause."""
+    """Return the status 401 or 403 of the HTTP answer that caused an error; None if the cause was another."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
@@ -317,11 +317,11 @@ def _read(stream: Any, name: str, source: str) -> bytes:
 
 def main() -> None:
     """Read the URL of the request in the first line of the input, and write the outcome."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that started this one decides when it ends.
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     output = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # packages may print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Packages may print to the standard output.
     read = msgspec.json.decode(sys.stdin.buffer.readline(), type=UrlRead)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     outcome = ReadOutcome()
@@ -334,7 +334,7 @@ def main() -> None:
     except AdapterError as error:
         outcome = ReadOutcome("failed", str(error)[:_MAX_MESSAGE])
     os.write(output, msgspec.json.encode(outcome))
-    os._exit(0)  # without waiting for threads of packages
+    os._exit(0)  # The process ends without waiting for threads of packages.
 
 
 def _end_with_parent() -> None:

@@ -23,9 +23,9 @@ class ModuleWeights(NamedTuple):
     """One tensor-parallel rank's share of a module, in arrays of ``adapters.numbers.KEPT_AS``.
 
     Attributes:
-        layer, module: the module; layers of a pipeline stage are counted from its first.
+        layer, module: the module. The layers of a pipeline stage are counted from the stage's first.
         a: A, ``[rank, in_features]``.
-        bt: Bᵀ multiplied by LoRA's scaling, ``[rank, out_features]``. Both are fp32 where they will be kept as codes.
+        bt: Bᵀ multiplied by LoRA's scaling, ``[rank, out_features]``. Both are fp32 if they will be stored as codes.
     """
 
     layer: int
@@ -47,11 +47,11 @@ def load_weights(
     Args:
         ref: the adapter.
         geometry: sizes of the rank's share of the model.
-        dtype: dtype of the result, a key of ``KEPT_AS``; the scaling is applied in fp32 before the conversion.
-        rank, size: tensor-parallel rank and number of ranks. Query, gate and up take a slice of B's rows; key and
-            value the rows of the rank's KV heads (head ``rank * heads // size`` if there are fewer heads than ranks);
-            o and down a slice of A's columns.
-        whole: sizes of the model, if ``size`` is above 1.
+        dtype: dtype of the result, a key of ``KEPT_AS``. The scaling is applied in fp32 before the conversion.
+        rank, size: tensor-parallel rank and number of ranks. For query, gate and up, a rank reads a slice of B's rows.
+            For key and value, it reads the rows of its KV heads (head ``rank * heads // size`` if there are fewer heads
+            than ranks). For o and down, it reads a slice of A's columns.
+        whole: sizes of the whole model, if ``size`` is above 1.
 
     Raises:
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
@@ -72,7 +72,7 @@ def load_weights(
                 if matrix is None:
                     matrix = _read(stream, each.b)
                 first, step = each.columns
-                if step > 1:  # experts alternate between a few tensors; each is read once
+                if step > 1:  # Experts alternate between a few tensors, each of which is read once.
                     of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: matrix}
                 a = _read(stream, each.a)[:, columns]
                 b = matrix[rows, first::step]
@@ -93,13 +93,13 @@ def load_weights(
 def load_extras(
     ref: AdapterRef, geometry: ModelGeometry, dtype: str
 ) -> Iterator[tuple[int, int, Callable[[int, int], NDArray[Any]]]]:
-    """Read the extras of an adapter, whole, in packing order; ``geometry`` has the sizes of the model.
+    """Read whole extras of an adapter in packing order. ``geometry`` has the sizes of the model.
 
     See :func:`load_weights` for other arguments and errors.
 
     Yields:
-        Its number, its layer, and a function that returns ``count`` rows of its matrix from ``first`` on. A matrix
-        that is computed on the device is zero.
+        For each extra, its number, its layer, and a function that returns ``count`` rows of the matrix from ``first``
+        on. A matrix that is computed on the device is zero.
     """
     if not ref.extras:
         return
@@ -152,7 +152,7 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
 
 
 def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
-    """Read a tensor into new memory; reading a mapped file that was truncated would kill the process instead."""
+    """Read a tensor into new memory. Reading a truncated file through a memory map would kill the process instead."""
     values = np.empty(entry.shape, KEPT_AS[DTYPES[entry.dtype]])
     stream.seek(entry.start)
     if stream.readinto(values.data) != values.nbytes:
@@ -161,12 +161,12 @@ def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
 
 
 def _convert(values: NDArray[Any], was: str, scaling: float, dtype: str, where: str) -> NDArray[Any]:
-    if not values.size:  # a score head has no B
+    if not values.size:  # A score head has no B.
         return from_float32(to_float32(values, was), dtype)
     exact = to_float32(values, was)
     if scaling != 1.0:
         exact = exact * np.float32(scaling)
-    # It suffices to check the extremes: min and max also propagate NaN.
+    # Checking the extremes suffices, since min and max also propagate NaN.
     extremes = np.array([exact.min(), exact.max()])
     if not (np.isfinite(extremes).all() and np.isfinite(to_float32(from_float32(extremes, dtype), dtype)).all()):
         raise AdapterError(f"{where}: too large for {dtype} once scaled")
