@@ -198,4 +198,4 @@ def test_adapters_of_other_sizes_have_no_joint_basis(two: tuple[Path, Path], tmp
     assert "have the same name" in refusal("compress", two[0], two[0], *options)
     folder = tmp_path / "other" / "c"
     write_lora(folder, {"model.layers.0.self_attn.q_proj": LowRank(torch.ones(1, 8), torch.ones(8, 1))}, {})
-    assert "of different bases" in refusal("compress", two[0], folder, *options)
+    assert "for different bases" in refusal("compress", two[0], folder, *options)

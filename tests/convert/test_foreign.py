@@ -175,7 +175,7 @@ def test_tensors_without_a_place_in_lora_are_refused(original: Path, base: Path,
     with pytest.raises(AdapterError, match="lora_parameters has no valid scale"):
         convert(folder, tmp_path / "out", base)
     file = write_kohya(tmp_path / "kohya", {"model.layers.7.self_attn.q_proj": next(iter(modules.values()))})
-    with pytest.raises(AdapterError, match="is no linear layer of the base"):
+    with pytest.raises(AdapterError, match="is not a linear layer of the base"):
         convert(file, tmp_path / "out", base)
     (tmp_path / "text.bin").write_text("x")
     with pytest.raises(AdapterError, match="not an adapter of mlx, GGUF or Diffusers"):

@@ -1,1 +1,1 @@
-"""Converts adapters: other types to LoRA, formats of other programs to PEFT's, several adapters to one."""
+"""Converts adapters: other types to LoRA, other programs' formats to PEFT's, and several adapters to one."""

@@ -1,6 +1,6 @@
-"""Adapters as material: several merged into one, many on a joint basis, and the difference of two.
+"""Computes with adapters: merges several into one, puts many on a joint basis, and compares two.
 
-All of it works on the matrices; neither a base nor PEFT is needed.
+The functions work only on the adapters' matrices, without a base model or PEFT.
 """
 
 import math
@@ -22,7 +22,7 @@ Weighted = tuple[LowRank, float]
 
 
 def _core(b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, R and P of ``b @ a = Q R Pᵀ`` with orthonormal columns of Q and P; R is of the size of the rank."""
+    """Return Q, R and P of ``b @ a = Q R Pᵀ``. Q and P have orthonormal columns, and R is ``[rank, rank]``."""
     q, left = torch.linalg.qr(b)
     p, right = torch.linalg.qr(a.T)
     return q, left @ right.T, p
@@ -37,7 +37,7 @@ class Merged(NamedTuple):
     Attributes:
         module: full name of the module.
         rank: rank of the result.
-        error: Frobenius norm of the difference between result and weighted sum, as a share of the norm of the sum.
+        error: Frobenius norm of the difference between the result and the weighted sum, divided by the norm of the sum.
     """
 
     module: str
@@ -46,17 +46,17 @@ class Merged(NamedTuple):
 
 
 def merge(parts: Sequence[tuple[Path, float]], target: Path, method: str, rank: int = 0) -> list[Merged]:
-    """Write one LoRA for several, as PEFT's ``add_weighted_adapter``.
+    """Merge several LoRA adapters into one, like PEFT's ``add_weighted_adapter``.
 
     Args:
-        parts: folders and their weights.
+        parts: the adapters' folders, and their weights in the sum.
         target: a folder that must not exist.
         method: a key of :data:`METHODS`.
         rank: rank of the result of ``svd``; 0 for the largest rank of the adapters.
 
     Raises:
-        AdapterError: an adapter cannot be read, or has more than matrices of linear layers; or the ranks differ, for
-            ``linear``.
+        AdapterError: an adapter cannot be read, has more than matrices of linear layers, or, for ``linear``, has
+            another rank.
     """
     check_free(target)
     folders = [(read_lora(folder), weight) for folder, weight in parts]
@@ -85,14 +85,14 @@ def merge(parts: Sequence[tuple[Path, float]], target: Path, method: str, rank: 
 
 
 def _cat(parts: Sequence[Weighted], rank: int) -> LowRank:
-    """Concatenate: the ranks add up, and nothing is lost."""
+    """Concatenate the matrices. The ranks add up, and the result is exact."""
     a = torch.cat([each.a for each, _ in parts])
     b = torch.cat([each.b * (each.scaling * weight) for each, weight in parts], dim=1)
     return LowRank(a, b)
 
 
 def _svd(parts: Sequence[Weighted], rank: int) -> LowRank:
-    """Approximate the sum by the nearest change of a rank."""
+    """Approximate the sum by the nearest matrix of a given rank."""
     whole = _cat(parts, 0)
     q, core, p = _core(whole.b.double(), whole.a.double())
     left, values, right = torch.linalg.svd(core, full_matrices=False)
@@ -101,7 +101,7 @@ def _svd(parts: Sequence[Weighted], rank: int) -> LowRank:
 
 
 def _linear(parts: Sequence[Weighted], rank: int) -> LowRank:
-    """Add up all A, and all B: this is rough, but the rank stays."""
+    """Add up all A, and all B. The result is rough, but the rank does not grow."""
     if len({each.rank for each, _ in parts}) > 1:
         raise ValueError(f"linear needs equal ranks, not {', '.join(str(each.rank) for each, _ in parts)}: use svd")
     factors = [weight * each.scaling for each, weight in parts]
@@ -121,12 +121,12 @@ METHODS: dict[str, Callable[[Sequence[Weighted], int], LowRank]] = {"cat": _cat,
 
 
 class AdapterDifference(NamedTuple):
-    """How a module or another tensor differs between two adapters.
+    """The difference of a module or another tensor between two adapters.
 
     Attributes:
         name: full name of the module, or name of the tensor.
-        ranks: rank in each adapter, or number of elements of a tensor; 0 in an adapter without it.
-        relative: norm of the difference as a share of the norm in the first; None if only one has it.
+        ranks: rank in each adapter, or number of elements of a tensor; 0 for an adapter without it.
+        relative: norm of the difference, divided by the norm in the first adapter. None if only one adapter has it.
     """
 
     name: str
@@ -135,11 +135,11 @@ class AdapterDifference(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """How two adapters differ.
+    """The differences between two adapters.
 
     Attributes:
         config: keys whose values differ, with both values.
-        modules: the modules that one of them changes.
+        modules: the modules that either adapter changes.
         tensors: the tensors besides A and B.
     """
 
@@ -154,7 +154,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(LoraC
 
 
 def diff(first: Path, second: Path) -> Differences:
-    """Compare two LoRA folders, module by module the products of B and A.
+    """Compare two LoRA folders by the products of B and A of each module.
 
     Raises:
         AdapterError: an adapter cannot be read.
@@ -199,7 +199,7 @@ def _relative_of_tensors(one: Tensor | None, two: Tensor | None) -> float | None
 
 
 def _distance(one: LowRank, two: LowRank) -> float:
-    """Return the norm of the difference of two changes, as a share of the norm of the first."""
+    """Return the norm of the difference of two changes, divided by the norm of the first."""
     if one.scaling == two.scaling and torch.equal(one.a, two.a) and torch.equal(one.b, two.b):
         return 0.0
     b, a = one.factors()
@@ -217,13 +217,13 @@ def _share(part: float, whole: float) -> float:
 
 
 class Compressed(NamedTuple):
-    """An adapter on the joint basis.
+    """An adapter that was compressed to a joint basis.
 
     Attributes:
-        name: name of its folder.
-        ranks: smallest and largest rank of its modules before.
-        rank: largest rank of its modules now.
-        error: norm of the error of all its changes, as a share of their norm.
+        name: name of the adapter's folder.
+        ranks: smallest and largest rank of the modules before.
+        rank: largest rank of the modules now.
+        error: norm of the error of all changes, divided by the norm of the changes.
         alone: the error if each module were cut to the rank without the other adapters.
     """
 
@@ -235,17 +235,17 @@ class Compressed(NamedTuple):
 
 
 def compress(folders: Sequence[Path], target: Path, rank: int) -> list[Compressed]:
-    """Write adapters that share one A: the best joint basis of a rank for each module.
+    """Write adapters that share one A for each module, the best joint basis of a given rank.
 
     The changes D_i of a module become B_i·V. The rows of V are the leading right singular vectors of all D_i, stacked,
-    each divided by its norm so that all count alike. B_i = D_i·Vᵀ is then the best choice. This is the one-sided form
-    of the joint diagonalisation of https://arxiv.org/abs/2407.00066: a B of its own costs an adapter the same file as a
-    shared one would, and loses less.
+    each divided by its norm, so that all have the same weight. B_i = D_i·Vᵀ is then the best choice. This is the
+    one-sided form of the joint diagonalisation of https://arxiv.org/abs/2407.00066. Keeping a separate B for each
+    adapter costs no more file space than sharing it, and loses less.
 
     Args:
-        folders: folders of adapters of one base, with different names.
-        target: a folder that must not exist; it gets a folder for each adapter, of the same name.
-        rank: largest rank of a basis; it is smaller where the changes of a module have fewer directions together.
+        folders: folders of adapters of one base. Their names must differ.
+        target: a folder that must not exist. It gets a subfolder for each adapter, with the adapter's name.
+        rank: maximum rank of a basis. The rank is smaller if a module's changes together have fewer directions.
 
     Raises:
         AdapterError: an adapter cannot be read, or has more than matrices of linear layers.
@@ -275,11 +275,11 @@ def _joint_basis(changes: Sequence[LowRank], rank: int) -> Tensor:
     """Return orthonormal rows, fp64 ``[at most rank, in_features]``."""
     sides = {(each.a.shape[1], len(each.b)) for each in changes}
     if len(sides) > 1:
-        raise AdapterError(f"the adapters are of different bases: a module has the sizes {sorted(sides)}")
+        raise AdapterError(f"the adapters are for different bases: a module has the sizes {sorted(sides)}")
     rows = []
     for each in changes:
         b, a = each.factors()
-        part = torch.linalg.qr(b).R @ a  # of the same lengths and angles as the rows of B·A
+        part = torch.linalg.qr(b).R @ a  # These rows have the same lengths and angles as the rows of B·A.
         norm = float(part.norm())
         rows.append(part / norm if norm else part)
     basis: Tensor = torch.linalg.svd(torch.cat(rows), full_matrices=False).Vh

@@ -1,4 +1,4 @@
-"""Reads and writes PEFT folders as matrices, for the commands that compute with them."""
+"""Reads and writes PEFT folders as matrices, for commands that compute with adapters."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ _KEPT = ("base_model_name_or_path", "revision", "task_type", "fan_in_fan_out", "
 
 
 class LowRank(NamedTuple):
-    """The change of one linear layer: ``scaling * b @ a``.
+    """The change to one linear layer: ``scaling * b @ a``.
 
     Attributes:
         a: fp32 ``[rank, in_features]``.
@@ -51,9 +51,9 @@ class LoraFolder(NamedTuple):
     """A LoRA adapter in memory.
 
     Attributes:
-        config: content of its ``adapter_config.json``.
-        modules: its changes, by the full names of linear layers.
-        others: its other tensors, by their names in the file.
+        config: content of ``adapter_config.json``.
+        modules: the changes, by full names of linear layers.
+        others: the other tensors, by names in the file.
     """
 
     config: dict[str, Any]
@@ -62,7 +62,7 @@ class LoraFolder(NamedTuple):
 
     @property
     def kept_config(self) -> dict[str, Any]:
-        """The keys that also hold for an adapter that is made from this one."""
+        """The config's keys that also apply to adapters made from this one."""
         return {key: self.config[key] for key in _KEPT if self.config.get(key) is not None}
 
 
@@ -82,7 +82,7 @@ def read_lora(folder: Path) -> LoraFolder:
     for name in described.shards or (WEIGHTS_FILE,):
         tensors |= load_file(folder / name)
     pairs = {each.a.name: (each.b.name, each.scaling) for each in described.modules if each.module != SCORE}
-    for each in described.extras:  # LoRA on the output layer
+    for each in described.extras:  # This is LoRA on the output layer.
         if each.kind == "b" and each.entry is not None and ".lora_B" in each.entry.name:
             pairs[each.entry.name.replace(".lora_B", ".lora_A")] = each.entry.name, each.scaling
     modules = {}
@@ -95,11 +95,13 @@ def read_lora(folder: Path) -> LoraFolder:
 def write_lora(
     target: Path, modules: Mapping[str, LowRank], config: Mapping[str, Any], others: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a folder, whole or not at all; scaling goes into B.
+    """Write a complete folder, or nothing after an error.
+
+    The scaling is multiplied into B.
 
     Args:
         target: a folder that must not exist.
-        modules: changes by the full names of linear layers.
+        modules: the changes, by full names of linear layers.
         config: further keys of the config.
         others: further tensors.
 
@@ -108,7 +110,7 @@ def write_lora(
     """
     check_free(target)
     if not modules:
-        raise AdapterError(f"{target}: there is no linear layer that it would change")
+        raise AdapterError(f"{target}: the adapter would change no linear layer")
     tensors = dict(others or {})
     for name, each in modules.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = each.a

@@ -1,6 +1,6 @@
-"""Rewrites adapters of other programs as PEFT's LoRA: mlx-lm, llama.cpp's GGUF, and the keys of Diffusers and kohya.
+"""Rewrites other programs' adapters as PEFT's LoRA: mlx-lm, llama.cpp's GGUF, and the keys of Diffusers and kohya.
 
-Nothing is computed but a factor, so it is exact. Unsloth and Axolotl save PEFT's format.
+Only a factor is computed, so the result is exact. Unsloth and Axolotl save PEFT's format.
 """
 
 import json
@@ -33,7 +33,7 @@ class Foreign(NamedTuple):
     """An adapter of another program.
 
     Attributes:
-        modules: changes by the full names of modules in transformers.
+        modules: the changes, by full names of modules in transformers.
         magnitudes: DoRA's magnitudes by the same names.
         config: keys of PEFT's config.
     """
@@ -49,7 +49,7 @@ class Format(NamedTuple):
     Attributes:
         name: name of the format.
         file: file of the weights.
-        read: reads the file; its second argument is the folder of the base.
+        read: function that reads the file. Its second argument is the folder of the base.
     """
 
     name: str
@@ -58,7 +58,9 @@ class Format(NamedTuple):
 
 
 def recognise(source: Path) -> Format | None:
-    """Return the format of a file or folder; None for a folder of PEFT and anything unknown.
+    """Return the format of a file or folder.
+
+    None for a PEFT folder or an unknown format.
 
     Raises:
         AdapterError: a file has none of the known formats, or a safetensors file cannot be read.
@@ -80,7 +82,7 @@ def recognise(source: Path) -> Format | None:
         if any(_SIDES.search(name) for name in names):
             return Format("Diffusers", file, _read_diffusers)
     if source.is_file():
-        raise AdapterError(f"{source}: not an adapter of mlx, GGUF or Diffusers; name PEFT's folder, not a file of it")
+        raise AdapterError(f"{source}: not an adapter of mlx, GGUF or Diffusers; name the folder of a PEFT adapter")
     return None
 
 
@@ -93,7 +95,7 @@ def rewrite(form: Format, target: Path, base: Path) -> list[str]:
         base: folder of the adapter's base.
 
     Raises:
-        AdapterError: PEFT's LoRA has no place for a part of it, or the base lacks one of its modules.
+        AdapterError: PEFT's LoRA cannot represent a part of the adapter, or the base lacks one of its modules.
     """
     found = form.read(form.file, base)
     config = {**found.config, "use_dora": True} if found.magnitudes else found.config
@@ -111,10 +113,10 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _pairs(file: Path, sides: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the matrices of each module: one of rank rows, one of rank columns.
+    """Yield the two matrices of each module: the first has rank rows, the second rank columns.
 
     Raises:
-        AdapterError: A or B is missing, or they do not fit together.
+        AdapterError: A or B is missing, or the two do not fit together.
     """
     for name, found in sides.items():
         if found.keys() != {"a", "b"}:
@@ -138,7 +140,7 @@ def _read_mlx(file: Path, base: Path) -> Foreign:
     settings = config.get("lora_parameters") or config
     try:
         scale = float(settings["scale"])
-        if "alpha" in settings:  # of versions until the middle of 2024
+        if "alpha" in settings:  # This is the format of versions until the middle of 2024.
             scale *= float(settings["alpha"]) / int(settings["rank"])
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise AdapterError(f"{file.parent / CONFIG_FILE}: lora_parameters has no valid scale") from error
@@ -162,7 +164,7 @@ def _read_mlx(file: Path, base: Path) -> Foreign:
 
 
 def _read_gguf(file: Path, base: Path) -> Foreign:
-    """Read an adapter of llama.cpp's ``convert_lora_to_gguf.py``; the factor is alpha divided by rank."""
+    """Read an adapter of llama.cpp's ``convert_lora_to_gguf.py``. The factor is alpha divided by rank."""
     try:
         content = read_gguf(file)
     except ModelConfigError as error:
@@ -174,7 +176,7 @@ def _read_gguf(file: Path, base: Path) -> Foreign:
     sides: dict[str, dict[str, Tensor]] = {}
     names = _gguf_modules(content)
     heads = _interleaved_heads(content, base)
-    plain = content._replace(metadata={})  # a base's file would say how to reorder it
+    plain = content._replace(metadata={})  # Only the base's file would state how to reorder the rows.
     for name in content.tensors:
         weight, _, kind = name.rpartition(".lora_")
         if weight not in names:
@@ -193,7 +195,7 @@ def _read_gguf(file: Path, base: Path) -> Foreign:
 
 
 def _gguf_modules(content: GgufFile) -> dict[str, str]:
-    """Return transformers' names of the linear layers that the file has LoRA of, by its own names of their weights."""
+    """Return a map from the file's names of weights to transformers' names of the linear layers with LoRA."""
     weights = {name.rpartition(".lora_")[0]: tensor for name, tensor in content.tensors.items() if ".lora_" in name}
     names = transformers_names(content._replace(tensors=weights))
     return {
@@ -204,7 +206,10 @@ def _gguf_modules(content: GgufFile) -> dict[str, str]:
 
 
 def _interleaved_heads(content: GgufFile, base: Path) -> dict[str, int]:
-    """Return the heads of q and k whose rows are reordered. The base has the sizes, which an adapter's file lacks."""
+    """Return the numbers of heads of q and k, whose rows are reordered.
+
+    They come from the base, since the file lacks them.
+    """
     if content.metadata.get("general.architecture") != "llama":
         return {}
     try:
@@ -213,7 +218,7 @@ def _interleaved_heads(content: GgufFile, base: Path) -> dict[str, int]:
         return {"attn_q": heads, "attn_k": int(config.get("num_key_value_heads") or heads)}
     except (OSError, ValueError, KeyError) as error:
         raise AdapterError(
-            f"{base}: its config.json does not say how many heads it has, which {content.path} needs"
+            f"{base}: its config.json does not give the number of heads, which {content.path} needs"
         ) from error
 
 
@@ -226,7 +231,7 @@ _PARTS = re.compile(r"^(?:text_encoder|transformer|diffusion_model|unet|lora_te\
 
 
 def _read_diffusers(file: Path, base: Path) -> Foreign:
-    """Read ``….lora_down.weight``, ``….lora_up.weight`` and ``….alpha``, under names with dots or underscores."""
+    """Read an adapter with keys ``….lora_down.weight``, ``….lora_up.weight`` and ``….alpha``, in either spelling."""
     full = _names_of(base)
     sides: dict[str, dict[str, Tensor]] = {}
     alphas = {}
@@ -245,7 +250,7 @@ def _read_diffusers(file: Path, base: Path) -> Foreign:
 
 
 def _names_of(base: Path) -> dict[str, str]:
-    """Return the full names of a base's linear layers by their spelling with underscores."""
+    """Return the full names of a base's linear layers, by the spelling with underscores."""
     try:
         geometry = read_model_config(base).geometry(4)
     except ModelConfigError as error:
@@ -257,5 +262,5 @@ def _full_name(key: str, full: Mapping[str, str], file: Path) -> str:
     name = _PARTS.sub("", key).replace(".", "_")
     found = full.get(name) or full.get(f"model_{name}")
     if found is None:
-        raise AdapterError(f"{file}: {key} is no linear layer of the base")
+        raise AdapterError(f"{file}: {key} is not a linear layer of the base")
     return found

@@ -1,4 +1,4 @@
-"""Converts adapters of other types to LoRA and merges adapters into a base, by PEFT itself."""
+"""Converts adapters of other types to LoRA, and merges adapters into a base, with PEFT."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ class Converted(NamedTuple):
     Attributes:
         module: full name of the module.
         rank: rank of the low-rank matrices.
-        error: Frobenius norm of the error, as a share of the norm of the whole change of the weight.
+        error: Frobenius norm of the error, divided by the norm of the weight's whole change.
         at: errors at smaller ranks, by rank.
     """
 
@@ -48,15 +48,15 @@ class Converted(NamedTuple):
 
 
 def convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float) -> list[Converted]:
-    """Approximate another adapter of PEFT by a LoRA adapter, as nearly as its rank allows.
+    """Approximate a PEFT adapter of another type by the nearest LoRA adapter of a given rank.
 
     Args:
         folder: folder of the adapter, of any type that replaces linear layers by other linear maps.
         target: a folder that does not exist.
         base: folder of the base that the adapter was trained on.
-        rank: the largest rank of a module; 0 for as many as ``tolerance`` needs, while A and B are smaller than the
-            weight that they change.
-        tolerance: the largest ``Converted.error`` that is accepted.
+        rank: maximum rank of a module. 0 takes the rank that ``tolerance`` needs, as long as A and B are smaller than
+            the weight.
+        tolerance: maximum ``Converted.error``.
 
     Raises:
         AdapterError: PEFT cannot load the adapter, an adapted layer is not linear, or the error of a module is larger
@@ -81,7 +81,7 @@ def _convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float
 
     model = load_base(base)
     kinds = (nn.Linear, Conv1D)
-    # As it is now: loading an adapter may change weights.
+    # The map is computed now, since loading an adapter may change weights.
     before = {name: _stored(part) for name, part in model.named_modules() if isinstance(part, kinds)}
     model = with_adapter(model, folder)
     modules: dict[str, LowRank] = {}
@@ -131,7 +131,7 @@ def _convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float
 
 
 def _stored(part: Any) -> _Map:
-    """Return copies of a layer's weight and bias, in their own dtype."""
+    """Return copies of a layer's weight and bias in their dtype."""
     weight = part.weight.detach()
     bias = part.bias
     weight = weight.T if isinstance(part, Conv1D) else weight
@@ -140,10 +140,10 @@ def _stored(part: Any) -> _Map:
 
 
 def _computed(layer: nn.Module, inputs: int) -> _Map:
-    """Return the map of a layer with an adapter, from its outputs for unit vectors.
+    """Return the linear map of a layer with an adapter, computed from the layer's outputs for unit vectors.
 
-    This also works for types of adapters that cannot be merged. It is computed in fp64 where the type allows it, so
-    that the rank of a small change does not drown in the rounding of a large weight.
+    This also works for types of adapters that cannot be merged. The computation is in fp64 if the type allows it, so
+    that the rounding of a large weight does not hide the rank of a small change.
 
     Raises:
         ValueError: the layer is not linear.
@@ -154,7 +154,7 @@ def _computed(layer: nn.Module, inputs: int) -> _Map:
         layer.double()
         layer(some)
         dtype = torch.float64
-    except RuntimeError:  # some types have tensors besides parameters
+    except RuntimeError:  # Some types have tensors besides parameters.
         layer.float()
         dtype = torch.float32
     bias = layer(torch.zeros(1, inputs, dtype=dtype))[0]
@@ -164,7 +164,7 @@ def _computed(layer: nn.Module, inputs: int) -> _Map:
     found = layer(some.to(dtype)).double()
     layer.float()
     if float((found - expected).norm()) > 1e-3 * float(found.norm()):
-        raise ValueError("what the adapter makes of it is not linear, and cannot be converted")
+        raise ValueError("with the adapter it is not linear, and cannot be converted")
     return _Map(weight, bias.double())
 
 
@@ -173,8 +173,8 @@ def low_rank(delta: Tensor, rank: int, tolerance: float) -> tuple[Tensor, Tensor
 
     Args:
         delta: ``[out, in]``.
-        rank: the largest rank; 0 for as many as needed, while A and B are smaller than ``delta``.
-        tolerance: largest error, as a share of the norm of ``delta``.
+        rank: maximum rank. 0 takes the rank that is needed, as long as A and B are smaller than ``delta``.
+        tolerance: maximum error, divided by the norm of ``delta``.
 
     Returns:
         A ``[r, in]`` and B ``[out, r]`` of the smallest rank within the tolerance, else of ``rank``; the error; and the
@@ -211,8 +211,8 @@ def low_rank(delta: Tensor, rank: int, tolerance: float) -> tuple[Tensor, Tensor
 def _leading(delta: Tensor, total: float, rank: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor, float]:
     """Return singular vectors and values like ``torch.linalg.svd``, and the norm of the rest.
 
-    As few as suffice are computed, by a random projection and two power iterations (https://arxiv.org/abs/0909.4061,
-    algorithm 4.4); all of them if that is not much less work.
+    Only the leading ones are computed, by a random projection and two power iterations
+    (https://arxiv.org/abs/0909.4061, algorithm 4.4). If this saves little work, all are computed.
     """
     generator = torch.Generator().manual_seed(0)
     size = _FIRST_SKETCH
@@ -236,15 +236,15 @@ def _is_whole(key: str, config: dict[str, Any]) -> bool:
 
 
 def merge_into(folder: Path, target: Path, base: Path) -> None:
-    """Write a base with an adapter in its weights, in the base's dtype, with tokenizer and templates.
+    """Merge an adapter into a base, and write the base in its dtype with tokenizer and templates.
 
     Args:
         folder: folder of an adapter of any type that PEFT can merge.
         target: a folder that does not exist.
-        base: folder of its base.
+        base: folder of the adapter's base.
 
     Raises:
-        AdapterError: PEFT cannot load or merge it.
+        AdapterError: PEFT cannot load or merge the adapter.
     """
     check_free(target)
     with quiet():
@@ -252,7 +252,7 @@ def merge_into(folder: Path, target: Path, base: Path) -> None:
         model = with_adapter(load_base(base), folder)
         try:
             merged = model.merge_and_unload(safe_merge=True)
-        except Exception as error:  # of many kinds
+        except Exception as error:  # The exceptions are of many kinds.
             raise AdapterError(f"{folder}: PEFT cannot merge it: {error}") from error
         with whole_folder(target) as place:
             merged.to(dtype).save_pretrained(place)
@@ -277,13 +277,13 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> Any:
     """Return the model with an adapter, loaded by PEFT.
 
     Raises:
-        AdapterError: PEFT cannot load it.
+        AdapterError: PEFT cannot load the adapter.
     """
     from peft import PeftModel
 
     try:
         return PeftModel.from_pretrained(model, str(folder)).eval()
-    except Exception as error:  # of many kinds
+    except Exception as error:  # The exceptions are of many kinds.
         raise AdapterError(f"{folder}: PEFT cannot load it: {error}") from error
 
 
