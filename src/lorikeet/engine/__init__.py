@@ -1,1 +1,1 @@
-"""One replica: its loop, its process, how it is built, and recording and replay."""
+"""One replica: its engine loop, its process, its construction, and recording and replay."""

@@ -49,9 +49,9 @@ def build_memory(preset: Preset, sizes: EngineSizes, forecast: StepForecast | No
     """Build the memory of a replica.
 
     Args:
-        preset: has the memory's policies and options.
+        preset: the preset with the memory's policies and options.
         sizes: sizes of the executor.
-        forecast: predicts steps for the policies; None predicts nothing.
+        forecast: the prediction of steps for the policies; None without one.
 
     Raises:
         ConfigError: the preset names a policy that does not exist.
@@ -84,7 +84,7 @@ def memory_options(preset: Preset) -> MemoryOptions:
 
 
 def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
-    """Return a function that computes the size of an adapter, cached, since thousands of versions share a few sizes."""
+    """Return a cached function that computes the size of an adapter. Thousands of versions share a few sizes."""
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_size)
 
@@ -98,14 +98,14 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
 
 
 class Replica(NamedTuple):
-    """An engine with the sizes of its executor and the lines for its log."""
+    """A replica: an engine, the sizes of its executor, and lines for the log."""
 
     engine: Engine
     sizes: EngineSizes
     notes: tuple[str, ...]
     """Lines for the start-up log."""
     grammars: GrammarCompiler | None = None
-    """Compiles the grammars of requests; None if this executor computes no answers."""
+    """The compiler of requests' grammars; None if this executor computes no answers."""
 
 
 def build_replica(
@@ -118,11 +118,11 @@ def build_replica(
     """Build a replica on the real clock, with the executor that the settings select.
 
     Args:
-        settings: all settings; ``settings.model.model`` is a local folder.
-        progress: called with (stage, done, total) while loading.
-        on_load_done: called, on another thread, when a transfer has ended.
-        clock: used instead of the real one; it must run about as fast.
-        on_ran: called with every plan that has run, and its result.
+        settings: all settings. ``settings.model.model`` is a local folder.
+        progress: function called with (stage, done, total) while loading.
+        on_load_done: function called on another thread when a transfer has ended.
+        clock: a clock to use instead of the real one. It must run about as fast as real time.
+        on_ran: function called with every plan that has run, and the plan's result.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
@@ -149,10 +149,12 @@ def assemble(
     clock: Clock,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> Replica:
-    """Build memory, scheduler and loop around an executor. The same for every executor and clock.
+    """Build memory, scheduler and loop around an executor.
+
+    All executors and clocks use this function.
 
     Raises:
-        ConfigError: the preset is unknown, its options do not go together, or its share for KV cannot hold the longest
+        ConfigError: the preset is unknown, its options cannot be combined, or its share for KV cannot hold the longest
             sequence.
         OSError: the recording cannot be written.
     """
@@ -223,9 +225,9 @@ def assemble(
 
 
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
-    """Return whether the executor computes answers, and may yield several tokens of a sequence in a step.
+    """Return whether the executor computes answers, and can yield several tokens of a sequence in a step.
 
-    CUDA graphs and the reserved memory of a GPU have one row for a sequence, and ranks receive one token of it.
+    CUDA graphs and the reserved memory of a GPU have one row for each sequence, and ranks receive one token for each.
     """
     return sizes.base is not None and settings.engine.device == "cpu" and settings.engine.ranks == 1
 

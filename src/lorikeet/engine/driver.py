@@ -1,4 +1,4 @@
-"""Drives an engine in this process: submits requests when they arrive, on the engine's clock, and runs its loop."""
+"""Drives an engine in this process: submits requests at their arrival times on its clock, and runs the loop."""
 
 import math
 from collections import deque
@@ -13,14 +13,14 @@ from lorikeet.engine.loop import Engine
 
 
 class RequestSource(Protocol):
-    """Requests with arrival times. Some may depend on the answers to earlier ones."""
+    """A source of requests with arrival times. Requests may depend on the answers to earlier requests."""
 
     def next_s(self) -> float:
-        """Return when the next request arrives, on the engine's clock; infinity if that depends on an answer."""
+        """Return the next request's arrival time on the engine's clock, or infinity if it depends on an answer."""
         ...
 
     def take(self) -> Request:
-        """Return that request."""
+        """Return the next request."""
         ...
 
 
@@ -28,7 +28,7 @@ class ScheduledRequests:
     """Requests that arrive at fixed times.
 
     Args:
-        requests: by ascending ``arrival_s``. The iterator is advanced one by one, as late as possible.
+        requests: the requests by ascending ``arrival_s``. The iterator is advanced one by one, as late as possible.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
@@ -36,7 +36,7 @@ class ScheduledRequests:
         self._next = deque[Request]()
 
     def next_s(self) -> float:
-        """Return the ``arrival_s`` of the next request, infinity after the last."""
+        """Return the ``arrival_s`` of the next request, or infinity after the last."""
         if not self._next:
             self._next.extend(request for request in [next(self._requests, None)] if request is not None)
         return self._next[0].arrival_s if self._next else math.inf
@@ -55,18 +55,19 @@ def drive(
 ) -> Iterator[StepOutputs]:
     """Submit each request when it arrives and run the engine until all have ended.
 
-    The workload is open-loop: requests arrive at their times however far behind the engine is. A request that arrives
-    while a step runs is submitted after it, with its original ``arrival_s``. Between requests the engine runs its
+    The workload is open-loop: requests arrive at their times even if the engine is far behind. A request that arrives
+    while a step runs is submitted after the step, with its original ``arrival_s``. Between requests the engine runs its
     transfers and ticks.
 
     Args:
-        engine: on ``clock``.
-        clock: real or virtual.
-        arrivals: on that clock, in order.
-        coalesced: on a virtual clock, run together steps that would be planned alike (``Engine.step``).
+        engine: an engine that uses ``clock``.
+        clock: a real or virtual clock.
+        arrivals: the requests, in order of arrival on this clock.
+        coalesced: whether one turn runs several steps that would be planned alike, on a virtual clock
+            (``Engine.step``).
 
     Yields:
-        The outputs of each turn. The next turn runs when the next item is requested.
+        The outputs of each turn. A turn runs only when the caller requests the next item.
 
     Raises:
         ExecutorError: a step failed, or no waiting request can ever run.
@@ -76,7 +77,7 @@ def drive(
         while (arrival_s := arrivals.next_s()) <= clock.now():
             engine.submit(arrivals.take())
             submitted = True
-        if not (engine.has_requests or submitted):  # a refused request has ended, and the next turn reports it
+        if not (engine.has_requests or submitted):  # A refused request has ended, and the next turn reports its end.
             if arrival_s == math.inf:
                 return
             if not engine.has_chores:
@@ -88,10 +89,10 @@ def drive(
 
 
 def wait_for_work(engine: Engine, clock: WaitableClock, until_s: float) -> None:
-    """Wait until a transfer has ended, a tick is due, or it is ``until_s``.
+    """Wait until a transfer has ended, a tick is due, or the clock reaches ``until_s``.
 
     Raises:
-        ExecutorError: none of these will happen, and requests wait.
+        ExecutorError: requests wait, and none of these events can happen.
     """
     until_s = min(until_s, engine.due_s)
     if engine.has_transfers:

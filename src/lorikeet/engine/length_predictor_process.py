@@ -1,9 +1,9 @@
-"""The length predictor process: learned predictions of answer lengths, in batches, on one thread.
+"""The length predictor process, which predicts answer lengths with a learned model, in batches on one thread.
 
-It is a separate process so that torch stays out of the API process, and runs at a low priority so that steps come
-first. Started as ``python -m lorikeet.engine.length_predictor_process``. It reads a ``PredictorSetup`` and then
-``PredictionRequest`` messages from its standard input and writes ``PredictionBatch`` messages to its standard output.
-It ends at the end of its input, which also comes when the API process is killed.
+The predictor is a separate process, so that the API process need not load torch. It has a low priority, so that steps
+come first. Started as ``python -m lorikeet.engine.length_predictor_process``. The process reads a ``PredictorSetup``
+and then ``PredictionRequest`` messages from standard input, and writes ``PredictionBatch`` messages to standard output.
+It ends when its input is closed, which also happens when the API process is killed.
 """
 
 import os
@@ -35,7 +35,7 @@ _READ_BYTES = 2**16
 
 
 def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Decode the last tokens of a prompt, without special tokens, to the text that predictions are made from."""
+    """Decode the last tokens of a prompt, without special tokens, to the text for the prediction."""
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     return text
 
@@ -44,7 +44,7 @@ class BatchPredictor:
     """Predicts the lengths of the answers to a batch of prompts.
 
     Args:
-        setup: names the files of the head and the tokenizer.
+        setup: the setup, with the files of the head and the tokenizer.
 
     Raises:
         LengthModelError: the head cannot be read.
@@ -74,7 +74,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICE)
     output = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output that a library prints must not mix with messages
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Output that a library prints must not mix with messages.
     received = bytearray()
     waiting: list[bytes] = []
     while not waiting:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _receive(received: bytearray) -> list[bytes]:
-    """Wait for input and return the complete messages in it; end the process at the end of the input."""
+    """Wait for input, and return its complete messages. At the end of the input, end the process."""
     content = os.read(sys.stdin.fileno(), _READ_BYTES)
     if not content:
         sys.exit(0)

@@ -19,17 +19,17 @@ _BATCH = 16
 
 
 class LogError(ValueError):
-    """A request log cannot be used for training; the message names the reason."""
+    """Raised when a request log cannot be used for training. The message names the reason."""
 
 
 class LoggedRequest(msgspec.Struct, frozen=True):
-    """The used fields of a line of a request log (``server.request_log`` with ``request_log_text``).
+    """The fields of a request log's line that training uses (``server.request_log`` with ``request_log_text``).
 
     Attributes:
         prompt_token_ids: the prompt.
-        output_tokens: length of the answer.
-        adapter: name, None for the base model.
-        finish_reason: aborted and failed answers are not used.
+        output_tokens: number of tokens of the answer.
+        adapter: the adapter's name; None for the base model.
+        finish_reason: why the answer ended. Aborted and failed answers are not used.
     """
 
     prompt_token_ids: list[int]
@@ -46,7 +46,7 @@ def read_logs(paths: Sequence[Path]) -> list[LoggedRequest]:
     """Return the requests with complete answers (stopped, or at their length limit), in the order of the lines.
 
     Raises:
-        LogError: a line is not of a request log, or has no prompt.
+        LogError: a line does not belong to a request log, or has no prompt.
         OSError: a file cannot be read.
     """
     decoder = msgspec.json.Decoder(LoggedRequest)
@@ -82,10 +82,10 @@ def samples_of(
     """Encode prompts and return the training samples.
 
     Args:
-        requests: from logs.
-        tokenizer: the base model's.
-        encoder: computes the vectors.
-        on_progress: called with the number of prompts encoded so far.
+        requests: requests from logs.
+        tokenizer: the base model's tokenizer.
+        encoder: the encoder that computes the vectors.
+        on_progress: function called with the number of prompts encoded so far.
     """
     vectors = []
     for begin in range(0, len(requests), _BATCH):
@@ -109,10 +109,10 @@ def train_from_logs(
     """Train a head on ``requests``.
 
     Args:
-        requests: in the order in which they ended.
+        requests: the requests, in the order in which they ended.
         tokenizer_file: the base model's ``tokenizer.json``.
         threads: number of torch's threads.
-        on_progress: called with the number of prompts encoded so far.
+        on_progress: function called with the number of prompts encoded so far.
 
     Raises:
         TooFewRequests: there are not enough requests.

@@ -1,4 +1,4 @@
-"""The engine loop of one replica: plan a step, execute it, commit its result."""
+"""The engine loop of one replica: plan a step, execute it, commit the result."""
 
 import math
 from bisect import bisect_left
@@ -49,16 +49,18 @@ _NOTHING = StepPlan(step=-1)
 
 
 class Engine:
-    """The loop of one replica. It is the same class on every executor and clock.
+    """The loop of one replica.
+
+    All executors and clocks use the same class.
 
     Args:
-        scheduler: owns the requests.
-        memory: owns the blocks, the tree and the tiers.
-        executor: runs plans.
-        clock: real or virtual.
-        cold_start: with ``BLOCK`` nothing runs while a transfer is awaited.
-        on_ran: called with every plan that has run, and its result.
-        recorder: gets everything that plans depend on, for replay.
+        scheduler: the scheduler, which owns the requests.
+        memory: the memory, which owns the blocks, the tree and the tiers.
+        executor: the executor of plans.
+        clock: a real or virtual clock.
+        cold_start: how requests wait for transfers. With ``BLOCK`` no step runs while a request waits for a transfer.
+        on_ran: function called with every plan that has run, and the plan's result.
+        recorder: the recorder of everything that plans depend on, for replay.
     """
 
     def __init__(
@@ -89,73 +91,78 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
-        # Behind waiting requests it is hardly admitted before a running one ends, and that ends the plan anyway.
+        # Behind waiting requests, the request is rarely admitted before a running request ends, which ends the plan
+        # anyway.
         now = self._receive(Submit(request), must_replan=self._scheduler.may_be_next(request))
         self._scheduler.submit(request, now)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request; unknown ids are ignored."""
+        """End a request. Unknown ids are ignored."""
         now = self._receive(Abort(request_id))
         self._scheduler.abort(request_id, now)
 
     def export_request(self, request_id: RequestId) -> Request:
-        """Take a request out as plain data, to be resumed by :meth:`submit` here or elsewhere."""
+        """Remove a request and return it as plain data. :meth:`submit` of any engine can resume it."""
         now = self._receive(RequestExported(request_id))
         return self._scheduler.export_request(request_id, now)
 
     def export_with_kv(self, request_id: RequestId) -> Request | None:
-        """Take a request out with its KV, to be resumed elsewhere; return None if it is not here.
+        """Remove a request and export its KV, so that another engine can resume it.
 
-        The KV is copied to the host tier while the engine runs on. A later ``StepOutputs.exported_kv`` has it, for
-        :meth:`import_kv` of another engine with the same settings.
+        Return None for an unknown request.
+
+        The KV is copied to the host tier while the engine keeps running. A later ``StepOutputs.exported_kv`` has the KV
+        for :meth:`import_kv` of another engine with the same settings.
         """
         now = self._receive(ExportRequest(request_id))
         try:
             request = self._scheduler.export_request(request_id, now, keep_kv=True)
-        except KeyError:  # it has just finished, perhaps
+        except KeyError:  # The request may have just finished.
             return None
         self._exports.begin(request, now)
         return request
 
     def import_kv(self, message: ImportKv) -> None:
-        """Store KV that another engine has computed, as far as it fits the host tier."""
+        """Store KV that another engine has computed, if the host tier has room."""
         now = self._receive(msgspec.structs.replace(message, blocks=()))
         adapter = BASE if message.adapter is None else self._memory.register(message.adapter)
         places = self._memory.kv_migration.import_kv(adapter, message.keys, now)
-        if message.blocks:  # none in a replay
+        if message.blocks:  # A replay has no bytes.
             contents = [message.blocks[index] for index, _ in places]
             self._executor.write_host([block for _, block in places], contents)
 
     def pin_adapters(self, digests: tuple[AdapterDigest, ...]) -> None:
-        """Evict these versions last, and no others."""
+        """Mark exactly these versions as pinned, so that they are evicted last."""
         now = self._receive(PinAdapters(digests))
         self._memory.pin_adapters(digests, now)
 
     def register_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
-        """Register versions for which requests may arrive, so that they can be read ahead and prefetched."""
+        """Register versions for which requests may arrive, so that the versions can be read ahead and prefetched."""
         self._receive(RegisterAdapters(refs))
         for ref in refs:
             self._memory.register(ref)
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
-        """Free a version once no request runs or waits under it; ``AdapterEvicted`` reports that.
+        """Free a version once no request uses it. ``AdapterEvicted`` reports the eviction.
 
-        Requests that still arrive for it are served first, since they were accepted before it was dropped.
+        Requests for the version that still arrive are served first, since they were accepted before the drop.
         """
         self._receive(DropAdapter(digest))
         self._dropped.add(digest)
 
     def step(self, until_s: float | None = None) -> StepOutputs:
-        """Run one turn of the loop: plan, execute, commit. Returns all outputs since the last turn.
+        """Run one turn of the loop: plan, execute, commit.
+
+        Returns all outputs since the last turn.
 
         An empty plan is not executed.
 
         Args:
-            until_s: on a virtual clock, when the next request arrives (``inf``: none will). Then steps that would all
-                be planned alike, until that time or until something else happens, run in this turn.
+            until_s: arrival time of the next request, for a virtual clock (``inf``: no request will arrive). If given,
+                this turn runs all steps that would be planned alike until that time or the next event.
 
         Raises:
-            ExecutorError: the step failed; the engine cannot continue.
+            ExecutorError: the step failed. The engine cannot continue.
         """
         now = self._apply_transfers()
         plan, exported_kv = self._plan(now, until_s)
@@ -166,7 +173,7 @@ class Engine:
         return self._outputs(exported_kv)
 
     def _apply_transfers(self) -> float:
-        """Apply the transfers that have finished; return the time."""
+        """Apply the transfers that have finished, and return the time."""
         transfers = self._executor.completed_transfers()
         now = self._clock.now()
         if transfers:
@@ -179,8 +186,8 @@ class Engine:
     def _plan(self, now: float, until_s: float | None) -> tuple[StepPlan, tuple[ExportedKv, ...]]:
         """Return the next plan, and the KV of finished exports.
 
-        With async scheduling the device may already run the next decode step of the last plan: then the plan continues
-        with that step, and nothing is scheduled until something has changed or that plan is over.
+        With async scheduling the device may already run the next decode step of the last plan. The plan then continues
+        with that step, and the scheduler runs again only after a change or at the end of the plan.
         """
         exported_kv: tuple[ExportedKv, ...] = ()
         plan = _NOTHING if self._is_blocked else self._scheduler.continue_plan(further=not self._must_replan)
@@ -222,7 +229,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last turn ran a step. If not, only a message, a finished transfer or a tick can change that."""
+        """Whether the last turn ran a step. If not, only a message, a finished transfer or a tick can start one."""
         return not self._last_plan.is_empty
 
     @property
@@ -237,12 +244,12 @@ class Engine:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether any transfer is under way."""
+        """Whether any transfer is in flight."""
         return bool(self._memory.transfers_in_flight)
 
     @property
     def due_s(self) -> float:
-        """Until when the loop may rest if nothing happens: its clock's time of the next tick or prefetch, if any."""
+        """Time of the next tick or prefetch, on the engine's clock, until which an idle loop may rest, if any."""
         return math.inf if self._is_blocked else min(self._memory.swapper.idle_until_s, self._scheduler.held_until_s)
 
     @property
@@ -252,11 +259,11 @@ class Engine:
 
     @property
     def queue(self) -> AdmissionQueue:
-        """The waiting requests; for callers in the same process, such as tests and the simulator."""
+        """The waiting requests, for callers in the same process, such as tests and the simulator."""
         return self._scheduler.queue
 
     def wait_for_transfer(self, timeout_s: float | None = None) -> None:
-        """Block until a transfer has ended, at most ``timeout_s``; for drivers in the same process."""
+        """Block until a transfer has ended, for at most ``timeout_s`` seconds. For drivers in the same process."""
         self._executor.wait_for_transfer(timeout_s)
 
     def close(self) -> None:
@@ -308,7 +315,7 @@ class Engine:
         return self._memory.stats()
 
     def _receive(self, message: Message, *, must_replan: bool = True) -> float:
-        """Record a message, and note whether it ends a plan that continues; return the time."""
+        """Record a message, note whether it ends a plan that continues, and return the time."""
         now = self._clock.now()
         self._must_replan = self._must_replan or must_replan
         self._recorder.note(Received(now, message))
@@ -316,7 +323,7 @@ class Engine:
 
     @property
     def _is_blocked(self) -> bool:
-        """Whether cold start is ``BLOCK`` and a request waits for a transfer. Messages are still received."""
+        """Return whether no step may run because a request waits for a transfer (cold start ``BLOCK``)."""
         return self._cold_start is ColdStart.BLOCK and bool(self._memory.awaited_transfers)
 
     def _free_dropped(self, now: float) -> None:
@@ -329,11 +336,11 @@ class Engine:
 
 
 class PendingExports:
-    """Requests that were exported with their KV, while that KV is copied to the host tier.
+    """Requests that were exported with their KV, while the KV is copied to the host tier.
 
     Args:
-        memory: holds the KV until it is handed over.
-        executor: reads it from the host tier.
+        memory: the memory, which holds the KV until it is handed over.
+        executor: the executor, which reads the KV from the host tier.
     """
 
     def __init__(self, memory: Memory, executor: Executor) -> None:
@@ -342,20 +349,20 @@ class PendingExports:
         self._leases: dict[RequestId, SequenceLease] = {}
 
     def begin(self, request: Request, now: float) -> None:
-        """Start to copy the KV of a request that the scheduler has given up."""
+        """Start copying the KV of a request that the scheduler has released."""
         memory = self._memory
         adapter = BASE if request.adapter is None else memory.register(request.adapter)
         token_ids = request.prompt_token_ids + request.output_token_ids
-        # KV of two owners is not sent: it is computed again where the request goes on.
+        # KV of two owners is not sent. The engine that resumes the request computes the KV again.
         keys = [] if request.adapter_start else memory.keys_of(request.digest, token_ids, salt=request.kv_salt)
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
 
     def adapters(self) -> set[AdapterDigest | None]:
-        """Return the adapter versions of held KV."""
+        """Return the adapter versions of the KV that is held."""
         return {self._memory.tree.digest(lease.adapter) for lease in self._leases.values()}
 
     def take(self, now: float) -> tuple[ExportedKv, ...]:
-        """Return the KV that has reached the host tier since the last call. Blocks that were evicted are missing."""
+        """Return the KV that has reached the host tier since the last call, without evicted blocks."""
         ready = [request_id for request_id, lease in self._leases.items() if lease.is_ready]
         return tuple(self._read(request_id, now) for request_id in ready)
 

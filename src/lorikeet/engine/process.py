@@ -1,8 +1,8 @@
-"""The engine process: one replica at the engine's end of the message channel.
+"""The engine process, which runs one replica at the engine's end of the message channel.
 
-Started as ``python -m lorikeet.engine ADDRESS``. The first line of its standard input is an ``EngineInput``:
-the settings, and the key of the channel, which must not be on a command line. The input stays open
-as long as the API process lives, so its end of file shows that the API process has ended, even if it was killed.
+Started as ``python -m lorikeet.engine ADDRESS``. The first line of standard input is an ``EngineInput`` with the
+settings and the channel's key, which must not be on a command line. The input stays open while the API process lives.
+Its end of file shows that the API process has ended, even if it was killed.
 """
 
 import math
@@ -60,13 +60,15 @@ STATS_EVERY_S = 0.1
 
 
 class Channel:
-    """The engine's end of the channel. ``wake`` and ``send`` may be called from any thread, the rest from one.
+    """The engine's end of the channel.
 
-    A thread sends heartbeats, so that the API process can tell a long step from an engine that hangs.
+    Any thread may call ``wake`` and ``send``. Only one thread may call the other methods.
+
+    A thread sends heartbeats, so that the API process can distinguish a long step from an engine that hangs.
 
     Args:
-        address: ZeroMQ address that the API process is bound to.
-        key: public key of the API process; empty for a channel that is not encrypted.
+        address: ZeroMQ address to which the API process is bound.
+        key: public key of the API process. Empty for a channel without encryption.
     """
 
     def __init__(self, address: str, key: str = "") -> None:
@@ -84,25 +86,28 @@ class Channel:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
-        self._using = threading.Lock()  # a socket may be used by several threads, but not at the same time
-        self._turn_began_s: float | None = math.inf  # None while it waits; inf before the first turn
+        self._using = threading.Lock()  # Several threads may use a socket, but not at the same time.
+        # The value is None while the channel waits, and inf before the first turn.
+        self._turn_began_s: float | None = math.inf
         self._is_closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
 
     def wake(self) -> None:
-        """End a :meth:`receive` that waits, or the next one."""
+        """End a waiting :meth:`receive`, or else the next one."""
         os.eventfd_write(self._wake_fd, 1)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message. It is queued while the API process does not read."""
+        """Send a message. The message is queued while the API process does not read."""
         with self._using:
             if not self._is_closed.is_set():
                 self._socket.send(self._codec.encode(message))
 
     def receive(self, wait_s: float) -> list[ToEngine]:
-        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived.
+        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds.
 
-        A turn of the loop begins when this returns. Heartbeats of the API process do not end it.
+        Return all messages that have arrived.
+
+        A turn of the loop begins when the call returns. Heartbeats of the API process do not end it.
 
         Raises:
             MessagesLost: messages of the API process are missing.
@@ -120,13 +125,13 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Close once all sent messages are delivered, or after a second."""
+        """Close the channel once all sent messages are delivered, or after a second."""
         with self._using:
             self._is_closed.set()
             self._socket.close(linger=1000)
 
     def _poll(self, wait_s: float) -> bool:
-        """Wait for a message or for :meth:`wake`; return whether :meth:`wake` was called."""
+        """Wait for a message or for :meth:`wake`, and return whether :meth:`wake` was called."""
         with self._using:
             if self._wake_fd not in dict(self._poller.poll(math.ceil(wait_s * 1000))):
                 return False
@@ -143,7 +148,7 @@ class Channel:
         return messages
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats before the first turn and during each; while it waits, :meth:`receive` does."""
+        """Send heartbeats before the first turn and during turns. Between turns, :meth:`receive` sends them."""
         while not self._is_closed.wait(HEARTBEAT_EVERY_S):
             began_s = self._turn_began_s
             if began_s is not None:
@@ -154,11 +159,11 @@ class Compiling:
     """Holds requests while their grammars compile, so that no step waits for a grammar.
 
     Args:
-        grammars: compiles them; None passes every request on.
-        wake: called, on another thread, when a request can go on.
+        grammars: the compiler of grammars; None lets every request pass.
+        wake: function called on another thread when a request can go on.
 
     Attributes:
-        due_s: when :meth:`turn` may have something to do, on the monotonic clock; ``inf``: never again.
+        due_s: next time, on the monotonic clock, at which :meth:`turn` may have work; ``inf`` for never.
     """
 
     def __init__(self, grammars: GrammarCompiler | None, wake: Callable[[], None]) -> None:
@@ -168,7 +173,7 @@ class Compiling:
         self.due_s = math.inf if grammars is None else time.monotonic() + REST_S
 
     def turn(self, has_requests: bool) -> None:
-        """Read the tokenizer once no request has been there for ``REST_S``; until then a grammar would wait for it."""
+        """Read the tokenizer once the engine has been idle for ``REST_S``, so that no grammar need wait for it."""
         if self.due_s == math.inf:
             return
         now = time.monotonic()
@@ -180,7 +185,7 @@ class Compiling:
             self.due_s = math.inf
 
     def holds(self, request: Request) -> bool:
-        """Begin to compile a request's grammar; return whether the request must wait for it."""
+        """Begin to compile a request's grammar, and return whether the request must wait for it."""
         if self._grammars is None or not request.sampling.grammar:
             return False
         compiled = self._grammars.compile(request.sampling.grammar)
@@ -191,17 +196,17 @@ class Compiling:
         return True
 
     def take(self, request_id: RequestId | None = None) -> list[Request]:
-        """Return the requests that can go on, and the one with this id in any case."""
+        """Return the requests that can go on, and always the request with this id."""
         ready = [each for each, (_, compiled) in self._held.items() if compiled.done() or each == request_id]
         return [self._held.pop(each)[0] for each in ready]
 
 
 def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
-    """Receive messages, run a step, send its outputs; repeat until ``Shutdown``.
+    """Receive messages, run a step and send its outputs, until ``Shutdown`` arrives.
 
     Raises:
-        ExecutorError: a step failed; the supervisor starts another engine.
-        MessagesLost: messages of the API process are missing; likewise.
+        ExecutorError: a step failed. The supervisor starts another engine.
+        MessagesLost: messages of the API process are missing. The supervisor starts another engine.
     """
     stats_due_s = 0.0
     is_paused = False
@@ -229,7 +234,7 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
 
 
 def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
-    """Pass a message, which is neither ``Shutdown`` nor ``SetPaused``, to the engine."""
+    """Pass a message other than ``Shutdown`` and ``SetPaused`` to the engine."""
     if isinstance(message, Abort | ExportRequest):
         for request in compiling.take(message.request_id):
             engine.submit(request)
@@ -252,20 +257,20 @@ def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
 
 
 def main() -> None:
-    """Build the replica, send ``EngineReady``, serve."""
+    """Build the replica, send ``EngineReady``, and serve."""
     # The API process decides when to stop; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     freeze_imports()
     line = sys.stdin.buffer.readline()
-    if not line:  # started early, and not needed
+    if not line:  # The process was started early and is not needed.
         return
     given = msgspec.json.decode(line, type=EngineInput)
     settings = msgspec.json.decode(given.settings, type=Settings)
     configure_logs(settings.server.log_level, as_json=settings.server.log_json)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     channel = Channel(sys.argv[1], given.channel_key)
-    channel.send(Heartbeat(0.0))  # the client is connected; loading may take long
+    channel.send(Heartbeat(0.0))  # The client is connected, and loading may take long.
     try:
         replica = build_replica(
             settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake
@@ -275,7 +280,8 @@ def main() -> None:
         channel.close()
         sys.exit(1)
     channel.send(_engine_ready(replica))
-    channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # so that gauges exist before the first request
+    # This way gauges exist before the first request.
+    channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))
     try:
         with frozen_gc():
             serve(channel, replica.engine, Compiling(replica.grammars, channel.wake))
@@ -308,7 +314,7 @@ def _engine_ready(replica: Replica) -> EngineReady:
 
 
 def _end_with_parent() -> None:
-    """End the process when the API process has ended (end of file on standard input)."""
-    while os.read(sys.stdin.fileno(), 4096):  # not the buffered reader: its lock would be held at exit
+    """End the process when the API process has ended, which closes standard input."""
+    while os.read(sys.stdin.fileno(), 4096):  # The buffered reader is not used, since its lock would be held at exit.
         pass
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Recordings of an engine: everything that its plans depend on, in order, and the files that hold them."""
+"""Recordings of an engine: everything that its plans depend on, in order, and the files of recordings."""
 
 import logging
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from lorikeet.costs.engine_sizes import EngineSizes
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first record: which engine was recorded.
+    """The first record, which identifies the recorded engine.
 
     Attributes:
         version: Lorikeet's version.
-        engine: its settings, with the preset's full name.
-        sizes: sizes of its executor.
+        engine: the engine's settings, with the preset's full name.
+        sizes: sizes of the engine's executor.
     """
 
     version: str
@@ -45,8 +45,8 @@ class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine received a message.
 
     Attributes:
-        at_s: the engine's clock, as in all records.
-        message: without the bytes of KV.
+        at_s: time on the engine's clock, like in all records.
+        message: the message, without bytes of KV.
     """
 
     at_s: float
@@ -54,19 +54,21 @@ class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Transferred(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine applied finished transfers, failed ones included."""
+    """The engine applied finished transfers, including failed ones."""
 
     at_s: float
     transfers: tuple[TransferDone, ...]
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine made a plan. There is one for every turn of the loop; an empty plan is not executed.
+    """The engine made a plan.
+
+    Every turn of the loop makes one. An empty plan is not executed.
 
     Attributes:
-        at_s: the time that the scheduler was given.
-        until_s: argument of ``Engine.step``.
-        plan: as it was executed.
+        at_s: the time with which the scheduler was called.
+        until_s: the argument of ``Engine.step``.
+        plan: the executed plan.
     """
 
     at_s: float
@@ -75,7 +77,7 @@ class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class PlanRan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The plan of the previous record was executed; ``at_s`` is the time that its result was committed with."""
+    """The plan of the previous record was executed. ``at_s`` is the time with which the result was committed."""
 
     at_s: float
     result: StepResult
@@ -92,7 +94,7 @@ Record = Received | Transferred | Planned | PlanRan | EventsSent
 
 
 class Recorder(Protocol):
-    """Receives every record as it happens."""
+    """Receives every record when it is made."""
 
     def note(self, record: Record) -> None:
         """Store a record."""
@@ -121,14 +123,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class RecordingError(ValueError):
-    """A recording cannot be used; the message names the file and the reason."""
+    """Raised when a recording cannot be used. The message names the file and the reason."""
 
 
 class FileRecorder:
-    """Writes every record immediately, unbuffered, so that a process that dies leaves a complete recording.
+    """Writes every record immediately and unbuffered, so that a process that dies leaves a complete recording.
 
     Args:
-        file: positioned after the header.
+        file: the open file, positioned after the header.
         path: path of the file.
     """
 
@@ -139,9 +141,9 @@ class FileRecorder:
 
     @classmethod
     def create(cls, path: Path, header: Header) -> Self:
-        """Start a recording in a new file: ``path``, or if that exists ``path.1`` and so on.
+        """Start a recording in a new file: ``path``, or ``path.1`` and so on if the file exists.
 
-        So a restarted engine does not overwrite the recording of the one that died.
+        A restarted engine thus does not overwrite the recording of the engine that died.
 
         Raises:
             OSError: the file cannot be created or written.
@@ -157,7 +159,7 @@ class FileRecorder:
         raise AssertionError("count() has no end")
 
     def note(self, record: Record) -> None:
-        """Write a record. If that fails, as on a full disk, the recording ends and the engine continues."""
+        """Write a record. If writing fails, for example on a full disk, the recording ends and the engine continues."""
         if self._file is None:
             return
         try:
@@ -167,20 +169,22 @@ class FileRecorder:
             self.close()
 
     def close(self) -> None:
-        """Close the file; later records are discarded."""
+        """Close the file. Later records are discarded."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class Recording:
-    """A recording in a file. It can be iterated several times, each time from its start.
+    """A recording in a file.
+
+    It can be iterated several times, each time from the start.
 
     Args:
         path: path of the file.
 
     Attributes:
-        header: which engine was recorded.
+        header: the record that identifies the recorded engine.
 
     Raises:
         RecordingError: the file cannot be read, or has another format.
@@ -203,7 +207,7 @@ class Recording:
             raise RecordingError(f"{path}: its header is of another version of Lorikeet: {error}") from error
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records. One that was cut short at the end of the file is left out.
+        """Yield the records, except a record that is cut short at the end of the file.
 
         Raises:
             RecordingError: a record cannot be decoded.
@@ -235,7 +239,7 @@ def _framed(record: bytes) -> bytes:
 
 
 def _next_frame(file: BinaryIO) -> bytes | None:
-    """Return the bytes of the next record, None at the end of the file or if the record was cut short."""
+    """Return the bytes of the next record; None at the end of the file, or if the record is cut short."""
     length = file.read(_LENGTH_BYTES)
     if len(length) < _LENGTH_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Replays a recording on a virtual clock and compares plans; also compares recorded times with a profile's."""
+"""Replays a recording on a virtual clock and compares plans, and compares recorded times with a profile's."""
 
 import math
 from collections import deque
@@ -28,9 +28,9 @@ class Difference(NamedTuple):
     """The first plan in which a replay differs from its recording.
 
     Attributes:
-        recorded: the recorded plan; an empty one if the engine ran nothing.
-        replayed: the replayed plan; None if the replay failed before it had one.
-        problem: the error in that case, else empty.
+        recorded: the recorded plan, which is empty if the engine ran nothing.
+        replayed: the replayed plan; None if the replay failed before it made one.
+        problem: the error in that case; otherwise empty.
     """
 
     recorded: StepPlan
@@ -42,10 +42,10 @@ class Replay(NamedTuple):
     """The result of a replay.
 
     Attributes:
-        plans: number of identical plans, without empty ones.
-        steps: number of steps that they ran.
-        seconds: from the first to the last record, on the recorded clock.
-        difference: the first difference, None if there was none.
+        plans: number of identical plans, without empty plans.
+        steps: number of steps of these plans.
+        seconds: seconds from the first to the last record, on the recorded clock.
+        difference: the first difference; None if there was none.
     """
 
     plans: int
@@ -59,10 +59,10 @@ class RecordedTurn:
     """One turn of the loop, and the messages that the engine received before it.
 
     Attributes:
-        planned: its plan.
-        received: messages, oldest first.
-        transferred: finished transfers that it applied, with the times.
-        ran: the plan's result; None if the plan was empty or the recording ends before its result.
+        planned: the turn's plan.
+        received: the messages, the oldest first.
+        transferred: finished transfers that the turn applied, with the times.
+        ran: the plan's result; None if the plan was empty, or if the recording ends before the result.
     """
 
     planned: Planned
@@ -72,12 +72,12 @@ class RecordedTurn:
 
     @property
     def steps_run(self) -> int:
-        """Number of steps of its plan that ran."""
+        """Number of the plan's steps that ran."""
         return self.ran.result.steps_run if self.ran is not None and self.planned.plan.sequences else 0
 
     @property
     def began_s(self) -> float:
-        """When the turn first read the clock."""
+        """Time at which the turn first read the clock."""
         return self.transferred[0].at_s if self.transferred else self.planned.at_s
 
 
@@ -110,7 +110,7 @@ def replay(recording: Recording) -> Replay:
     """Replay a recording until a plan differs, or to its end.
 
     Raises:
-        RecordingError: it cannot be read.
+        RecordingError: the recording cannot be read.
         ConfigError: this version has no preset of the recorded name.
     """
     clock = VirtualClock()
@@ -154,11 +154,11 @@ def _send(engine: Engine, received: Received) -> None:
 
 
 class _PlanDiffers(Exception):
-    """The replayed plan is not the recorded one."""
+    """Raised when the replayed plan differs from the recorded plan."""
 
 
 class _RecordingEnds(Exception):
-    """The recording has no result of the plan."""
+    """Raised when the recording ends before the result of a plan."""
 
 
 class RecordedTimes:
@@ -175,7 +175,7 @@ class RecordedTimes:
         self._transferred: deque[Transferred] = deque()
 
     def run(self, turn: RecordedTurn, engine: Engine) -> Difference | None:
-        """Run one turn of an engine; return its difference from the recorded one, None if there is none."""
+        """Run one turn of an engine, and return its difference from the recorded turn; None if both are equal."""
         self._turn = turn
         self._plan = None
         self._transferred.extend(turn.transferred)
@@ -186,7 +186,7 @@ class RecordedTimes:
             return None
         except _PlanDiffers:
             return Difference(recorded, self._plan)
-        except (BlockError, ExecutorError, KeyError) as error:  # the recording was edited
+        except (BlockError, ExecutorError, KeyError) as error:  # The recording was edited.
             return Difference(recorded, self._plan, f"{type(error).__name__}: {error}")
         if not engine.is_busy and not recorded.is_empty:
             return Difference(recorded, StepPlan(recorded.step))
@@ -195,7 +195,7 @@ class RecordedTimes:
     # --- PlanTimes -----------------------------------------------------------------------------------
 
     def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> PlanDuration:
-        """Return the recorded steps and seconds; the plan must be the recorded one."""
+        """Return the recorded steps and seconds. The plan must equal the recorded plan."""
         self._plan = plan
         if plan != self._turn.planned.plan:
             raise _PlanDiffers
@@ -206,24 +206,24 @@ class RecordedTimes:
             step.request_id: result.failed.get(step.request_id, tokens)
             for step, tokens in zip(plan.sequences, result.tokens, strict=True)
         }
-        # Added in this order, the times bring the clock to exactly the recorded time.
+        # Adding the times in this order brings the clock to exactly the recorded time.
         after_s = self._turn.ran.at_s - (self._turn.planned.at_s + result.duration_s)
         return PlanDuration(result.steps_run, result.duration_s, after_s, result.switch_s, result.next_runs)
 
     # --- TransferLink --------------------------------------------------------------------------------
 
     def begin(self, transfer: Transfer, now: float) -> None:
-        """Do nothing: the end of each transfer is recorded."""
+        """Do nothing, since the end of each transfer is recorded."""
 
     def promote(self, transfer_ids: Collection[int], now: float) -> None:
-        """Do nothing: the recorded ends include the effect of promotions."""
+        """Do nothing, since the recorded ends include the effect of promotions."""
 
     def next_s(self) -> float | None:
-        """Return when the next transfer ends, None if no end is left in the turns so far."""
+        """Return the time at which the next transfer ends; None if the turns so far have no further end."""
         return self._transferred[0].at_s if self._transferred else None
 
     def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
-        """Return nothing: recorded steps have their own times, so this is never called."""
+        """Return no times. Recorded steps have their own times, so this is never called."""
         return ()
 
     def take_done(self, now: float) -> list[TransferDone]:
@@ -236,7 +236,7 @@ class RecordedTimes:
     # --- TokenChoice ---------------------------------------------------------------------------------
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | str:
-        """Return the recorded tokens of a sequence, or why it got none."""
+        """Return the recorded tokens of a sequence, or the reason why it got none."""
         return self._tokens[start.request_id]
 
 
@@ -248,9 +248,9 @@ class TimedWork(StrEnum):
     PREFILL = "prefill"
     """A step in which no sequence decodes."""
     MIXED = "mixed"
-    """A step with both."""
+    """A step with decodes and prefills."""
     LOAD = "load"
-    """Reading an adapter's files, and copying it to the device if that is its target."""
+    """Reading an adapter's files, and copying the adapter to the device if the device is the target."""
     FETCH = "fetch"
     """Copying from the host to the device."""
     STORE = "store"
@@ -260,14 +260,14 @@ class TimedWork(StrEnum):
 def compare_times(
     turns: Iterable[RecordedTurn], preset: Preset, transfers: TransferModel
 ) -> dict[TimedWork, list[tuple[float, float]]]:
-    """Return pairs of (recorded, modelled) seconds: the mean step of each plan, and each transfer.
+    """Return pairs of (recorded, modelled) seconds for the mean step of each plan, and for each transfer.
 
     Plans with assisted prefills are left out, since the arrival of layers is not recorded.
 
     Args:
-        turns: turns of a recording, from its start.
-        preset: the recorded one.
-        transfers: cost of transfers with the recorded settings, by the profile of the recorded machine and model.
+        turns: the turns of a recording, from the start.
+        preset: the recorded preset.
+        transfers: costs of transfers with the recorded settings, from the profile of the recorded machine and model.
 
     Raises:
         ProfileError: the profile lacks something that the recording needs.
@@ -293,7 +293,9 @@ def compare_times(
 
 
 def modelled_as_run(times: ModelledTimes, plan: StepPlan, result: StepResult) -> PlanDuration:
-    """Return the modelled times of a plan for as many steps as ran; zero steps if it had assisted prefills.
+    """Return the modelled times of the steps of a plan that ran.
+
+    A plan with assisted prefills counts as zero steps.
 
     Raises:
         ProfileError: the profile lacks something that the plan needs.
@@ -331,7 +333,7 @@ class FieldPair(NamedTuple):
 
 
 def plan_fields(recorded: StepPlan, replayed: StepPlan) -> Iterator[FieldPair]:
-    """Yield every field of two plans. Of a field that differs, only the smallest differing parts are yielded."""
+    """Yield every field of two plans. If a field differs, only its smallest differing parts are yielded."""
     for name in recorded.__struct_fields__:
         left = getattr(recorded, name)
         right = getattr(replayed, name)

