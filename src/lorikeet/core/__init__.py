@@ -1,4 +1,4 @@
 """Values that all packages share: requests, step plans and results, messages, events, clocks, the executor protocol.
 
-Imports nothing else of Lorikeet.
+The package imports no other package of Lorikeet.
 """

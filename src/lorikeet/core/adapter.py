@@ -1,4 +1,4 @@
-"""A reference to an adapter: its name, version and sizes, without its weights."""
+"""References to adapters: name, version and sizes, without weights."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ HEAD = "head"
 
 
 class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
-    """Weights of an adapter beside LoRA's A and B: one kind for one module, a matrix on each of some layers.
+    """Weights of an adapter besides LoRA's A and B, of one kind for one module, with a matrix on each of some layers.
 
     DoRA's magnitudes, biases, whole norms, linear layers and embeddings, and trained tokens are extras. The kinds are
     listed in ``docs/decisions/adapter-extras.md``.
@@ -21,8 +21,8 @@ class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind: kind of the weights, such as ``magnitude``.
         module: a module of the geometry, the path of a vector of the base, ``embedding`` or ``head``.
-        columns: columns of the matrices.
-        rows: rows of the matrix on each layer; 0 on a layer without one.
+        columns: number of columns of the matrices.
+        rows: number of rows of the matrix on each layer; 0 on a layer without one.
         tokens: token ids of the rows, for rows of the vocabulary.
     """
 
@@ -38,16 +38,16 @@ Shape = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[AdapterExtra, ...]]
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
-    """One version of an adapter, as requests carry it.
+    """A reference to one version of an adapter, which requests carry.
 
     Attributes:
         name: the name in the request. Two names may share a digest.
-        digest: the version. All caches are keyed by it.
-        folder: holds ``adapter_config.json`` and ``adapter_model.safetensors`` of this version.
-        ranks: for each module of the geometry that it changes, the rank on every layer (0: unchanged); for its score
-            head, if it has one (``geometry.SCORE``), the number of labels on the last layer, and 0 on the others.
+        digest: digest of the version. All caches use it as the key.
+        folder: folder with ``adapter_config.json`` and ``adapter_model.safetensors`` of this version.
+        ranks: for each module that the adapter changes, the rank on every layer (0: unchanged). For a score head
+            (``geometry.SCORE``), the number of labels on the last layer, and 0 on other layers.
         weight_bytes: size of the weights file.
-        extras: weights beside low-rank matrices on linear modules.
+        extras: weights besides low-rank matrices on linear modules.
     """
 
     name: AdapterName
@@ -59,7 +59,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> Shape:
-        """Its ranks and extras, hashable."""
+        """The adapter's ranks and extras, as a hashable value."""
         return tuple(self.ranks.items()), self.extras
 
     @property
@@ -69,10 +69,10 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
     @property
     def labels(self) -> int:
-        """Labels of its score head, 0 without one."""
+        """Number of labels of the score head, 0 without one."""
         return max(self.ranks.get(SCORE, (0,)))
 
 
 def largest_rank(ranks: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the largest rank in ``AdapterRef.ranks``; the labels of a score head do not count as a rank."""
+    """Return the largest rank in ``AdapterRef.ranks``. The labels of a score head do not count as a rank."""
     return max((max(by_layer) for module, by_layer in ranks.items() if module != SCORE), default=0)

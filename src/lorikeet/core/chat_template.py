@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, rendered as transformers does (https://huggingface.co/docs/transformers/chat_templating)."""
+"""Renders Jinja chat templates like transformers (https://huggingface.co/docs/transformers/chat_templating)."""
 
 import json
 import secrets
@@ -19,8 +19,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _END_MARK = str(secrets.randbits(128))
 _END_SPACE = "  "
-"""Mark the end of a message that is to be continued. The mark has digits only, which no filter of a template changes.
-The spaces behind it are missing if the template strips the message; a template may add one.
+"""Mark the end of a message that is to be continued.
+
+The mark has digits only, which no filter of a template changes. The spaces behind it are missing if the template strips
+the message; a template may add one.
 """
 
 
@@ -29,7 +31,7 @@ _FAILURES_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, Recursio
 
 
 class TemplateError(ValueError):
-    """The template is missing or broken, or it refused the messages; the error text names the cause."""
+    """Raised when a template is missing or broken, or refuses the messages. The error text names the cause."""
 
 
 DEFAULT, TOOL_USE, RAG = "default", "tool_use", "rag"
@@ -52,11 +54,11 @@ class ContentForm(StrEnum):
     PARTS = "parts"
     EITHER = "either"
     NEITHER = "neither"
-    """It leaves the content out."""
+    """The template leaves the content out."""
 
 
 class _GenerationBlocks(Extension):
-    """Accepts ``{% generation %}``, which marks answers for training, and renders its content."""
+    """Accepts the tag ``{% generation %}``, which marks answers for training, and renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and the type are jinja's
 
@@ -74,9 +76,9 @@ class ChatTemplate:
         others: further templates of the same model by name, which :meth:`choose` finds.
 
     Attributes:
-        knows_tools: whether it explains tools to the model.
-        knows_documents: whether it reads documents.
-        knows_calls: whether it writes the calls in earlier answers.
+        knows_tools: whether the template explains tools to the model.
+        knows_documents: whether the template reads documents.
+        knows_calls: whether the template renders the calls in earlier answers.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], others: Mapping[str, str] | None = None) -> None:
@@ -101,12 +103,12 @@ class ChatTemplate:
         self._forms: dict[str, ContentForm] = {}
 
     def choose(self, *, name: str = "", tools: bool = False, documents: bool = False) -> "ChatTemplate":
-        """Return the template for a request, as in transformers.
+        """Return the template for a request, like transformers.
 
         Args:
-            name: of the template; empty for the one that fits.
+            name: name of the template. Empty for the template that fits the request.
             tools: whether the model may use tools.
-            documents: whether there are documents to answer from.
+            documents: whether the request has documents.
 
         Raises:
             TemplateError: there is no template of this name.
@@ -124,7 +126,7 @@ class ChatTemplate:
         """Return the form in which the template reads the content of messages of a role.
 
         Other servers look for loops over the content in the template's source. Here short conversations are rendered in
-        both forms: that finds macros and filters as well, and shows whether the text gets into the prompt.
+        both forms. This also finds macros and filters, and shows whether the text appears in the prompt.
         """
         form = self._forms.get(role)
         if form is None:
@@ -133,12 +135,12 @@ class ChatTemplate:
 
     @property
     def leaves_text_out(self) -> bool:
-        """Whether no prompt has the text of a user."""
+        """Whether the template leaves the text of users out of prompts."""
         return self.form_of("user") is ContentForm.NEITHER
 
     @cached_property
     def reads_arguments_as_text(self) -> bool:
-        """Whether the template wants the arguments of earlier calls as JSON text, and not as an object."""
+        """Whether the template expects the arguments of earlier calls as JSON text instead of an object."""
 
         def prompt(arguments: Any) -> str | None:
             call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -171,7 +173,7 @@ class ChatTemplate:
         return ContentForm.TEXT if is_refused else ContentForm.NEITHER
 
     def _probe(self, messages: list[dict[str, Any]]) -> str | None:
-        """Return a prompt; None if the template refuses the messages."""
+        """Return the prompt for test messages; None if the template refuses them."""
         variables = {**self.special_tokens, "tools": None, "documents": None}
         with suppress(jinja2.TemplateError, *_FAILURES_OF_TEMPLATES):
             return self._template.render(variables | {"messages": messages, "add_generation_prompt": True})
@@ -189,14 +191,14 @@ class ChatTemplate:
         return message
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
-        """Return the prompt that ends with the text of the last message, for an answer that continues it.
+        """Return the prompt that ends with the last message's text, for an answer that continues the message.
 
         Args:
-            messages: at least one.
-            extra: as in :meth:`render`.
+            messages: at least one message.
+            extra: see :meth:`render`.
 
         Raises:
-            TemplateError: as :meth:`render`, or the template leaves out the last message.
+            TemplateError: the template refuses the messages, fails on them, or leaves out the last one.
         """
         *before, last = messages
         marked = [*before, {**last, "content": with_end(last["content"], _END_MARK + _END_SPACE)}]
@@ -211,10 +213,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any]
     ) -> str:
-        """Return the prompt for ``messages``; ``extra`` holds further variables of the template.
+        """Return the prompt for ``messages``. ``extra`` has further variables of the template.
 
-        Content, and arguments of calls, get the form that the template reads. OpenAI's role ``developer`` is ``system``
-        to a template that does not know it.
+        Content, and arguments of calls, are converted to the form that the template reads. OpenAI's role ``developer``
+        becomes ``system`` for a template that does not know it.
 
         Raises:
             TemplateError: the template refuses the messages or fails on them.
@@ -268,7 +270,7 @@ _CONVERSATIONS = {
 
 
 def in_form(content: Content, form: ContentForm) -> Content:
-    """Return content in the form that a template reads; parts become one text with newlines between, as in vLLM."""
+    """Return content in the form that a template reads. For text, parts are joined with newlines, like in vLLM."""
     if form is ContentForm.PARTS and isinstance(content, str):
         return [{"type": "text", "text": content}]
     return text_of(content) if form in (ContentForm.TEXT, ContentForm.NEITHER) else content
@@ -280,7 +282,7 @@ def text_of(content: Content) -> str:
 
 
 def with_end(content: Content, end: str) -> Content:
-    """Return content that goes on with ``end``."""
+    """Return content with ``end`` appended."""
     if isinstance(content, str):
         return content + end
     *before, last = content or [{"type": "text", "text": ""}]
@@ -288,13 +290,13 @@ def with_end(content: Content, end: str) -> Content:
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as JSON text."""
+    """Return a call with the arguments as JSON text."""
     function = call["function"]
     return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tokens under keys that end in ``_token``; each is a string or an object with ``content``."""
+    """Return the tokens under keys that end in ``_token``. Each token is a string, or an object with ``content``."""
     tokens = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -310,7 +312,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
+    """Return JSON without the HTML escapes of Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -323,10 +325,12 @@ def _strftime_now(layout: str) -> str:
 
 
 def templates_in(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates under ``chat_template`` of a JSON file, by name; the only one is ``default``.
+    """Return the templates under ``chat_template`` of a JSON file, by name.
+
+    A single template is called ``default``.
 
     Raises:
-        TemplateError: it has none of the forms that transformers writes: a text, a list of objects with ``name`` and
+        TemplateError: the value is not in a form that transformers writes: a text, a list of objects with ``name`` and
             ``template``, or an object of texts.
     """
     found = config.get("chat_template")
@@ -342,13 +346,13 @@ def templates_in(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def template_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder that hold one template each, by name."""
+    """Return the template files in a folder by name. Each file has one template."""
     found = {path.stem: path for path in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
     return found | ({DEFAULT: folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).is_file() else {})
 
 
 def default_and_others(templates: Mapping[str, str], wanted: str = DEFAULT) -> tuple[str, dict[str, str]]:
-    """Return one of several templates, the first if there is none of the wanted name, and the others."""
+    """Return the template ``default``, or the first if there is no ``default``, and the other templates."""
     if not templates:
         return "", {}
     name = wanted if wanted in templates else next(iter(templates))

@@ -1,4 +1,4 @@
-"""Clocks: monotonic for live engines, virtual for the simulator and tests, and the clock of another machine."""
+"""Clocks: monotonic for live engines, virtual for simulator and tests, and the clock of another machine."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from lorikeet.core.request import Request
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary start. Never goes backwards."""
+    """A clock of seconds since an arbitrary start. It never goes backwards."""
 
     def now(self) -> float:
         """Return the present time in seconds."""
@@ -19,15 +19,15 @@ class Clock(Protocol):
 
 
 class WaitableClock(Clock, Protocol):
-    """A clock that can wait: the real one sleeps, the virtual one moves forward."""
+    """A clock that can wait: a real clock sleeps, a virtual clock moves forward."""
 
     def wait_until(self, when_s: float) -> None:
-        """Return at ``when_s``, immediately if it is past."""
+        """Wait until ``when_s``. Returns immediately if the time is past."""
         ...
 
 
 class MonotonicClock:
-    """The machine's monotonic clock; comparable between processes of one machine."""
+    """The machine's monotonic clock. Times are comparable between processes of one machine."""
 
     def now(self) -> float:
         """Return ``time.monotonic()``."""
@@ -59,7 +59,7 @@ class VirtualClock:
         self._now_s += seconds
 
     def wait_until(self, when_s: float) -> None:
-        """Move forward to ``when_s``; a time already past changes nothing."""
+        """Move forward to ``when_s``. A past time changes nothing."""
         self._now_s = max(self._now_s, when_s)
 
 
@@ -73,14 +73,14 @@ def boot_id() -> str:
 
 
 class RemoteClock:
-    """Converts times between this machine's monotonic clock and that of an engine on another machine.
+    """Converts times between this machine's monotonic clock and the clock of an engine on another machine.
 
-    A message arrives after it was sent, so each one bounds the offset between the clocks from above. The tightest bound
-    is kept; it is too large by the latency of that message.
+    A message arrives after it was sent, so each message gives an upper bound of the offset between the clocks. The
+    tightest bound is kept. It is too large by the latency of its message.
 
     Args:
-        sent_s: when a message was sent, on the engine's clock.
-        received_s: when it arrived, on this machine's clock.
+        sent_s: time at which a message was sent, on the engine's clock.
+        received_s: time at which the message arrived, on this machine's clock.
     """
 
     def __init__(self, sent_s: float, received_s: float) -> None:
@@ -92,11 +92,13 @@ class RemoteClock:
         return msgspec.structs.replace(request, arrival_s=request.arrival_s - self._offset_s)
 
     def to_local(self, outputs: StepOutputs, received_s: float) -> StepOutputs:
-        """Return outputs with times on this machine's clock; gauges also tighten the bound.
+        """Return outputs with times on this machine's clock.
+
+        Gauges also tighten the bound.
 
         Args:
-            outputs: with times on the engine's clock.
-            received_s: when they arrived, on this machine's clock.
+            outputs: outputs with times on the engine's clock.
+            received_s: time at which the outputs arrived, on this machine's clock.
         """
         stats = outputs.stats
         if stats is not None:

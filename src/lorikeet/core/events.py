@@ -13,7 +13,7 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -34,10 +34,11 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         request_id: the request.
-        at_s: when.
-        cached_tokens: number of its tokens with cached KV on the device or the host.
-        waits_for_adapter, waits_for_kv: whether it waits for a transfer, until ``AdapterArrived`` or ``KvArrived``.
-        waited_for: reason of its last refusal while it was queued; empty if its first try succeeded.
+        at_s: time of the event.
+        cached_tokens: number of the request's tokens with cached KV on the device or the host.
+        waits_for_adapter, waits_for_kv: whether the request waits for a transfer, until ``AdapterArrived`` or
+            ``KvArrived``.
+        waited_for: reason of the request's last refusal in the queue; empty if the first try succeeded.
     """
 
     request_id: RequestId
@@ -70,7 +71,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
-    """Blocks ran out, or KV could not be loaded; the request was exported and queued again."""
+    """The request was exported and queued again, because blocks ran out or KV could not be loaded."""
 
     request_id: RequestId
     at_s: float
@@ -80,12 +81,12 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """The request ended.
 
     Attributes:
-        request_id: which.
-        at_s: when.
-        reason: why.
-        stop_token_id: the token that stopped it.
+        request_id: the request.
+        at_s: time of the event.
+        reason: why the request ended.
+        stop_token_id: the token that ended the answer.
         error: error text, for ``FinishReason.ERROR``.
-        impossible: whether the request can never be served as it is; otherwise the error is not the request's fault.
+        impossible: whether the request itself can never be served. Otherwise the error is not the request's fault.
     """
 
     request_id: RequestId
@@ -97,12 +98,12 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Mechanism(StrEnum):
-    """Mechanisms that may save time, by their names in ``lorikeet:seconds_saved_total``."""
+    """The mechanisms that may save time, named like in ``lorikeet:seconds_saved_total``."""
 
     PREFIX_REUSE = "prefix_reuse"
-    """KV of the prompt was there, and was not computed again."""
+    """KV of the prompt was cached, and was not computed again."""
     ADAPTER_CACHE = "adapter_cache"
-    """The adapter was on the device, or on the host instead of in its files."""
+    """The adapter was on the device already, or on the host instead of in files."""
     PREFETCH = "prefetch"
     """An adapter or KV was loaded before a request waited for it."""
     ASSIST = "assist"
@@ -110,21 +111,21 @@ class Mechanism(StrEnum):
     MERGING = "merging"
     """Steps ran with the adapter merged into the base weights."""
     ORDER = "order"
-    """A request was admitted before older ones that take longer."""
+    """A request was admitted before older requests that take longer."""
     PLACEMENT = "placement"
-    """A replica was chosen where the request costs all requests less than at the mean one."""
+    """The chosen replica serves the request at a lower cost to all requests than the mean replica."""
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
-    """Something was decided for a request.
+    """A mechanism made a decision for a request.
 
     Attributes:
         request_id: the request.
         at_s: time at which the saving is known.
         mechanism: the mechanism that decided.
-        saved_s: seconds that all requests together wait less than without it, by the measured costs of steps and
-            transfers; negative if it cost time.
-        why: in a few words.
+        saved_s: seconds of waiting that the decision saves over all requests, by the measured costs of steps and
+            transfers. Negative if it cost time.
+        why: a short explanation.
     """
 
     request_id: RequestId
@@ -138,7 +139,7 @@ RequestEvent = Queued | Admitted | AdapterArrived | KvArrived | FirstToken | Dec
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """An adapter's weights were loaded to the device (``error`` None), or the load failed."""
+    """An adapter's weights were loaded to the device, or the load failed (``error`` is set)."""
 
     digest: AdapterDigest
     at_s: float
@@ -150,10 +151,10 @@ class AdapterEvicted(msgspec.Struct, frozen=True, tag=True):
     """An adapter's device blocks were freed.
 
     Attributes:
-        digest: the version.
-        at_s: when.
-        freed_bytes: bytes of its blocks and of its KV.
-        dropped: whether it was dropped on request (``DropAdapter``), not evicted to free memory.
+        digest: the adapter's version.
+        at_s: time of the event.
+        freed_bytes: bytes of the adapter's blocks and KV.
+        dropped: whether the adapter was dropped on request (``DropAdapter``) instead of evicted to free memory.
     """
 
     digest: AdapterDigest
@@ -171,24 +172,27 @@ MOST_DECISIONS = 32
 
 @dataclass
 class RequestTimings:
-    """Times of a request's events on the monotonic clock, None until they happen.
+    """The times of a request's events on the monotonic clock.
 
-    The parts of TTFT are consecutive (ELORA spec, R28): in the queue until admission, then waiting for the adapter,
-    then waiting for KV beyond that, then prefill.
+    Each is None until the event happens.
+
+    The parts of TTFT are consecutive (ELORA spec, R28): queueing until admission, waiting for the adapter, further
+    waiting for KV, and prefill.
 
     Attributes:
-        arrival_s: the server accepted the request.
-        queued_s: the engine first queued it.
-        admitted_s: it was first admitted.
-        first_token_s: its first token was sampled.
-        finished_s: it ended.
-        adapter_wait_s: seconds from admission until its adapter was on the device.
-        kv_wait_s: seconds after that until its KV was on the device too.
-        waits_for_adapter: whether it waited for its adapter; otherwise its prefill was assisted meanwhile.
+        arrival_s: time at which the server accepted the request.
+        queued_s: time at which an engine first queued it.
+        admitted_s: time of the first admission.
+        first_token_s: time at which the first token was sampled.
+        finished_s: time at which the request ended.
+        adapter_wait_s: seconds from admission until the adapter was on the device.
+        kv_wait_s: further seconds until the KV was on the device too.
+        waits_for_adapter: whether the request waited for its adapter. Otherwise its prefill was assisted during the
+            load.
         cached_tokens: prompt tokens found in KV at the first admission.
-        preemptions: how often it was preempted.
-        waited_for: last reason why it stayed in the queue.
-        decisions: the latest of them.
+        preemptions: number of preemptions.
+        waited_for: the last reason why the request stayed in the queue.
+        decisions: the latest decisions for the request.
         saved_s: seconds that each mechanism saved.
     """
 

@@ -12,28 +12,30 @@ from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 
 
 class ExecutorError(RuntimeError):
-    """A step could not be run; the message names the request, adapter or rank concerned."""
+    """Raised when a step could not be run. The message names the request, adapter or rank."""
 
 
 class Executor(Protocol):
-    """Runs plans one after the other. It owns tensors and makes no scheduling decisions.
+    """Runs plans one after the other.
+
+    An executor owns tensors and makes no scheduling decisions.
 
     A plan's ``drops`` and ``evictions`` are applied first, then ``starts``, then ``transfers`` are started (not
-    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done. With async
-    scheduling (``StepPlan.overlapped``) a plan returns after each of its steps, while the device runs the next one:
-    the engine handles tokens and new requests meanwhile.
+    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before the transfer is done.
+    With async scheduling (``StepPlan.overlapped``) the executor returns after each step of a plan. While the device
+    runs the next step, the engine handles tokens and new requests.
     """
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan and return its tokens.
 
         Raises:
-            ExecutorError: the step failed; the engine cannot continue.
+            ExecutorError: the step failed. The engine cannot continue.
         """
         ...
 
     def completed_transfers(self) -> list[TransferDone]:
-        """Return the transfers that every rank has finished since the last call. Does not block."""
+        """Return, without blocking, the transfers that every rank has finished since the last call."""
         ...
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
@@ -41,15 +43,15 @@ class Executor(Protocol):
         ...
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """Return the bytes of host blocks that no transfer writes. Not with tensor parallelism: ranks have parts."""
+        """Return the bytes of host blocks, which no transfer may be writing. Tensor parallelism is not supported."""
         ...
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """Write host blocks that no transfer uses, with bytes that :meth:`read_host` returned on another executor."""
+        """Write bytes from :meth:`read_host` of another executor to host blocks, which no transfer may be using."""
         ...
 
     def assist_counters(self) -> AssistCounters | None:
-        """Return the counters of host workers; None if there are none."""
+        """Return the counters of host workers; None without host workers."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The sizes of a model, as the memory and the adapter packer need them, and the names of its linear modules."""
+"""The sizes of a model that the memory and the adapter packer need, and the names of its linear modules."""
 
 import re
 
@@ -33,14 +33,14 @@ KV_SCALE_BYTES = 2
 
 
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
-    """Input and output features of one linear module."""
+    """The numbers of input and output features of one linear module."""
 
     in_features: int
     out_features: int
 
 
 class KvShape(msgspec.Struct, frozen=True, array_like=True):
-    """KV of one token on one layer: ``heads`` keys of ``key_dim`` elements, and as many values of ``value_dim``."""
+    """The KV of one token on a layer: ``heads`` keys of ``key_dim`` elements, and ``heads`` values of ``value_dim``."""
 
     heads: int
     key_dim: int
@@ -48,17 +48,17 @@ class KvShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def elements(self) -> int:
-        """Elements of the keys and values of one token."""
+        """Number of elements of the keys and values of one token."""
         return self.heads * (self.key_dim + self.value_dim)
 
 
 class ModulePath(msgspec.Struct, frozen=True, array_like=True):
-    """A linear layer under its name in checkpoints.
+    """A linear layer with its name in checkpoints.
 
     Attributes:
-        path: its name below the prefix; ``{}`` stands for the layer, as in ``layers.{}.self_attn.q_proj``.
-        modules: the modules of the geometry that it consists of: several if it is fused. The rows of its B are those
-            of the first, then those of the second, and so on.
+        path: the name below the prefix. ``{}`` stands for the layer, as in ``layers.{}.self_attn.q_proj``.
+        modules: the geometry's modules in the linear layer. A fused layer has several; the rows of its B are those of
+            the first module, then of the second, and so on.
     """
 
     path: str
@@ -68,12 +68,12 @@ class ModulePath(msgspec.Struct, frozen=True, array_like=True):
 class ExpertsPath(msgspec.Struct, frozen=True, array_like=True):
     """The linear layers of all experts of a layer, whose weights are one parameter of three dimensions.
 
-    In names of one expert's module ``*`` stands for the expert.
+    In the name of one expert's module, ``*`` stands for the expert.
 
     Attributes:
         path: path of the parameter, as in ``layers.{}.mlp.experts.gate_up_proj``.
-        experts: their number.
-        modules: modules of the geometry in the linear layer of one expert, see ``ModulePath``.
+        experts: number of experts.
+        modules: the geometry's modules in the linear layer of one expert, see ``ModulePath``.
         spellings: paths of each module in checkpoints with separate experts.
     """
 
@@ -88,12 +88,12 @@ class ExpertsPath(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModuleNames(msgspec.Struct, frozen=True):
-    """How adapters may name the modules of a base.
+    """The names that adapters may use for the modules of a base.
 
     Attributes:
-        prefixes: accepted prefixes of the paths; the first is the base's own spelling.
-        paths: the linear layers on which LoRA is supported. Two paths may stand for the same module, and one path for
-            several, each on other layers.
+        prefixes: accepted prefixes of the paths. The first is the base's own spelling.
+        paths: the linear layers on which LoRA is supported. Two paths may stand for the same module. One path may stand
+            for several modules on different layers.
         unused: beginnings of the names of modules that text requests do not use, such as those of a vision tower.
         experts: parameters of mixtures of experts, in the order in which PEFT wraps the parameters of a layer.
     """
@@ -133,13 +133,13 @@ DECODER_NAMES = ModuleNames(
 
 
 class ReplaceableWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Weights of a base that an adapter may replace beside linear modules: vocabulary, norms and the like.
+    """The weights of a base besides linear modules that an adapter may replace, such as vocabulary and norms.
 
     Attributes:
         embedding, head: names of the embedding and of the output layer, below the prefix; "" if they cannot be changed.
-        vocab_size: rows of both; their columns are ``ModelGeometry.hidden_size``.
-        vectors: elements of each vector, such as that of a norm, by path (see ``ModulePath``) with ``.weight`` or
-            ``.bias`` at its end.
+        vocab_size: number of rows of both. The number of columns is ``ModelGeometry.hidden_size``.
+        vectors: number of elements of each vector, such as a norm's, by path (see ``ModulePath``) with ``.weight`` or
+            ``.bias`` at the end.
     """
 
     embedding: str
@@ -149,26 +149,27 @@ class ReplaceableWeights(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sizes of one decoder, whole or as one tensor-parallel rank holds it.
+    """The sizes of one decoder, or of one tensor-parallel rank's share of it.
 
     Attributes:
         layers: number of decoder layers.
-        kv_heads: key/value heads of a layer (of one rank, in the geometry of a rank).
-        head_dim: elements of one head.
-        modules: shape of each linear module of a layer that an adapter may change, in packing order; those of the own
-            decoder are :data:`LORA_MODULES`.
-        dtype_bytes: bytes of one element of KV and adapter weights, in which the sizes of blocks are counted.
-        kv_layers: what each layer keeps of a token, if that is not the same for all: then neither ``kv_heads`` nor
-            ``head_dim`` counts, and there may be fewer of them than layers. Empty: ``kv_heads`` and ``head_dim``.
+        kv_heads: number of key/value heads of a layer (of one rank's share, in a rank's geometry).
+        head_dim: number of elements of one head.
+        modules: shape of each linear module of a layer that an adapter may change, in packing order. Our decoder's
+            modules are :data:`LORA_MODULES`.
+        dtype_bytes: bytes of one element of KV and adapter weights. Block sizes are counted in such elements.
+        kv_layers: the KV of a token on each layer, if layers differ. It replaces ``kv_heads`` and ``head_dim``, and may
+            have fewer entries than there are layers. Empty if all layers have ``kv_heads`` and ``head_dim``.
         module_layers: the layers that have a module, for modules that not all layers have.
-        names: how adapters name the modules; None: :data:`DECODER_NAMES`.
+        names: the names that adapters use for modules. None for :data:`DECODER_NAMES`.
         replaceable: other weights that adapters may replace; None for none.
-        hidden_size: elements of a hidden state; 0 if it is not known, and adapters then have no score heads.
-        first_layer, stages: of a pipeline stage, which has ``layers`` of the layers: the first of them in the whole
-            model, and the number of stages.
-        lora_bits: 8 if A and B of adapters are kept as codes of 8 bits with a scale for each rank row, 0 if they are of
-            the dtype.
-        kv_bits: 8 if keys and values are kept as codes of 8 bits with a scale for each token and head, likewise.
+        hidden_size: number of elements of a hidden state. 0 if it is not known; adapters then have no score heads.
+        first_layer, stages: index of a pipeline stage's first layer in the whole model, and the number of stages. A
+            stage has ``layers`` layers.
+        lora_bits: 8 if A and B of adapters are stored as codes of 8 bits with a scale for each rank row; 0 if they are
+            stored in the dtype.
+        kv_bits: 8 if keys and values are stored as codes of 8 bits with a scale for each token and head; 0 if they are
+            stored in the dtype.
     """
 
     layers: int
@@ -191,32 +192,32 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return ModuleShape(self.hidden_size, 0) if module == SCORE else self.modules[module]
 
     def row_elements(self, module: str) -> int:
-        """Return the elements of a block that one rank row of A and of Bᵀ takes."""
+        """Return the number of elements of a block that one rank row of A and of Bᵀ takes."""
         shape = self.shape_of(module)
         if not self.has_codes(module):
             return shape.in_features + shape.out_features
         return -(-(shape.in_features + shape.out_features + SCALE_BYTES) // self.dtype_bytes)
 
     def has_codes(self, module: str) -> bool:
-        """Return whether A and B of a module are stored as codes of 8 bits; a score head never is."""
+        """Return whether A and B of a module are stored as codes of 8 bits. A score head never is."""
         return self.lora_bits == 8 and module != SCORE
 
     @property
     def module_slots(self) -> int:
-        """Entries of one layer in tables of modules.
+        """Number of entries of one layer in tables of modules.
 
-        That is the number of modules, rounded up to a multiple of seven, in which the native kernels count layers.
+        It is the number of modules rounded up to a multiple of seven, which the native kernels require.
         """
         return -(-len(self.modules) // len(LORA_MODULES)) * len(LORA_MODULES)
 
     @property
     def whole(self) -> "ModelGeometry":
-        """The geometry of all stages together."""
+        """The geometry of all pipeline stages together."""
         return msgspec.structs.replace(self, layers=self.layers * self.stages, first_layer=0, stages=1)
 
     @property
     def sizes(self) -> "ModelGeometry":
-        """The geometry without derived fields and element sizes, to compare models."""
+        """The geometry without derived fields and element sizes, for comparing models."""
         return msgspec.structs.replace(self, replaceable=None, hidden_size=0, lora_bits=0, kv_bits=0)
 
     def has_module(self, layer: int, module: str) -> bool:
@@ -224,10 +225,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return module in self.modules and layer in self.module_layers.get(module, range(self.layers))
 
     def full_ranks(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of an adapter of all modules but those of experts, as in ``AdapterRef.ranks``.
-
-        The ranks are of all layers, also of other stages.
-        """
+        """Return ``AdapterRef.ranks`` of an adapter of all modules except experts, on the layers of all stages."""
         layers = self.layers * self.stages
         paths = () if self.names is None else self.names.experts
         of_experts = {module for path in paths for expert in range(path.experts) for module in path.modules_of(expert)}
@@ -242,10 +240,10 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kv_layers or (KvShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     def kv_elements_per_token(self) -> int:
-        """Return how many elements the keys and values of one token take over all layers.
+        """Return the number of elements that the keys and values of one token take over all layers.
 
         Raises:
-            ValueError: they are codes, and do not fill whole elements.
+            ValueError: keys and values are codes, and do not fill whole elements.
         """
         if not self.kv_bits:
             return sum(shape.elements for shape in self.kv_shapes())
@@ -257,11 +255,11 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return elements
 
     def block_elements(self, block_size: int) -> int:
-        """Elements of a block that holds ``block_size`` tokens of KV over all layers."""
+        """Return the number of elements of a block that holds ``block_size`` tokens of KV over all layers."""
         return block_size * self.kv_elements_per_token()
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block that holds ``block_size`` tokens of KV over all layers."""
+        """Return the bytes of a block that holds ``block_size`` tokens of KV over all layers."""
         return self.block_elements(block_size) * self.dtype_bytes
 
 
@@ -270,7 +268,7 @@ _LAYER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")
 
 
 def split_layer(name: str) -> tuple[str, int]:
-    """Return a name with ``{}`` instead of the layer, and the layer; a name without one belongs to layer 0."""
+    """Return a name with ``{}`` instead of the layer, and the layer. A name without a layer belongs to layer 0."""
     match = _LAYER.search(name)
     if match is None:
         return name, 0

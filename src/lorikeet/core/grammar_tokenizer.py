@@ -13,11 +13,11 @@ _QUOTED_OR_NAMED = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/|//[^\n]*
 
 
 def without_special_texts(tokenizer_json: str) -> str:
-    """Return a tokenizer that writes the texts of special tokens with ordinary tokens.
+    """Return a tokenizer that encodes the texts of special tokens with ordinary tokens.
 
-    The parser tokenizes text that a grammar forces. Where that text is the name of a special token, as in the choice
-    ``<|im_end|>``, its tokenizer would return this token, which is no text and which the grammar does not allow. So
-    special tokens get names that no text has. Their ids stay, and grammars refer to them by id.
+    The parser tokenizes text that a grammar forces. If the text is the name of a special token, such as the choice
+    ``<|im_end|>``, the parser's tokenizer would return the special token, which the grammar does not allow. So special
+    tokens get names that do not occur in texts. Their ids do not change, and grammars refer to special tokens by id.
     """
     spec: dict[str, Any] = msgspec.json.decode(tokenizer_json)
     renamed = {entry["content"]: _UNWRITABLE + entry["content"] for entry in spec["added_tokens"] if entry["special"]}
@@ -34,7 +34,7 @@ def without_special_texts(tokenizer_json: str) -> str:
 
 
 def special_token_ids(tokenizer_json: str) -> dict[str, int]:
-    """Return the ids of the special tokens by their text."""
+    """Return the ids of the special tokens, by text."""
     spec: dict[str, Any] = msgspec.json.decode(tokenizer_json)
     return {entry["content"]: entry["id"] for entry in spec["added_tokens"] if entry["special"]}
 

@@ -1,4 +1,4 @@
-"""Distinct types for ids, so that a type checker finds ids that are mixed up."""
+"""Distinct types for ids, so that a type checker finds mixed-up ids."""
 
 from typing import NewType
 

@@ -11,8 +11,8 @@ def interpolate(points: Sequence[tuple[int, float]], count: int) -> float:
     between the last two points alone could be noise if they lie close together.
 
     Args:
-        points: (count, seconds), ascending, at least one.
-        count: at least 0.
+        points: at least one pair of (count, seconds), in ascending order.
+        count: the count, at least 0.
     """
     first = points[0]
     last = points[-1]

@@ -1,4 +1,4 @@
-"""Log set-up of a process: structlog and the standard ``logging``, as text or as one JSON object a line, on stderr."""
+"""Sets up the logs of a process: structlog and the standard ``logging``, as text or JSON lines on stderr."""
 
 import logging
 import re
@@ -17,12 +17,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def configure_logs(level: str, *, as_json: bool) -> None:
     """Set up logging for this process.
 
-    Lines of libraries that use ``logging`` (uvicorn, for one) get the same form; of those only warnings and errors
-    are shown. With ``as_json`` an uncaught exception is logged as JSON, too.
+    Lines of libraries that use ``logging``, such as uvicorn, get the same form. Only their warnings and errors are
+    shown. With ``as_json``, an uncaught exception is also logged as JSON.
 
     Args:
         level: name of the least severe level that is shown.
-        as_json: one JSON object per line instead of text.
+        as_json: whether to write one JSON object per line instead of text.
 
     Raises:
         ValueError: no level has that name.
@@ -31,7 +31,7 @@ def configure_logs(level: str, *, as_json: bool) -> None:
     number = names.get(level.upper())
     if number is None:
         raise ValueError(f"log level {level!r} is not one of {', '.join(names).lower()}")
-    # Plain tracebacks, since tracebacks of rich show local variables, among them keys and prompts.
+    # Tracebacks are plain, since tracebacks of rich show local variables, which may hold keys and prompts.
     console = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
@@ -65,14 +65,14 @@ def configure_logs(level: str, *, as_json: bool) -> None:
 
 
 class _Stderr:
-    """Writes lines to the present ``sys.stderr``, which progress bars and tests replace.
+    """Writes lines to the current ``sys.stderr``, which progress bars and tests replace.
 
-    A line that cannot be written (closed pipe, full disk) is dropped and counted: what is logged has been done, and its
-    client must get the answer. The next line that can be written is followed by a warning with the number.
+    A line that cannot be written (closed pipe, full disk) is dropped and counted, since a failed log line must not fail
+    a request. The next line that can be written is followed by a warning with the number of dropped lines.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a destructor may log in the middle of a write
+        self._lock = threading.RLock()  # A destructor may log during a write.
         self._lost = 0
         self._reason = ""
 
@@ -82,7 +82,7 @@ class _Stderr:
             try:
                 sys.stderr.write(line + "\n")
                 sys.stderr.flush()
-            except Exception as error:  # a closed file is a ValueError
+            except Exception as error:  # A closed file raises ValueError.
                 self._lost += 1
                 self._reason = str(error)
                 return
@@ -96,7 +96,7 @@ _STDERR = _Stderr()
 
 
 class _StderrLogger:
-    """A logger of structlog, which calls the method of the level."""
+    """A logger for structlog, which calls the method with the level's name."""
 
     def msg(self, line: str) -> None:
         """Write one line."""
@@ -106,13 +106,13 @@ class _StderrLogger:
 
 
 class _StderrHandler(logging.Handler):
-    """The same for ``logging``."""
+    """A handler for ``logging`` that writes to ``_Stderr``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
         try:
             line = self.format(record)
-        except Exception as error:  # a wrong format string; without this the caller would get the error
+        except Exception as error:  # The format string is wrong. Without this handler the caller would get the error.
             line = f"log line of {record.pathname}:{record.lineno} cannot be formatted: {error!r}"
         _STDERR.write_line(line)
 
@@ -122,7 +122,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def _escape_control_characters(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Write control characters as escapes: paths and names come from clients, and a terminal would obey them."""
+    """Replace control characters by escapes: paths and names come from clients, and a terminal would obey them."""
     return {
         key: _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value) if isinstance(value, str) else value
         for key, value in event.items()

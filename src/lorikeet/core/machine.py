@@ -1,4 +1,4 @@
-"""Memory, cores, processor and GPUs of this machine, read from the system without any library of the device."""
+"""Reads memory, cores, processor and GPUs of this machine from the system, without device libraries."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def memory_limit_bytes(cgroups: Path = _CGROUPS, own_groups: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the bytes of memory that this process can have: the machine's, or the lower limit of a control group.
+    """Return the bytes of memory that this process may use: the machine's, or a control group's limit if it is lower.
 
     Args:
-        cgroups: where control groups are mounted.
-        own_groups: file that names the control groups of this process.
+        cgroups: folder where control groups are mounted.
+        own_groups: file that names this process's control groups.
     """
     return min([int(psutil.virtual_memory().total), *_limits(cgroups, own_groups)])
 
@@ -34,7 +34,7 @@ def usable_cores() -> set[int]:
 
 
 def _limits(cgroups: Path, own_groups: Path) -> list[int]:
-    """Return the limits of the process's control groups, from its own up to the root."""
+    """Return the limits of the process's control group and of all groups above it."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:  # not Linux
@@ -58,7 +58,7 @@ def _limits(cgroups: Path, own_groups: Path) -> list[int]:
                 limit = (folder / file).read_text().strip()
             except OSError:
                 continue
-            if limit.isdigit():  # not "max"
+            if limit.isdigit():  # The value is a number, not "max".
                 found.append(int(limit))
     return found
 
@@ -77,7 +77,7 @@ def gpu_models() -> list[str]:
 
 
 def _named(file: Path, field: str) -> str:
-    """Return the first value of a field in a file of ``field : value`` lines; empty for none."""
+    """Return the first value of a field in a file of ``field : value`` lines; empty if the field is missing."""
     if file.is_file():
         for row in file.read_text().splitlines():
             name, _, value = row.partition(":")

@@ -1,6 +1,6 @@
 """Messages between an API process and an engine process.
 
-They are encoded with MessagePack. Both ends run the same version of Lorikeet, which ``EngineReady`` carries.
+Messages are encoded with MessagePack. Both ends must run the same version of Lorikeet, which ``EngineReady`` carries.
 """
 
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -20,9 +20,9 @@ class EngineInput(msgspec.Struct, frozen=True):
     """The line on the standard input of an engine process, as JSON.
 
     Attributes:
-        settings: all settings; see ``config.for_engines``.
-        channel_key: key of the API process's end of the channel, in ZeroMQ's text form; empty for a channel that is
-            not encrypted. It is a secret: who has it may connect.
+        settings: all settings, see ``config.for_engines``.
+        channel_key: key of the API process's end of the channel, in ZeroMQ's text form. Empty for a channel without
+            encryption. The key is a secret, since everyone with the key may connect.
     """
 
     settings: msgspec.Raw = msgspec.Raw(b"{}")
@@ -36,13 +36,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request; its blocks are free at the next step. Unknown ids are ignored."""
+    """End a request. Its blocks are free at the next step. Unknown ids are ignored."""
 
     request_id: RequestId
 
 
 class ExportRequest(msgspec.Struct, frozen=True, tag=True):
-    """Stop a request that is resumed elsewhere; answered by ``ExportedKv``. Unknown ids are ignored."""
+    """Stop a request that another engine resumes. The answer is ``ExportedKv``. Unknown ids are ignored."""
 
     request_id: RequestId
 
@@ -51,8 +51,8 @@ class ImportKv(msgspec.Struct, frozen=True, tag=True):
     """KV that another engine has computed, for a request that will be submitted.
 
     Attributes:
-        adapter: the version it was computed with; None for the base model.
-        keys: block hashes, of the first blocks of a sequence.
+        adapter: adapter version with which the KV was computed; None for the base model.
+        keys: hashes of the first blocks of a sequence.
         blocks: bytes of each block, from an engine with the same settings.
     """
 
@@ -62,31 +62,31 @@ class ImportKv(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Free an adapter version once no request uses it; answered by ``AdapterEvicted`` with ``dropped``."""
+    """Free an adapter version once no request uses it. The answer is ``AdapterEvicted`` with ``dropped``."""
 
     digest: AdapterDigest
 
 
 class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Versions for which requests may arrive. They may be read into the host tier and prefetched."""
+    """Register versions for which requests may arrive, so that the engine may read them ahead and prefetch them."""
 
     adapters: tuple[AdapterRef, ...]
 
 
 class PinAdapters(msgspec.Struct, frozen=True, tag=True):
-    """All versions that are evicted last; they replace the present ones."""
+    """Set the versions that are evicted last. They replace the present set."""
 
     digests: tuple[AdapterDigest, ...]
 
 
 class SetPaused(msgspec.Struct, frozen=True, tag=True):
-    """Run no steps, or go on. A paused engine takes messages, and answers them when it goes on."""
+    """Pause or resume the engine. A paused engine receives messages, and answers after it was resumed."""
 
     paused: bool
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Stop immediately."""
+    """Stop the engine immediately."""
 
 
 LOADING_WEIGHTS = "loading weights"
@@ -94,7 +94,7 @@ LOADING_WEIGHTS = "loading weights"
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Progress of the start: ``stage`` for the user, ``done`` of ``total`` units."""
+    """The progress of the engine's start: a ``stage`` in words for the user, with ``done`` of ``total`` units."""
 
     stage: str
     done: int
@@ -102,15 +102,15 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class BaseInfo(msgspec.Struct, frozen=True):
-    """The base model, as an engine has loaded it.
+    """The description of the base model that an engine has loaded.
 
     Attributes:
-        architecture: class in its config.
-        implementation: name of the code that computes it, as in ``/health`` and the log.
+        architecture: class name in the model's config.
+        implementation: name of the code that computes the model, as in ``/health`` and the log.
         vocab_size: number of logits.
         eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
         dtype: dtype of weights, KV and adapters.
-        embed_size: numbers of a token's embedding, if prompts may be embeddings; else 0.
+        embed_size: size of a token's embedding, if prompts may be embeddings; else 0.
     """
 
     architecture: str
@@ -127,17 +127,17 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         version: Lorikeet's version.
         geometry: sizes of the whole model.
-        total_blocks: blocks in the device arena.
+        total_blocks: number of blocks in the device arena.
         block_size: tokens of KV in a block.
         block_bytes: bytes of a block on one rank.
-        max_model_len: longest sequence that it serves.
-        max_adapter_blocks: largest adapter that it serves.
+        max_model_len: number of tokens of the longest sequence that the engine serves.
+        max_adapter_blocks: number of blocks of the largest adapter that the engine serves.
         kernels: name of the kernel backend.
-        boot_id: boot id of its machine, which identifies its clock.
+        boot_id: boot id of the engine's machine, which identifies the clock.
         notes: lines for the start-up log.
-        weights: form of the linear weights, in words; empty if nothing is computed.
-        base: the model; None in tests without one.
-        local_geometry: sizes of one rank's share, with which adapters are packed; None: the whole model's.
+        weights: description of the form of the linear weights; empty if the engine computes nothing.
+        base: the base model; None in tests without one.
+        local_geometry: sizes of one rank's share, with which adapters are packed. None for the whole model's sizes.
     """
 
     version: str
@@ -159,12 +159,12 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens that one turn of the loop sampled for a request.
 
-    (request, attempt, index) identifies a token for good, so that stale and repeated tokens can be recognised.
+    (request, attempt, index) identifies a token uniquely, so that stale and repeated tokens can be recognised.
 
     Attributes:
         request_id, attempt: the request and its attempt.
         index: index of the first of these tokens in the answer.
-        tokens: one or more, in order.
+        tokens: one or more tokens, in order.
     """
 
     request_id: RequestId
@@ -174,15 +174,17 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TierBytes(msgspec.Struct, frozen=True):
-    """Bytes of a tier by use. The parts add up to ``total``.
+    """The bytes of a tier by use.
+
+    The parts add up to ``total``.
 
     Attributes:
         total: size of the arena.
-        free: not allocated.
-        adapters: adapter weights, used or not.
-        kv_running: KV of running sequences (device only).
-        kv_cached: KV that no running sequence uses.
-        inflight: blocks of transfers in flight.
+        free: bytes that are not allocated.
+        adapters: bytes of adapter weights, in use or not.
+        kv_running: bytes of running sequences' KV (device only).
+        kv_cached: bytes of KV that no running sequence uses.
+        inflight: bytes of the blocks of transfers in flight.
     """
 
     total: int
@@ -194,7 +196,7 @@ class TierBytes(msgspec.Struct, frozen=True):
 
 
 class RouteStats(msgspec.Struct, frozen=True):
-    """Transfers from one tier to another since the start: their number, bytes, failures, and seconds of work."""
+    """Counters of transfers from one tier to another since the start: number, bytes, failures and seconds of work."""
 
     transfers: int
     bytes: int
@@ -203,7 +205,7 @@ class RouteStats(msgspec.Struct, frozen=True):
 
 
 class DecisionTimes(msgspec.Struct, frozen=True):
-    """Duration of swapper ticks that made a decision, in seconds of real time."""
+    """Durations of swapper ticks that made a decision, in seconds of real time."""
 
     count: int = 0
     total_s: float = 0.0
@@ -211,24 +213,27 @@ class DecisionTimes(msgspec.Struct, frozen=True):
 
 
 class MemoryStats(msgspec.Struct, frozen=True):
-    """Counters and gauges of the memory. Counts are since the start.
+    """Counters and gauges of the memory.
+
+    Counts are since the start.
 
     Attributes:
         device, host: bytes of each tier.
         host_adapters: number of adapters in the host tier.
         packing_waste_bytes: bytes of adapters' device blocks that hold no weights.
-        invalid_kv_bytes: cached KV on the device that no request can use, because its adapter or earlier KV is not
-            there.
-        invalid_kv_share: the same as a share of all cached KV on the device, averaged over time.
-        adapter_queries, adapter_hits: requests with an adapter, and how many found it on the device on arrival.
-        kv_queries_tokens: prompt tokens of all requests on arrival.
-        kv_hits_tokens, kv_host_hits_tokens: those whose KV was on the device then, and those with KV on the host only.
-        transfers: by route, ``source-target``.
-        prefetched, prefetched_used: adapters and KV blocks that were prefetched, and those of them that were used
-            before they were evicted.
-        decisions: time spent in decisions of the swapper.
-        nodes: adapters and KV blocks in the dependency tree.
-        metadata_bytes: size of the tree itself.
+        invalid_kv_bytes: bytes of cached KV on the device that no request can use, because its adapter or earlier KV is
+            missing.
+        invalid_kv_share: share of such KV in all cached KV on the device, averaged over time.
+        adapter_queries, adapter_hits: number of requests with an adapter, and number of those whose adapter was on the
+            device on arrival.
+        kv_queries_tokens: number of prompt tokens of all requests on arrival.
+        kv_hits_tokens, kv_host_hits_tokens: number of such tokens with KV on the device, and with KV only on the host.
+        transfers: transfers by route, ``source-target``.
+        prefetched, prefetched_used: number of adapters and KV blocks that were prefetched, and number of those that
+            were used before their eviction.
+        decisions: durations of the swapper's decisions.
+        nodes: number of adapters and KV blocks in the dependency tree.
+        metadata_bytes: size of the tree's data structures.
     """
 
     device: TierBytes
@@ -251,13 +256,13 @@ class MemoryStats(msgspec.Struct, frozen=True):
 
 
 class ModeStats(msgspec.Struct, frozen=True):
-    """Batching modes of the steps. Counts are since the start.
+    """Counters of the steps' batching modes since the start.
 
     Attributes:
-        merged: the adapter that was merged in the last step, None if none.
-        switches, switch_s: number of changes of the merged adapter, and their seconds.
-        merged_steps: steps with a merged adapter.
-        assisted_steps: steps with assisted prefills.
+        merged: the adapter that was merged in the last step; None without one.
+        switches, switch_s: number of changes of the merged adapter, and the seconds that they took.
+        merged_steps: number of steps with a merged adapter.
+        assisted_steps: number of steps with assisted prefills.
     """
 
     merged: AdapterDigest | None = None
@@ -268,16 +273,18 @@ class ModeStats(msgspec.Struct, frozen=True):
 
 
 class QueueStats(msgspec.Struct, frozen=True):
-    """Gauges and counters of an admission queue with size classes. Lists by class start with the smallest requests.
+    """Gauges and counters of an admission queue with size classes.
+
+    Lists by class start with the smallest requests.
 
     Attributes:
-        waiting: waiting requests of each class.
+        waiting: number of waiting requests of each class.
         quota_tokens: quota of each class, in tokens of KV.
-        held_tokens: part of the quota in use.
-        refreshes: how often classes and quotas were recomputed.
-        bypassed: requests admitted before an older one whose adapter did not fit.
-        squashed: bypassing requests that were preempted because they had not ended in time.
-        joined: requests tried first because others ran with their adapter.
+        held_tokens: part of the quota in use, in tokens of KV.
+        refreshes: number of recomputations of classes and quotas.
+        bypassed: number of requests admitted before an older request whose adapter did not fit.
+        squashed: number of bypassing requests that were preempted because they had not ended in time.
+        joined: number of requests tried first because others ran with their adapter.
     """
 
     waiting: tuple[int, ...]
@@ -293,10 +300,11 @@ class AssistCounters(NamedTuple):
     """Counters of assisted steps since the start.
 
     Attributes:
-        host_layers, device_layers: layers of adapters in flight whose LoRA delta the host or the device computed.
-        host_layers_after_arrival: host layers that had arrived on the device when the host was chosen.
-        rescued_slices: slices of host layers that the rank computed itself because a worker was lost.
-        lost_workers: workers that ended unexpectedly.
+        host_layers, device_layers: number of layers of adapters in flight whose LoRA delta the host or the device
+            computed.
+        host_layers_after_arrival: number of host layers that had arrived on the device when the host was chosen.
+        rescued_slices: number of slices of host layers that the rank computed itself because a worker was lost.
+        lost_workers: number of workers that ended unexpectedly.
     """
 
     host_layers: int
@@ -314,34 +322,36 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Gauges of an engine, taken after a step.
 
     Attributes:
-        at_s: when they were taken.
-        steps: steps run since the start.
-        running: sequences that hold blocks and can run.
-        waiting: all other requests.
-        waiting_for_adapter, waiting_for_kv: admitted requests that wait for the transfer of their adapter, or only for
-            KV that was found on the host.
-        ahead_of_adapter: requests whose assisted prefill is done but whose adapter has not arrived.
+        at_s: time at which the gauges were taken.
+        steps: number of steps since the start.
+        running: number of sequences that hold blocks and can run.
+        waiting: number of all other requests.
+        waiting_for_adapter, waiting_for_kv: number of admitted requests that wait for the transfer of their adapter, or
+            only for KV from the host.
+        ahead_of_adapter: number of requests whose assisted prefill is done but whose adapter has not arrived.
         free_blocks, cached_blocks, kv_blocks, adapter_blocks, inflight_blocks: blocks by use; with
             ``total_blocks`` they satisfy free + cached + kv + adapter + inflight = total, where ``kv`` counts
             blocks that running sequences hold and ``cached`` counts KV blocks that no sequence holds.
-        total_blocks: blocks in the arena.
-        kv_limit_blocks: most blocks that KV may take.
-        resident_adapters: digest → blocks of the adapters on the device.
+        total_blocks: number of blocks in the arena.
+        kv_limit_blocks: maximum number of blocks that KV may take.
+        resident_adapters: number of blocks of each adapter on the device, by digest.
         running_adapters, waiting_adapters: digests of running and of queued requests.
-        prefix_queries_tokens, prefix_hits_tokens: tokens looked up in the prefix cache, and found, since the start.
-        preemptions: since the start.
-        steps_by_tokens: number of steps since the start by the tokens that each computed: at most the first of
-            ``STEP_TOKENS_BOUNDS``, above it and at most the second, …, above the last.
-        computed_tokens: tokens computed by all of them.
+        prefix_queries_tokens, prefix_hits_tokens: number of tokens looked up in the prefix cache, and number found,
+            since the start.
+        preemptions: number of preemptions since the start.
+        steps_by_tokens: number of steps since the start by computed tokens: up to the first of ``STEP_TOKENS_BOUNDS``,
+            up to the second, …, above the last.
+        computed_tokens: number of tokens computed by all steps.
         memory: statistics of the memory.
         modes: statistics of the batching modes.
         queue: statistics of the admission queue; None if it has no classes.
-        assist: counters of host workers; None if there are none.
-        costs: measured costs of steps, without loads (see ``MemoryStats.transfers``); None before enough is known.
+        assist: counters of host workers; None without host workers.
+        costs: measured costs of steps, without loads (see ``MemoryStats.transfers``); None before there are enough
+            measurements.
         hosted_adapters: digests of the adapters in the host tier.
-        queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
-            for requests that were not refused, but are behind others.
-        drafted_tokens, kept_tokens: tokens drafted since the start, and how many of them were right.
+        queued: number of requests without blocks by reason, in the lower-case names of ``WaitReason``. ``order`` counts
+            requests that were not refused but are behind others.
+        drafted_tokens, kept_tokens: number of tokens drafted since the start, and number of those that were right.
     """
 
     at_s: float
@@ -378,7 +388,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class ExportedKv(msgspec.Struct, frozen=True):
-    """The KV of an exported request: as many of its first blocks as could be copied.
+    """The KV of an exported request: the first blocks, as far as they could be copied.
 
     Attributes:
         request_id: the request.
@@ -393,8 +403,8 @@ class ExportedKv(msgspec.Struct, frozen=True):
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one turn of the engine loop.
 
-    The tokens of a request are in one item. They are handled before its ``Finished`` event and its ``ExportedKv``, and
-    after its prompt log probabilities and its vector, which a resumed request may repeat.
+    The tokens of a request are in one item. The receiver handles a request's tokens before its ``Finished`` event and
+    its ``ExportedKv``, and after its prompt log probabilities and its vector, which a resumed request may repeat.
     """
 
     tokens: tuple[TokenOutput, ...]
@@ -407,7 +417,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start; ``message`` is for the user."""
+    """The engine cannot start. ``message`` is for the user."""
 
     message: str
 
@@ -417,12 +427,14 @@ HEARTBEAT_EVERY_S = 1.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The sender runs. Both ends send it, so that the other one also notices messages that were lost before it.
+    """A sign that the sender is running.
 
-    An engine process sends it while it starts, during a long step, and while there is nothing to do.
+    Both ends send heartbeats, so that the receiver also notices messages that were lost before.
+
+    An engine process sends heartbeats while it starts, during a long step, and while it is idle.
 
     Attributes:
-        turn_s: how long the current turn of the engine's loop has taken so far; 0 outside a turn.
+        turn_s: seconds that the current turn of the engine's loop has taken so far; 0 outside a turn.
     """
 
     turn_s: float
@@ -448,14 +460,14 @@ Outgoing = TypeVar("Outgoing")
 
 
 class MessagesLost(RuntimeError):
-    """Messages of the other end are missing. Its state is no longer known, so the engine must be replaced."""
+    """Raised when messages of the other end are missing. Its state is unknown then, so the engine must be replaced."""
 
 
 class MessageCodec(Generic[Outgoing, Incoming]):
     """Encodes and decodes the messages of one end of a channel, numbered from 0 in each direction.
 
-    ZeroMQ delivers in order. But when a connection between machines breaks and is made again, messages may be lost, and
-    neither end would know. The numbers show it.
+    ZeroMQ delivers in order. But when a connection between machines breaks and is made again, messages may be lost
+    without notice. The numbers reveal the loss.
 
     Args:
         incoming: type of the messages of the other end.
@@ -473,11 +485,11 @@ class MessageCodec(Generic[Outgoing, Incoming]):
         return self._encoder.encode((number, message))
 
     def decode(self, data: bytes) -> Incoming | None:
-        """Return a message; None if it has been received before.
+        """Return a decoded message; None if it has been received before.
 
         Raises:
-            MessagesLost: messages before it are missing.
-            msgspec.DecodeError: it is not a message.
+            MessagesLost: earlier messages are missing.
+            msgspec.DecodeError: the bytes are not a message.
         """
         number, message = self._decoder.decode(data)
         if number < self._received:

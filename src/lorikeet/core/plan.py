@@ -11,34 +11,34 @@ from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 
 
 class KernelForm(StrEnum):
-    """How the LoRA delta of a batch with mixed ranks is computed."""
+    """The way to compute the LoRA delta of a batch with mixed ranks."""
 
     UNPADDED = "unpadded"
-    """Each adapter at its own rank: the work is the sum of the ranks."""
+    """Each adapter is computed at its rank. The work is the sum of the ranks."""
     PADDED = "padded"
-    """Every adapter padded to the largest rank of the batch."""
+    """Every adapter is padded to the largest rank of the batch."""
     EINSUM = "einsum"
-    """Padded, and every row is multiplied with every adapter of the batch (dLoRA's einsums over one-hot types)."""
+    """Every adapter is padded, and every row is multiplied with every adapter (dLoRA's einsums over one-hot types)."""
 
     def fits_graphs(self, merged: AdapterDigest | None) -> bool:
         """Return whether decode steps can be CUDA graphs.
 
-        Steps with einsums cannot, since these wait for the device; steps with a merged adapter can.
+        Einsums wait for the device, so their steps cannot. Steps with a merged adapter can.
         """
         return self is not KernelForm.EINSUM or merged is not None
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that is new to the executor, or that it has dropped before.
+    """A sequence that the executor does not have, because it is new or was dropped.
 
     Attributes:
         request_id: the sequence's request.
-        token_ids: prompt and the tokens of earlier attempts.
-        prompt_tokens: how many of ``token_ids`` are prompt.
-        sampling: how tokens are chosen.
-        adapter: adapter version, None for the base model.
+        token_ids: the prompt, and tokens from before a preemption.
+        prompt_tokens: number of prompt tokens in ``token_ids``.
+        sampling: the sampling parameters.
+        adapter: the adapter version; None for the base model.
         prompt_embeds: embeddings of the prompt's tokens; None for the embeddings of their ids.
-        pooling: how one vector is made of its prompt, None if tokens are sampled.
+        pooling: how to make a vector from the prompt; None if tokens are sampled.
         adapter_start: position of the first token on which the adapter acts.
     """
 
@@ -58,11 +58,11 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         request_id: the sequence's request.
         start: position of the first token computed; tokens before it are in its KV blocks.
-        tokens: how many tokens are computed from ``start``.
-        new_blocks: appended to its block table before the step.
+        tokens: number of tokens computed from ``start`` on.
+        new_blocks: blocks that are appended to the block table before the step.
         samples: whether the step yields a token: the last computed token is the newest one, and nothing is pooled.
-        draft: tokens that may follow the newest one; they are the last tokens of the step. The step yields a token
-            after the newest one, and after each drafted one as long as it yields the drafted tokens.
+        draft: drafted tokens that may follow the newest token. They are the last tokens of the step. The step yields a
+            token after the newest one, and after each drafted token up to the first wrong one.
     """
 
     request_id: RequestId
@@ -74,17 +74,17 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """Number of computed tokens without the drafted ones."""
+        """Number of computed tokens without drafted tokens."""
         return self.tokens - len(self.draft)
 
     def kept(self, tokens: tuple["Token", ...]) -> int:
-        """Return how many drafted tokens are among the tokens that the step yielded."""
+        """Return the number of drafted tokens among the tokens that the step yielded."""
         pairs = zip(self.draft, tokens, strict=False)
         return next((at for at, (drafted, token) in enumerate(pairs) if drafted != token.token_id), len(self.draft))
 
 
 class Tier(StrEnum):
-    """A place for blocks."""
+    """A tier of memory or storage for blocks."""
 
     DEVICE = "device"
     """The device arena, which steps read."""
@@ -102,7 +102,7 @@ class LoadOrder(NamedTuple):
     """The order in which an adapter is loaded for an assisted prefill.
 
     Attributes:
-        groups: see :class:`Transfer`; empty if the prefill is not assisted.
+        groups: see :class:`Transfer`. Empty if the prefill is not assisted.
         left_to_host: see :class:`Transfer`.
     """
 
@@ -117,21 +117,22 @@ PACKING_ORDER = LoadOrder()
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
     """A copy of blocks from one tier to another: the weights of an adapter, or KV.
 
-    Weights that go from the source to the device pass through ``host_blocks``, if there are any, and then are in both.
-    Until the transfer is reported, nothing else writes its blocks, and nothing reads the blocks that it writes.
+    Weights from files to the device pass through ``host_blocks``, if given, and are on both tiers afterwards. Until the
+    transfer is reported, its blocks are not written by others, and its target blocks are not read.
 
     Attributes:
-        transfer_id: rises from transfer to transfer, so that a completion is not taken for a later transfer's.
-        source, target: tiers.
-        host_blocks: blocks in the host arena: read, written, or passed through.
+        transfer_id: id that rises from transfer to transfer, so that completions of different transfers are not
+            confused.
+        source, target: the tiers.
+        host_blocks: blocks in the host arena that are read, written, or passed through.
         device_blocks: blocks in the device arena, in the order of ``host_blocks``.
         adapter: adapter whose weights the blocks hold, in packing order; None for KV.
-        demand: whether a request waits for it. Demanded transfers run before prefetches.
-        groups: ranges of blocks in load order; empty: in the order of the blocks.
+        demand: whether a request waits for the transfer. Demanded transfers run before prefetches.
+        groups: ranges of blocks in load order. Empty if blocks are loaded in their order.
         left_to_host: layers, as (first, after the last), that the host computes while the adapter arrives, even if
             their blocks have arrived (static assistance).
-        kept: number of leading blocks that are on the device already and are not copied; from the host to the device
-            only.
+        kept: number of leading blocks that are on the device already and are not copied. Only for transfers from the
+            host to the device.
     """
 
     transfer_id: int
@@ -151,7 +152,8 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         transfer_id: the transfer.
-        error: why it failed, None if it succeeded. After a failure the content of the target blocks is undefined.
+        error: why the transfer failed; None if it succeeded. After a failure the content of the target blocks is
+            undefined.
         duration_s: seconds of reading and copying, without queueing; 0 if not measured.
     """
 
@@ -165,22 +167,23 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         step: number of the plan, counting from 0.
-        sequences: which sequences run, and how many tokens each. Sequences of one adapter are consecutive.
+        sequences: the sequences that run, with the number of tokens of each. Sequences of one adapter are consecutive.
         starts: sequences that are new to the executor.
         drops: sequences that the executor can forget (applied before ``starts``).
-        adapters: adapter versions used by ``sequences``, each once, base excluded.
-        transfers: transfers that start with this step; equally urgent ones run in this order.
-        urgent: earlier prefetches that a request waits for now.
+        adapters: adapter versions that ``sequences`` use, each once, without the base.
+        transfers: transfers that start with this step. Equally urgent transfers run in this order.
+        urgent: earlier prefetches for which a request waits now.
         evictions: adapter versions whose device blocks were freed (applied before ``transfers``).
         kernel_form: how mixed ranks are computed.
-        merged: adapter whose weights are merged into the base, None while unmerged.
-        repeat: number of identical decode steps; above 1 only if every sequence decodes.
-        max_duration_s: the executor ends a repeat early after this time.
+        merged: adapter whose weights are merged into the base; None without one.
+        repeat: number of identical decode steps. It is above 1 only if every sequence decodes.
+        max_duration_s: seconds after which the executor ends a repeat early.
         assisted: the ``adapters`` whose transfer from the host is in flight. Their sequences prefill, and host
             workers compute the LoRA delta on layers that have not arrived.
-        overlapped: async scheduling: the executor returns after one step, if possible with the next one running.
-        continues: the first step is the one that runs already, of the last plan with sequences; some of its sequences
-            may have ended since. If the next plan with sequences does not continue, the running step is discarded.
+        overlapped: whether the executor returns after one step, if possible with the next step running (async
+            scheduling).
+        continues: whether the first step is the running step of the last plan with sequences. Some of its sequences may
+            have ended since. If the next plan with sequences does not continue, the running step is discarded.
     """
 
     step: int
@@ -206,7 +209,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def fits_graphs(self) -> bool:
-        """Whether the plan can run as a CUDA graph: all sequences decode, and the kernel form allows it."""
+        """Whether the plan can run as a CUDA graph, since all sequences decode and the kernel form allows it."""
         decodes = all(step.tokens == 1 and step.samples for step in self.sequences)
         return decodes and self.kernel_form.fits_graphs(self.merged) and not self.assisted
 
@@ -216,7 +219,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         token_id: index in the vocabulary.
-        logprob: its log probability under the unmodified distribution, if requested.
+        logprob: the token's log probability under the unmodified distribution, if requested.
         top: most likely (token id, log probability) pairs, if requested.
     """
 
@@ -230,9 +233,9 @@ class PromptToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         token_id: index in the vocabulary.
-        logprob: its log probability after the tokens before it.
-        rank: number of tokens that are at least as likely as it, itself included.
-        top: most likely (token id, log probability) pairs in its place.
+        logprob: the token's log probability after the tokens before it.
+        rank: number of tokens that are at least as likely, the token itself included.
+        top: the most likely (token id, log probability) pairs at its position.
     """
 
     token_id: int
@@ -245,9 +248,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Probabilities of consecutive tokens of a prompt.
 
     Attributes:
-        request_id: which request.
+        request_id: the request.
         position: position of the first token.
-        tokens: in order.
+        tokens: the tokens' probabilities, in order.
     """
 
     request_id: RequestId
@@ -259,8 +262,8 @@ class Pooled(msgspec.Struct, frozen=True, array_like=True):
     """The vector of a request with ``pooling``.
 
     Attributes:
-        request_id: which request.
-        data: its numbers in fp32, little-endian.
+        request_id: the request.
+        data: the vector's numbers in fp32, little-endian.
     """
 
     request_id: RequestId
@@ -276,13 +279,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         step: number of the plan.
-        tokens: for each sequence of the plan, the tokens sampled, oldest first.
-        steps_run: how many of ``repeat`` steps ran.
-        duration_s: seconds that the executor took; of a plan that continues, since the previous step ended.
-        failed: requests for which no token could be sampled, and why: ``NOT_FINITE``, or what in the request leaves no
-            token. The others are valid.
+        tokens: for each sequence of the plan, the sampled tokens, the oldest first.
+        steps_run: number of ``repeat`` steps that ran.
+        duration_s: seconds that the executor took. For a plan that continues, seconds since the previous step ended.
+        failed: requests for which no token could be sampled, with the reason: ``NOT_FINITE``, or the part of the
+            request that leaves no token. The other results are valid.
         switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
-        next_runs: whether the next step of the plan runs already (async scheduling).
+        next_runs: whether the plan's next step is already running (async scheduling).
         prompt_logprobs: logprobs of the prompt tokens after the computed ones, for requests that need them.
         pooled: vectors of requests that need one and whose prompt has been computed.
     """

@@ -1,4 +1,4 @@
-"""Settings of a process: garbage collection, scheduling priority and malloc."""
+"""Tunes a process: garbage collection, scheduling priority and malloc."""
 
 import ctypes
 import gc
@@ -14,7 +14,7 @@ _RARE_GC_THRESHOLD = 20_000
 def collect_no_garbage() -> None:
     """Switch garbage collection off until :func:`frozen_gc`.
 
-    A start allocates much and frees little, and collections take a sixth of the time of its imports.
+    A start allocates much and frees little, and collections take a sixth of the time of imports.
     """
     gc.disable()
 
@@ -27,7 +27,7 @@ def unfreeze_imports() -> None:
 def freeze_imports() -> None:
     """Exclude the objects of imports from garbage collection.
 
-    Nothing is collected before, which would take a tenth of a second: some thousand small objects stay.
+    No collection runs before, since it would take a tenth of a second. A few thousand small objects stay in memory.
     """
     gc.freeze()
 
@@ -36,8 +36,8 @@ def freeze_imports() -> None:
 def frozen_gc() -> Iterator[None]:
     """Exclude all objects that are alive now from garbage collection within the context.
 
-    A full collection visits every container object, most of them from imported modules, and a step or every stream of
-    a server waits for it. Only the outermost context ends the exclusion, if nothing was excluded before.
+    A full collection visits every container object, most of them from imported modules, and delays a step or all
+    streams of a server. Only the outermost context ends the exclusion, if nothing was excluded before.
     """
     is_outermost = not gc.get_freeze_count()
     gc.collect()
@@ -69,12 +69,12 @@ NICE = 5
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread; does nothing where priorities are per process (not Linux)."""
+    """Lower the priority of the calling thread. Does nothing where priorities are per process (not Linux)."""
     if sys.platform == "linux":
         os.nice(NICE)
 
 
-# Numbers of parameters in glibc's malloc.h.
+# These are the numbers of the parameters in glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
@@ -85,17 +85,17 @@ _LARGE_BYTES = 128 * 2**10
 
 
 def return_freed_memory() -> None:
-    """Let glibc's malloc return freed memory to the system. Do nothing with other C libraries."""
+    """Make glibc's malloc return freed memory to the system. Does nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def return_large_blocks() -> None:
-    """Let glibc's malloc return blocks of 128 KiB and more to the system when they are freed.
+    """Make glibc's malloc return blocks of 128 KiB and more to the system when they are freed.
 
-    By default it does so only until the first one is freed: blocks up to that size then stay with the process, between
-    others that are in use. Threads share two arenas, each of which keeps what it once needed. Does nothing with other C
+    By default malloc does so only until the first such block is freed. Blocks up to that size then stay with the
+    process. Threads share two arenas, and each arena keeps the memory that it once needed. Does nothing with other C
     libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -105,10 +105,10 @@ def return_large_blocks() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc's malloc keep memory that a step frees for the next step.
+    """Make glibc's malloc keep memory that a step frees for the next step.
 
-    By default glibc may return it to the system, and the next step gets it back page by page with thousands of page
-    faults, which are slow on a virtual machine. Does nothing with other C libraries.
+    By default glibc may return the memory to the system. The next step then gets it back with thousands of page faults,
+    which are slow on a virtual machine. Does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Names the weights that made an answer: digests of the base and of the adapter version."""
+"""Identifies the weights that produced an answer by digests of the base and of the adapter version."""
 
 import re
 from typing import NamedTuple
@@ -13,11 +13,11 @@ _PARTS = re.compile(EXPECTED)
 
 
 class Provenance(NamedTuple):
-    """The weights that made an answer.
+    """The weights that produced an answer.
 
     Attributes:
-        base: hex SHA-256 of the base: its files, dtype and quantisation.
-        adapter: digest of the adapter version; empty for the base alone.
+        base: hex SHA-256 of the base's files, dtype and quantisation.
+        adapter: digest of the adapter version; empty without an adapter.
     """
 
     base: str
@@ -25,20 +25,20 @@ class Provenance(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """The beginning of each digest, for answers: ``base`` or ``base-adapter``."""
+        """The first characters of each digest, for answers: ``base`` or ``base-adapter``."""
         return "-".join(digest[:_SHOWN] for digest in self if digest)
 
     @property
     def digests(self) -> str:
-        """The whole digests, in the same form."""
+        """The whole digests in the form ``base`` or ``base-adapter``."""
         return "-".join(digest for digest in self if digest)
 
     def matches(self, expected: str) -> bool:
-        """Return whether an expected digest names these weights.
+        """Return whether an expected digest matches these weights.
 
         Args:
-            expected: the beginning of the adapter's digest (the base's, if the base alone answers), or
-                ``base-adapter`` with the beginnings of both; it fits :data:`EXPECTED`.
+            expected: the first characters of the adapter's digest (or of the base's, without an adapter), or
+                ``base-adapter`` with the first characters of both. It must match :data:`EXPECTED`.
         """
         assert _PARTS.match(expected)
         *base, last = expected.lower().split("-")

@@ -1,23 +1,26 @@
-"""Costs of the steps and loads of one replica, as a few numbers that routing, placement and reports compare.
+"""The costs of one replica's steps and loads, as a few numbers that routing, placement and reports compare.
 
-They are first estimated from the device and the model, or from a profile (``costs.replica_estimates``). Measurements
-replace them as soon as the replica has run some steps.
+The costs are first estimated from the device and the model, or from a profile (``costs.replica_estimates``).
+Measurements replace the estimates once the replica has run some steps.
 """
 
 import msgspec
 
 
 class ReplicaCosts(msgspec.Struct, frozen=True):
-    """Costs of one replica in seconds. A step takes the sum of its parts.
+    """Costs of one replica in seconds.
+
+    A step takes the sum of its parts.
 
     Attributes:
         step_s: cost of every step.
         prefill_token_s: cost per token of a prompt.
         decode_s: cost per sequence that decodes.
-        lora_s: cost of a step with at least one adapter.
+        lora_s: additional cost of a step with at least one adapter.
         lora_prefill_s: cost per token of a prompt and rank, as the kernel form counts them.
-        lora_decode_s: cost per decode and rank; every decode reads the weights of its adapter for one token.
-        load_s, load_bytes_per_s: an adapter of b bytes is loaded to the device in ``load_s + b / load_bytes_per_s``.
+        lora_decode_s: cost per decode and rank. Every decode reads the weights of its adapter for one token.
+        load_s, load_bytes_per_s: loading an adapter of b bytes to the device takes ``load_s + b / load_bytes_per_s``
+            seconds.
     """
 
     step_s: float
@@ -30,7 +33,7 @@ class ReplicaCosts(msgspec.Struct, frozen=True):
     load_bytes_per_s: float = 25e9
 
     def prefill_s(self, tokens: float, rank: int = 0) -> float:
-        """Return the seconds by which a prompt of this many tokens lengthens a step."""
+        """Return the seconds that a prompt of this many tokens adds to a step."""
         return tokens * (self.prefill_token_s + self.lora_prefill_s * rank)
 
     def decode_step_s(self, sequences: float, rank: float = 0.0) -> float:
@@ -49,7 +52,7 @@ class ReplicaCosts(msgspec.Struct, frozen=True):
     def is_near(self, other: "ReplicaCosts", tolerance: float) -> bool:
         """Return whether typical steps and loads of both differ by at most the share ``tolerance``.
 
-        A part that hardly counts in a step may differ by more, since it changes no decision.
+        A small part of a step may differ by more, since it changes no decision.
         """
         return all(
             abs(mine - theirs) <= tolerance * max(mine, theirs)

@@ -1,6 +1,6 @@
-"""A request as plain data: sampling parameters, latency limits, and its tokens so far.
+"""A request as plain data: sampling parameters, latency limits, and the tokens so far.
 
-There is no separate export format. A request that is preempted, migrated or resumed after its engine died is this
+There is no separate export format. A request that is preempted, migrated or resumed after its engine died is the same
 value with ``output_token_ids`` filled. Penalty counts and the step of every sequence follow from the token ids. Text,
 stop strings and the number of tokens sent belong to the client's stream in the API process.
 """
@@ -16,7 +16,7 @@ _NAMES = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
 
 
 class SloError(ValueError):
-    """An SLO cannot be parsed; the message quotes the wrong part."""
+    """Raised when an SLO cannot be parsed. The message quotes the wrong part."""
 
 
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,7 +28,9 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def parse_slo(text: str) -> Slo:
-    """Parse ``ttft=0.5,tpot=0.1,e2e=10``, in seconds; each part is optional.
+    """Parse limits in seconds such as ``ttft=0.5,tpot=0.1,e2e=10``.
+
+    Each part is optional.
 
     Raises:
         SloError: a name is unknown, or a value is not a number of at least 0.
@@ -52,28 +54,29 @@ def format_slo(slo: Slo) -> str:
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are chosen.
+    """The sampling parameters of a request.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1.
-        seed: with the position it determines the sampling noise, on any engine.
-        min_tokens: no stop token may be chosen before this many tokens are generated.
-        temperature: values at or near 0 choose the most likely token.
-        top_p: smallest set of tokens with at least this probability mass.
-        top_k: the k most likely tokens; 0 for all.
-        min_p: drop tokens less likely than ``min_p`` times the most likely one.
-        presence_penalty: subtracted from the logit of every token generated before.
-        frequency_penalty: subtracted once per earlier occurrence among the generated tokens.
-        repetition_penalty: divides (or multiplies, if negative) logits of tokens seen in prompt or output.
+        max_tokens: maximum number of tokens to generate, at least 1.
+        seed: seed that, with the position, determines the sampling noise on any engine.
+        min_tokens: number of tokens to generate before a stop token may be chosen.
+        temperature: divisor of the logits. At or near 0 the most likely token is chosen.
+        top_p: probability mass of the smallest set of most likely tokens to choose from.
+        top_k: number of most likely tokens to choose from; 0 for all.
+        min_p: minimum probability of a token, as a share of the most likely token's.
+        presence_penalty: number subtracted from the logit of every token generated before.
+        frequency_penalty: number subtracted from a token's logit once for each earlier occurrence among the generated
+            tokens.
+        repetition_penalty: divisor of positive (factor of negative) logits of tokens in prompt or output.
         logit_bias: (token id, addend) pairs.
         stop_token_ids: tokens that end the request (end of text included unless ignored).
-        logprobs: how many alternatives to report with each token's log probability; None for no logprobs.
+        logprobs: number of alternatives to report with each token's log probability; None for no logprobs.
         logprob_token_ids: tokens to report as alternatives; empty for the most likely ones.
-        prompt_logprobs: the same as ``logprobs`` for the tokens of the prompt, from the second on.
+        prompt_logprobs: number of alternatives to report for the tokens of the prompt, from the second on; None for
+            none.
         allowed_token_ids: the only tokens that may be chosen; empty for all.
         bad_words: token sequences that may not occur in the output.
-        grammar: grammar that the answer follows, in llguidance's notation (see ``chat.structured_output``); empty for
-            none.
+        grammar: grammar of the answer in llguidance's notation (see ``chat.structured_output``); empty for none.
     """
 
     max_tokens: int
@@ -97,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class PromptEmbeds(msgspec.Struct, frozen=True):
-    """Embeddings of a prompt's tokens, in their place.
+    """Embeddings that replace the tokens of a prompt.
 
     Attributes:
         dtype: ``float32``, ``float16`` or ``bfloat16``.
@@ -109,7 +112,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True):
 
 
 class PoolingKind(StrEnum):
-    """How the hidden states of a prompt become one vector; named as sentence-transformers does."""
+    """The way to make one vector from the hidden states of a prompt. Names are those of sentence-transformers."""
 
     LAST = "lasttoken"
     """The vector of the last token."""
@@ -120,12 +123,14 @@ class PoolingKind(StrEnum):
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """Options of a request for one vector instead of tokens. It only prefills, and samples nothing.
+    """Options of a request for one vector instead of tokens.
+
+    Such a request only prefills, and samples no tokens.
 
     Attributes:
-        kind: how hidden states become one vector.
-        scores: whether the adapter's score head is applied to it. The result then has one logit for each label, else
-            as many numbers as the model's hidden states.
+        kind: how to make one vector from the hidden states.
+        scores: whether to apply the adapter's score head to the vector. The result then has one logit for each label,
+            otherwise the size of the model's hidden states.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -133,7 +138,7 @@ class Pooling(msgspec.Struct, frozen=True):
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether the hidden states of all tokens count, so that cached KV cannot be reused."""
+        """Whether the pooling needs the hidden states of all tokens, so that cached KV cannot be reused."""
         return self.kind is not PoolingKind.LAST
 
 
@@ -141,23 +146,23 @@ class Request(msgspec.Struct, frozen=True):
     """One sequence to continue.
 
     Attributes:
-        request_id: unique while the request lives.
-        prompt_token_ids: at least one token.
-        sampling: how tokens are chosen.
-        arrival_s: monotonic time at which the server accepted it; kept when it moves.
-        adapter: the adapter version it runs under; None for the base model.
-        priority: lower runs earlier, for policies that look at it.
-        tenant: its owner, for policies that share between tenants; empty if not given.
-        tenant_weight: weight of its owner's share.
-        slo: its latency limits, None for none.
-        predicted_tokens: predicted length of its answer, in tokens; None without a prediction.
-        attempt: how often it was sent to an engine before; raised by the sender.
-        exports: how often an engine exported it, by preemption or migration, to be resumed there or elsewhere.
+        request_id: id that is unique while the request lives.
+        prompt_token_ids: tokens of the prompt, at least one.
+        sampling: the sampling parameters.
+        arrival_s: monotonic time at which the server accepted the request. It stays the same when the request moves.
+        adapter: the request's adapter version; None for the base model.
+        priority: priority for policies that use it; lower runs earlier.
+        tenant: the request's owner, for policies that share between tenants; empty if not given.
+        tenant_weight: weight of the owner's share.
+        slo: latency limits; None for none.
+        predicted_tokens: predicted length of the answer in tokens; None without a prediction.
+        attempt: number of times that the request was sent to an engine before. The sender counts it.
+        exports: number of times that an engine exported the request, by preemption or migration.
         output_token_ids: tokens generated so far.
-        cache_salt: KV is only reused by requests with the same one; empty for all that have none.
-        background: whether it runs only when no other request waits, whatever the policy.
-        prompt_embeds: embeddings of all tokens of the prompt, whose ids then mean nothing; ``cache_salt`` tells KV of
-            other embeddings apart.
+        cache_salt: salt of the KV cache. Requests reuse only KV with the same salt; empty is the common salt.
+        background: whether the request runs only when no other request waits, regardless of the policy.
+        prompt_embeds: embeddings of all tokens of the prompt, whose ids then mean nothing. ``cache_salt`` distinguishes
+            the KV of different embeddings.
         pooling: options of a request for one vector; None for a request for tokens.
         adapter_start: position of the first token on which the adapter acts (aLoRA). The KV before it is the base
             model's.
@@ -184,15 +189,17 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> AdapterDigest | None:
-        """Digest of its adapter version, None for the base model."""
+        """Digest of the request's adapter version; None for the base model."""
         return None if self.adapter is None else self.adapter.digest
 
     @property
     def kv_salt(self) -> str:
-        """Salt of its KV. A request that needs the output of every token of its prompt finds no KV of others.
+        """Salt of the request's KV.
 
-        If these outputs are pooled, it does not find its own KV after a preemption either, since the pooled sum is
-        lost.
+        A request that needs the outputs of all prompt tokens finds no KV of others.
+
+        If these outputs are pooled, the request does not find its own KV after a preemption either, since the pooled
+        sum is lost.
         """
         if self.pools_all_tokens:
             return f"{self.cache_salt}\0{self.request_id}\0{self.attempt}.{self.exports}"
@@ -200,20 +207,20 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def pools_all_tokens(self) -> bool:
-        """Whether the hidden states of all its tokens are pooled."""
+        """Whether the hidden states of all the request's tokens are pooled."""
         return self.pooling is not None and self.pooling.needs_all_tokens
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an engine has run it before."""
+        """Whether an engine has run the request before."""
         return self.attempt > 0 or self.exports > 0
 
     @property
     def expected_tokens(self) -> int:
-        """Length of the whole answer that policies assume: the prediction, else ``max_tokens``.
+        """Length of the answer in tokens that policies assume: the prediction, else ``max_tokens``.
 
-        The prediction is not limited to ``max_tokens`` here; the predictor for clients does that. In a workload with
-        fixed answer lengths ``max_tokens`` is the true length, and the limit would correct predictions that are wrong
-        on purpose.
+        The prediction is not limited to ``max_tokens`` here, since the predictor for clients already does so. In a
+        workload with fixed answer lengths, ``max_tokens`` is the true length, and a limit would correct predictions
+        that are wrong on purpose.
         """
         return self.sampling.max_tokens if self.predicted_tokens is None else max(1, self.predicted_tokens)

@@ -1,4 +1,4 @@
-"""Texts for users: sizes, errors about unknown names, and commands that install an extra."""
+"""Formats texts for users: sizes, errors about unknown names, and commands that install an extra."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ _MAX_LISTED = 10
 
 
 def format_size(size_bytes: int) -> str:
-    """Return a number of bytes as text, in powers of 1024."""
+    """Return a number of bytes as text, with units that are powers of 1024."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -23,8 +23,8 @@ def format_size(size_bytes: int) -> str:
 def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
     """Return the error text for a name that does not exist.
 
-    The text suggests known names that begin with the name or look like it. If there are none, it lists the first known
-    names.
+    The text suggests known names that begin with the name or look similar. If there are none, the text lists the first
+    known names.
 
     Args:
         kind: kind of the name, for the text.
