@@ -56,7 +56,8 @@ class ExtrasOps(LoraOps):
     Args:
         kernels: the kernel backend.
         shape: parameters of the layers.
-        lora: the rows' adapters. assist: host LoRA; None if all adapters are loaded.
+        lora: the rows' adapters.
+        assist: host LoRA; None if all adapters are loaded.
     """
 
     def __init__(self, kernels: Kernels, shape: LayersShape, lora: LoraBatch, assist: Assist | None) -> None:

@@ -64,7 +64,8 @@ class GgufTensor(NamedTuple):
 
     Attributes:
         shape: sizes in torch's order, ``[out, in]``.
-        type: type of the data. start, size_bytes: position and size of the data in the file.
+        type: type of the data.
+        start, size_bytes: position and size of the data in the file.
     """
 
     shape: tuple[int, ...]

@@ -32,7 +32,8 @@ def prepare_gguf(path: Path, cache_dir: Path, tokenizer: Path | None, on_stage: 
     It is made once for each file, tokenizer and modification time.
 
     Args:
-        path: the file. cache_dir: folder that gets the model folder. It is created if missing.
+        path: the file.
+        cache_dir: folder that gets the model folder. It is created if missing.
         tokenizer: folder of another tokenizer. None uses the file's tokenizer.
         on_stage: called with a few words before the tokenizer is converted.
 

@@ -19,7 +19,8 @@ def decode_gguf(file: GgufFile, name: str) -> QuantizedWeight | Tensor:
     """Return a tensor in transformers' layout, quantised or in fp32.
 
     Args:
-        file: the GGUF file. name: name of the tensor in the file.
+        file: the GGUF file.
+        name: name of the tensor in the file.
     """
     tensor = file.tensors[name]
     raw = np.memmap(file.path, np.uint8, "r", tensor.start, (tensor.size_bytes,))

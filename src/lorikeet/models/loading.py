@@ -220,7 +220,8 @@ class WeightLayout:
         A linear weight that becomes complete is quantised.
 
         Args:
-            name: name of the target. value: the rank's part.
+            name: name of the target.
+            value: the rank's part.
             bits: number of bits to which weights are quantised; 0 leaves them unchanged.
 
         Raises:

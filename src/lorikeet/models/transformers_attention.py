@@ -52,16 +52,17 @@ class AttentionCall:
     Every pass makes the same calls.
 
     Attributes:
-        module: the module that makes the call. heads: number of query heads. kv: index of the keys and values in the
-            cache. Several calls may share an index.
+        module: the module that makes the call.
+        heads: number of query heads.
+        kv: index of the keys and values in the cache. Several calls may share an index.
         stores: whether the call's keys and values are new. Otherwise the call reads those of an earlier call.
         shape: shape of keys and values.
         scale: factor of attention scores.
         softcap: bound of the scores, which become ``softcap * tanh(score / softcap)``; None for no bound.
         sinks: a logit for each head that takes part in the softmax without a value; None without sinks.
         mask: the mask that the model would use.
-        window: number of latest positions that a token sees, its own included; None for all. pairs: the rotated
-            elements, if a kernel can rotate queries and keys while storing the keys; else None.
+        window: number of latest positions that a token sees, its own included; None for all.
+        pairs: the rotated elements, if a kernel can rotate queries and keys while storing the keys; else None.
     """
 
     module: nn.Module

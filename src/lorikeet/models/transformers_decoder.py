@@ -281,7 +281,8 @@ class TransformersDecoder:
 
     Args:
         model: a model from :func:`load_model`, which is changed.
-        kernels: the kernel backend. longest_tokens: number of tokens of the longest sequence.
+        kernels: the kernel backend.
+        longest_tokens: number of tokens of the longest sequence.
         bits: number of bits to which linear weights are quantised; 0 leaves them unchanged.
 
     Attributes:

@@ -229,7 +229,8 @@ class AdaptedExperts:
         """Return the adapters of each expert's rows.
 
         Args:
-            rows: each pair's row in the step, sorted by expert. bounds: the first pair of each expert, and the end.
+            rows: each pair's row in the step, sorted by expert.
+            bounds: the first pair of each expert, and the end.
         """
         lora = self._step.lora
         if lora is None or (lora.modules.isdisjoint(self._modules) and not lora.has_extras):

@@ -368,8 +368,8 @@ class AdaptedVectors:
     Args:
         module: the norm.
         step: the object that holds the adapters of the step.
-        path, layer: parts of the norm's name below the decoder. rows_at: the dimension of the input that has the rows
-            of a step.
+        path, layer: parts of the norm's name below the decoder.
+        rows_at: the dimension of the input that has the rows of a step.
     """
 
     def __init__(self, module: nn.Module, step: StepLora, path: str, layer: int, rows_at: int) -> None:
@@ -483,7 +483,8 @@ class OutputLayer:
     """The ``forward`` of the output layer, in the dtype of ``Kernels.logits``.
 
     Args:
-        weight: the packed weight. kernels: the kernel backend.
+        weight: the packed weight.
+        kernels: the kernel backend.
         step: holds the adapters of the step.
         is_tied: whether the weight is shared with the embedding.
 
@@ -551,7 +552,8 @@ def take_weight(
     mistake.
 
     Args:
-        linears: the linear layers. kernels: the kernel backend.
+        linears: the linear layers.
+        kernels: the kernel backend.
         quantized: the quantised weights; empty if the weights are plain.
         keep: whether to leave the parameters unchanged.
     """

@@ -380,7 +380,8 @@ class _OpenTicket(NamedTuple):
     """A submitted ticket whose y may not be complete yet.
 
     Attributes:
-        ticket: its number. site: product of a layer.
+        ticket: its number.
+        site: product of a layer.
         product: a key of ``core.geometry.PRODUCTS``.
         assignment: rows of each worker.
         x_copied: the event after the copy of x.

@@ -250,7 +250,8 @@ class Ring:
         """Write the description of a ticket, before :meth:`signal_x`.
 
         Args:
-            ticket: its number. step: its step, whose adapters the slices refer to.
+            ticket: its number.
+            step: its step, whose adapters the slices refer to.
             site: number of a product of a layer (``worker.host_lora.worker.site_of``).
             cut: number of the cut of its rows.
         """
