@@ -1,7 +1,7 @@
 """Simulates a cluster that is cut into cells (docs/decisions/cells.md).
 
-Each cell has its own replicas, routing and orchestrator, and shares nothing with the others. So each is simulated in
-a process of its own.
+Each cell has separate replicas, routing and orchestrator, and shares nothing with other cells. So each cell is
+simulated in a separate process.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ from lorikeet.workloads.workload import WorkloadRequest
 
 
 class Cells(NamedTuple):
-    """The adapters and requests of each cell.
+    """Lists the adapters and requests of each cell.
 
     Attributes:
         adapters: names of the adapters of each cell. A popular adapter is in several cells.
@@ -33,12 +33,12 @@ class Cells(NamedTuple):
 
 
 def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str], cells: int) -> Cells:
-    """Assign adapters to cells by their demand, the tokens of their requests, and requests to a cell of their adapter.
+    """Assign adapters to cells by the number of tokens of their requests, and requests to a cell of their adapter.
 
-    Adapters are placed by decreasing demand, each in the cell with the least demand so far. Those without demand go to
-    the cell with the fewest adapters. An adapter with more than a cell's share of all demand gets as many cells as its
-    demand has shares, rounded up. The base model is in all cells.
-    Requests with several cells to go to take them in turn, those of a conversation together.
+    Adapters are placed by decreasing demand, each in the cell with the least demand so far. Adapters without demand are
+    placed in the cell with the fewest adapters. An adapter with more than a cell's share of all demand gets as many
+    cells as its demand has shares, rounded up. The base model is in all cells. Requests whose adapter is in several
+    cells are sent to these cells in turn. The requests of a conversation stay together.
 
     Raises:
         ScenarioError: a cell would get no request.
@@ -78,10 +78,10 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
 def simulate_cells(
     run_cell: Callable[[int], Simulated], cells: int, show: Callable[[str, int, int], None]
 ) -> Simulated:
-    """Run every cell in a process of its own, as many at once as there are cores, and return all as one run.
+    """Run every cell in a separate process, one per core at a time, and return all cells as one run.
 
     Args:
-        run_cell: runs the cell of that number; picklable.
+        run_cell: runs the cell with a given number; picklable.
         cells: number of cells.
         show: called with (stage, cells that have ended, cells).
 
@@ -91,7 +91,7 @@ def simulate_cells(
     show("cells", 0, cells)
     context = multiprocessing.get_context("spawn")
     workers = min(cells, len(usable_cores()))
-    # A process ends with its cell, so that its memory is free when the results are put together.
+    # A process ends with its cell, so that its memory is free when the results are combined.
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as executor:
         futures = [executor.submit(run_cell, cell) for cell in range(cells)]
         for done, _ in enumerate(as_completed(futures), start=1):

@@ -1,6 +1,6 @@
 """Simulates a workload on many modelled engines on one virtual clock.
 
-The engines stand behind the dispatcher and the orchestrator of a live cluster. The agenda orders the events.
+The engines run behind the dispatcher and the orchestrator of a live cluster. The agenda orders the events.
 """
 
 import math
@@ -65,13 +65,13 @@ REVIEW_S = 1.0
 SOLVER_LIMIT_S = 30.0
 """Time limit of each run of co-migration's solver.
 
-It is real time, which must not decide the result of a simulation: a live cluster gives up after 50 ms, and what takes
-longer than this limit stays unsolved here, too.
+The limit is in real time, which must not affect the result of a simulation. A live cluster gives up after 50 ms;
+problems that exceed this longer limit stay unsolved in a simulation too.
 """
 
 
 class ClusterChoice(NamedTuple):
-    """The options of a cluster that a scenario sets; the preset sets the others.
+    """Holds the options of a cluster that a scenario sets. The preset sets the others.
 
     Attributes:
         replicas: number of engines, all alike.
@@ -79,7 +79,7 @@ class ClusterChoice(NamedTuple):
         slo: SLO that policies should meet.
         fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
         routing_parameters: arguments of the routing policy that a preset cannot set.
-        history: requests of earlier periods, oldest first, which count as demand and do not run.
+        history: requests of earlier periods, oldest first, which count as demand but do not run.
     """
 
     replicas: int
@@ -109,7 +109,7 @@ def simulate_cluster(
 
     Args:
         settings: settings of every engine.
-        profile: cost profile. A replica's copies are read from its host's memory. If the preset's placement needs
+        profile: cost profile. A replica reads adapter copies from its host's memory. If the preset's placement needs
             operating points and the profile has none, they are searched first (see ``operating_points_for``).
         workload: requests in the order of their arrival, at least one.
         adapters: adapters by their names in the workload.
@@ -121,9 +121,9 @@ def simulate_cluster(
         budget: see ``run_workload``.
 
     Raises:
-        ConfigError: a setting does not fit the profile, or a policy lacks something.
+        ConfigError: a setting does not fit the profile, or a policy lacks a required value.
         OperatingPointError: no operating point could be found.
-        ProfileError: the profile lacks something that the workload needs.
+        ProfileError: the profile lacks a constant that the workload needs.
         WorkloadAdapterUnknown: the workload names an unknown adapter.
     """
     name, preset = resolve_preset(settings.engine.preset)
@@ -168,11 +168,11 @@ def _report(requests: Sequence[WorkloadRequest], adapters: Mapping[str, AdapterR
 
 
 def _with_copies_on_host(profile: CostProfile, link: Link) -> CostProfile:
-    """Return the profile of an engine whose adapter files are in its host's memory, as those of a replica are.
+    """Return the profile of a replica's engine, whose adapter files are in its host's memory.
 
-    The cluster charges the copies there, over the network or from a drive (``CopyCosts``), before the engine learns of
-    them; they must not be charged again. So a load takes the time of the ``link`` to the device, and reading into the
-    host tier takes no time.
+    The cluster counts the time of copies to the host, over the network or from a drive (``CopyCosts``), before the
+    engine receives them. The time must not count again. So a load takes the time of the ``link`` to the device, and
+    reading into the host tier takes no time.
     """
     no_time = Link(Constant(0.0, "s"), Constant(inf, "bytes/s"))
     transfers = msgspec.structs.replace(profile.transfers, source_to_device=link, source_to_host=no_time)
@@ -188,7 +188,7 @@ def _options(
     replica: SimulatedReplica,
     show: Show,
 ) -> ClusterOptions:
-    """Return the options of the policies; mean requests are those of the workload."""
+    """Return the options of the policies, with the mean lengths of the workload's requests."""
     _, preset = resolve_preset(settings.engine.preset)
     info = replica.info()
     slo = choice.slo
@@ -220,19 +220,19 @@ def _options(
 
 
 class ClusterSetup(msgspec.Struct, frozen=True):
-    """The parts of a cluster besides its replicas.
+    """Holds the parts of a cluster besides its replicas.
 
     Attributes:
         routing, placement: new policies.
-        period_s: time between two placements, apart from early ones in the first period.
-        prefetch: replicas fetch the adapters of a new placement immediately.
+        period_s: seconds between two placements, except for early placements in the first period.
+        prefetch: whether replicas fetch the adapters of a new placement immediately.
         held_share: see ``Dispatcher``.
         copies: times of copies between replicas.
-        provisioned: at the start every adapter is where the first placement puts it; at one replica, in turn, if not
-            all copies may be held. Otherwise it is nowhere, and is
-            read from its source files for its first request.
+        provisioned: whether every adapter starts at the replicas of the first placement, or, if not all copies may be
+            held, at one replica in turn. If False, adapters start without copies, and are read from their source files
+            for their first request.
         migration: costs that co-migration needs; None for no co-migration.
-        learned: learns what steps and loads cost; None if routing keeps the costs that it was built with, as in papers.
+        learned: learned costs of steps and loads; None if routing keeps its initial costs, as in papers.
         history: demand of earlier periods, oldest first.
     """
 
@@ -249,10 +249,10 @@ class ClusterSetup(msgspec.Struct, frozen=True):
 
 
 class EventKind(IntEnum):
-    """Kinds of events. Among events at one time, the kind listed first comes first.
+    """Names the kinds of events. Among events at one time, the kind listed first comes first.
 
-    State changes come before decisions that use them. Engines begin their turns last, so a request that arrives at that
-    very moment is part of the turn.
+    State changes come before decisions that use them. Engines begin their turns last, so a turn includes a request that
+    arrives at the same time.
     """
 
     TURN_END = 0
@@ -270,13 +270,13 @@ class EventKind(IntEnum):
 
 
 class Event(NamedTuple):
-    """A future event. Events are ordered by time, kind and number.
+    """Describes a future event. Events are ordered by time, kind and number.
 
     Attributes:
-        at_s: when it happens.
+        at_s: time of the event.
         kind: kind of event.
         number: number of the event, in the order of creation.
-        act: carries it out; called with the time.
+        act: function that carries out the event; called with the time.
     """
 
     at_s: float
@@ -286,7 +286,7 @@ class Event(NamedTuple):
 
 
 class Agenda:
-    """The future events."""
+    """Holds the future events in order."""
 
     def __init__(self) -> None:
         self._of_engines: list[Event] = []
@@ -294,12 +294,15 @@ class Agenda:
         self._numbers = count()
 
     def add(self, at_s: float, kind: EventKind, act: Callable[[float], None]) -> None:
-        """Add an event, not in the past."""
+        """Add an event that is not in the past."""
         events = self._of_engines if kind in (EventKind.TURN_END, EventKind.TURN) else self._others
         heappush(events, Event(at_s, kind, next(self._numbers), act))
 
     def pop_before(self, arrival_s: float) -> Event | None:
-        """Remove and return the next event; None if an arrival at ``arrival_s`` comes first, or there is none."""
+        """Remove and return the next event.
+
+        Return None if an arrival at ``arrival_s`` comes first, or no event is left.
+        """
         heaps = [events for events in (self._of_engines, self._others) if events]
         events = min(heaps, key=lambda events: events[0], default=None)
         if events is None or events[0][:2] > (arrival_s, EventKind.ARRIVAL):
@@ -308,22 +311,22 @@ class Agenda:
 
     @property
     def engine_s(self) -> float:
-        """The time at which an engine next begins or ends a turn; infinity if none does."""
+        """Time at which an engine next begins or ends a turn; infinity if no turn is scheduled."""
         return self._of_engines[0].at_s if self._of_engines else math.inf
 
     @property
     def other_s(self) -> float:
-        """The time of the next other event, arrivals excluded; infinity if there is none."""
+        """Time of the next other event, without arrivals; infinity if there is none."""
         return self._others[0].at_s if self._others else math.inf
 
 
 class ClusterRun:
-    """One run of a workload on a simulated cluster.
+    """Runs a workload on a simulated cluster.
 
     Args:
-        replicas: their clocks are at the start of the workload.
+        replicas: replicas whose clocks are at the start of the workload.
         setup: setup of the cluster.
-        adapters: all that requests may name.
+        adapters: all adapters that requests may name.
         arrivals: the workload.
         collector: collector of the same workload.
     """
@@ -368,7 +371,7 @@ class ClusterRun:
         """Run until all requests have ended, or the collector's budget is exceeded.
 
         Raises:
-            ExecutorError: a step failed, or requests wait although nothing is in flight that could let one continue.
+            ExecutorError: a step failed, or requests wait although no event in flight can let a request continue.
         """
         now = self._arrivals.start_s
         self._start(now)
@@ -387,7 +390,7 @@ class ClusterRun:
         return self._tally.figures({replica.id: replica.busy_s for replica in self._replicas.values()}, now)
 
     def _start(self, now: float) -> None:
-        """Place all adapters, and copy them there at no cost."""
+        """Place all adapters, and copy them without cost."""
         known = [AdapterInfo(ref.digest, ref.max_rank, ref.weight_bytes) for ref in self._refs.values()]
         table = self._orchestrator.register(known, now)
         for after, report in enumerate(self._setup.history, start=1 - len(self._setup.history)):
@@ -409,7 +412,7 @@ class ClusterRun:
             self._agenda.add(now + REVIEW_S, EventKind.REVIEW, partial(self._review, self._setup.migration))
 
     def _is_stalled(self, kind: EventKind) -> bool:
-        """Return whether only periodic events are left; the next event has this kind."""
+        """Return whether only periodic events are left, given the kind of the next event."""
         return kind in (EventKind.PERIOD, EventKind.REVIEW) and not self._copies and self._agenda.engine_s == math.inf
 
     # --- requests ------------------------------------------------------------------------------------
@@ -466,14 +469,17 @@ class ClusterRun:
         self._schedule_turn(replica, now)
 
     def _schedule_turn(self, replica: SimulatedReplica, at_s: float) -> None:
-        """Schedule a turn of an engine, unless it has an earlier one. In a turn, its end schedules the next."""
+        """Schedule a turn of an engine, unless an earlier turn is scheduled.
+
+        During a turn, the turn's end schedules the next.
+        """
         if not replica.is_turning and at_s < replica.turn_s:
             replica.turn_s = at_s
             self._agenda.add(at_s, EventKind.TURN, partial(self._turn, replica))
 
     def _turn(self, replica: SimulatedReplica, now: float) -> None:
         if now != replica.turn_s:
-            return  # An earlier turn was scheduled since.
+            return  # An earlier turn has been scheduled since then.
         replica.turn_s = math.inf
         replica.is_turning = True
         outputs, end_s = replica.turn(now, self._until_s())

@@ -1,6 +1,6 @@
-"""Operating points: the highest load that one replica serves under an SLO, searched rank by rank on a virtual clock.
+"""Searches operating points, the highest load that a replica serves under an SLO, rank by rank on a virtual clock.
 
-Source: LoRAServe, section IV-A, for the idea; the paper does not say how they are found, so the search is ours.
+Source: LoRAServe, section IV-A, for the idea. The paper does not describe a search, so the search is ours.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ from lorikeet.workloads.synthetic import PAPER_RANKS, synthetic_adapters
 from lorikeet.workloads.workload import Range
 
 ATTAINMENT = 0.95
-"""Share of requests that must meet the SLO; with a limit on TTFT alone, its 95th percentile must."""
+"""Share of requests that must meet the SLO. With a limit on TTFT alone, this means its 95th percentile."""
 
 _LEFT_OUT = 0.1
 """Share of a run's first requests that are not counted, because the replica is not busy yet."""
 _FIRST_RATE = 1.0
 _LOWEST_RATE = 2.0**-10
-"""Requests per second where a search begins, and below which nothing is a load."""
+"""Requests per second at which a search begins, and below which a rate does not count as a load."""
 _MOST_PROBES = 24
 
 Show = Callable[[str, int, int], None]
@@ -43,7 +43,7 @@ class OperatingPointError(ValueError):
 
 
 class MeanTokens(NamedTuple):
-    """Tokens of every request."""
+    """Holds the number of prompt and answer tokens of every request."""
 
     prompt_tokens: int = PROMPT_TOKENS
     output_tokens: int = OUTPUT_TOKENS
@@ -55,7 +55,7 @@ class OperatingPointSearch(msgspec.Struct, frozen=True):
     Attributes:
         ranks: ranks to search.
         adapters: number of adapters, all of one rank, requested at random.
-        requests: fewest of one probe.
+        requests: smallest number of requests in a probe.
         limits: see ``probe_requests``. An overload of less than one part in ``limits`` goes unnoticed.
         precision: largest distance of the met and the missed rate, relative to the met one.
     """
@@ -69,7 +69,7 @@ class OperatingPointSearch(msgspec.Struct, frozen=True):
 
 THOROUGH = OperatingPointSearch()
 BRIEF = OperatingPointSearch(requests=1000, limits=10.0, precision=0.05)
-"""Options of a less precise search, for simulations whose profile has no operating points that fit."""
+"""Options of a less precise search, for simulations whose profile lacks matching operating points."""
 
 _found: dict[bytes, OperatingLoads] = {}
 """Results of :func:`operating_points_for` in this process."""
@@ -86,20 +86,20 @@ def operating_points_for(
     search: OperatingPointSearch = BRIEF,
     show: Show = lambda stage, done, total: None,
 ) -> OperatingPoints:
-    """Return the profile's own operating points for exactly this setting, or search them, once per process.
+    """Return the profile's operating points for exactly this setting, or search them once per process.
 
     Args:
         profile: profile of the replica.
-        preset: name of the preset; only the options of a single replica count.
+        preset: name of the preset, of which only the options of a single replica count.
         slo: SLO to meet.
         lengths: prompt and answer of every request, tokens.
         seed: seed of the requests.
-        engine: settings of the replica, whose preset is ignored; None for the defaults, with a plan for each step.
+        engine: settings of the replica, whose preset is ignored. None for the defaults with a plan for each step.
         search: options of the search.
         show: called with (stage, requests that have ended, requests) during a search.
 
     Raises:
-        OperatingPointError: there is none.
+        OperatingPointError: no operating point exists.
         ConfigError: preset or settings do not fit the profile.
         ProfileError: the profile lacks a constant.
     """
@@ -125,14 +125,15 @@ def find_operating_loads(
     search: OperatingPointSearch = THOROUGH,
     show: Show = lambda stage, done, total: None,
 ) -> OperatingLoads:
-    """Search for each rank the highest rate of Poisson arrivals at which enough requests meet the SLO.
+    """Search, for each rank, the highest rate of Poisson arrivals at which enough requests meet the SLO.
 
-    All probes of a rank begin with the same requests, closer together or further apart. A load is that rate times the
-    tokens of a request, so it is offered load, like demand.
+    All probes of a rank begin with the same requests, closer together or further apart. A load is the rate times the
+    tokens of a request, so it is an offered load, like demand.
 
     Args:
         profile: profile of the replica.
-        engine: settings. With ``num_scheduler_steps`` 1 the engine decides after each step, and simulating is faster.
+        engine: settings. With ``num_scheduler_steps`` 1, the engine decides after each step, and the simulation is
+            faster.
         slo: SLO to meet.
         lengths: prompt and answer of every request, tokens.
         seed: seed of the requests.
@@ -140,8 +141,8 @@ def find_operating_loads(
         show: called with (stage, requests of a probe that have ended, requests).
 
     Raises:
-        OperatingPointError: the SLO has no limits, the requests are longer than the model allows, or at some rank they
-            miss the SLO at any rate, or meet it at any.
+        OperatingPointError: the SLO has no limits, the requests are longer than the model allows, or for some rank they
+            miss the SLO at every rate, or meet it at every rate.
         ConfigError: a setting does not fit the profile.
         ProfileError: the profile lacks a constant.
     """
@@ -152,7 +153,7 @@ def find_operating_loads(
     name, preset = resolve_preset(engine.preset)
     rates: dict[int, float] = {}
     for rank in sorted(search.ranks):
-        start = min(rates.values(), default=_FIRST_RATE)  # A larger rank is hardly ever faster.
+        start = min(rates.values(), default=_FIRST_RATE)  # A larger rank is rarely faster.
         rates[rank] = _peak(_Probe(profile, engine, slo, MeanTokens(*lengths), seed, search, rank, show), start)
     return OperatingLoads(
         kernel_form=preset.kernel_form,
@@ -174,13 +175,13 @@ def search_host_bytes(geometry: ModelGeometry, search: OperatingPointSearch) -> 
 
 
 def with_operating_loads(profile: CostProfile, loads: OperatingLoads) -> CostProfile:
-    """Return the profile with these operating points, which replace others of the same setting."""
+    """Return the profile with these operating points, which replace earlier ones of the same setting."""
     others = tuple(each for each in profile.operating_points if _setting(each) != _setting(loads))
     return msgspec.structs.replace(profile, operating_points=(*others, loads))
 
 
 def _setting(loads: OperatingLoads) -> tuple[object, ...]:
-    """Return everything that operating points depend on besides the profile."""
+    """Return all inputs, besides the profile, on which operating points depend."""
     return (
         loads.kernel_form,
         loads.slo,
@@ -192,7 +193,7 @@ def _setting(loads: OperatingLoads) -> tuple[object, ...]:
 
 
 class _Probe(NamedTuple):
-    """Runs at any rate with adapters of one rank; see :func:`find_operating_loads`."""
+    """Runs probes at any rate with adapters of one rank; see :func:`find_operating_loads`."""
 
     profile: CostProfile
     engine: EngineSettings

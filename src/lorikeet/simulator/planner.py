@@ -1,4 +1,4 @@
-"""Searches the cheapest replicas that meet an SLO, by simulation."""
+"""Searches by simulation for the cheapest replicas that meet an SLO."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -21,17 +21,17 @@ _FINALISTS = 8
 """Number of candidates of one price that are simulated whole."""
 _ROUNDING = 1e-6
 LOADS = (1.1, 1.25, 1.5, 2.0)
-"""Multiples of the load with which the choice is simulated."""
+"""Multiples of the load at which the choice is simulated."""
 FIRST_UNSEEN_SEED = 1000
 
 
 class PricedProfile(NamedTuple):
-    """Hardware of one replica.
+    """Describes the hardware of a replica.
 
     Attributes:
         profile: name or file of the cost profile.
-        ranks: devices of one replica.
-        price: price of one device for an hour.
+        ranks: number of devices of a replica.
+        price: price of a device per hour.
     """
 
     profile: str
@@ -40,13 +40,13 @@ class PricedProfile(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """One way to serve the load.
+    """Describes one way to serve the load.
 
     Attributes:
         hardware: hardware of each replica.
-        preset: the system.
+        preset: name of the preset.
         host_memory_bytes: memory of each replica's host for adapters and KV.
-        replicas: number of them.
+        replicas: number of replicas.
     """
 
     hardware: PricedProfile
@@ -56,7 +56,7 @@ class Candidate(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The price of an hour."""
+        """Price per hour."""
         return self.replicas * self.hardware.ranks * self.hardware.price
 
     def scenario(self, of: Scenario, seed: int) -> Scenario:
@@ -73,13 +73,13 @@ class Candidate(NamedTuple):
 
 @dataclass
 class Judged:
-    """The trials of a candidate.
+    """Holds the trials of a candidate.
 
     Attributes:
-        candidate: as given.
-        short: trial of the beginning of the workload with the first seed; None before it.
+        candidate: the candidate.
+        short: trial of the beginning of the workload with the first seed; None before the trial.
         full: trials of the whole workload, by seed.
-        is_done: whether nothing more will be simulated.
+        is_done: whether no further trial will be simulated.
     """
 
     candidate: Candidate
@@ -89,12 +89,12 @@ class Judged:
 
     @property
     def results(self) -> list[TrialResult]:
-        """The whole simulations, or the short one if there are none."""
+        """Whole simulations, or the short simulation if there is no whole one."""
         return self.full or ([] if self.short is None else [self.short])
 
     @property
     def attainment(self) -> float:
-        """The least share of requests that met the SLO."""
+        """Smallest share of requests that met the SLO, over all simulations."""
         return min((each.attainment or 0.0 for each in self.results), default=0.0)
 
     def meets(self, target: float, seeds: int) -> bool:
@@ -103,20 +103,21 @@ class Judged:
 
 
 class LoadStep(NamedTuple):
-    """The choice at a multiple of the load."""
+    """Holds the results of the choice at a multiple of the load."""
 
     factor: float
     result: TrialResult
 
 
 class Plan(NamedTuple):
-    """The result of a search.
+    """Holds the result of a search.
 
     Attributes:
-        choice: the cheapest that meets the SLO; None if none does.
+        choice: the cheapest candidate that meets the SLO; None if no candidate does.
         judged: all candidates that were simulated, by cost.
-        loads: the choice at higher loads, up to the first that misses; empty if the load cannot be multiplied.
-        unseen: the choice with seeds that the search did not use.
+        loads: results of the choice at higher loads, up to the first load that misses the SLO; empty if the load cannot
+            be multiplied.
+        unseen: results of the choice with seeds that the search did not use.
         target: share of requests that must meet the SLO.
         seeds: seed of each whole simulation.
     """
@@ -130,18 +131,18 @@ class Plan(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """The highest multiple of the load that still met the SLO."""
+        """Highest tested multiple of the load at which the SLO was met."""
         met = [step.factor for step in self.loads if step.result.meets(self.target)]
         return max(met, default=1.0)
 
     @property
     def breaks(self) -> LoadStep | None:
-        """The first multiple of the load that missed it."""
+        """Lowest tested load, as a multiple of the scenario's load, at which the SLO was missed."""
         return next((step for step in self.loads if not step.result.meets(self.target)), None)
 
 
 def long_enough(scenario: Scenario) -> Scenario:
-    """Return a scenario with a number of requests that shows whether its load can be sustained.
+    """Return a scenario with enough requests to show whether its load can be sustained.
 
     Raises:
         ScenarioError: the scenario has no SLO.
@@ -158,7 +159,7 @@ def long_enough(scenario: Scenario) -> Scenario:
 
 
 def _single_rate(scenario: Scenario) -> float | None:
-    """Return the rate that can be multiplied; None if there is none."""
+    """Return the scenario's single rate, which can be multiplied; None if it has none."""
     if scenario.trace or scenario.arrivals == "now":
         return float(scenario.rate) if scenario.trace and scenario.rate and ":" not in scenario.rate else None
     try:
@@ -179,16 +180,17 @@ def _short(scenario: Scenario) -> Scenario:
 class Planner:
     """Finds the cheapest candidate that meets the SLO with every seed, with few and short simulations.
 
-    Candidates of one price are looked at together: each gets the beginning of its simulation. Those that did best there
-    are simulated whole with one seed, the best of them with every seed, and only if that misses, the next. Dearer ones
-    are begun by workers that are free. Every simulation ends as soon as its misses are more than the target allows.
+    Candidates of one price are compared together, first by the beginning of their simulations. The best candidates are
+    simulated whole with one seed, and the best of these with every seed. Only if that candidate misses the SLO, the
+    next is simulated with every seed. Free workers begin simulations of more expensive candidates. Every simulation
+    ends as soon as its misses exceed what the target allows.
 
     Args:
-        scenario: the load; its profile, preset, replicas and seed are those of the candidates.
+        scenario: the load. Candidates replace its profile, preset, replicas and seed.
         candidates: candidates to choose from.
         target: share of requests that must meet the SLO.
-        seeds: simulations of each candidate.
-        pool: runs them.
+        seeds: number of simulations of each candidate.
+        pool: pool that runs the simulations.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class Planner:
         self._waiting: dict[int, list[Future[TrialResult]]] = {}
 
     def plan(self, unseen: int) -> Plan:
-        """Return the plan; the choice is also simulated with ``unseen`` further seeds, and with more load."""
+        """Return the plan. The choice is also simulated with ``unseen`` further seeds, and with more load."""
         choice = self._search(self._seeds + unseen + len(LOADS))
         loads = list[LoadStep]()
         checks = list[TrialResult]()
@@ -226,7 +228,10 @@ class Planner:
         return Trial(scenario, most_missed=self._most_missed)
 
     def _with_more_load(self, scenario: Scenario) -> list[tuple[float, Future[TrialResult]]]:
-        """Begin simulations with more and more load, until one misses; return them with their multiples."""
+        """Run simulations with increasing load until one misses the SLO.
+
+        Return the simulations with their multiples.
+        """
         rate = _single_rate(self._scenario)
         begun = list[tuple[float, Future[TrialResult]]]()
         for factor in LOADS if rate is not None else ():
@@ -239,7 +244,7 @@ class Planner:
         return begun
 
     def _search(self, later: int) -> Judged | None:
-        """Return the choice; ``later`` is how many simulations will follow for it."""
+        """Return the choice. ``later`` is the number of simulations of the choice that will follow."""
         while (found := self._choice()) is None:
             wanted = self._wanted()
             if not wanted and not self._waiting:
@@ -259,7 +264,10 @@ class Planner:
             yield list(numbers)
 
     def _choice(self) -> Judged | None:
-        """Return the best of the least price at which candidates meet the SLO; None while better ones may be found."""
+        """Return the best candidate of the lowest price at which candidates meet the SLO.
+
+        Return None while a better one may be found.
+        """
         for numbers in self._prices():
             met = [number for number in numbers if self._judged[number].meets(self._target, self._seeds)]
             if met:
@@ -268,14 +276,14 @@ class Planner:
         return None
 
     def _finalists(self, numbers: list[int]) -> list[int]:
-        """Return the candidates of one price that did best in the beginning and are still open."""
+        """Return the open candidates of one price that did best in the short simulations."""
         seen = [number for number in numbers if not self._judged[number].is_done and self._judged[number].short]
         return sorted(seen, key=lambda number: self._closeness(number, self._judged[number].short))[:_FINALISTS]
 
     def _wanted(self) -> list[int]:
         """Return the candidates whose simulations should begin, the cheapest first.
 
-        Of the next price only the beginnings are wanted. Candidates that are being simulated are left out.
+        For the next price, only the short simulations are wanted. Candidates that are being simulated are left out.
         """
         wanted = list[int]()
         is_cheapest = True
@@ -293,11 +301,11 @@ class Planner:
         return [number for number in wanted if number not in self._waiting]
 
     def _rank(self, number: int) -> tuple[float, float, int]:
-        """Return a sort key of candidates that were simulated whole with one seed, the best first."""
+        """Return a sort key for candidates that were simulated whole with one seed, the best first."""
         return self._closeness(number, self._judged[number].full[0])
 
     def _closeness(self, number: int, result: TrialResult | None) -> tuple[float, float, int]:
-        """Return a sort key: misses beyond the target, the P99 nearest to its limit, and host memory."""
+        """Return a sort key: misses beyond the target, the P99 that is nearest to its limit, and host memory."""
         assert result is not None
         limits = self._scenario.limits()
         pairs = (
@@ -339,7 +347,7 @@ def _by_cost(candidate: Candidate) -> tuple[float, int]:
 
 
 def _as_long(scenario: Scenario, factor: float) -> Scenario:
-    """Return a scenario that lasts as long at a multiple of its rate."""
+    """Return a scenario of equal duration at a multiple of its rate."""
     if scenario.count is None or scenario.trace:
         return scenario
     return msgspec.structs.replace(scenario, count=ceil(scenario.count * factor))

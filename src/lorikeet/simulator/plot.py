@@ -11,7 +11,7 @@ _HEIGHT = 180
 _LEFT = 50
 _TOP = 40
 _GAP = 60
-"""Pixels between two panels; the others are the size of a panel, and the space left of it and above."""
+"""Pixels between two panels, the size of a panel, and the space to its left and above it."""
 
 _POINTS = 200
 _COLOUR = "#2a9d5c"
@@ -23,7 +23,7 @@ _TICKS = (1, 2, 5)
 
 
 def svg_document(width: float, height: float, shapes: Iterable[str], font_size: int = 12) -> str:
-    """Return an SVG file with ``shapes`` on white; sizes in pixels."""
+    """Return an SVG file with ``shapes`` on a white background. Sizes are in pixels."""
     body = "\n".join(shapes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
@@ -32,12 +32,12 @@ def svg_document(width: float, height: float, shapes: Iterable[str], font_size: 
 
 
 class Panel(NamedTuple):
-    """The distribution of one panel.
+    """Holds the distribution that a panel shows.
 
     Attributes:
         name: name of the values.
-        seconds: the values; those of 0 are not drawn.
-        limit_s: the SLO's; None for none.
+        seconds: the values. Values of 0 are not drawn.
+        limit_s: limit of the SLO in seconds; None for no limit.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Panel(NamedTuple):
 
 
 def distribution_panels(title: str, panels: Sequence[Panel]) -> str:
-    """Draw one panel for each distribution: its cumulative curve, P50, P95 and P99, and the limit as a dashed line.
+    """Draw a panel for each distribution: its cumulative curve, P50, P95 and P99, and the limit as a dashed line.
 
     The axis of seconds is logarithmic and ends at the largest value.
 
     Args:
-        title: above all panels.
-        panels: panels; one without a value above 0 stays empty.
+        title: title above all panels.
+        panels: the panels. A panel without a value above 0 stays empty.
     """
     shapes = [f'<text x="{_LEFT}" y="20" font-weight="bold">{escape(title)}</text>']
     for number, panel in enumerate(panels):
@@ -70,7 +70,7 @@ def _panel(left: int, panel: Panel, values: np.ndarray) -> list[str]:
     for share in (0.5, 0.95, 0.99):
         y = bottom - share * _HEIGHT
         shapes.append(f'<line x1="{left}" y1="{y}" x2="{left + _WIDTH}" y2="{y}" stroke="#d5dae2"/>')
-        # The labels of P95 and P99 lie close together.
+        # The labels of P95 and P99 are close together, so they alternate in height.
         shapes.append(
             f'<text x="{left - 6}" y="{y + (4 if share != 0.99 else -3)}" text-anchor="end">{share:.0%}</text>'
         )
@@ -120,12 +120,12 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 class Bar(NamedTuple):
-    """One system in a comparison.
+    """Describes a system in a comparison.
 
     Attributes:
         name: name of the system.
-        values: one for each seed; the bar is their mean, a line goes from the least to the most.
-        is_best: whether it is the best.
+        values: one value for each seed. The bar shows their mean, and a line goes from the smallest to the largest.
+        is_best: whether the system is the best.
     """
 
     name: str
@@ -139,7 +139,7 @@ _NAMES = 150
 
 
 def bar_panels(title: str, panels: Sequence[tuple[str, float | None, Sequence[Bar]]]) -> str:
-    """Draw one panel for each (name, limit or None, bars): horizontal bars, and the limit as a dashed line."""
+    """Draw a panel for each (name, limit or None, bars), with horizontal bars and the limit as a dashed line."""
     rows = max((len(bars) for _, _, bars in panels), default=0)
     bottom = _TOP + rows * (_BAR_HEIGHT + _BAR_GAP) + _BAR_GAP
     shapes = [f'<text x="20" y="20" font-weight="bold">{escape(title)}</text>']
@@ -170,13 +170,13 @@ def bar_panels(title: str, panels: Sequence[tuple[str, float | None, Sequence[Ba
 
 
 class CostPoint(NamedTuple):
-    """A candidate of a plan.
+    """Describes a candidate of a plan.
 
     Attributes:
         name: name of the hardware and preset.
-        cost: cost of an hour.
+        cost: cost per hour.
         attainment: share of requests that met the SLO.
-        is_choice: whether it was chosen.
+        is_choice: whether the candidate was chosen.
     """
 
     name: str
@@ -194,7 +194,10 @@ _MOST_NAMED = 16
 
 
 def cost_plot(title: str, points: Sequence[CostPoint], target: float) -> str:
-    """Draw cost against attainment: a numbered mark for each candidate, the target as a dashed line, and a legend."""
+    """Draw cost against attainment.
+
+    The plot has a numbered mark for each candidate, the target as a dashed line, and a legend.
+    """
     left = _PLAN_LEFT
     bottom = _PLAN_TOP + _PLAN_HEIGHT
     right = left + _PLAN_WIDTH

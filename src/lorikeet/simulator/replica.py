@@ -1,4 +1,4 @@
-"""One engine of a simulated cluster, on its own clock."""
+"""Simulates one engine of a cluster, on a separate clock."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from lorikeet.core.request import Request
 from lorikeet.engine.process import STATS_EVERY_S
 
 _MARGIN = 1.1
-"""Factor by which a step may be longer than the last one, because contexts grow."""
+"""Factor by which a step may be longer than the last step, because contexts grow."""
 
 EPOCH = 0
 """Incarnation of every simulated engine. Engines are not restarted."""
@@ -25,11 +25,11 @@ EngineMessage = Submit | ImportKv | RegisterAdapters | DropAdapter
 
 
 class PendingMove(NamedTuple):
-    """A request that will be moved.
+    """Describes a request that will be moved.
 
     Attributes:
         request: the request at the review.
-        target: replica to move it to.
+        target: replica to which the request will move.
     """
 
     request: MovableRequest
@@ -37,22 +37,22 @@ class PendingMove(NamedTuple):
 
 
 class SimulatedReplica:
-    """A modelled engine, with an inbox of messages that it has not received yet.
+    """Runs a modelled engine, with an inbox of messages that the engine has not received yet.
 
-    Its clock is at the end of its last turn. While that is ahead of the simulation's time, the turn is running:
-    messages sent meanwhile are received with the next turn, as an engine process does.
+    The replica's clock is at the end of its last turn. While the clock is ahead of the simulation's time, the turn is
+    running. Messages sent during a turn are received with the next turn, as in an engine process.
 
     Args:
         replica_id: id of the replica.
         made: the engine.
-        max_batch: most requests in a step.
+        max_batch: largest number of requests in a step.
 
     Attributes:
         engine, sizes, notes: engine, sizes and notes of the replica.
         is_turning: whether a turn is running.
-        turn_s: when its next turn begins; infinity if none is scheduled.
+        turn_s: time at which the next turn begins; infinity if no turn is scheduled.
         leaving: requests to move when the running turn has ended.
-        busy_s: time of its turns that ran something.
+        busy_s: total seconds of turns that ran work.
     """
 
     def __init__(self, replica_id: ReplicaId, made: ModelledReplica, max_batch: int) -> None:
@@ -88,13 +88,13 @@ class SimulatedReplica:
     def turn(self, now: float, until_s: float) -> tuple[StepOutputs, float]:
         """Receive messages and run a turn that begins now. Return its outputs and the time of its end.
 
-        Identical steps are run together as long as they are expected to end by ``until_s``, judging by the last step. A
-        step that ends later is its own turn, so that all tokens before ``until_s`` have been reported by then.
+        Identical steps are run together as long as they are expected, from the last step, to end by ``until_s``. A step
+        that ends later is a separate turn, so that all tokens before ``until_s`` are reported by then.
 
         Args:
             now: a time at or after the end of the last turn.
-            until_s: nothing reaches the engine before (see ``Engine.step``). Ignored if the engine repeats steps as a
-                live one does.
+            until_s: time before which no message reaches the engine (see ``Engine.step``). Ignored if the engine
+                repeats steps like a live engine.
 
         Raises:
             ExecutorError: the step failed.
@@ -125,7 +125,7 @@ class SimulatedReplica:
         return outputs, end_s
 
     def next_turn_s(self, now: float) -> float:
-        """Return the time at which the next turn begins if no message is sent before. The last turn has ended."""
+        """Return the time at which the next turn begins if no message is sent before it. The last turn has ended."""
         if self._inbox:
             return now
         if not self.engine.has_requests and not self.engine.has_chores:
@@ -136,7 +136,7 @@ class SimulatedReplica:
         return max(now, min(self.engine.due_s, math.inf if transfer_s is None else transfer_s))
 
     def withdraw(self, request_id: RequestId, now: float) -> Request:
-        """Take back a request that was sent here, while no turn runs. The caller schedules a turn.
+        """Remove and return a request of this replica while no turn runs. The caller schedules a turn.
 
         Raises:
             KeyError: unknown request.
@@ -149,6 +149,6 @@ class SimulatedReplica:
         return self.engine.export_request(request_id)
 
     def export_with_kv(self, request_id: RequestId, now: float) -> Request | None:
-        """Export a request with its KV, and return it; None if the engine has not received it yet."""
+        """Export a request with its KV, and return it. Return None if the engine has not received it yet."""
         self._clock.wait_until(now)
         return self.engine.export_with_kv(request_id)

@@ -1,4 +1,4 @@
-"""Simulates a workload on one engine on a virtual clock; the figures of simulated runs."""
+"""Simulates a workload on one engine on a virtual clock, and computes the figures of simulated runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -21,7 +21,7 @@ from lorikeet.workloads.workload import WorkloadRequest
 
 
 class TimeWeightedLevel:
-    """A number that changes over time, with its mean over time and its maximum.
+    """Tracks a number that changes over time, with its mean over time and its maximum.
 
     Args:
         now: start of the measurement.
@@ -44,24 +44,24 @@ class TimeWeightedLevel:
         self.most = max(self.most, self.value)
 
     def mean(self, now: float) -> float:
-        """Return the mean over the time until ``now``; the value if no time has passed."""
+        """Return the mean over the time until ``now``; the current value if no time has passed."""
         length_s = now - self._start_s
         return (self._area + self.value * (now - self._since_s)) / length_s if length_s else self.value
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True):
-    """The figures of one replica. Means are over the time of the run.
+    """Holds the figures of one replica. Means are over the time of the run.
 
     Attributes:
         replica: id of the replica.
-        requests: sent to it, including those that were moved away.
-        output_tokens: tokens that it generated.
-        busy_share: share of the time in which it was busy.
-        routed_mean, routed_most: adapters that placements assigned to it.
-        held_mean, held_most: adapters of which it had a copy.
-        held_bytes_mean, held_bytes_most: weights of those.
-        fetches, fetched_bytes: copies from other replicas.
-        provisions, provided_bytes: copies from source files.
+        requests: number of requests sent to the replica, including requests that were moved away.
+        output_tokens: number of tokens that the replica generated.
+        busy_share: share of the time in which the replica was busy.
+        routed_mean, routed_most: mean and largest number of adapters that placements assigned to the replica.
+        held_mean, held_most: mean and largest number of adapters of which the replica had a copy.
+        held_bytes_mean, held_bytes_most: mean and largest number of bytes of these copies.
+        fetches, fetched_bytes: number and bytes of copies from other replicas.
+        provisions, provided_bytes: number and bytes of copies from source files.
     """
 
     replica: ReplicaId
@@ -81,18 +81,19 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
 
 
 class ClusterFigures(msgspec.Struct, frozen=True):
-    """The figures of all replicas.
+    """Holds the figures of all replicas.
 
     Attributes:
         duration_s: duration of the run.
-        adapters, adapter_bytes: number of adapters, and their weights: what each replica would hold under full
-            replication.
-        held_share: mean of ``held_bytes_mean`` over the replicas, as a share of that; None without adapters.
+        adapters, adapter_bytes: number of adapters, and bytes of their weights, which each replica would hold under
+            full replication.
+        held_share: mean of ``held_bytes_mean`` over the replicas, as a share of ``adapter_bytes``; None without
+            adapters.
         placements: number of placements that changed the table after the start.
         fetches, fetched_bytes, provisions, provided_bytes: sums over the replicas.
-        deletes: copies deleted.
-        moves: requests that co-migration moved.
-        replicas: one by one.
+        deletes: number of deleted copies.
+        moves: number of requests that co-migration moved.
+        replicas: figures of each replica.
     """
 
     duration_s: float
@@ -110,7 +111,7 @@ class ClusterFigures(msgspec.Struct, frozen=True):
 
 
 class ReplicaTally:
-    """Counters of one replica; see :class:`ReplicaFigures`.
+    """Counts the events of one replica; see :class:`ReplicaFigures`.
 
     Args:
         now: start of the run.
@@ -199,7 +200,7 @@ class ClusterTally:
         self.of[replica].hold(-1, self._sizes_bytes[adapter], now)
 
     def figures(self, busy_s: Mapping[ReplicaId, float], now: float) -> ClusterFigures:
-        """Return the figures of a run that has ended now; ``busy_s`` is the busy time of each replica."""
+        """Return the figures of a run that ends now. ``busy_s`` is the busy time of each replica."""
         duration_s = now - self._start_s
         adapter_bytes = sum(self._sizes_bytes.values())
         replicas = tuple(tally.figures(replica, busy_s[replica], duration_s, now) for replica, tally in self.of.items())
@@ -221,7 +222,7 @@ class ClusterTally:
 
 
 class Simulated(NamedTuple):
-    """A simulated run.
+    """Holds a simulated run.
 
     Attributes:
         run: records of the requests.

@@ -1,4 +1,4 @@
-"""Reads scenarios to simulate, as plain values, from a file, from flags, or from both."""
+"""Reads scenarios to simulate as plain values, from a file, from flags, or from both."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -28,39 +28,40 @@ _WITHOUT_EFFECT = frozenset(
     {"executor", "profile", "tensor_parallel", "pipeline_parallel", "rank_address", "rank_key_file"}
     | {"device", "kernels", "enforce_eager", "threads"}
 )
-"""Settings of a real engine. A modelled one takes these from its profile."""
+"""Settings of a real engine. A modelled engine gets these values from its profile."""
 
 
 class ScenarioError(ValueError):
-    """The scenario cannot be read or has no meaning. The message names file and key."""
+    """The scenario cannot be read or is invalid. The message names the file and the key."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one simulation.
+    """Holds the settings of one simulation.
 
     Attributes:
         profile: name or file of the cost profile.
-        preset: the system, a preset's name.
-        replicas: number of engines, all alike; with several, the preset's placement and routing apply.
-        cells: of equal size, into which the replicas are cut; each has its own router and orchestrator, and is
-            simulated in a process of its own.
-        fetch: how adapters are copied between replicas: ``pipelined`` or ``store-and-forward``.
-        provisioned: at the start adapters are where the first placement puts them; otherwise each is read from its
-            source files for its first request.
+        preset: name of the preset.
+        replicas: number of equal engines. With several engines, the preset's placement and routing apply.
+        cells: number of equal cells into which the replicas are cut. Each cell has a separate router and orchestrator,
+            and is simulated in a separate process.
+        fetch: form of adapter copies between replicas: ``pipelined`` or ``store-and-forward``.
+        provisioned: whether adapters start at the replicas of the first placement. If not, each adapter is read from
+            its source files for its first request.
         trace: workload, Azure's CSV or Mooncake's JSONL to start from; empty to generate requests.
         shape, arrivals, cv, count, duration_s, adapter_choice, length_scale, block_size, most_tokens: as in
             :class:`Recipe`.
-        rate: requests per second, or points ``0:2,400:8``; empty for the trace's own, or 1. A file may have a number
-            here, and for ``ranks``, ``prompt_tokens`` and ``output_tokens``.
-        adapters: number of adapters, without files, besides those that ``trace`` names.
-        ranks: of the adapters in turn, such as ``8-128``; those of a trace in the order of their names.
-        modules: target modules of the adapters. Only adapters of q, k and v alone are assisted.
-        prompt_tokens, output_tokens: numbers or ranges, of generated requests.
-        max_model_len: longest sequence; 0 for the profile's.
-        engine: engine settings other than their defaults. ``num_scheduler_steps`` is 1 here by default. The preset is
-            ``preset``, and what the profile determines (device, kernels, threads, ranks) cannot be set.
+        rate: requests per second, or points ``0:2,400:8``; empty for the trace's rate, or 1 without a trace. A file may
+            have a number here, and for ``ranks``, ``prompt_tokens`` and ``output_tokens``.
+        adapters: number of adapters without files, in addition to the adapters of ``trace``.
+        ranks: ranks that adapters get in turn, such as ``8-128``. Adapters of a trace get them in the order of their
+            names.
+        modules: target modules of the adapters. Host cores assist only adapters of q, k and v.
+        prompt_tokens, output_tokens: lengths of generated requests, as numbers or ranges.
+        max_model_len: number of tokens of the longest sequence; 0 for the profile's value.
+        engine: engine settings that differ from their defaults. ``num_scheduler_steps`` is 1 by default. The preset is
+            ``preset``. Values that the profile determines (device, kernels, threads, ranks) cannot be set.
         slo: limits such as ``ttft=0.5,tpot=0.1``.
-        predictor: of the lengths of answers, for policies that use them: ``oracle:0.8`` is right four times in five,
+        predictor: predictor of answer lengths, for policies that use them: ``oracle:0.8`` is right four times in five,
             ``history`` learns from finished answers, ``none`` uses the true lengths.
         seed: seed of all random draws.
     """
@@ -97,7 +98,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the settings of the engine.
 
         Raises:
-            ScenarioError: a setting is unknown, wrong, or has no effect on a simulation.
+            ScenarioError: a setting is unknown, invalid, or has no effect on a simulation.
         """
         if "preset" in self.engine:
             raise ScenarioError("engine.preset: set the preset of the scenario instead")
@@ -111,10 +112,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Settings(ModelSettings(max_model_len=self.max_model_len), engine)
 
     def recipe(self, rate: float | None = None) -> Recipe:
-        """Return the recipe of the workload; ``rate`` replaces the scenario's own.
+        """Return the recipe of the workload; ``rate`` replaces the scenario's rate.
 
         Raises:
-            ScenarioError: a value has no meaning.
+            ScenarioError: a value is invalid.
             WorkloadError: the trace cannot be read.
         """
         self._check_together()
@@ -148,7 +149,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ScenarioError(str(error)) from error
 
     def adapter_refs(self, geometry: ModelGeometry, workload: Sequence[WorkloadRequest]) -> dict[str, AdapterRef]:
-        """Return the adapters by name: the generated ones, and those that the workload names.
+        """Return the adapters by name: generated adapters, and adapters that the workload names.
 
         Raises:
             ScenarioError: unknown target module.
@@ -196,12 +197,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 _NUMBERS = {"rate", "ranks", "prompt_tokens", "output_tokens"}
-"""Text values that may be written as a number."""
+"""Names of text values that may be written as a number."""
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
 
 
 def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:
-    """Merge a TOML file and flags. Flags take precedence; flags that are None are not set.
+    """Build a scenario from a TOML file and flags. Flags take precedence. Flags that are None are not set.
 
     Raises:
         ScenarioError: the file cannot be read, a key is unknown, or a value is wrong.

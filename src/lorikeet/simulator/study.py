@@ -31,12 +31,12 @@ Show = Callable[[str, int, int], None]
 
 
 class ScenarioResult(NamedTuple):
-    """The result of a simulation.
+    """Holds the result of a simulation.
 
     Attributes:
         scenario: the scenario that was simulated.
         profile: cost profile.
-        rate: rate that replaced the scenario's own; None for none.
+        rate: rate that replaced the scenario's rate; None for no replacement.
         simulated: run, gauges and notes.
         figures: figures of the run.
     """
@@ -48,7 +48,7 @@ class ScenarioResult(NamedTuple):
     figures: LoadFigures
 
     def report(self) -> dict[str, Any]:
-        """Return everything except the single requests as plain values. The same scenario gives the same report."""
+        """Return all results except single requests as plain values. Equal scenarios give equal reports."""
         simulated = self.simulated
         report = {
             "scenario": msgspec.structs.asdict(self.scenario),
@@ -89,14 +89,14 @@ def run_scenario(
         show: called with (stage, requests that have ended, requests).
         rate: requests per second instead of the scenario's.
         stage: name for ``show``.
-        most_missed: the simulation is stopped soon after more requests than this have missed the SLO; None for a whole
-            one.
+        most_missed: number of misses of the SLO above which the simulation is stopped soon; None for a whole
+            simulation.
 
     Raises:
-        ValueError: a part of the scenario has no meaning or does not fit another (``ScenarioError``, ``OptionError``,
+        ValueError: a part of the scenario is invalid or does not fit another (``ScenarioError``, ``OptionError``,
             ``WorkloadError``, ``ConfigError``, ``ProfileError``, ``OperatingPointError`` and
             ``WorkloadAdapterUnknown``;
-            each message says which).
+            each message names the part).
     """
     profile = load_profile(scenario.profile)
     if scenario.cells > 1:
@@ -117,7 +117,7 @@ def _workload(scenario: Scenario, rate: float | None) -> list[WorkloadRequest]:
 
 
 def _run_cell(scenario: Scenario, rate: float | None, most_missed: int | None, cell: int) -> Simulated:
-    """Run one cell of a scenario in a process of its own."""
+    """Run one cell of a scenario in a separate process."""
     workload = _workload(scenario, rate)
     adapters = scenario.adapter_refs(load_profile(scenario.profile).geometry, workload)
     cells = cut_into_cells(workload, list(adapters), scenario.cells)
@@ -126,7 +126,7 @@ def _run_cell(scenario: Scenario, rate: float | None, most_missed: int | None, c
     part = msgspec.structs.replace(scenario, replicas=scenario.replicas // scenario.cells, cells=1)
     run = _cluster(part, lambda stage, done, total: None)
     simulated = _run(part, run, workload, adapters, lambda done, total: None, most_missed)
-    gc.collect()  # Free the engines before their figures are sent.
+    gc.collect()  # The engines are freed before their figures are sent.
     return_freed_memory()
     return simulated
 
@@ -139,7 +139,10 @@ def _run(
     show: Callable[[int, int], None],
     most_missed: int | None,
 ) -> Simulated:
-    """Run a workload by ``run``, called as ``simulate``; ``show`` is called with (requests ended, requests)."""
+    """Run a workload by ``run``, which has the arguments of ``simulate``.
+
+    ``show`` is called with (ended requests, requests).
+    """
     profile = load_profile(scenario.profile)
     block_size = block_tokens_of(workload)
     simulated = run(
@@ -157,7 +160,7 @@ def _run(
 
 
 def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int, ranks: int) -> list[str]:
-    """Return the assumptions as sentences."""
+    """Return the assumptions of a run as sentences."""
     notes = []
     if any(request.prefix_blocks for request in workload):
         notes.append(f"prefix blocks of {block_size} tokens")
@@ -188,10 +191,10 @@ def find_peak_rate(
     """Search for the highest request rate at which the share ``target`` of the requests meets the SLO.
 
     Every probe begins with the same requests, closer together or further apart. If requests are generated and no
-    duration is given, probes of a high rate have more of them, so that a growing queue becomes visible.
+    duration is given, probes of a high rate have more requests, so that a growing queue becomes visible.
 
     Raises:
-        ValueError: see :func:`run_scenario`; or there is no SLO, or no single rate.
+        ValueError: see :func:`run_scenario`; or the scenario has no SLO, or no single rate.
     """
     if scenario.arrivals == "now" or ":" in scenario.rate:
         raise ScenarioError("a peak is a single rate: choose arrivals with a rate, and a rate without points")

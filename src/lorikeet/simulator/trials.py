@@ -17,12 +17,12 @@ from lorikeet.simulator.study import ScenarioResult, run_scenario
 
 
 class Trial(NamedTuple):
-    """A simulation to run.
+    """Describes a simulation to run.
 
     Attributes:
         scenario: scenario to simulate.
-        rate: requests per second instead of the scenario's; None for that.
-        most_missed: the simulation ends soon after more requests than this have missed the SLO; None for a whole one.
+        rate: requests per second instead of the scenario's rate; None for the scenario's rate.
+        most_missed: number of misses of the SLO above which the simulation ends soon; None for a whole simulation.
     """
 
     scenario: Scenario
@@ -31,18 +31,18 @@ class Trial(NamedTuple):
 
 
 class TrialResult(msgspec.Struct, frozen=True):
-    """The kept figures of a simulation. Times are in seconds.
+    """Holds the figures of a simulation that are kept. Times are in seconds.
 
     Attributes:
         seed: seed of the scenario.
-        attainment: share of the requests that met the SLO; if the simulation was stopped, share of those sent by then
-            that had met it or still could. None without limits.
-        stopped_after: number of requests sent before the trial was stopped; 0 for a whole one.
+        attainment: share of the requests that met the SLO; None without limits. If the simulation was stopped, the
+            share of the sent requests that had met the SLO or still could.
+        stopped_after: number of requests sent before the trial was stopped; 0 for a whole trial.
         missed: share of the requests that missed each limit (``TTFT``, ``TPOT``, ``E2E``), or failed.
         ttft_p50_s, ttft_p99_s, cold_ttft_p99_s, tpot_p99_s, e2e_p99_s: percentiles of complete answers.
         goodput: requests per second that met the SLO.
         preemptions: preemptions in all engines.
-        error: why it cannot be simulated; empty if it can.
+        error: reason why the scenario cannot be simulated; empty if it can.
     """
 
     seed: int
@@ -64,7 +64,7 @@ class TrialResult(msgspec.Struct, frozen=True):
 
 
 def run_trial(trial: Trial) -> TrialResult:
-    """Run one simulation. A scenario without meaning is an error in the result, so that others go on."""
+    """Run one simulation. An invalid scenario gives an error in the result, so that other simulations continue."""
     try:
         return summary(
             run_scenario(trial.scenario, lambda stage, done, total: None, trial.rate, most_missed=trial.most_missed)
@@ -74,7 +74,7 @@ def run_trial(trial: Trial) -> TrialResult:
 
 
 def summary(result: ScenarioResult) -> TrialResult:
-    """Return the kept figures of a simulation."""
+    """Return the figures of a simulation that are kept."""
     figures = result.figures
     limits = result.scenario.limits()
     records = result.simulated.run.exchanges
@@ -111,7 +111,7 @@ def summary(result: ScenarioResult) -> TrialResult:
 
 
 def _missed(record: RequestRecord, limits: Slo) -> bool:
-    """Return whether a request has missed its limits; one that was stopped may have missed that on TTFT."""
+    """Return whether a request has missed its limits. A stopped request may have missed its limit on TTFT."""
     if record.error != STOPPED:
         return not record.meets(limits)
     limit_s = (record.slo or limits).ttft_s
@@ -120,14 +120,14 @@ def _missed(record: RequestRecord, limits: Slo) -> bool:
 
 
 class TrialPool:
-    """Runs trials in parallel, and reports the progress.
+    """Runs trials in parallel, and reports their progress.
 
     Args:
-        executor: runs them.
-        workers: number of workers that run at once.
-        show: called with the number of trials that have ended, the number that is expected, and the seconds that the
-            rest may take; None before the first has ended.
-        run: runs one.
+        executor: executor that runs the trials.
+        workers: number of workers that run in parallel.
+        show: called with the number of ended trials, the expected number, and the estimated remaining seconds (None
+            before the first trial has ended).
+        run: function that runs a trial.
     """
 
     def __init__(
