@@ -1,1 +1,1 @@
-"""Workloads, offline measurements and peers to compare with."""
+"""Runs workloads in this process and against servers, and summarises the measurements."""

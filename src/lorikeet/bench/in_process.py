@@ -31,7 +31,7 @@ class WorkloadAdapterUnknown(ValueError):
 
 
 STOPPED = "stopped"
-"""The error of requests that had not ended when a run was stopped."""
+"""Error of requests that had not ended when a run was stopped."""
 _COUNT_EVERY_TURNS = 16
 
 
@@ -39,8 +39,8 @@ class MissBudget(NamedTuple):
     """Counts requests that miss their limits, so that a hopeless run can be stopped.
 
     Attributes:
-        slo: limits of requests without their own.
-        most: the limit of misses.
+        slo: limits of requests that have no limits.
+        most: largest allowed number of misses.
     """
 
     slo: Slo
@@ -52,16 +52,16 @@ class WorkloadRun(NamedTuple):
 
     Attributes:
         exchanges: records of all requests, in the order of the workload. Times count from the start of the workload,
-            and ``token_times_s`` are those of the first and the last token. Of a run that was stopped early, those that
-            had been sent; the ones that had not ended have the error ``STOPPED``.
-        gaps_s: ITL, all gaps between two tokens of an answer.
+            and ``token_times_s`` are the times of the first and the last token. A run that was stopped early contains
+            only the sent requests. Unfinished requests have the error ``STOPPED``.
+        gaps_s: all gaps between two tokens of an answer (ITL).
     """
 
     exchanges: list[RequestRecord]
     gaps_s: "array[float]"
 
     def figures(self, slo: Slo) -> LoadFigures:
-        """Return the figures of the run; ``slo`` for requests without their own limits."""
+        """Return the figures of the run. ``slo`` applies to requests without limits."""
         return msgspec.structs.replace(
             summarise(self.exchanges, slo), itl_s=distribution(self.gaps_s), tokens_per_event=None
         )
@@ -95,22 +95,22 @@ def run_workload(
 ) -> WorkloadRun:
     """Run a workload with greedy sampling and answers of exactly the requested length.
 
-    A turn of a conversation contains the generated answer to the turn before. It is sent when it is due and that answer
-    is complete; the time that it waits is ``RequestRecord.held_s``. All other requests are sent when they are due,
-    however far behind the engine is.
+    A turn of a conversation contains the generated answer to the turn before. The turn is sent when it is due and that
+    answer is complete. Its wait for the answer is ``RequestRecord.held_s``. All other requests are sent when they are
+    due, even if the engine is behind.
 
     Args:
-        engine: on ``clock``.
-        clock: real or virtual.
+        engine: engine that runs on ``clock``.
+        clock: real or virtual clock.
         workload: the requests, ordered by arrival.
-        adapters: the adapters, by the names in the workload.
-        prompts: makes the prompts, each when its request arrives.
+        adapters: adapters by their names in the workload.
+        prompts: maker of the prompts. A prompt is made when its request arrives.
         coalesced: see ``drive``.
         on_finished: called with the number of requests that have ended.
-        observer: sees the arrivals, turns and ends of the run.
-        predictor: predicts the lengths of answers. With None, policies see the most that a request may generate, which
-            is what it generates here.
-        budget: the run ends soon after more requests have missed their limits; None for a whole run.
+        observer: observer of the arrivals, turns and ends of the run.
+        predictor: predicts the lengths of answers. With None, policies use the largest number of tokens that a request
+            may generate, which is its true length in this run.
+        budget: budget of misses, above which the run ends soon; None for a whole run.
 
     Raises:
         WorkloadAdapterUnknown: the workload names an unknown adapter.
@@ -130,7 +130,7 @@ class WorkloadArrivals:
 
     Args:
         workload, adapters, prompts, observer, predictor: see ``run_workload``.
-        start_s: when the workload starts, on the caller's clock.
+        start_s: time at which the workload starts, on the caller's clock.
 
     Raises:
         WorkloadAdapterUnknown: the workload names an unknown adapter.
@@ -164,7 +164,7 @@ class WorkloadArrivals:
         return len(self._in_flight)
 
     def under_way(self) -> Iterator[tuple[int, float]]:
-        """Yield the requests in flight: their index, and when they were sent, counted from the start."""
+        """Yield the index of each request in flight, and the time at which it was sent, counted from the start."""
         for index, (sent_s, _) in self._in_flight.items():
             yield index, sent_s
 
@@ -174,7 +174,7 @@ class WorkloadArrivals:
         return self._turns.await_answers
 
     def next_s(self) -> float:
-        """Return when the next request is due; infinity if there is none."""
+        """Return the time at which the next request is due; infinity if there is none."""
         return self.start_s + self._due[0][0] if self._due else math.inf
 
     def take(self) -> Request:
@@ -197,7 +197,10 @@ class WorkloadArrivals:
         return request
 
     def ended(self, index: int, token_ids: Sequence[int], ended_s: float) -> float:
-        """Release the turns that continue a request; return when it was sent. Times count from the start."""
+        """Release the turns that continue a request.
+
+        Return the time at which the request was sent. Times count from the start.
+        """
         sent_s, request = self._in_flight.pop(index)
         self.observer.on_finished(request, token_ids)
         if self._predictor is not None:
@@ -225,7 +228,7 @@ class _Answer:
             return
         for token in tokens:
             self.token_ids.append(token.token_id)
-        if self.first_s is None:  # no gap before the first token
+        if self.first_s is None:  # the first token has no gap before it
             self.first_s = self.last_s = now
             tokens = tokens[1:]
         if tokens:
@@ -239,12 +242,12 @@ class RecordCollector:
 
     Args:
         workload: the requests, ordered by arrival.
-        arrivals: the arrivals of the same workload; it receives the answers.
+        arrivals: arrivals of the same workload, which receive the answers.
         on_finished: called with the number of requests that have ended.
-        budget: the number of requests that may miss their limits; None counts none.
+        budget: budget of misses; None if misses are not counted.
 
     Attributes:
-        is_over_budget: whether more have missed them. Looked at every few turns.
+        is_over_budget: whether more requests have missed their limits. Checked every few turns.
     """
 
     def __init__(
@@ -275,7 +278,8 @@ class RecordCollector:
         for event in outputs.events:
             if isinstance(event, Admitted):
                 answer = self._answers.setdefault(event.request_id, _Answer())
-                if answer.cached_tokens is None:  # later admissions count what was computed before a preemption
+                # Later admissions include tokens that were computed before a preemption
+                if answer.cached_tokens is None:
                     answer.cached_tokens = event.cached_tokens
         for output in outputs.tokens:
             self._answers[output.request_id].add(output.tokens, now, self._gaps_s)
@@ -287,7 +291,7 @@ class RecordCollector:
             self.is_over_budget = self._missed + self._late(self._budget.slo) > self._budget.most
 
     def _late(self, slo: Slo) -> int:
-        """Return how many requests in flight have missed their limit on TTFT."""
+        """Return the number of requests in flight that have missed their limit on TTFT."""
         late = 0
         for index, sent_s in self._arrivals.under_way():
             limit_s = (self._workload[index].slo or slo).ttft_s
@@ -336,7 +340,7 @@ class RecordCollector:
 
     def run(self) -> WorkloadRun:
         """Return all records, in the order of the workload."""
-        for index, sent_s in self._arrivals.under_way():  # none, unless the run was stopped
+        for index, sent_s in self._arrivals.under_way():  # empty, unless the run was stopped
             answer = self._answers.get(RequestId(str(index)), _Answer())
             self._exchanges[index] = self._record(index, answer, sent_s, self._now_s, STOPPED, "")
         return WorkloadRun([self._exchanges[index] for index in sorted(self._exchanges)], self._gaps_s)

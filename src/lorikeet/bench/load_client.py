@@ -16,23 +16,23 @@ from lorikeet.workloads.workload import WorkloadRequest
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _KEEP_ALIVE_S = 4.0
-"""Less than the 5 s after which uvicorn, and with it vLLM, closes idle connections."""
+"""Seconds for which idle connections are kept: less than the 5 s after which uvicorn, and so vLLM, closes them."""
 
 
 class LoadTarget(msgspec.Struct, frozen=True):
-    """Describes the server and the requests that it gets.
+    """Describes the server and the format of its requests.
 
     Attributes:
-        url: its address.
+        url: address of the server.
         base: served name of the base model, for requests without an adapter.
         endpoint: one of ``ENDPOINTS``.
         api_key: sent as a bearer token; empty for none.
         adapter_as: format of ``model`` for an adapter, with ``{base}`` and ``{adapter}``.
-        text: whether prompts are words instead of token ids; chat always uses words.
+        text: whether prompts are words instead of token ids. Chat always uses words.
         ignore_eos: whether to request answers of exactly the planned length.
         usage_per_event: whether to request token counts in every event.
         temperature: the sampling temperature.
-        timeout_s: after which a request counts as failed.
+        timeout_s: seconds after which a request counts as failed.
         tenant_header: header with a request's tenant, where the workload names one; empty for none.
     """
 
@@ -77,7 +77,7 @@ class LoadTarget(msgspec.Struct, frozen=True):
 
     def headers(self, request: WorkloadRequest) -> dict[str, str]:
         """Return the headers that are sent with ``request``."""
-        # Pieces of the answer are read as they come, which a compressed one does not allow.
+        # Compression is off, because pieces of the answer must be readable as they arrive.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.tenant_header and request.tenant:
             headers[self.tenant_header] = request.tenant
@@ -89,7 +89,7 @@ class LoadDriveResult(NamedTuple):
 
     Attributes:
         exchanges: records of all requests, in the order of their arrival.
-        cpu_share: CPU time of this client per second of the run; near 1 the client was the bottleneck.
+        cpu_share: CPU time of this client per second of the run. Near 1, the client was the bottleneck.
     """
 
     exchanges: list[RequestRecord]
@@ -108,8 +108,8 @@ def drive(
     Args:
         requests: the workload.
         target: the server.
-        prompts: makes their prompts.
-        concurrency: most requests in flight, 0 for no limit; a request that is due waits for its place.
+        prompts: maker of the prompts.
+        concurrency: largest number of requests in flight; 0 for no limit. A due request waits for a free slot.
         on_end: called after each answer or failure.
     """
     in_order = sorted(requests, key=lambda request: request.arrival_s)
@@ -140,7 +140,7 @@ async def _drive(
     ):
         sender = _Sender(http, target, gate, on_end)
         for index, request in enumerate(requests):
-            # Encode the body before the request is due, so that this does not delay it.
+            # The body is encoded before the request is due, so that encoding does not delay the request.
             body = msgspec.json.encode(target.body(index, request, prompts))
             await asyncio.sleep(max(0.0, request.arrival_s - sender.now_s()))
             tasks.append(group.create_task(sender.send(request, body)))
@@ -194,7 +194,7 @@ class _Sender:
         return exchange
 
     async def _stream(self, body: bytes, headers: dict[str, str], answer: AnswerStream) -> tuple[str, str] | None:
-        """Read one answer; return kind and message of what went wrong."""
+        """Read one answer. Return the kind and the message of an error."""
         url = self._target.url.rstrip("/") + ENDPOINTS[self._target.endpoint]
         try:
             async with (

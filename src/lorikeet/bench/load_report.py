@@ -1,4 +1,4 @@
-"""Request records of a load run, and the figures computed from them. Times are in seconds, rates per second."""
+"""Defines the request records of a load run, and computes figures from them. Times are in seconds, rates per second."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,20 +11,22 @@ from lorikeet.core.request import Slo
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """One request and its answer, with times in seconds since the run began.
+    """Records one request and its answer, with times in seconds since the run began.
 
     Attributes:
-        adapter: its name, None for the base model.
-        due_s: when the workload has it arrive.
-        sent_s: when it was sent.
-        ended_s: when its answer was complete, or failed.
-        held_s: how long it was held back by the limit on requests in flight, or until the answer before was there.
-        token_times_s: when each event with new tokens arrived.
-        input_tokens: length of the prompt, as the server counts it if it does.
-        output_tokens: length of the answer, as the server counts it; otherwise the number of events with text.
+        adapter: name of the adapter; None for the base model.
+        due_s: planned arrival time in the workload.
+        sent_s: time at which the request was sent.
+        ended_s: time at which the answer was complete, or failed.
+        held_s: seconds for which the request was held back by the limit on requests in flight, or until the earlier
+            answer was complete.
+        token_times_s: arrival time of each event with new tokens.
+        input_tokens: length of the prompt, as counted by the server if it reports the count.
+        output_tokens: length of the answer, as counted by the server; otherwise the number of events with text.
         asked_tokens: requested length.
-        cached_tokens: prompt tokens found in the server's prefix cache; None if the server does not report them.
-        error: its kind; None for a complete answer.
+        cached_tokens: number of prompt tokens found in the server's prefix cache; None if the server does not report
+            it.
+        error: kind of the error; None for a complete answer.
         message: the error message of the server or the connection.
         slo: limits of this request.
     """
@@ -45,7 +47,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def lateness_s(self) -> float:
-        """Return how late the client sent it."""
+        """Return the seconds by which the client sent the request late."""
         return max(0.0, self.sent_s - self.due_s - self.held_s)
 
     @property
@@ -72,7 +74,10 @@ class RequestRecord(msgspec.Struct, frozen=True):
         return self.ended_s - self.sent_s
 
     def meets(self, common: Slo) -> bool:
-        """Return whether it has a complete answer within its own limits, or within ``common`` if it has none."""
+        """Return whether the answer is complete and within the limits.
+
+        These are the request's limits, or ``common`` if it has none.
+        """
         limits = self.slo or common
         if self.error is not None:
             return False
@@ -81,7 +86,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Mean and percentiles (linear between values) of ``count`` values."""
+    """Holds the mean and percentiles (linear between values) of ``count`` values."""
 
     count: int
     mean: float
@@ -92,7 +97,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """Summarise ``values`` without the missing ones; None if none is left."""
+    """Summarise ``values`` without missing values; return None if no value is left."""
     present = np.asarray([value for value in values if value is not None], dtype=np.float64)
     if not present.size:
         return None
@@ -100,7 +105,7 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
 
 
 def jain_index(values: Sequence[float]) -> float | None:
-    """Return Jain's fairness index, (Σx)² / (n Σx²): 1 if all are equal, 1/n if one has everything.
+    """Return Jain's fairness index, (Σx)² / (n Σx²): 1 if all values are equal, 1/n if only one value is not zero.
 
     Source: R. Jain, D. Chiu, W. Hawe, "A Quantitative Measure of Fairness and Discrimination for Resource Allocation
     in Shared Computer Systems", DEC-TR-301, 1984. None without values, or if all are zero.
@@ -111,15 +116,15 @@ def jain_index(values: Sequence[float]) -> float | None:
 
 
 class AdapterFigures(msgspec.Struct, frozen=True):
-    """The figures of one adapter.
+    """Holds the figures of one adapter.
 
     Attributes:
-        adapter: its name, None for the base model.
+        adapter: name of the adapter; None for the base model.
         requests, failed: number of requests sent, and number of failed ones.
         ttft_s, tpot_s, e2e_s: of complete answers.
-        cold_ttft_s: TTFT of its first request of the run.
+        cold_ttft_s: TTFT of the adapter's first request of the run.
         normalised_s: mean E2E per output token.
-        slo_attainment: share of its requests that met the SLO; None without limits.
+        slo_attainment: share of the adapter's requests that met the SLO; None without limits.
     """
 
     adapter: str | None
@@ -134,35 +139,35 @@ class AdapterFigures(msgspec.Struct, frozen=True):
 
 
 class ErrorFigures(msgspec.Struct, frozen=True):
-    """How often one kind of error occurred, and the first message."""
+    """Counts an error kind, with its first message."""
 
     count: int
     example: str
 
 
 class LoadFigures(msgspec.Struct, frozen=True):
-    """The figures of a run.
+    """Holds the figures of a run.
 
     Attributes:
         requests, completed: number of requests sent, and of complete answers.
-        short_answers: complete answers with fewer tokens than requested.
+        short_answers: number of complete answers with fewer tokens than requested.
         errors: the errors, by kind.
         duration_s: time from the first request to the end of the last complete answer.
         offered_rate: requests per second between the first and the last sending.
-        request_rate, output_token_rate, token_rate: of complete answers, per second of the duration.
-        ttft_s, tpot_s, itl_s, e2e_s: of complete answers.
+        request_rate, output_token_rate, token_rate: rates of complete answers, per second of the duration.
+        ttft_s, tpot_s, itl_s, e2e_s: latencies of complete answers.
         cold_ttft_s: TTFT of each adapter's first request in this run.
         warm_ttft_s: TTFT of all other requests.
-        tokens_per_event: mean; above 1 a gap of ITL stands for several tokens.
+        tokens_per_event: mean number of tokens per event. Above 1, a gap of ITL covers several tokens.
         slo_attainment: share of the requests sent that met the SLO; None without limits.
-        goodput: requests per second that met it; None without limits.
+        goodput: requests per second that met the SLO; None without limits.
         fairness: Jain's index over the adapters' mean E2E per output token.
-        most_under_way: most requests in flight at one time.
-        lateness_s: how late the client sent requests.
-        held_s: how long due requests were held back: by the limit on requests in flight or, where turns contain
-            answers, until the answer before was there.
+        most_under_way: largest number of requests in flight at one time.
+        lateness_s: seconds by which the client sent requests late.
+        held_s: seconds for which due requests were held back by the limit on requests in flight or, if turns contain
+            answers, until the earlier answer was complete.
         cached_share: share of prompt tokens found in the server's prefix cache; None if the server does not report it.
-        adapters: the figures of each adapter, most requests first.
+        adapters: figures of each adapter, in order of decreasing number of requests.
     """
 
     requests: int
@@ -195,13 +200,13 @@ def summarise(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
     """Return the figures of a run.
 
     Args:
-        exchanges: at least one.
+        exchanges: at least one record.
         slo: limits for requests that have none.
     """
     whole = [exchange for exchange in exchanges if exchange.error is None]
     sent_s = sorted(exchange.sent_s for exchange in exchanges)
-    # At least 1 ns keeps the rates of a run without duration finite. The run ends with the last complete answer:
-    # otherwise one request that hangs until its timeout would lower all rates.
+    # At least 1 ns keeps the rates of a run without duration finite. The run ends with the last complete answer,
+    # because otherwise a request that hangs until its timeout would lower all rates.
     duration_s = max(max(exchange.ended_s for exchange in whole or exchanges) - sent_s[0], 1e-9)
     span_s = sent_s[-1] - sent_s[0]
     output_tokens = sum(exchange.output_tokens for exchange in whole)
@@ -239,7 +244,7 @@ def summarise(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
 
 
 def _fairness(adapters: Sequence[AdapterFigures]) -> float | None:
-    """Return Jain's index; None if an adapter has no complete answer, and thus no time to compare."""
+    """Return Jain's index; None if an adapter has no complete answer, so that its time is unknown."""
     times = [each.normalised_s for each in adapters]
     known = [each for each in times if each is not None]
     return jain_index(known) if len(known) == len(times) else None

@@ -1,6 +1,6 @@
 """Runs a recipe against a server: single runs, and the search for its peak rate.
 
-Each run also reads the server's own counters from ``/metrics``, before and after.
+Each run also reads the server's counters from ``/metrics``, before and after.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ ShowProgress = Callable[[str, int, int], None]
 
 _LEAST_PROBE_S = 30.0
 _UNSERVED = 2.0
-"""A server that answers at less than 1/2 of the offered rate and misses no limit never will."""
+"""Ratio of offered to answered requests above which a server that misses no limit is assumed to meet its limits at any
+rate."""
 _LATE_SHARE = 0.1
 _BUSY_SHARE = 0.8
 """Limits of client lateness, as a share of the median TTFT, and of the CPU load, as a share of a core."""
@@ -37,9 +38,9 @@ class LoadRun(NamedTuple):
     """One measurement.
 
     Attributes:
-        rate: planned requests per second; None for the workload's own times, or all at once.
+        rate: planned requests per second; None for the times of the workload, or for all at time 0.
         figures: the summary.
-        cpu_share: the share of a core that the client used, see ``LoadDriveResult``.
+        cpu_share: share of a core that the client used; see ``LoadDriveResult``.
         server: changes of the server's counters, by name.
         exchanges: records of the requests.
     """
@@ -52,7 +53,7 @@ class LoadRun(NamedTuple):
 
     @property
     def is_client_bound(self) -> bool:
-        """Return whether the client was so late or so busy that the figures may not be the server's."""
+        """Return whether the client was so late or so busy that it may have limited the figures."""
         late_s = self.figures.lateness_s
         ttft_s = self.figures.ttft_s
         if ttft_s is None:
@@ -66,9 +67,9 @@ class LoadRunner:
     Args:
         target: the server.
         recipe: the workload to send; each run replaces count and rate, and draws again.
-        slo: limits for requests without their own.
-        concurrency: most requests in flight, 0 for no limit.
-        ids: token ids to make prompts of.
+        slo: limits of requests that have no limits.
+        concurrency: largest number of requests in flight; 0 for no limit.
+        ids: token ids from which prompts are made.
         show: called with progress.
     """
 
@@ -93,7 +94,7 @@ class LoadRunner:
     def warm_up(self, count: int) -> RequestRecord | None:
         """Send ``count`` requests to the base model, one after the other.
 
-        Return the first failure, None without one.
+        Return the first failure; None if there is none.
         """
         if not count:
             return None
@@ -103,10 +104,10 @@ class LoadRunner:
         return failed[0] if failed else None
 
     def run(self, count: int, rate: float | None, stage: str = "requests") -> LoadRun:
-        """Measure ``count`` requests at ``rate`` per second; None for the workload's own times, or all at once.
+        """Measure ``count`` requests at ``rate`` per second; None for the times of the workload, or for all at time 0.
 
         Raises:
-            OptionError: a rule of the recipe has no meaning for them.
+            OptionError: a rule of the recipe is invalid for these requests.
         """
         requests = self._requests(count, rate)
         before = read_counters(self._target.url, self._target.api_key)
@@ -118,15 +119,15 @@ class LoadRunner:
 
     @property
     def min_probe_s(self) -> float:
-        """Return the length that the probes of a search need, by the longest limit of the requests."""
+        """Return the necessary length of a search's probes, from the longest limit of the requests."""
         own = {request.slo for request in self._recipe.trace if request.slo is not None}
         return max(_LEAST_PROBE_S, *(min_probe_s(slo) for slo in (self._slo, *own)))
 
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[LoadRun]]:
         """Search for the highest rate at which the share ``attainment`` of requests meets the SLO.
 
-        If the recipe has a trace, no rate is tried at which the trace has too few requests for a probe: a shorter probe
-        would end before the queues reach their full length.
+        If the recipe has a trace, rates at which the trace has too few requests for a probe are not tried. A shorter
+        probe would end before the queues reach their full length.
 
         Args:
             attainment: share of the requests that must meet the SLO.
@@ -134,9 +135,9 @@ class LoadRunner:
             probe_s: length of a probe, see :attr:`min_probe_s`; longer if fewer than ten requests would arrive.
 
         Raises:
-            OptionError: no limit is given, or none that an overload breaks; a rule of the recipe has no meaning for
-                so many
-                requests, or its trace has too few for the first probe; or the first rate is too low for one.
+            OptionError: no limit is given, or no limit that an overload breaks; a rule of the recipe is invalid for
+                this number of requests, or its trace has too few requests for the first probe; or the first rate is too
+                low for a probe.
         """
         runs: list[LoadRun] = []
         trace_requests = len(self._recipe.trace) or inf
@@ -221,7 +222,7 @@ def parse_counters(page: str) -> dict[str, float]:
 
 
 def read_counters(url: str, api_key: str = "") -> dict[str, float]:
-    """Read the counters of a server; empty if it has no metrics page."""
+    """Read the counters of a server. The result is empty if the server has no metrics page."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         return parse_counters(asyncio.run(_page(f"{url.rstrip('/')}/metrics", headers)))
@@ -230,7 +231,7 @@ def read_counters(url: str, api_key: str = "") -> dict[str, float]:
 
 
 async def _page(url: str, headers: Mapping[str, str]) -> str:
-    """Return the text at ``url``; empty if it is refused."""
+    """Return the text at ``url``; empty if the request is refused."""
     timeout = aiohttp.ClientTimeout(total=30.0)
     async with (
         aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True) as session,
@@ -242,7 +243,7 @@ async def _page(url: str, headers: Mapping[str, str]) -> str:
 def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> dict[str, float]:
     """Return the changes between two readings, ``passed_s`` apart, under readable names.
 
-    A counter that was missing before started at 0. Means without a value in between are left out.
+    A counter that is missing in the first reading counts as 0. Means without a value between the readings are left out.
     """
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     counts = {text: grown[name] for name, text in COUNTS.items() if name in grown}

@@ -1,4 +1,4 @@
-"""Peak load: the highest request rate that still meets the SLO."""
+"""Searches the peak load, the highest request rate that still meets the SLO."""
 
 from collections.abc import Callable
 from math import ceil, inf
@@ -7,26 +7,27 @@ from typing import NamedTuple
 from lorikeet.core.request import Slo
 
 LEAST_PROBE_REQUESTS = 10
-"""Fewest requests of a probe; fewer are too few to judge."""
+"""Smallest number of requests in a probe. Fewer requests are too few to judge."""
 _PROBE_LIMITS = 10.0
 """Length of a probe in multiples of the limit on delays."""
 _MOST_TIMES = 20
-"""Most requests of a probe in multiples of the fewest: an SLO may be so loose that nothing breaks it."""
+"""Largest number of requests in a probe, as a multiple of the smallest, because an SLO may be so loose that no load
+breaks it."""
 
 
 class Probe(NamedTuple):
-    """One measurement: requests per second offered, and the share of requests that met the SLO."""
+    """Holds a measurement: the offered requests per second, and the share of requests that met the SLO."""
 
     rate: float
     attainment: float
 
 
 class Peak(NamedTuple):
-    """The result of a search.
+    """Holds the result of a search.
 
     Attributes:
-        rate: the highest rate that met the target; None if none did.
-        missed_rate: the lowest rate that missed it; None if none did.
+        rate: highest rate that met the target; None if no rate did.
+        missed_rate: lowest rate that missed the target; None if no rate did.
         probes: all measurements, in order.
     """
 
@@ -36,25 +37,25 @@ class Peak(NamedTuple):
 
 
 def min_probe_s(slo: Slo, limits: float = _PROBE_LIMITS) -> float:
-    """Return how long a probe must be to show whether a rate can be sustained; 0 without limits on delays.
+    """Return the seconds that a probe needs to show whether a rate can be sustained; 0 without limits on delays.
 
-    An overload delays requests by the excess share of the probe. So a probe that is not much longer than the limit on
-    their delay (TTFT or E2E) misses nothing.
+    An overload delays requests by the excess share of the probe. So in a probe that is not much longer than the limit
+    on a delay (TTFT or E2E), no request misses the limit.
 
     Args:
         slo: the limits, at least one of them on a delay.
-        limits: length of the probe in multiples of it.
+        limits: length of the probe in multiples of the longest limit.
     """
     return limits * max(slo.ttft_s or 0.0, slo.e2e_s or 0.0)
 
 
 def probe_requests(rate: float, slo: Slo, fewest: int, limits: float = _PROBE_LIMITS) -> int:
-    """Return how many requests a probe of a search needs.
+    """Return the number of requests that a probe of a search needs.
 
     Args:
         rate: requests per second.
         slo, limits: see :func:`min_probe_s`.
-        fewest: requests of any probe; none has more than 20 times as many.
+        fewest: smallest number of requests in a probe. No probe has more than 20 times this number.
     """
     return min(max(fewest, ceil(rate * min_probe_s(slo, limits))), _MOST_TIMES * fewest)
 
@@ -75,9 +76,9 @@ def find_peak(
         probe: measures the attainment at a rate.
         target: attainment to reach.
         start: first rate.
-        lowest, highest: rates beyond which nothing is tried.
-        precision: the search ends when met and missed rates are closer than this, relative to the met one.
-        max_probes: the search ends after this number of probes at the latest.
+        lowest, highest: lowest and highest rate to try.
+        precision: relative distance between the met and the missed rate at which the search ends.
+        max_probes: largest number of probes.
     """
     probes: list[Probe] = []
     met: float | None = None

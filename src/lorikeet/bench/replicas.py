@@ -13,7 +13,7 @@ from lorikeet.worker.modelled import ModelledExecutor, build_modelled_executor
 
 
 class StartedReplica(NamedTuple):
-    """A replica, its clock, and whether it runs identical steps together (``Engine.step``)."""
+    """Holds a replica, its clock, and whether it runs identical steps together (``Engine.step``)."""
 
     replica: Replica
     clock: WaitableClock
@@ -25,13 +25,13 @@ def live_replica(
     clock: WaitableClock | None = None,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> StartedReplica:
-    """Build a replica that computes, on the real clock or another one; see ``build_replica``."""
+    """Build a replica that computes, on the real clock or another clock; see ``build_replica``."""
     clock = clock or MonotonicClock()
     return StartedReplica(build_replica(settings, clock=clock, on_ran=on_ran), clock, coalesced=False)
 
 
 class ModelledReplica(NamedTuple):
-    """A replica on a virtual clock, with its executor, which knows when transfers end; else like ``StartedReplica``."""
+    """Holds a replica on a virtual clock and its executor, which knows when transfers end; see ``StartedReplica``."""
 
     replica: Replica
     clock: VirtualClock
@@ -48,8 +48,8 @@ def modelled_replica(settings: Settings, profile: CostProfile) -> StartedReplica
 def build_modelled(settings: Settings, profile: CostProfile) -> ModelledReplica:
     """Build a replica on a virtual clock, with times from a profile.
 
-    With ``engine.num_scheduler_steps`` 1 the engine decides after every step, and identical steps are run together.
-    With more it makes plans of several steps, like a live engine with these settings.
+    With ``engine.num_scheduler_steps`` 1, the engine decides after every step, and identical steps are run together.
+    With a larger number, the engine makes plans of several steps, like a live engine with these settings.
 
     Args:
         settings: the engine's settings; ``engine.executor`` is ignored.

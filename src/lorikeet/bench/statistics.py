@@ -1,4 +1,4 @@
-"""Bootstrap intervals for comparisons of paired runs."""
+"""Computes bootstrap intervals for comparisons of paired runs."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ def median_interval(
 
 
 class Ratio(NamedTuple):
-    """A ratio with the ends of its interval."""
+    """Holds a ratio with the ends of its interval."""
 
     value: float
     low: float
@@ -34,12 +34,13 @@ def ratio_over_requests(
 ) -> Ratio:
     """Return ours ÷ theirs with the bootstrap percentile interval over requests.
 
-    A resampled request contributes its values of all repeats and of both sides, so what makes a request long on both
-    sides does not widen the interval.
+    A resampled request contributes its values of all repeats and of both sides. So a cause that makes a request long on
+    both sides does not widen the interval.
 
     Args:
-        ours, theirs: by repeat the values of the same requests in the same order.
-        reduce: turns values of shape (repeats, resamples, requests) into one for each resample, such as ``mean_of``.
+        ours, theirs: values of the same requests in the same order, by repeat.
+        reduce: function such as ``mean_of`` that turns values of shape (repeats, resamples, requests) into one value
+            per resample.
         confidence: probability that the interval covers the ratio.
         resamples: number of resamples.
         seed: seed of the resampling.

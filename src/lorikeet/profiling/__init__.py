@@ -1,1 +1,1 @@
-"""Measures what a machine and a model cost: drives the executor through sweeps of steps and fits a profile."""
+"""Measures the costs of a model on a machine: drives the executor through sweeps of steps and fits a profile."""

@@ -1,4 +1,4 @@
-"""Drives an executor directly: steps of any shape, repeated, on memory that has been written before."""
+"""Drives an executor directly, with repeated steps of any shape on memory that has been written before."""
 
 import random
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from lorikeet.costs.model import SequenceWork
 from lorikeet.memory.packing import pack
 
 SLACK_TOKENS = 16
-"""KV capacity behind each sequence, for decodes that are repeated."""
+"""KV capacity in tokens after each sequence, for repeated decodes."""
 
 _NEVER_S = 3600.0
 _SEED = 7
 
 
 class ExecutorDriverError(RuntimeError):
-    """A measurement cannot be made here; the message has the reason."""
+    """A measurement cannot be made on this machine. The message names the reason."""
 
 
 class StepTiming(NamedTuple):
@@ -41,16 +41,16 @@ class StepTiming(NamedTuple):
 class ExecutorDriver:
     """Runs prepared steps without a scheduler.
 
-    A step can be run again and again: it always computes the same positions.
+    A step can be repeated, because it always computes the same positions.
 
     All prepared steps share the same scattered KV blocks. The content of the blocks does not matter, but they must have
-    been written: untouched pages are all backed by the same zero page, which stays in the CPU cache.
+    been written: all untouched pages share one zero page, which stays in the CPU cache.
 
     Args:
-        executor: runs the steps; nothing else may drive it meanwhile.
+        executor: executor that runs the steps. No other caller may drive it at the same time.
         sizes: the executor's sizes.
         vocabulary: number of token ids.
-        kv_tokens: KV capacity for one step; at most half of the memory is used for it.
+        kv_tokens: KV capacity for one step, limited to half of the memory.
     """
 
     def __init__(self, executor: Executor, sizes: EngineSizes, vocabulary: int, kv_tokens: int) -> None:
@@ -72,12 +72,12 @@ class ExecutorDriver:
 
     @property
     def most_copied_blocks(self) -> int:
-        """Return the largest number of blocks of a copy."""
+        """Largest number of blocks in a copy."""
         return min(len(self._kv_blocks), len(self._host_blocks))
 
     @property
     def kv_tokens(self) -> int:
-        """Return the KV capacity for one step, in tokens."""
+        """KV capacity for one step, in tokens."""
         return len(self._kv_blocks) * self.sizes.block_size
 
     def prepare(self, sequences: Sequence[SequenceWork]) -> tuple[SequenceStep, ...]:
@@ -114,32 +114,32 @@ class ExecutorDriver:
         repeat: int = 1,
         limit_s: float = _NEVER_S,
     ) -> StepTiming:
-        """Run a prepared step, or decodes several times, and return the time of one.
+        """Run a prepared step, or decodes several times, and return the time of one step.
 
         Args:
-            steps: returned by :meth:`prepare`.
+            steps: steps that :meth:`prepare` returned.
             form: kernel form for mixed ranks.
             repeat: number of steps, at most ``SLACK_TOKENS``.
-            limit_s: no further step begins after this time.
+            limit_s: seconds after which no further step begins.
         """
         plan = StepPlan(0, sequences=steps, kernel_form=form, repeat=repeat, max_duration_s=limit_s)
         result = self._executor.execute(plan)
         return StepTiming(result.duration_s / result.steps_run, result.steps_run)
 
     def switch(self, steps: tuple[SequenceStep, ...], merged: AdapterDigest | None) -> float:
-        """Run a prepared step with an adapter merged, or none, and return the seconds that the switch took.
+        """Run a prepared step with a merged adapter, or without one, and return the seconds of the switch.
 
         Args:
-            steps: steps of that adapter alone, or any steps if none is merged. ``run`` merges none.
+            steps: steps of the merged adapter alone, or any steps if none is merged. ``run`` merges no adapter.
             merged: a loaded adapter.
         """
         return self._executor.execute(StepPlan(0, sequences=steps, merged=merged)).switch_s
 
     def load(self, ref: AdapterRef) -> float:
-        """Load an adapter into device blocks and return the seconds that took.
+        """Load an adapter into device blocks and return the seconds of the load.
 
         Raises:
-            ExecutorDriverError: there are too few blocks, or the load failed.
+            ExecutorDriverError: too few blocks are free, or the load failed.
         """
         count = self._blocks_of(ref)
         if count > len(self._free):
@@ -150,7 +150,7 @@ class ExecutorDriver:
         return self._transfer(Tier.SOURCE, Tier.DEVICE, device=self._loaded[ref.digest], adapter=ref)
 
     def read_to_host(self, ref: AdapterRef) -> float:
-        """Read an adapter into host blocks, overwriting them, and return the seconds that took.
+        """Read an adapter into host blocks, overwriting them, and return the seconds of the read.
 
         Raises:
             ExecutorDriverError: there are too few blocks, or the read failed.
@@ -158,7 +158,7 @@ class ExecutorDriver:
         return self._transfer(Tier.SOURCE, Tier.HOST, host=self._some_host_blocks(self._blocks_of(ref)), adapter=ref)
 
     def copy(self, target: Tier, count: int) -> float:
-        """Copy scattered blocks from the other tier to ``target`` and return the seconds that took.
+        """Copy scattered blocks from the other tier to ``target`` and return the seconds of the copy.
 
         Raises:
             ExecutorDriverError: a tier has fewer blocks, or the copy failed.
@@ -195,7 +195,7 @@ class ExecutorDriver:
         """Write all host blocks.
 
         Raises:
-            ExecutorDriverError: there are none.
+            ExecutorDriverError: the host tier has no blocks.
         """
         most = self.most_copied_blocks
         if not most:

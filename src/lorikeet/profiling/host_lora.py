@@ -1,4 +1,4 @@
-"""Measures how long host workers take for a layer of a cold prefill, with workers like an engine's."""
+"""Measures the time of host workers for a layer of a cold prefill, with workers like an engine's."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -17,7 +17,7 @@ from lorikeet.worker.host_lora.start import open_pool, start_worker_processes
 from lorikeet.worker.torch_executor import TorchExecutor
 
 _ASSISTING_PRESET = "toppings"
-"""A preset whose replicas have host workers, if settings and device allow any."""
+"""Preset whose replicas have host workers, if settings and device allow them."""
 
 
 def measure_host_lora(
@@ -26,9 +26,9 @@ def measure_host_lora(
     """Measure host workers several times. The content of the executor's host tier is overwritten.
 
     Args:
-        executor: idle.
+        executor: an idle executor.
         sizes: the executor's sizes.
-        engine: its settings.
+        engine: settings of the executor's engine.
         rounds: number of measurements.
         tick: called after each round.
 
@@ -39,7 +39,7 @@ def measure_host_lora(
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start, or died.
     """
-    if engine.ranks > 1:  # the adapters of other ranks are in other processes
+    if engine.ranks > 1:  # adapters of other tensor-parallel ranks are in other processes
         return []
     processes = start_worker_processes(engine, resolve_preset(_ASSISTING_PRESET)[1])
     if not processes:
@@ -55,7 +55,7 @@ def measure_host_lora(
 
 
 def host_lora(times: Sequence[HostTimes], profile: CostProfile, cores: int) -> HostLora:
-    """Return the constants of host LoRA for a profile that is otherwise complete.
+    """Return the constants of host LoRA for an otherwise complete profile.
 
     Args:
         times: measured times of at least one round.

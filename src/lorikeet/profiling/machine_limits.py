@@ -21,11 +21,11 @@ _READ_BYTES = 512 * 2**20
 _MOST_CALLS = 50
 _ROUND_S = 0.05
 _WEIGHTS = {"cpu": (1536, 576), "cuda": (11008, 4096)}
-"""Outputs and inputs of the weight matrix, by device: of a small model, and of one that fills a GPU."""
+"""Outputs and inputs of the weight matrix, by device: the sizes of a small model, and of a model that fills a GPU."""
 
 
 class MachineLimits(msgspec.Struct, frozen=True):
-    """Sustained rates of this machine, with as many threads as torch uses.
+    """Holds the sustained rates of this machine with torch's number of threads.
 
     Attributes:
         threads: number of torch's threads.
@@ -43,7 +43,7 @@ class MachineLimits(msgspec.Struct, frozen=True):
 class LimitMeter:
     """Measures :class:`MachineLimits` in about one second.
 
-    It keeps its buffer, because the first touch of memory is slow.
+    The meter keeps its buffer, because the first touch of memory is slow.
 
     Args:
         dtype: dtype of the products.
@@ -63,7 +63,7 @@ class LimitMeter:
     @torch.inference_mode()
     def measure(self) -> MachineLimits:
         """Measure the rates."""
-        # A GPU reads so fast that synchronising after each pass would distort the result.
+        # Passes are not synchronised one by one, because a GPU reads so fast that this would distort the result.
         read_s = self._best_s(self._buffer.sum, rounds=10, calls=_MOST_CALLS if self._device == "cuda" else 1)
         rates = {}
         for rows, inputs in self._inputs.items():
@@ -75,7 +75,8 @@ class LimitMeter:
     def _best_s(self, call: Callable[[], object], rounds: int, calls: int) -> float:
         """Return the seconds of one call in the best of ``rounds`` rounds, after one warm-up call.
 
-        A round has ``calls`` calls, or as many as fit in 50 ms: some dtypes take a tenth of a second per call on a CPU.
+        A round has ``calls`` calls, or the number that fits in 50 ms, because some dtypes take a tenth of a second per
+        call on a CPU.
         """
         self._seconds(call, 1)
         calls = max(1, min(calls, int(_ROUND_S / self._seconds(call, 1))))
@@ -91,7 +92,7 @@ class LimitMeter:
 
 
 def median_limits(measured: Sequence[MachineLimits]) -> MachineLimits:
-    """Return the median of each rate; all were measured with the same threads and rows."""
+    """Return the median of each rate. All limits were measured with the same threads and rows."""
     return MachineLimits(
         measured[0].threads,
         statistics.median(limits.read_gb_s for limits in measured),
@@ -104,7 +105,7 @@ PREFILL_ROWS = 512
 
 
 class ModelCost(msgspec.Struct, frozen=True):
-    """Parameters that a token passes; norms and biases are too few to count.
+    """Counts the parameters that a token passes. Norms and biases are too few to count.
 
     Attributes:
         layer_parameters: parameters of the linear modules of all layers (Pn).
@@ -120,7 +121,7 @@ class ModelCost(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of layers and output layer together (P)."""
+        """Return the number of parameters of the layers and the output layer together (P)."""
         return self.layer_parameters + self.head_parameters
 
     def mean_adapter(self) -> float:
@@ -129,13 +130,13 @@ class ModelCost(msgspec.Struct, frozen=True):
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """Upper bounds of one batch, in tokens per second.
+    """Holds the upper bounds of one batch, in tokens per second.
 
     Attributes:
-        decode_tok_s: tokens after the first, all requests together.
+        decode_tok_s: tokens after each first token, over all requests.
         prefill_tok_s: prompt tokens.
         output_tok_s: generated tokens over the whole run: prompts at ``prefill_tok_s``, then the tokens after each
-            first one at ``decode_tok_s``.
+            first token at ``decode_tok_s``.
         total_tok_s: prompt and generated tokens over the whole run.
     """
 
@@ -148,7 +149,7 @@ class Ceilings(msgspec.Struct, frozen=True):
 def model_cost(
     config: ModelConfig, dtype_bytes: int, ranks: Sequence[int] = (), modules: Sequence[str] = ()
 ) -> ModelCost:
-    """Return the parameters of a decoder, and of one adapter on ``modules`` for each of ``ranks``."""
+    """Return the number of parameters of a decoder, and of one adapter on ``modules`` for each of ``ranks``."""
     shapes = config.module_shapes()
     per_rank = config.layers * sum(shapes[module].in_features + shapes[module].out_features for module in modules)
     return ModelCost(
@@ -175,7 +176,8 @@ def decode_limit_tok_s(cost: ModelCost, limits: MachineLimits, rows: int) -> flo
 def adapters_limit_s(cost: ModelCost, limits: MachineLimits, rows: int) -> float:
     """Return the least time that the adapters of a step take, in seconds.
 
-    It is the longer of reading each of them once and multiplying its rows: max(s · ΣA / bandwidth, 2 · B · mean A / G).
+    This is the longer of reading each adapter once and multiplying its rows: max(s · ΣA / bandwidth, 2 · B · mean A /
+    G).
     """
     read_s = cost.dtype_bytes * sum(cost.adapter_parameters) / (limits.read_gb_s * 1e9)
     return max(read_s, 2 * rows * cost.mean_adapter() / (limits.gemm_gflops[rows] * 1e9))
@@ -189,7 +191,10 @@ def prefill_limit_tok_s(cost: ModelCost, limits: MachineLimits) -> float:
 def work_ceilings(
     cost: ModelCost, limits: MachineLimits, requests: int, prompt_tokens: int, output_tokens: int
 ) -> Ceilings:
-    """Return the upper bounds of a batch of ``requests`` requests; ``limits`` has the rate at that many rows."""
+    """Return the upper bounds of a batch of ``requests`` requests.
+
+    ``limits`` has the multiply rate at that number of rows.
+    """
     decode = decode_limit_tok_s(cost, limits, requests)
     prefill = prefill_limit_tok_s(cost, limits)
     seconds = requests * (prompt_tokens / prefill + (output_tokens - 1) / decode)

@@ -1,6 +1,6 @@
-"""Configs of published models, for engines with dummy weights (``--load-format dummy``): performance without files.
+"""Provides configs of published models for engines with dummy weights (``--load-format dummy``).
 
-Sizes are from the models' own ``config.json``: meta-llama/Llama-2-7b-hf, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B.
+Sizes come from the models' ``config.json``: meta-llama/Llama-2-7b-hf, meta-llama/Meta-Llama-3-8B, Qwen/Qwen3-8B.
 """
 
 import json
@@ -54,7 +54,7 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
-"""Configs by name."""
+"""Model configs by name."""
 
 
 def write_model_shape(folder: Path, name: str) -> Path:
@@ -65,7 +65,7 @@ def write_model_shape(folder: Path, name: str) -> Path:
         name: one of ``MODEL_SHAPES``.
 
     Raises:
-        ValueError: unknown model.
+        ValueError: the model is unknown.
     """
     if name not in MODEL_SHAPES:
         raise ValueError(f"{name!r} is not one of {', '.join(MODEL_SHAPES)}")

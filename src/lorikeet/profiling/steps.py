@@ -1,6 +1,6 @@
 """Chooses the steps to measure, and measures them in rounds.
 
-The steps separate each constant of the model from the others. Every round has its own order, so that a drift of the
+The steps separate each constant of the model from the others. Every round has a different order, so that a drift of the
 machine favours no step.
 """
 
@@ -25,19 +25,19 @@ _CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _LATE_START = 1024
 _SPLIT_TOKENS = 256
 _MIXED = ((1, 64), (2, 128), (4, 32), (8, 128), (16, 256), (31, 64), (31, 480))
-"""Number of decodes beside the tokens of one prefill chunk."""
+"""Number of decodes beside the tokens of a prefill chunk."""
 _MIXED_CONTEXT = 192
 _LORA_CONTEXT = 128
 
 
 class SweepLimits(NamedTuple):
-    """Limits of a step.
+    """Holds the limits of a step.
 
     Attributes:
-        sequences: at most.
-        step_tokens: computed in it.
-        sequence_tokens: most tokens of one sequence.
-        kv_tokens: most tokens of all its sequences.
+        sequences: largest number of sequences.
+        step_tokens: largest number of computed tokens.
+        sequence_tokens: largest number of tokens of one sequence.
+        kv_tokens: largest number of tokens of all sequences.
     """
 
     sequences: int
@@ -46,7 +46,7 @@ class SweepLimits(NamedTuple):
     kv_tokens: int
 
     def allows(self, step: Step) -> bool:
-        """Return whether the step is within all limits, also if a decode is repeated."""
+        """Return whether a step is within all limits, even if a decode is repeated."""
         return (
             len(step) <= self.sequences
             and sum(sequence.tokens for sequence in step) <= self.step_tokens
@@ -62,12 +62,12 @@ def base_steps(limits: SweepLimits) -> list[Step]:
 
 
 def decodes(count: int, context_tokens: int) -> Step:
-    """Return decodes with this context each, not counting the decoded token."""
+    """Return decodes with this context each, without the decoded token."""
     return (SequenceWork(context_tokens, 1, True, None, 0),) * count
 
 
 def prefills(count: int, tokens: int, *, start: int = 0, sampling: int | None = None) -> Step:
-    """Return chunks of ``tokens`` each, where the first ``sampling`` yield a token (None: all)."""
+    """Return prefill chunks of ``tokens`` each. The first ``sampling`` chunks yield a token (all if None)."""
     samples = count if sampling is None else sampling
     return tuple(SequenceWork(start, tokens, i < samples, None, 0) for i in range(count))
 
@@ -112,7 +112,7 @@ def _mixtures() -> Iterator[Step]:
 
 
 def lora_steps(adapters: Adapters, limits: SweepLimits) -> list[Step]:
-    """Return steps of one to all adapters: decodes of many rows and of many ranks, prefills, and both together."""
+    """Return steps with one to all adapters: decodes with many rows and many ranks, prefills, and both together."""
     found = [*_lora_decodes(adapters), *_lora_prefills(adapters)]
     return list(dict.fromkeys(step for step in found if limits.allows(step)))
 
@@ -146,7 +146,7 @@ def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
     small = firsts[0]
     middle = firsts[len(firsts) // 2]
     large = firsts[-1]
-    # A rank adds a thousandth to a chunk: only many ranks and tokens rise above the noise.
+    # A rank adds a thousandth to a chunk, so only many ranks and tokens rise above the noise.
     chunks = (
         (16, (small, large)),
         (48, (small, large)),
@@ -163,33 +163,36 @@ def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
 
 
 def _distinct(step: Step, adapters: Sequence[tuple[int, str]]) -> Step:
-    """Return the step once for each adapter, in one step."""
+    """Return one step that repeats the given step for each adapter."""
     return tuple(sequence for which in adapters for sequence in _under(step, *which))
 
 
 Tick = Callable[[], None]
-"""Called after each part, for the progress bar."""
+"""Function that is called after each part, for the progress bar."""
 
 _GROUPS = ((KernelForm.UNPADDED, KernelForm.PADDED), (KernelForm.EINSUM,))
-"""Forms that are measured between two runs of the base model, once in a round; disturbances outlast them."""
+"""Number of forms that are measured between two runs of the base model in a round.
+
+Disturbances last longer than these measurements.
+"""
 _LEAST_ROUNDS = 8
 _MOST_S = 90.0
-"""Rounds in which every step with adapters is measured, and most seconds for one step.
+"""Rounds in which every step with adapters is measured, and largest number of seconds for one step.
 
-After this time a step is not measured again, however imprecise: on a slow machine all rounds of the longest
-chunks would take an hour.
+After this time a step is not measured again, even if it is imprecise, because on a slow machine all rounds of the
+longest chunks would take an hour.
 """
 
 
 class StepSweep:
-    """Times steps without adapters, in several sessions: a machine may be faster for minutes.
+    """Times steps without adapters in several sessions, because a machine may be faster for minutes.
 
     Each step is run once first, which is not counted.
 
     Args:
-        driver: runs them.
-        steps: without adapters.
-        num_scheduler_steps, multi_step_limit_s: decodes are repeated as by an engine with these settings.
+        driver: driver that runs the steps.
+        steps: steps without adapters.
+        num_scheduler_steps, multi_step_limit_s: settings of an engine, by which decodes are repeated.
         tick: called once for each step, and again in each round.
     """
 
@@ -231,13 +234,13 @@ def measure_lora(
 ) -> dict[KernelForm, list[LoraMeasurement]]:
     """Time each step in every kernel form, in turns with the same step without adapters, until its addition is precise.
 
-    If all ranks are the same there is nothing to pad. Then unpadded and padded are one computation, and the mean of
+    If all ranks are equal, no row is padded. In that case unpadded and padded are the same computation, and the mean of
     both times counts for each.
 
     Args:
-        driver: runs them; it has loaded the adapters.
+        driver: driver that runs the steps and has loaded the adapters.
         steps: steps with adapters.
-        rounds: at least one; steps whose additions are precise enough are left out of the last.
+        rounds: number of rounds, at least one. Steps whose added time is precise enough are left out of later rounds.
         tick: called ``len(steps) * rounds`` times.
     """
     order = random.Random(0)
@@ -254,7 +257,7 @@ def measure_lora(
             if not groups:
                 continue
             base, adapted = prepared[step]
-            driver.run(adapted)  # not counted: the step before was a different one
+            driver.run(adapted)  # not counted, because the step before was a different one
             before_s = driver.run(base).seconds
             for group in groups:
                 with_s = {form: driver.run(adapted, form).seconds for form in order.sample(group, len(group))}

@@ -33,7 +33,7 @@ _COPIES = 4
 
 
 class RandomAdapters(NamedTuple):
-    """Adapters on ``MODULES``, one folder for each rank; copies differ only in their digest.
+    """Holds random adapters on ``MODULES``, one folder for each rank. Copies differ only in their digest.
 
     Attributes:
         refs: references to the adapters, by rank, ascending.
@@ -54,7 +54,7 @@ def adapter_bytes(geometry: ModelGeometry, ranks: Sequence[int]) -> int:
 
 @contextmanager
 def random_adapters(geometry: ModelGeometry, ranks: Sequence[int] = RANKS) -> Iterator[RandomAdapters]:
-    """Write adapters; their files are deleted at the end."""
+    """Write random adapters. Their files are deleted at the end."""
     with TemporaryDirectory(prefix="lorikeet-profile-") as scratch:
         refs: dict[int, list[AdapterRef]] = {}
         for rank in ranks:
@@ -68,7 +68,7 @@ def random_adapters(geometry: ModelGeometry, ranks: Sequence[int] = RANKS) -> It
 
 _TIERS = (Tier.HOST, Tier.DEVICE)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of blocks in a copy; larger ones than the tier are left out."""
+"""Numbers of blocks in a copy. Numbers that exceed the tier are left out."""
 
 
 def measure_transfers(
@@ -80,7 +80,7 @@ def measure_transfers(
     executor reports the time of a transfer, without waiting for its turn.
 
     Args:
-        driver: without these adapters.
+        driver: driver that has not loaded these adapters.
         adapters: adapters to load.
         rounds: number of measurements, at least one.
         tick: called :func:`transfer_ticks` times.
@@ -97,7 +97,7 @@ def measure_transfers(
         for tier in _TIERS:
             for ref, *_ in adapters.refs.values():
                 taken_s = _read(driver, ref, tier)
-                if turn:  # the first reads uncached files
+                if turn:  # the first round reads uncached files
                     reads[tier][adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes].append(taken_s)
                 tick()
             for blocks in _counts(driver):
@@ -118,13 +118,13 @@ def measure_transfers(
 
 
 def transfer_ticks(driver: ExecutorDriver, adapters: RandomAdapters, rounds: int) -> int:
-    """Return how often :func:`measure_transfers` ticks."""
+    """Return the number of times that :func:`measure_transfers` calls ``tick``."""
     measured = len(_TIERS) * (len(adapters.refs) + len(_counts(driver)))
     return measured * (rounds + 1) + sum(map(len, adapters.refs.values()))
 
 
 def _seconds_by_bytes() -> dict[Tier, dict[int, list[float]]]:
-    """Return empty measurements: by target, then by bytes."""
+    """Return empty measurements, by target and by number of bytes."""
     return {tier: defaultdict(list) for tier in _TIERS}
 
 
@@ -158,12 +158,12 @@ _CONTEXT = 8
 def measure_switching(driver: ExecutorDriver, adapters: Adapters, rounds: int, tick: Callable[[], None]) -> Switching:
     """Merge an adapter of each rank, then another of the same rank, then none.
 
-    The second merge counts like the first: it writes the same weights, each once.
+    The second merge counts like the first, because it writes the same weights, each once.
 
     Args:
-        driver: its executor can merge, and it has loaded the adapters: at least two of each rank.
-        adapters: all of them target the same modules.
-        rounds: number of measurements, at least one, after a round that is not counted.
+        driver: driver whose executor can merge and that has loaded the adapters, at least two of each rank.
+        adapters: adapters that all target the same modules.
+        rounds: number of measurements, at least one, after an uncounted round.
         tick: called :func:`switch_ticks` times.
     """
     base = driver.prepare(decodes(1, _CONTEXT))
@@ -180,7 +180,7 @@ def measure_switching(driver: ExecutorDriver, adapters: Adapters, rounds: int, t
         for rank in order.sample(list(pairs), len(pairs)):
             merge_s = [driver.switch(steps[digest], digest) for digest in pairs[rank]]
             restore_s = driver.switch(base, None)
-            if turn:  # the first touches new memory
+            if turn:  # the first round touches new memory
                 merges[rank] += merge_s
                 restores.append(restore_s)
             tick()
@@ -195,5 +195,5 @@ def measure_switching(driver: ExecutorDriver, adapters: Adapters, rounds: int, t
 
 
 def switch_ticks(adapters: Adapters, rounds: int) -> int:
-    """Return how often :func:`measure_switching` ticks."""
+    """Return the number of times that :func:`measure_switching` calls ``tick``."""
     return len(adapters) * (rounds + 1)

@@ -1,1 +1,1 @@
-"""Workloads: arrivals, adapters, lengths, conversations, traces, and the format that all commands read."""
+"""Makes workloads: arrivals, adapters, lengths, conversations, traces, and the format that all commands read."""

@@ -1,4 +1,4 @@
-"""Chooses the adapter of each request, by the distributions that papers use."""
+"""Chooses the adapter of each request by the distributions of papers."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class AdapterSequence(NamedTuple):
-    """The input of a choice rule.
+    """Holds the input of a choice rule.
 
     Attributes:
-        times_s: arrivals of the requests, in order.
+        times_s: arrival times of the requests, in order.
         ranks: the adapters' ranks, in the order of their names.
         generator: source of the draws.
     """
@@ -32,17 +32,17 @@ def choose_adapters(
     generator: np.random.Generator,
     ranks: Sequence[int] | None = None,
 ) -> list[T]:
-    """Return a name for each request.
+    """Return the name of each request's adapter.
 
     Args:
         rule: one of ``ADAPTER_CHOICES``; see the functions of ``RULES``.
-        names: at least one.
-        times_s: when the requests arrive, in order.
+        names: names of the adapters, at least one.
+        times_s: arrival times of the requests, in order.
         generator: source of the draws.
         ranks: the adapters' ranks, for rules that use them.
 
     Raises:
-        OptionError: unknown rule, wrong numbers, missing ranks, or too few names.
+        OptionError: the rule is unknown, its numbers are wrong, ranks are missing, or names are too few.
     """
     name, *texts = rule.split(":")
     if name not in RULES:
@@ -79,7 +79,7 @@ def _zipf(choice: AdapterSequence, exponent: float) -> np.ndarray:
 
 
 def _skewed(choice: AdapterSequence, deviation: float) -> np.ndarray:
-    """Choose by a Gaussian over the adapters' positions around the middle one: ELORA's Skewed-x.
+    """Choose by a Gaussian over the adapters' positions, centred on the middle: ELORA's Skewed-x.
 
     The paper does not print its centre.
     """
@@ -87,13 +87,13 @@ def _skewed(choice: AdapterSequence, deviation: float) -> np.ndarray:
         raise OptionError(f"skewed:{deviation:g} needs a positive standard deviation, in adapters")
     count = len(choice.ranks)
     distances = (np.arange(count) - (count - 1) / 2) / deviation
-    # Relative to the middle adapters, whose weights thus never underflow to 0.
+    # Distances are relative to the middle adapters, so that their weights never underflow to 0.
     weights = np.exp(-(distances**2 - (distances**2).min()) / 2)
     return _draw(choice, weights, len(choice.times_s))
 
 
 def _drifting(choice: AdapterSequence, exponent: float, period_s: float) -> np.ndarray:
-    """Choose by Zipf's law, whose order shifts by one adapter every ``period_s``."""
+    """Choose by Zipf's law, with an order that shifts by one adapter every ``period_s``."""
     if not period_s > 0:
         raise OptionError(f"drifting:{exponent:g}:{period_s:g} needs a positive number of seconds")
     turns = ((choice.times_s - choice.times_s.min(initial=np.inf)) // period_s).astype(np.int64)
@@ -101,7 +101,7 @@ def _drifting(choice: AdapterSequence, exponent: float, period_s: float) -> np.n
 
 
 def _functions(choice: AdapterSequence, chunk: float = 0) -> np.ndarray:
-    """Choose adapters as often as Azure's functions are called; see ``popularity``."""
+    """Choose adapters with the frequencies of Azure's functions; see ``popularity``."""
     return _draw(choice, popularity(len(choice.ranks), chunk=int(chunk) or None), len(choice.times_s))
 
 
@@ -111,7 +111,7 @@ def _rank_power(choice: AdapterSequence, exponent: float, within: float = 0.0) -
 
 
 def _rank_halving(choice: AdapterSequence) -> np.ndarray:
-    """Choose each rank half as often as the next smaller one: LoRAServe's Exponential (V-E).
+    """Choose each rank half as often as the next smaller rank: LoRAServe's Exponential (V-E).
 
     The paper does not print its base.
     """
@@ -119,7 +119,7 @@ def _rank_halving(choice: AdapterSequence) -> np.ndarray:
 
 
 def _rank_shifting(choice: AdapterSequence) -> np.ndarray:
-    """Send half of the requests first to the largest rank, at last to the smallest: LoRAServe's Shifting Skew (V-E)."""
+    """Shift half of the requests over time from the largest rank to the smallest: LoRAServe's Shifting Skew (V-E)."""
     count = len(set(choice.ranks))
     if count < 2:
         raise OptionError("rank-shifting needs adapters of at least two ranks")
@@ -138,7 +138,7 @@ def _by_rank(choice: AdapterSequence, weights: np.ndarray, within: float) -> np.
 
     Args:
         choice: input of the rule.
-        weights: the weight of each rank, ranks ascending, shape (requests or 1, ranks).
+        weights: weight of each rank in ascending order, shape (requests or 1, ranks).
         within: exponent of Zipf's law among the adapters of a rank; 0 for equal probabilities.
     """
     requests = len(choice.times_s)

@@ -11,14 +11,14 @@ from lorikeet.workloads.workload import OptionError, WorkloadRequest
 
 
 class Rates(NamedTuple):
-    """Requests per second over time: linear between points, constant before the first and after the last.
+    """Holds requests per second over time: linear between points, constant before the first and after the last.
 
-    Stretching time makes these arrivals from arrivals at one per second: the n-th arrives when the area under the rate
+    Arrivals are made by stretching arrivals at one per second: the n-th request arrives when the area under the rate
     reaches its unit time (Cinlar's method for Poisson arrivals, which also keeps the variation of other gaps).
 
     Attributes:
         times_s: times of the points, ascending; the first is 0.
-        per_s: the rate at each of them.
+        per_s: the rate at each point.
     """
 
     times_s: tuple[float, ...]
@@ -29,7 +29,7 @@ class Rates(NamedTuple):
         """Return a constant rate.
 
         Raises:
-            OptionError: it is not positive.
+            OptionError: the rate is not positive.
         """
         return cls.checked((0.0,), (rate,), f"rate {rate}")
 
@@ -38,7 +38,7 @@ class Rates(NamedTuple):
         """Parse ``4``, or ``0:2,400:2,900:8`` (seconds:rate): 2 until 400 s, then rising to 8 at 900 s.
 
         Raises:
-            OptionError: it is neither.
+            OptionError: the text has neither form.
         """
         where = f"rate {text!r}"
         try:
@@ -66,7 +66,7 @@ class Rates(NamedTuple):
         return cls(times_s, per_s)
 
     def expected(self, until_s: float) -> float:
-        """Return the mean number of requests that arrive before ``until_s``: the area under the rate."""
+        """Return the mean number of requests that arrive before ``until_s``, which is the area under the rate."""
         times_s = np.array([*[at for at in self.times_s if at < until_s], until_s])
         per_s = np.interp(times_s, self.times_s, self.per_s)
         return float(np.sum((per_s[1:] + per_s[:-1]) / 2 * np.diff(times_s)))
@@ -77,12 +77,12 @@ class Rates(NamedTuple):
         per_s = np.array(self.per_s)
         lengths_s = np.diff(times_s)
         starts = np.concatenate([[0.0], np.cumsum(lengths_s * (per_s[:-1] + per_s[1:]) / 2)])
-        # Side "left": an arrival at the end of a stretch with rate 0 comes before that stretch.
+        # With side "left", an arrival at the end of a stretch with rate 0 comes before that stretch.
         line = np.maximum(np.searchsorted(starts, units, side="left") - 1, 0)
         slopes = np.append(np.diff(per_s) / lengths_s, 0.0)[line]
         area = units - starts[line]
         rate = per_s[line]
-        # The root of rate · s + slope · s² / 2 = area, in the form that is exact for slope 0.
+        # This is the root of rate · s + slope · s² / 2 = area, in the form that is exact for slope 0.
         root = rate + np.sqrt(np.maximum(rate**2 + 2 * slopes * area, 0.0))
         return times_s[line] + 2 * area / np.where(root > 0, root, 1.0)
 
@@ -93,15 +93,15 @@ ARRIVALS = ("poisson", "gamma", "uniform", "now")
 def arrival_times(
     kind: str, count: int, rates: Rates, generator: np.random.Generator, variation: float = 1.0
 ) -> list[float]:
-    """Return when each of ``count`` requests arrives, in seconds, in order.
+    """Return the arrival times of ``count`` requests, in seconds, in order.
 
     Args:
         kind: ``now`` all at 0; ``uniform`` equal gaps; ``poisson`` exponential gaps; ``gamma`` gamma gaps.
         count: number of requests.
-        rates: ignored by ``now``.
+        rates: rates of arrivals; ignored by ``now``.
         generator: source of the gaps.
-        variation: standard deviation / mean of gamma gaps. Above 1 arrivals are bursty, 1 is Poisson, below 1 more
-            even.
+        variation: standard deviation / mean of gamma gaps. Arrivals are bursty above 1, Poisson at 1, and more even
+            below 1.
 
     Raises:
         OptionError: unknown kind, or a variation that is not positive.
@@ -150,14 +150,14 @@ def unit_gaps(kind: str, count: int, generator: np.random.Generator, variation: 
 
 
 def at_rate(requests: Sequence[WorkloadRequest], rates: Rates) -> list[WorkloadRequest]:
-    """Return ``requests`` with their times stretched, so that they arrive at ``rates`` on average.
+    """Return ``requests`` with stretched times, so that they arrive at ``rates`` on average.
 
     Args:
         requests: the requests in any order; the first is moved to 0.
         rates: constant rates stretch all times alike.
 
     Raises:
-        OptionError: they all arrive at the same time.
+        OptionError: all requests arrive at the same time.
     """
     if not requests:
         return []

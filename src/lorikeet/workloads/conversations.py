@@ -1,4 +1,4 @@
-"""Conversations in workloads: shared prefixes, scaled lengths, and prompts that contain the generated answers."""
+"""Makes conversations in workloads: shared prefixes, scaled lengths, and prompts that contain generated answers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -22,10 +22,10 @@ def scale_lengths(requests: Sequence[WorkloadRequest], factor: float) -> list[Wo
 
 
 def scaled_block_tokens(block_size: int, factor: float) -> int:
-    """Return the length of a prefix block of ``block_size`` after scaling: 512 by 1/16 is 32.
+    """Return the length of a prefix block of ``block_size`` after scaling, for example 32 for 512 by 1/16.
 
     Raises:
-        OptionError: it would not be a whole number of at least 2.
+        OptionError: the length would not be a whole number of at least 2.
     """
     scaled = block_size * factor
     if scaled < 2 or scaled != round(scaled):
@@ -39,7 +39,7 @@ def scaled_block_tokens(block_size: int, factor: float) -> int:
 def scale_blocks(
     requests: Sequence[WorkloadRequest], factor: float, block_size: int, answer_factor: float | None = None
 ) -> list[WorkloadRequest]:
-    """Return ``requests`` with lengths scaled so that each keeps its number of blocks.
+    """Return ``requests`` with scaled lengths, so that each request keeps its number of blocks.
 
     A full block stays full, and a partial one stays partial: a prompt of 6,758 tokens (13 blocks of 512 and 102 tokens)
     scaled by 1/16 has 422 (13 blocks of 32 and 6 tokens). ``scale_lengths`` would lose blocks to rounding.
@@ -47,7 +47,7 @@ def scale_blocks(
     Args:
         requests: requests with prefix blocks of ``block_size``.
         factor: factor that makes ``scaled_block_tokens`` whole.
-        block_size: before scaling.
+        block_size: length of a block before scaling.
         answer_factor: factor for answers; None for ``factor``.
 
     Raises:
@@ -71,11 +71,11 @@ def scale_blocks(
 
 
 def group_conversations(requests: Sequence[WorkloadRequest]) -> list[list[WorkloadRequest]]:
-    """Return the conversations of a trace, ordered by their first requests, each in its own order.
+    """Return the conversations of a trace in the order of their first requests.
 
     Two requests belong together if their prompts share more than the common beginning of all prompts of the trace (in
-    Mooncake's conversation trace one block, the service's system prompt). A request without further blocks is its own
-    conversation.
+    Mooncake's conversation trace one block, the service's system prompt). A request without further blocks is a
+    separate conversation.
 
     Args:
         requests: the requests in the order of arrival.
@@ -98,15 +98,15 @@ def sample_complete(
     most_tokens: int | None = None,
     least_turns: int = 1,
 ) -> list[list[WorkloadRequest]]:
-    """Return some of the conversations, each complete, in their order.
+    """Return a random sample of complete conversations, in their order.
 
     Args:
         conversations: all conversations.
-        generator: source of the choice. Taking the first ones would crowd the start and leave late turns alone at
-            the end.
-        count: fewest requests, if there are as many; None for all.
-        most_tokens: limit on prompt and answer together; a conversation with a longer request is left out.
-        least_turns: a conversation with fewer requests is left out.
+        generator: source of the random choice. The first conversations alone would crowd the start and leave only late
+            turns at the end.
+        count: smallest number of requests, if the conversations have so many; None for all.
+        most_tokens: limit of prompt and answer together. A conversation with a longer request is left out.
+        least_turns: number of requests below which a conversation is left out.
     """
     taken = []
     requests = 0
@@ -122,16 +122,16 @@ def sample_complete(
 
 
 def flatten(conversations: Sequence[Sequence[WorkloadRequest]]) -> list[WorkloadRequest]:
-    """Return all requests in the order of arrival, at equal times in the order of their conversations."""
+    """Return all requests in the order of arrival. At equal times, they are in the order of their conversations."""
     return sorted((turn for turns in conversations for turn in turns), key=lambda turn: turn.arrival_s)
 
 
 def first_complete(requests: Sequence[WorkloadRequest], count: int) -> list[WorkloadRequest]:
-    """Return the first conversations that have ``count`` requests together, complete, in the order of arrival.
+    """Return the requests of the first complete conversations that together have ``count`` requests, by arrival.
 
     Args:
-        requests: the requests in the order of arrival; one without a conversation is its own.
-        count: fewest requests, if there are as many.
+        requests: the requests in the order of arrival. A request without a conversation counts as a conversation.
+        count: smallest number of requests, if there are so many.
     """
     conversations: dict[str | int, list[WorkloadRequest]] = {}
     for number, request in enumerate(requests):
@@ -147,7 +147,7 @@ def first_complete(requests: Sequence[WorkloadRequest], count: int) -> list[Work
 
 
 def _common_blocks(requests: Sequence[WorkloadRequest]) -> int:
-    """Return how many leading blocks all requests share."""
+    """Return the number of leading blocks that all requests share."""
     if len(requests) < 2:
         return 0
     common = requests[0].prefix_blocks
@@ -159,11 +159,13 @@ def _common_blocks(requests: Sequence[WorkloadRequest]) -> int:
 
 
 class Turns:
-    """Makes the prompts of a workload one by one, each turn's after the answer to the turn that it continues.
+    """Makes the prompts of a workload one by one.
+
+    A turn's prompt is made after the answer to the earlier turn that it continues.
 
     Args:
         workload: the requests, ordered by arrival.
-        prompts: makes what no earlier turn contains.
+        prompts: maker of the text that no earlier turn contains.
     """
 
     def __init__(self, workload: Sequence[WorkloadRequest], prompts: Prompts) -> None:
@@ -174,7 +176,7 @@ class Turns:
         for index, before in enumerate(self._before):
             if before is not None:
                 self._after.setdefault(before, []).append(index)
-        # Texts that later turns continue: prompts of running turns, and prompts with answers of finished ones.
+        # Texts that later turns continue: prompts of running turns, and prompts with answers of finished turns.
         self._running: dict[int, list[int]] = {}
         self._finished: dict[int, list[int]] = {}
 
@@ -184,14 +186,14 @@ class Turns:
         return bool(self._after)
 
     def first(self) -> Iterator[int]:
-        """Yield the indices of the requests that wait for no other."""
+        """Yield the indices of the requests that do not wait for another request."""
         return (index for index, before in enumerate(self._before) if before is None)
 
     def prompt(self, index: int) -> list[int]:
-        """Return the prompt of a request, once. The turn that it continues has been answered."""
+        """Return the prompt of a request, at most once. The turn that the request continues has been answered."""
         token_ids = self._prompts.token_ids(index, self._workload[index])
         before = self._finished.pop(index, [])
-        # An answer may have ended early: the rest is generated, as for a first turn, so that the length stays the same.
+        # If an answer ended early, the rest is generated as for a first turn, so that the length stays the same.
         token_ids[: len(before)] = before[: len(token_ids)]
         if index in self._after:
             self._running[index] = token_ids
@@ -208,10 +210,10 @@ class Turns:
 
 
 def turns_before(workload: Sequence[WorkloadRequest], block_size: int) -> list[int | None]:
-    """Return for each request the index of the turn that it continues, None if there is none.
+    """Return the index of the turn that each request continues; None if there is none.
 
-    That is the last earlier turn of its conversation with the same adapter whose full prefix blocks it begins with and
-    whose prompt and answer are shorter than its prompt.
+    A request continues the last earlier turn of its conversation with the same adapter, if it begins with the turn's
+    full prefix blocks, and if the turn's prompt and answer are shorter than the request's prompt.
 
     Args:
         workload: the requests, ordered by arrival.
@@ -239,14 +241,14 @@ def _continues(before: WorkloadRequest, after: WorkloadRequest, block_size: int)
 def scale_conversation(
     turns: Sequence[WorkloadRequest], factor: float, block_size: int, answer_factor: float | None = None
 ) -> list[WorkloadRequest]:
-    """Scale a conversation like ``scale_blocks``; a turn that continues another still contains it and its answer.
+    """Scale a conversation like ``scale_blocks``, but keep each continued turn and its answer in the next prompt.
 
-    Users often add a few words only, which rounding would lose.
+    Users often add only a few words, which rounding would lose.
 
     Args:
         turns: the turns of one conversation, ordered by arrival.
         factor: see ``scale_blocks``.
-        block_size: before scaling.
+        block_size: length of a block before scaling.
         answer_factor: factor for answers; None for ``factor``. Longer answers make the prompts after them longer.
 
     Raises:

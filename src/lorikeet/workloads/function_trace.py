@@ -1,10 +1,10 @@
-"""Derives popularity and arrivals of adapters from cloud functions, as several papers do.
+"""Derives the popularity and arrivals of adapters from cloud functions, as in several papers.
 
 Azure's trace of 2019 (https://github.com/Azure/AzurePublicDataset, AzureFunctionsDataset2019.md, CC-BY 4.0) counts the
-calls of each function per minute: ``read_function_trace``. Without the file, ``popularity`` gives shares that follow
-the figures printed by Shahrad and others ("Serverless in the Wild", USENIX ATC 2020, section 3.3): calls per day span 8
-orders of magnitude, 45 % of applications are called once an hour or less, 81 % once a minute or less, and the 18.6 %
-that are called more often have 99.6 % of all calls.
+calls of each function per minute: ``read_function_trace``. Without the file, ``popularity`` computes shares from the
+figures that Shahrad and others printed ("Serverless in the Wild", USENIX ATC 2020, section 3.3): calls per day span 8
+orders of magnitude, 45 % of applications are called once an hour or less, 81 % once a minute or less, and the 18.6 % of
+applications that are called more often have 99.6 % of all calls.
 """
 
 import csv
@@ -19,7 +19,7 @@ import numpy as np
 from lorikeet.workloads.workload import OptionError, WorkloadError
 
 FUNCTIONS = 40_000
-"""Functions to take the most popular ones from: TOPPINGS (section 7.4) mentions about as many."""
+"""Number of functions from which the most popular are taken. TOPPINGS (section 7.4) mentions about this number."""
 
 _HOURLY = 0.45
 _MINUTELY = 0.81
@@ -30,10 +30,10 @@ MINUTE_S = 60.0
 
 
 def log_normal_of_rates() -> tuple[float, float]:
-    """Return (μ, σ) of the log-normal distribution of calls per minute that has both printed shares.
+    """Return (μ, σ) of the log-normal distribution of calls per minute that matches both printed shares.
 
-    They are −3.58 and 4.08. For the other printed figures it gives: applications above one call a minute have 99.93 %
-    of all calls (printed: 99.6 %), and the middle 97.6 % of them span 8 orders of magnitude.
+    They are −3.58 and 4.08. The distribution gives for the other printed figures: applications above one call a minute
+    have 99.93 % of all calls (printed: 99.6 %), and the middle 97.6 % of them span 8 orders of magnitude.
     """
     normal = NormalDist()
     sigma = math.log(60) / (normal.inv_cdf(_MINUTELY) - normal.inv_cdf(_HOURLY))
@@ -41,16 +41,16 @@ def log_normal_of_rates() -> tuple[float, float]:
 
 
 def popularity(count: int, functions: int = FUNCTIONS, chunk: int | None = None) -> np.ndarray:
-    """Return the share of all requests that each of ``count`` adapters has, most popular function first.
+    """Return the share of requests of each of ``count`` adapters, most popular function first.
 
-    Functions have the rates at the middles of ``functions`` equally likely parts of the log-normal distribution.
+    The functions' rates are the middles of ``functions`` equally likely parts of the log-normal distribution.
 
     Args:
         count: number of adapters.
         functions: functions of the trace.
         chunk: None maps the ``count`` most popular functions to one adapter each (ELORA, section III-B). A number maps
             all functions in turn, ``chunk`` at a time: the f-th to adapter ⌊f / chunk⌋ mod ``count`` (dLoRA, section
-            7.1, which calls it skewness).
+            7.1, which uses the name skewness).
 
     Raises:
         OptionError: fewer functions than adapters, or a chunk that is not positive.
@@ -70,7 +70,8 @@ def map_functions(calls: np.ndarray, count: int, chunk: int | None = None) -> np
     """Return the calls of ``count`` adapters, shape (count, minutes), from the calls of functions.
 
     Args:
-        calls: shape (functions, minutes); sorted by their sum first, most calls first, ties in their order.
+        calls: calls of functions, shape (functions, minutes). Functions are sorted by their sum, most calls first, with
+            ties in their order.
         count: number of adapters.
         chunk: see ``popularity``.
 
@@ -93,11 +94,11 @@ def read_function_trace(path: Path, minutes: slice = slice(None)) -> np.ndarray:
     """Read one day of Azure's trace of 2019 (``invocations_per_function_md.anon.d01.csv``).
 
     Args:
-        path: the file: four columns that name a function, then its calls in each minute, columns ``1`` to ``1440``.
-        minutes: those to keep, counted from 0.
+        path: the file. Four columns name a function, and columns ``1`` to ``1440`` contain its calls in each minute.
+        minutes: minutes to keep, counted from 0.
 
     Returns:
-        Calls, shape (functions, minutes), int64; only functions that are called in these minutes.
+        Calls, shape (functions, minutes), int64, of the functions that are called in these minutes.
 
     Raises:
         WorkloadError: the file does not have that form.
@@ -124,7 +125,7 @@ def read_function_trace(path: Path, minutes: slice = slice(None)) -> np.ndarray:
 
 
 class Call(NamedTuple):
-    """One call: its time, and the index of its adapter."""
+    """Holds the time of a call and the index of its adapter."""
 
     at_s: float
     adapter: int
@@ -134,8 +135,8 @@ def calls_of_minutes(calls: np.ndarray, generator: np.random.Generator) -> list[
     """Return single calls in order of time, at random times within the minutes of the trace.
 
     Args:
-        calls: per adapter and minute.
-        generator: each adapter draws from a spawned one.
+        calls: number of calls per adapter and minute.
+        generator: random generator, from which one is spawned for each adapter.
     """
     found = []
     for adapter, (counts, own) in enumerate(zip(calls, generator.spawn(len(calls)), strict=True)):
@@ -153,17 +154,17 @@ def unit_calls(
     count: int | None = None,
     until: float = math.inf,
 ) -> list[Call]:
-    """Return the calls of adapters that are called independently, in sum one per unit of time, in order.
+    """Return independent calls of adapters in order of time, in total one per unit of time.
 
     The gaps of an adapter are gamma distributed. Each adapter starts at a random moment and not with a call, because
-    otherwise all would burst together at the start: the gap at a random moment has shape k + 1, of which a uniform part
-    has passed.
+    otherwise all adapters would burst together at the start. The gap at a random moment has shape k + 1, and a uniform
+    part of this gap has passed.
 
     Args:
         shares: share of all calls for each adapter; positive, of sum 1.
         variation: variation of the gaps, see ``arrivals.arrival_times``.
-        generator: each adapter draws from a spawned one.
-        count: number of calls, the first ones; None for all before ``until``.
+        generator: random generator, from which one is spawned for each adapter.
+        count: number of calls to return, the first calls; None for all calls before ``until``.
         until: end of the time; ignored with a ``count``.
 
     Raises:
@@ -175,7 +176,7 @@ def unit_calls(
     streams = [_Stream(share, shape, own) for share, own in zip(shares, generator.spawn(len(shares)), strict=True)]
     if count is not None:
         until = 1.1 * count + 10
-        # Bursts may leave too few calls: extend the streams.
+        # Bursts may leave too few calls, so the streams are extended.
         while sum(len(stream.until(until)) for stream in streams) < count:
             until *= 2
     times = [stream.until(until) for stream in streams]
@@ -184,7 +185,7 @@ def unit_calls(
 
 
 class _Stream:
-    """Calls of one adapter, drawn as far as needed."""
+    """Draws the calls of one adapter as far as needed."""
 
     def __init__(self, share: float, shape: float, generator: np.random.Generator) -> None:
         self._share = share

@@ -12,16 +12,16 @@ _CLASSES = 5
 
 
 class NoisyOracle:
-    """Predicts the true length with a set probability.
+    """Predicts the true length with a given probability.
 
-    Otherwise it predicts the length of a random other answer from another quintile: the proxy models that it stands for
-    predict percentile classes, so a miss is another class (Chameleon spec, section 8). The draws of each request are
-    seeded by its id: all systems see the same predictions for a workload, in whatever order they run it, and a more
-    accurate oracle is right wherever a less accurate one is.
+    Otherwise the oracle predicts the length of a random answer from another quintile. It represents proxy models that
+    predict percentile classes, so a wrong prediction is another class (Chameleon spec, section 8). The draws of each
+    request are seeded by its id. So all systems get the same predictions for a workload, in any order, and a more
+    accurate oracle is right wherever a less accurate oracle is.
 
     Args:
         accuracy: probability of the true length, 0 to 1.
-        outputs: lengths of all answers, in tokens; the distribution that others are drawn from.
+        outputs: lengths of all answers, in tokens, from which wrong predictions are drawn.
         seed: seed of all draws.
 
     Raises:
@@ -41,7 +41,7 @@ class NoisyOracle:
     def predict(self, request_id: str, tokens: int) -> int:
         """Return the predicted length of the answer to ``request_id``, whose true length is ``tokens``.
 
-        If all answers are in one quintile (because all are equally long), that is the true length.
+        If all answers are in one quintile, because their lengths are equal, the true length is returned.
         """
         draws = random.Random(f"{self._seed} {request_id}")
         if draws.random() < self._accuracy:
@@ -65,18 +65,21 @@ class NoisyOracle:
 
 
 class Predictor(ABC):
-    """Predicts each answer when its request arrives, and receives the answers as they end."""
+    """Predicts the length of each answer when its request arrives, and learns from the answers that end."""
 
     @abstractmethod
     def predict(self, request: WorkloadRequest, index: int) -> int | None:
-        """Return the predicted tokens of the answer to the ``index``-th request of the workload; None if unknown."""
+        """Return the predicted length of an answer in tokens; None if unknown.
+
+        The answer belongs to the ``index``-th request of the workload.
+        """
 
     def ended(self, request: WorkloadRequest, tokens: int) -> None:  # noqa: B027 - most do not learn
         """Learn the length of a finished answer."""
 
 
 class OraclePredictor(Predictor):
-    """A ``NoisyOracle`` that identifies a request by its index in the workload.
+    """Predicts by a ``NoisyOracle`` that identifies a request by its index in the workload.
 
     Args:
         accuracy: probability of the true length.
@@ -93,7 +96,7 @@ class OraclePredictor(Predictor):
 
 
 class HistoryPredictor(Predictor):
-    """A ``LengthHistory`` that starts empty and learns from the answers as they end."""
+    """Predicts by a ``LengthHistory`` that starts empty and learns from the answers that end."""
 
     def __init__(self) -> None:
         self._history = LengthHistory()
@@ -111,7 +114,7 @@ def make_predictor(text: str, workload: Sequence[WorkloadRequest], seed: int = 0
     """Return the predictor called ``oracle:0.8`` (right four times in five), ``history`` or ``none``.
 
     Raises:
-        OptionError: unknown predictor.
+        OptionError: the predictor is unknown.
     """
     name, colon, accuracy = text.partition(":")
     if text == "none":

@@ -1,6 +1,6 @@
-"""Makes the contents of prompts, a pure function of a workload's request: equal prefix blocks have equal tokens.
+"""Makes the contents of prompts as a pure function of a workload's requests. Equal prefix blocks have equal tokens.
 
-There is no stateful generator. The p-th token of a text with key k is SplitMix64 (Steele, Lea and Flood, "Fast
+The p-th token of a text with key k is SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", 2014) of k at step p, scaled to the vocabulary. So prompts can be made in
 any order and by any process, and a thousand tokens take tens of microseconds.
 """
@@ -19,7 +19,7 @@ _SHARED = 1
 
 
 def combine(*numbers: int) -> int:
-    """Return one 64-bit number for several; different inputs give different results with high probability."""
+    """Combine several numbers into one 64-bit number. Different inputs give different results with high probability."""
     state = 0
     for number in numbers:
         state = _mixed((state + number + _STEP) & _MASK)
@@ -27,17 +27,17 @@ def combine(*numbers: int) -> int:
 
 
 def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size: int, ids: np.ndarray) -> list[int]:
-    """Return ``request.input_tokens`` token ids: the tokens of its prefix blocks, then its own.
+    """Return ``request.input_tokens`` token ids: the tokens of the prefix blocks, then the request's unique tokens.
 
-    The i-th prefix block covers the tokens from ``i * block_size`` on; the last may be cut short. Texts with different
-    keys (block ids, indices, seeds) differ with high probability: n tokens of them are equal in one case of ``len(ids)
-    ** n``.
+    The i-th prefix block covers the tokens from ``i * block_size`` on. The last block may be cut short. Texts with
+    different keys (block ids, indices, seeds) differ with high probability: n of their tokens are equal in one case of
+    ``len(ids) ** n``.
 
     Args:
-        request: gives length and prefix blocks.
-        index: the request's index in its workload, so that its own tokens differ from all others'.
+        request: request with length and prefix blocks.
+        index: the request's index in its workload, so that its unique tokens differ from those of other requests.
         seed: a different seed makes different prompts.
-        block_size: length of one of ``request.prefix_blocks``.
+        block_size: length of a prefix block.
         ids: token ids to draw from, int64.
     """
     tokens = request.input_tokens
@@ -45,7 +45,7 @@ def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size
     shared_tokens = min(tokens, len(shared) * block_size)
     steps = np.empty(tokens, np.uint64)
     if shared:
-        # combine(seed, _SHARED, block) for all blocks at once.
+        # This computes combine(seed, _SHARED, block) for all blocks in one operation.
         blocks = np.array([block & _MASK for block in shared], np.uint64)
         keys = _mixed_array(blocks + np.uint64((combine(seed, _SHARED) + _STEP) & _MASK))
         offsets = np.arange(block_size, dtype=np.uint64) * np.uint64(_STEP)
@@ -74,24 +74,24 @@ def _mixed_array(values: np.ndarray) -> np.ndarray:
 
 
 DEFAULT_IDS = Range(300, 10_000)
-"""Ordinary tokens in common vocabularies: special and byte tokens are below, or far above."""
+"""Token ids that are ordinary tokens in common vocabularies. Special and byte tokens have lower or much higher ids."""
 
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother "
     "area money story fact month lot right study book eye job word business issue side kind head house service friend"
 ).split()
-"""Common words, most of them one token each with the space before them."""
+"""Common words. Most of them are a single token with the space before them."""
 
 
 class Prompts:
-    """Makes the prompts of a workload; the same seed makes the same prompts.
+    """Makes the prompts of a workload. Equal seeds make equal prompts.
 
     Args:
-        seed: a different seed makes different prompts, so that nothing is found in a prefix cache.
+        seed: seed of the prompts. Different seeds make different prompts, so that a prefix cache has no hits.
         run: number of the run; acts as a second seed.
         ids: token ids to draw from.
-        block_size: length of one of a request's ``prefix_blocks``.
+        block_size: length of a prefix block.
     """
 
     def __init__(self, seed: int, run: int = 0, ids: Range = DEFAULT_IDS, block_size: int = 512) -> None:
@@ -104,5 +104,5 @@ class Prompts:
         return prompt_token_ids(request, index, self._seed, self.block_size, self._ids)
 
     def words(self, index: int, request: WorkloadRequest) -> str:
-        """Return ``request.input_tokens`` words, chosen by the same rules."""
+        """Return ``request.input_tokens`` words, which are chosen by the rules of ``token_ids``."""
         return " ".join(_WORDS[token % len(_WORDS)] for token in self.token_ids(index, request))

@@ -12,7 +12,8 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.workloads.synthetic import ATTENTION
 
 _B_STD = 0.02
-"""Large enough that greedy answers differ from the base model's, small enough that they stay text."""
+"""Standard deviation of B, large enough that greedy answers differ from the base model's, and small enough that answers
+stay text."""
 
 
 def write_random_adapter(
@@ -36,10 +37,10 @@ def write_random_adapter(
         rank: rank of all modules that ``rank_pattern`` does not name.
         modules: some of ``LORA_MODULES``.
         seed: seed of the weights.
-        rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
-        rank_pattern: module (``q``) → another rank.
+        rslora: whether to scale by alpha / sqrt(rank) instead of alpha / rank.
+        rank_pattern: ranks of modules (such as ``q``) that differ from ``rank``.
         b_std: standard deviation of B. A is drawn as in PEFT, in proportion to 1 / sqrt(in_features).
-        base_name: written into the config.
+        base_name: name of the base model in the config.
         dtype: dtype of the weights.
     """
     generator = torch.Generator().manual_seed(seed)

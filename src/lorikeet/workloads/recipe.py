@@ -1,4 +1,4 @@
-"""Generates workloads from plain values; this is what ``lorikeet workload`` writes."""
+"""Generates workloads from plain values, for ``lorikeet workload`` and other commands."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -37,7 +37,7 @@ def without_effect(given: Collection[str], shape: str, arrivals: str, *, has_tra
     Args:
         given: names of the given options, as in ``Scenario`` and the commands.
         shape, arrivals: see ``Recipe``.
-        has_trace: whether there is a trace.
+        has_trace: whether a trace is given.
     """
     rules = (
         (_GENERATED_ONLY if has_trace else (), "has no effect on a trace, whose requests have their own"),
@@ -52,29 +52,32 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """Holds the options of a workload.
 
     Attributes:
-        trace: requests to start from; empty to generate them. Requests without an adapter get one, the same for all of
-            a conversation.
+        trace: requests to start from; empty to generate them. Requests without an adapter get one. All requests of a
+            conversation get the same adapter.
         shape: ``plain``; ``chat``, complete conversations of ``trace``; or one of ``SHAPES``.
-        arrivals: one of ``ARRIVALS``, or ``functions``: each adapter is called like one of Azure's functions.
+        arrivals: one of ``ARRIVALS``, or ``functions`` to call each adapter like one of Azure's functions.
         function_minutes: calls of functions per minute (functions, minutes), for ``functions``; None to generate them.
         function_chunk: see ``function_trace.map_functions``.
-        rates: requests per second; None for all at once, or the times of ``trace`` or ``function_minutes``.
+        rates: requests per second. None for the times of ``trace`` or ``function_minutes``, or without them for all at
+            time 0.
         variation: variation of the gaps of ``gamma`` and ``functions``.
-        count: number of requests; by default 1,000 if they are generated. Of a trace the first ones; of ``chat`` random
-            conversations until they have at least so many.
-        duration_s: instead of ``count``: all arrivals before that time.
-        adapters: names, None among them for the base model; empty for the base model alone.
+        count: number of requests; 1,000 by default if they are generated. For a trace, the first requests. For
+            ``chat``, random conversations that together have at least this number.
+        duration_s: time before which all arrivals are included, instead of ``count``.
+        adapters: names of adapters, with None for the base model; empty for the base model alone.
         ranks: the adapters' ranks, for rules that use them.
         adapter_choice: see ``choose_adapters``; ignored by ``functions``.
         prompt_tokens, output_tokens: lengths of generated plain requests.
-        lengths: instead of them; each generated plain request has the lengths of a random one of these.
+        lengths: requests whose lengths are drawn at random for generated plain requests, instead of ``prompt_tokens``
+            and ``output_tokens``.
         length_scale: factor on the lengths of ``trace`` and ``lengths``.
-        answer_scale: factor on the answers of ``chat`` instead.
-        block_size: prefix block of ``trace`` before scaling, and of ``SHAPES``; 0 for the trace's own, and 32.
-        most_tokens: leave out requests (of ``chat``: conversations) whose prompt and answer are longer.
-        least_turns: leave out conversations of ``chat`` with fewer requests.
-        seed: seed of all random draws. Arrivals, adapters and lengths have their own generators, so that another
-            rate leaves adapters and lengths as they are.
+        answer_scale: factor on the answers of ``chat``, instead of ``length_scale``.
+        block_size: length of a prefix block of ``trace`` before scaling, and of ``SHAPES``. 0 for the trace's length,
+            and 32 for ``SHAPES``.
+        most_tokens: length of prompt and answer above which requests (for ``chat``, conversations) are left out.
+        least_turns: number of requests below which conversations of ``chat`` are left out.
+        seed: seed of all random draws. Arrivals, adapters and lengths have separate generators, so that a change of the
+            rate does not change adapters and lengths.
         run: number of the run; each run draws again.
     """
 
@@ -105,7 +108,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """Return the requests in the order of arrival.
 
         Raises:
-            OptionError: options do not go together, or one has no meaning.
+            OptionError: options exclude each other, or an option is invalid.
         """
         if self.shape not in SHAPE_NAMES:
             raise OptionError(f"unknown shape {self.shape!r}; choose one of {', '.join(SHAPE_NAMES)}")
@@ -152,7 +155,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return list(zip(inputs, self.output_tokens.draw(count, generator), strict=True))
 
     def _chat(self, of_choice: np.random.Generator, of_adapters: np.random.Generator) -> list[WorkloadRequest]:
-        """Return complete conversations, each with its own adapter."""
+        """Return complete conversations, each with one adapter."""
         block_size = block_tokens_of(self.trace, self.block_size)
         scaled = [
             scale_conversation(turns, self.length_scale, block_size, self.answer_scale)
@@ -166,7 +169,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _replay(self, generator: np.random.Generator) -> list[WorkloadRequest]:
-        """Return the first requests of the trace that are short enough."""
+        """Return the first requests of the trace that are within the length limit."""
         ordered = self._in_order()
         if any(request.prefix_blocks for request in ordered):
             whole = scale_blocks(ordered, self.length_scale, block_tokens_of(ordered, self.block_size))
@@ -199,7 +202,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     def _calls(
         self, names: Sequence[str | None], of_arrivals: np.random.Generator, of_adapters: np.random.Generator
     ) -> list[Call]:
-        """Return when each adapter is called; for dialogues, their first turns."""
+        """Return the calls of each adapter. For dialogues, only the first turns are calls."""
         if self.arrivals == FUNCTION_ARRIVALS:
             return self._function_calls(len(names), of_arrivals)
         kind = "now" if self.rates is None else self.arrivals
@@ -217,7 +220,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             calls = calls_of_minutes(minutes, generator)
             if self.rates is None:
                 return self._cut(calls)
-            # Scale to one call per unit of time on average; bursts and lulls stay.
+            # The times are scaled to one call per unit of time on average, which keeps bursts and lulls.
             scale = len(calls) / (minutes.shape[1] * MINUTE_S)
             units = [call._replace(at_s=call.at_s * scale) for call in calls]
         else:
@@ -243,14 +246,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return shape.turns if isinstance(shape, Dialogues) else 1.0
 
     def _call_rates(self, rates: Rates) -> Rates:
-        """Return rates of requests as rates of calls: a call may be a dialogue of several requests."""
+        """Convert rates of requests to rates of calls. A call may be a dialogue of several requests."""
         return Rates(rates.times_s, tuple(rate / self._turns() for rate in rates.per_s))
 
     def _call_count(self) -> int:
         """Return the number of calls for the requested number of requests.
 
-        With a rate there are as many dialogues as requests, so that none is missing before the last request. At once
-        there are only as many as have these requests on average.
+        With a rate, the number of dialogues equals the number of requests, so that no dialogue is missing before the
+        last request. Without a rate, the number is that of dialogues which have these requests on average.
         """
         count = DEFAULT_COUNT if self.count is None else self.count
         return count if self.rates is not None else math.ceil(count / self._turns())

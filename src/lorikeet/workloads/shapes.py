@@ -16,12 +16,12 @@ from lorikeet.workloads.workload import WorkloadRequest
 
 
 class LengthRange(NamedTuple):
-    """Log-normal lengths, as lengths of texts roughly are.
+    """Draws log-normal lengths, which lengths of texts roughly follow.
 
     Attributes:
-        median: tokens.
+        median: median length in tokens.
         spread: standard deviation of the logarithm.
-        most: longest length; longer draws are cut to it.
+        most: largest length. Longer draws are cut to this length.
     """
 
     median: float
@@ -35,10 +35,10 @@ class LengthRange(NamedTuple):
 
 
 class Translation(msgspec.Struct, frozen=True):
-    """Each request is one sentence and its translation; an adapter is a pair of languages (ELORA, section III-B).
+    """Makes requests that translate one sentence each. An adapter is a pair of languages (ELORA, section III-B).
 
     Attributes:
-        instruction_blocks: blocks that all requests of a pair begin with.
+        instruction_blocks: number of leading blocks that all requests of a pair share.
         sentence: length of the sentence.
         growth: spread of the ratio of the translation's length to the sentence's, around 1.
     """
@@ -53,7 +53,7 @@ class Translation(msgspec.Struct, frozen=True):
         """Return one request for each call.
 
         Args:
-            calls: time and adapter of each.
+            calls: time and adapter of each call.
             names: names of the adapters.
             block_size: length of a prefix block.
             generator: source of the lengths.
@@ -75,7 +75,7 @@ class Translation(msgspec.Struct, frozen=True):
 
 
 class Dialogues(msgspec.Struct, frozen=True):
-    """Each call starts a dialogue.
+    """Makes a dialogue for each call.
 
     An agent's dialogue is about a task, and an adapter is a scene, such as ordering a pizza.
 
@@ -83,12 +83,12 @@ class Dialogues(msgspec.Struct, frozen=True):
     full before, and the partial block as far as it was filled.
 
     Attributes:
-        scene_blocks: blocks that all dialogues of a scene begin with.
+        scene_blocks: number of leading blocks that all dialogues of a scene share.
         turns: mean number of requests of a dialogue. Taskmaster-1 has 23 utterances on average, of two speakers (Byrne
             and others, EMNLP 2019).
-        least_turns: fewest turns of a dialogue; the number of further turns has a Poisson distribution.
+        least_turns: smallest number of turns in a dialogue. The number of further turns has a Poisson distribution.
         utterance: length of the user's messages.
-        answer: length of each answer; None for that of utterances.
+        answer: length of each answer; None for the length of utterances.
         pause_s: mean time from one request to the next, exponential.
     """
 
@@ -147,7 +147,7 @@ class Dialogues(msgspec.Struct, frozen=True):
 
 
 def _own_blocks(adapter: int, blocks: int) -> tuple[int, ...]:
-    """Return the ids of the blocks that all requests of an adapter begin with."""
+    """Return the ids of the leading blocks that all requests of an adapter share."""
     return tuple(range(adapter * blocks, (adapter + 1) * blocks))
 
 

@@ -10,14 +10,14 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
 PAPER_RANKS = (8, 16, 32, 64, 128)
-"""Ranks of the adapters of Chameleon (section 5.1) and LoRAServe (section V-E), with as many adapters each."""
+"""Ranks of the adapters in Chameleon (section 5.1) and LoRAServe (section V-E), with equal numbers of adapters."""
 
 ATTENTION = ("q", "k", "v", "o")
 """Target modules of adapters in the papers unless a paper names others."""
 
 
 def adapter_names(count: int) -> list[str]:
-    """Return ``count`` names, ``adapter-0000``, ``adapter-0001`` and so on, in the order that popularity rules use."""
+    """Return ``count`` names, ``adapter-0000``, ``adapter-0001`` and so on, in the order of popularity rules."""
     return [f"adapter-{index:04d}" for index in range(count)]
 
 
@@ -25,7 +25,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """Parse ranks to spread over adapters: ``32``, ``8,16,64``, or ``8-128`` for all doublings from 8 to 128.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
     """
     try:
         low, dash, high = text.partition("-")
@@ -51,7 +51,10 @@ def parse_modules(text: str) -> tuple[str, ...]:
 
 
 def spread(ranks: Sequence[int], count: int) -> list[int]:
-    """Return the rank of each of ``count`` adapters: ``ranks`` in turn, so that each has as many adapters, ± 1."""
+    """Return the rank of each of ``count`` adapters: ``ranks`` in turn.
+
+    So the ranks' numbers of adapters differ by at most 1.
+    """
     return [ranks[index % len(ranks)] for index in range(count)]
 
 
@@ -67,10 +70,10 @@ def synthetic_adapters(
 
     Args:
         count: number of adapters.
-        ranks: assigned in turn, see ``spread``; the same on all layers and modules of an adapter.
+        ranks: ranks that are assigned in turn (see ``spread``), equal on all layers and modules of an adapter.
         geometry: geometry of the base model: layers, shapes and the bytes of an element.
         modules: target modules, some of ``LORA_MODULES``.
-        seed: a different seed gives different digests, as if all had been trained again.
+        seed: seed of the digests. Different seeds give different digests, as if all adapters had been trained again.
     """
     shapes = [geometry.modules[module] for module in modules]
     rank_bytes = (
@@ -91,6 +94,6 @@ def synthetic_adapters(
 def adapters_by_name(
     names: Sequence[str], ranks: Sequence[int], geometry: ModelGeometry, *, modules: Sequence[str] = ATTENTION
 ) -> dict[str, AdapterRef]:
-    """Return adapters without files with these names, by name; arguments as in :func:`synthetic_adapters`."""
+    """Return adapters without files with these names, by name. See :func:`synthetic_adapters` for the arguments."""
     made = synthetic_adapters(len(names), ranks, geometry, modules=modules)
     return {name: msgspec.structs.replace(ref, name=AdapterName(name)) for name, ref in zip(names, made, strict=True)}

@@ -14,11 +14,11 @@ from lorikeet.core.request import Slo
 
 
 class OptionError(ValueError):
-    """An option has no meaning, or none for this number of requests."""
+    """An option is invalid, or invalid for this number of requests."""
 
 
 class Range(NamedTuple):
-    """Integers from ``low`` to ``high``, both included, all equally likely."""
+    """Draws integers from ``low`` to ``high``, both included, with equal probability."""
 
     low: int
     high: int
@@ -40,15 +40,15 @@ class Range(NamedTuple):
         return found
 
     def draw(self, count: int, generator: np.random.Generator) -> list[int]:
-        """Return ``count`` of them."""
+        """Return ``count`` random integers."""
         return generator.integers(self.low, self.high, count, endpoint=True).tolist()
 
 
 def parse_slo(text: str) -> Slo:
-    """Parse limits, see ``request.parse_slo``.
+    """Parse limits; see ``request.parse_slo``.
 
     Raises:
-        OptionError: they cannot be parsed.
+        OptionError: the limits cannot be parsed.
     """
     try:
         return request.parse_slo(text)
@@ -64,22 +64,22 @@ MADE_BLOCK_TOKENS = 32
 
 
 class WorkloadError(ValueError):
-    """A line cannot be read. The message names file and line."""
+    """A line cannot be read. The message names the file and the line."""
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request of a workload.
+    """Describes one request of a workload.
 
     Attributes:
         arrival_s: seconds since the start of the workload.
-        adapter: its name, None for the base model.
+        adapter: name of the adapter; None for the base model.
         input_tokens, output_tokens: lengths.
         prefix_blocks: ids of the leading blocks of the prompt; equal ids have equal content.
-        conversation: shared by the requests of one conversation.
+        conversation: id that the requests of one conversation share.
         tenant: owner of the request.
-        priority: lower runs earlier.
+        priority: priority of the request. Lower values run earlier.
         slo: limits to meet.
-        prefix_block_tokens: length of each of ``prefix_blocks``, the same in a whole workload; 0 if unknown.
+        prefix_block_tokens: length of each prefix block, equal in the whole workload; 0 if unknown.
     """
 
     arrival_s: float
@@ -107,8 +107,8 @@ class _MooncakeLine(msgspec.Struct, frozen=True):
 def read_workload(path: Path) -> list[WorkloadRequest]:
     """Read a workload of JSON Lines, in the order of the file.
 
-    A request log counts arrivals from that of the first request that ended. Others may have arrived before it, at
-    negative times; then all are shifted, so that the first arrival is at 0.
+    A request log counts arrivals from the arrival of the first request that ended. Other requests may have arrived
+    earlier, at negative times. In that case all times are shifted, so that the first arrival is at 0.
 
     Raises:
         WorkloadError: a line is not a request.
@@ -138,7 +138,7 @@ def read_azure(path: Path) -> list[WorkloadRequest]:
     with path.open(newline="") as file:
         for number, row in enumerate(csv.DictReader(file), start=2):
             try:
-                # The trace has seven digits below the second, datetime reads six.
+                # The trace has seven digits below the second, but datetime reads only six.
                 at = datetime.fromisoformat(row["TIMESTAMP"][:26])
                 lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             except (KeyError, ValueError, TypeError) as error:
@@ -171,7 +171,7 @@ def read_any(path: Path) -> list[WorkloadRequest]:
     """Read a workload or one of the two traces: ``.csv`` is Azure's, lines with ``hash_ids`` are Mooncake's.
 
     Raises:
-        WorkloadError: it is none of them.
+        WorkloadError: the file has none of these formats.
     """
     if path.suffix == ".csv":
         return read_azure(path)
@@ -181,10 +181,10 @@ def read_any(path: Path) -> list[WorkloadRequest]:
 
 
 def block_tokens_of(requests: Iterable[WorkloadRequest], given: int = 0) -> int:
-    """Return the length of a prefix block: ``given``, otherwise the requests' own, otherwise 512.
+    """Return the length of a prefix block: ``given``, otherwise the length in the requests, otherwise 512.
 
     Raises:
-        WorkloadError: the requests disagree.
+        WorkloadError: the requests have different lengths.
     """
     if given:
         return given

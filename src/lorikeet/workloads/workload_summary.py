@@ -1,4 +1,4 @@
-"""Summarises a workload in figures."""
+"""Summarises a workload."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from lorikeet.workloads.workload import WorkloadRequest
 
 
 class LengthSummary(NamedTuple):
-    """Sum, mean, percentiles and maximum of lengths, in tokens."""
+    """Holds the sum, mean, percentiles and maximum of lengths, in tokens."""
 
     total: int
     mean: float
@@ -26,16 +26,16 @@ class LengthSummary(NamedTuple):
 
 
 class WorkloadSummary(NamedTuple):
-    """The figures of a workload.
+    """Holds the figures of a workload.
 
     Attributes:
         requests: number of requests.
-        conversations: number of conversations that they name.
+        conversations: number of conversations that the requests name.
         span_s: time from the first arrival to the last.
-        rate: requests per second over the span; None if they arrive at the same time.
+        rate: requests per second over the span; None if all arrive at the same time.
         variation: standard deviation / mean of the gaps; None with fewer than two gaps, or if all are 0.
         input_tokens, output_tokens: lengths.
-        known_share: share of the prefix blocks that an earlier request of the same adapter had.
+        known_share: share of the prefix blocks that an earlier request of the same adapter contained.
         shares: share of the requests by adapter, largest first; None is the base model.
     """
 
