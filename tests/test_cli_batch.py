@@ -98,7 +98,7 @@ def test_wrong_files_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="cannot be in the file of the requests"):
         BatchFiles(source, source)
     (tmp_path / "other").write_text("text\n")
-    with pytest.raises(BatchError, match="holds no answers"):
+    with pytest.raises(BatchError, match="does not contain answers"):
         BatchFiles(source, tmp_path / "other")
 
 

@@ -40,7 +40,7 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
             "LORIKEET_ENGINE__THREAD: unknown setting 'thread'; did you mean threads",
         ),
         ({}, {"LORIKEET_ENGIN__THREADS": "2"}, "LORIKEET_ENGIN__THREADS: unknown section 'engin'; did you mean engine"),
-        ({"server": {"root_path": "llm"}}, {}, "root_path: 'llm' is not a path such as /llm"),
+        ({"server": {"root_path": "llm"}}, {}, "root_path: 'llm' must be a path such as /llm"),
         ({"server": {"api_keys": ["key", ""]}}, {}, "an API key or admin key is empty"),
         ({"server": {"admin_keys": [" "]}}, {}, "an API key or admin key is empty"),
         ({}, {"LORIKEET_SERVER__API_KEYS": ""}, "environment: LORIKEET_SERVER__API_KEYS is set, but contains no key"),

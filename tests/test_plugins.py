@@ -158,7 +158,7 @@ def test_packages_cannot_replace_own_names(offer: Offer) -> None:
         ("dlora:patience-64", r"dlora has parameters, with these defaults: dlora\(tuned=true,patience=1024\)"),
         ("dlora(patients=64)", "unknown parameter 'patients'; did you mean patience?"),
         ("dlora(patience=long)", "Expected `float`, got `str`"),
-        ("unmerged(patience=64)", "it has no parameters"),
+        ("unmerged(patience=64)", "the policy has no parameters"),
         ("dlora(patience=64", "expected NAME or NAME"),
         ("delora", "unknown batching mode 'delora'; did you mean dlora?"),
     ],

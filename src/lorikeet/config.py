@@ -1,4 +1,4 @@
-"""Settings of a server: one frozen struct per section, filled from flags, the environment and a TOML file.
+"""Defines the settings of a server: one frozen struct per section, filled from flags, environment and a TOML file.
 
 Precedence: flags, then the environment (``LORIKEET_<SECTION>__<KEY>``), then the file, then the defaults here. Unknown
 keys are errors. Policies are not set here one by one; ``engine.preset`` names a preset (see ``presets``).
@@ -37,7 +37,7 @@ MIN_HEAD_BYTES = 1024
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or has a wrong value; the message names the setting and its source."""
+    """A setting is unknown or has a wrong value. The message names the setting and its source."""
 
 
 DEVICES = ("cpu", "cuda")
@@ -54,9 +54,9 @@ class ExecutorKind(StrEnum):
     """The executor that runs the plans of an engine."""
 
     TORCH = "torch"
-    """Computes the model."""
+    """The executor computes the model."""
     PACED = "paced"
-    """Computes nothing: step times come from a hardware profile, and answers are meaningless."""
+    """The executor computes nothing: step times come from a hardware profile, and answers are meaningless."""
 
 
 class LengthPredictor(StrEnum):
@@ -64,11 +64,11 @@ class LengthPredictor(StrEnum):
 
     NONE = "none"
     HISTORY = "history"
-    """Prediction from the recent answers of the same adapter."""
+    """The recent answers of the same adapter predict the length."""
     LEARNED = "learned"
-    """Prediction by a model of `lorikeet train-predictor`, or from history if that is late."""
+    """A model of `lorikeet train-predictor` predicts the length, or history if the model is late."""
     AUTO = "auto"
-    """``learned`` if there is a file whose model was better than history on held-out requests, else ``history``."""
+    """``learned`` if the file's model was better than history on held-out requests, otherwise ``history``."""
 
 
 class ReplicaStart(StrEnum):
@@ -84,9 +84,9 @@ class AdapterDirMode(StrEnum):
     """The use of ``adapter_dir``."""
 
     SERVE = "serve"
-    """Each adapter in it is served under the name of its folder, and loaded when a request first names it."""
+    """Each adapter in the folder is served under its subfolder's name, and loaded by its first request."""
     ALLOW = "allow"
-    """Adapters may be loaded from it by the adapter routes."""
+    """Only the adapter routes may load adapters from the folder."""
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -437,7 +437,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_one_engine(self) -> bool:
-        """Return whether one engine on this machine serves now and always."""
+        """Return whether the server always consists of one engine on this machine."""
         return self.replicas == 1 and not self.max_replicas and not self.ray_address
 
 
@@ -453,9 +453,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def for_engines(settings: Settings) -> Settings:
-    """Return the settings as engine processes get them: without keys, and without URLs that may hold passwords.
+    """Return the settings for engine processes, without keys and without URLs that may contain passwords.
 
-    Engines may run on other machines, and need none of these.
+    Engines may run on other machines and do not need these.
     """
     replace = msgspec.structs.replace
     return replace(
@@ -492,7 +492,7 @@ def load_settings(
     if file is not None:
         try:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:  # not readable, not UTF-8 or not TOML
+        except (OSError, ValueError) as error:  # The file is not readable, not UTF-8 or not TOML.
             raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
         _merge(merged, tables, str(file))
     _merge(merged, _from_environment(os.environ if environment is None else environment), "environment")
@@ -507,7 +507,9 @@ def load_settings(
     _check_names(settings.adapters.preload)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     if settings.server.tenants and not settings.server.admin_keys:
-        raise ConfigError("settings: [server]: tenants: their keys are made with an admin key, and admin_keys has none")
+        raise ConfigError(
+            "settings: [server]: tenants: an admin key is needed to make the tenants' keys; set admin_keys"
+        )
     check_origins(settings.server.allowed_origins)
     _check_root_path(settings.server.root_path)
     _check_traces_endpoint(settings.server.otlp_traces_endpoint)
@@ -526,27 +528,29 @@ def _check_traces_endpoint(url: str) -> None:
 
 def _check_root_path(path: str) -> None:
     if not _ROOT_PATH.fullmatch(path):
-        raise ConfigError(f"root_path: {path!r} is not a path such as /llm: it begins with / and has plain names only")
+        raise ConfigError(
+            f"root_path: {path!r} must be a path such as /llm, which begins with / and has only plain names"
+        )
 
 
 def _check_prefixes(key: str, prefixes: Iterable[str]) -> None:
-    """Check that sources of adapters are prefixes of URLs, of at least a host, bucket or organization.
+    """Check that sources of adapters are prefixes of URLs with at least a host, bucket or organization.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a source is not such a prefix.
     """
     for prefix in prefixes:
         if not _URL_PREFIX.fullmatch(prefix):
             raise ConfigError(
-                f"settings: [adapters]: {key}: {prefix!r} is not a prefix of URLs, such as hf://org/ or s3://bucket/team/"
+                f"settings: [adapters]: {key}: {prefix!r} must be a prefix of URLs, such as hf://org/ or s3://bucket/team/"
             )
 
 
 def _check_names(preload: Iterable[str]) -> None:
-    """Check that no two of the adapters registered at start have one name.
+    """Check that the adapters to register at the start have different names.
 
     Raises:
-        ConfigError: two have.
+        ConfigError: two adapters have the same name.
     """
     sources: dict[str, str] = {}
     for pair in preload:
@@ -559,25 +563,25 @@ def _check_names(preload: Iterable[str]) -> None:
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """Check bearer keys. An empty one, as from an unset variable, would let in requests without a key.
+    """Check bearer keys. An empty key, as from an unset variable, would admit requests without a key.
 
     Raises:
         ConfigError: a key is empty or blank.
     """
     if not all(map(str.strip, keys)):
-        raise ConfigError("an API key or admin key is empty: check that the variable that it comes from is set")
+        raise ConfigError("an API key or admin key is empty: check that the key's environment variable is set")
 
 
 def check_origins(origins: Iterable[str]) -> None:
-    """Check that each origin has the exact form that browsers send, since it is compared as a string.
+    """Check that each origin has the exact form that browsers send, since origins are compared as strings.
 
     Raises:
-        ConfigError: an origin does not.
+        ConfigError: an origin has another form.
     """
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f"allowed origins: {origin!r} is neither * nor an origin such as https://example.org or "
+                f"allowed origins: {origin!r} must be * or an origin such as https://example.org or "
                 "http://localhost:3000"
             )
 
@@ -630,7 +634,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
         value: str | tuple[str, ...] = text
         if types.get(key) == tuple[str, ...]:
             value = tuple(filter(None, map(str.strip, text.split(","))))
-            if not value and key in _KEYS:  # an empty list would remove the protection that was intended
+            if not value and key in _KEYS:  # An empty list would remove the intended protection.
                 raise ConfigError(f"environment: {variable} is set, but contains no key")
         _check_variable(variable, section, key, value)
         tables.setdefault(section, {})[key] = value
@@ -660,7 +664,7 @@ def convert(values: Any, to: Any, where: str) -> Any:
     """Return ``values`` as a settings struct.
 
     Raises:
-        ConfigError: a key or value is wrong; the message begins with ``where``.
+        ConfigError: a key or value is wrong. The message begins with ``where``.
     """
     try:
         return msgspec.convert(values, to, strict=False)
@@ -672,7 +676,7 @@ _WRONG_CHOICE = re.compile(r"Invalid enum value ('.*')(?= - at `\$\.(?:\w+\.)?(\
 
 
 def _with_choices(text: str, to: Any) -> str:
-    """Return an error text that lists the choices of a field that has others."""
+    """Return an error text that lists the choices of the faulty field."""
     structs = [to, *(field.type for field in msgspec.structs.fields(to))]
     kinds = {f.name: f.type for s in structs if isinstance(s, type(msgspec.Struct)) for f in msgspec.structs.fields(s)}
 

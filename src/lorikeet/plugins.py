@@ -1,4 +1,4 @@
-"""Finds policies and other plug-ins by name: Lorikeet's own, those of its distribution, and those of other packages.
+"""Finds policies and other plug-ins by name, in Lorikeet's distribution and in other packages.
 
 Each kind of plug-in has a group of Python entry points, such as ``lorikeet.eviction``. A package adds a policy with one
 line in its ``pyproject.toml``; docs/plugins.md shows a whole package. Nothing is imported before its name is used.
@@ -47,14 +47,14 @@ class Plugin(NamedTuple):
             kind: kind of plug-in, for the error message.
 
         Raises:
-            ConfigError: it cannot be imported; the message names package and entry point.
+            ConfigError: the plug-in cannot be imported. The message names its package and entry point.
         """
         module, _, attribute = self.target.partition(":")
         try:
             found: Any = import_module(module)
             for each in attribute.split("."):
                 found = getattr(found, each)
-        except Exception as error:  # whatever the package raises while it is imported
+        except Exception as error:  # A package may raise any exception while it is imported.
             raise ConfigError(f"{kind} {self} cannot be imported: {type(error).__name__}: {error}") from error
         return found
 
@@ -64,14 +64,14 @@ class Plugin(NamedTuple):
 
 
 def names(group: str) -> list[str]:
-    """Return the names in a group of entry points, those of Lorikeet's own distribution first."""
+    """Return the names in a group of entry points, with Lorikeet's distribution first."""
     return list(dict.fromkeys([*_own(group), *_others(group)]))
 
 
 def find(group: str, name: str, kind: str) -> Plugin | None:
-    """Return the plug-in with this name; None if there is none.
+    """Return the plug-in with this name; None for an unknown name.
 
-    Lorikeet's own distribution comes first, so other packages cannot replace its names.
+    Lorikeet's distribution comes first, so that other packages cannot replace its names.
 
     Args:
         group: group of entry points.
@@ -93,20 +93,20 @@ def find(group: str, name: str, kind: str) -> Plugin | None:
 
 
 class Registry(Mapping[str, Callable[..., T]], Generic[T]):
-    """The policies of one kind by name, with their parameters.
+    """Finds the policies of one kind by name, and reads their parameters.
 
-    A value names a policy, and may set parameters: ``dlora(patience=64)``. The keyword-only arguments of a class's
-    constructor are its parameters, and their annotations the types. As a mapping it has the names without parameters,
-    and returns for a value what creates the policy.
+    A value names a policy and may set parameters: ``dlora(patience=64)``. The keyword-only arguments of a class's
+    constructor are its parameters, and their annotations the types. As a mapping, its keys are names without
+    parameters, and its items are functions that create the policy of a value.
 
     Args:
         group: group of entry points.
         kind: kind of policy, for error messages.
-        own: the product's own policies: classes, or their place as ``module:Class``.
+        own: the product's policies, as classes or as ``module:Class``.
         constructor: class method that creates a policy; empty for the class itself.
 
     Attributes:
-        group, kind, own: as given.
+        group, kind, own: the arguments.
     """
 
     def __init__(self, group: str, kind: str, own: dict[str, str | type[T]], constructor: str = "") -> None:
@@ -116,7 +116,7 @@ class Registry(Mapping[str, Callable[..., T]], Generic[T]):
         self._constructor = constructor
 
     def __getitem__(self, value: str) -> Callable[..., T]:
-        """Return what creates the policy, with its parameters bound.
+        """Return the function that creates the policy of a value, with the value's parameters bound.
 
         Raises:
             ConfigError: the policy or a parameter does not exist, or the policy cannot be imported.
@@ -124,7 +124,7 @@ class Registry(Mapping[str, Callable[..., T]], Generic[T]):
         return self.bind(value, self._constructor)
 
     def bind(self, value: str, method: str = "") -> Callable[..., Any]:
-        """Return a class method of the policy, or the class itself, with the parameters of the value bound.
+        """Return a class method of the policy, or the class, with the parameters of the value bound.
 
         Raises:
             ConfigError: see :meth:`__getitem__`.
@@ -142,12 +142,12 @@ class Registry(Mapping[str, Callable[..., T]], Generic[T]):
         return self._load(value)[0]
 
     def __contains__(self, value: object) -> bool:
-        """Return whether there is a policy of this name."""
+        """Return whether a policy has this name."""
         name = value.partition("(")[0].strip() if isinstance(value, str) else ""
         return name in self.own or name in names(self.group)
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names of all policies, the product's own first."""
+        """Return the names of all policies, the product's policies first."""
         return iter(dict.fromkeys([*self.own, *names(self.group)]))
 
     def __len__(self) -> int:
@@ -184,7 +184,7 @@ class Registry(Mapping[str, Callable[..., T]], Generic[T]):
         raise ConfigError(self._unknown(name, value))
 
     def _unknown(self, name: str, value: str) -> str:
-        """Return the error for a name that does not exist; variants behind a colon are parameters now."""
+        """Return the error for an unknown name. Variants behind a colon have become parameters."""
         base = name.partition(":")[0]
         if base != name and base in self and (parameters := self.parameters(base)):
             listed = ",".join(f"{key}={_shown(default)}" for key, default in parameters.items())
@@ -209,17 +209,17 @@ def _keyword_only(found: type) -> list[inspect.Parameter]:
 
 
 def _parameters(found: type, text: str, where: str) -> dict[str, Any]:
-    """Return the parameters in a text such as ``patience=64,tuned=false``, as the class's constructor takes them.
+    """Return the parameters in a text such as ``patience=64,tuned=false``, as arguments of the class's constructor.
 
     Raises:
-        ConfigError: one does not exist or has a wrong value.
+        ConfigError: a parameter does not exist or has a wrong value.
     """
     known = {each.name: each for each in _keyword_only(found)}
     given: dict[str, str] = {}
     for part in filter(None, split_options(text)):
         key, equals, given_value = (each.strip() for each in part.partition("="))
         if not known:
-            raise ConfigError(f"{where}: it has no parameters")
+            raise ConfigError(f"{where}: the policy has no parameters")
         if key not in known or not equals:
             raise ConfigError(f"{where}: {unknown_name('parameter', key, list(known))}")
         given[key] = given_value
@@ -236,7 +236,7 @@ def _shown(default: Any) -> str:
 
 @cache
 def _own_groups() -> dict[str, dict[str, str]]:
-    """Return the entry points of Lorikeet's own distribution: those of the source tree, else of the installed one."""
+    """Return the entry points of Lorikeet's distribution: from the source tree, or else from the installed package."""
     if _PYPROJECT.is_file():
         project = tomllib.loads(_PYPROJECT.read_text()).get("project", {})
         if project.get("name") == DISTRIBUTION:
@@ -260,7 +260,7 @@ def _own(group: str) -> dict[str, Plugin]:
 
 @cache
 def _others(group: str) -> dict[str, tuple[Plugin, ...]]:
-    """Return the plug-ins of all other packages by name; more than one where packages offer the same name."""
+    """Return the plug-ins of all other packages by name. A name has several plug-ins if several packages offer it."""
     found: dict[str, tuple[Plugin, ...]] = {}
     for each in metadata.entry_points(group=group):
         dist = each.dist

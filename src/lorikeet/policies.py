@@ -1,4 +1,4 @@
-"""The product's own policies by name, for each option of a preset that names one.
+"""Lists the product's policies by name, for each option of a preset that names a policy.
 
 A new policy is one file and one line here. Policies of papers (``lorikeet.papers``) and of other packages are found by
 their entry points; see ``lorikeet.plugins``. A class is imported when a preset names it.

@@ -1,9 +1,9 @@
-"""Presets: named combinations of policy options.
+"""Defines presets: named combinations of policy options.
 
-A policy option is one choice of how an engine or a cluster works, such as the eviction policy or the routing. A preset
-sets all of them. It describes Lorikeet's own behaviour, or that of a published system, so that systems can be compared
-on the same engine. ``lorikeet serve --preset elora`` chooses one; single options can be changed behind the name:
-``--preset elora,eviction=lru``.
+A policy option chooses one behaviour of an engine or a cluster, such as the eviction policy or the routing. A preset
+sets all options. It describes Lorikeet's behaviour or a published system's, so that systems can be compared on the same
+engine. ``lorikeet serve --preset elora`` chooses one; single options can be changed behind the name: ``--preset
+elora,eviction=lru``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,122 +21,121 @@ from lorikeet.plugins import split_options
 
 
 class KvAfterFinish(StrEnum):
-    """What happens to the KV of a finished request."""
+    """Treatment of the KV of a finished request."""
 
     KEPT = "kept"
-    """It stays cached for requests with the same prefix."""
+    """The KV stays cached for requests with the same prefix."""
     DROPPED = "dropped"
-    """It is freed."""
+    """The KV is freed."""
 
 
 class HostKv(StrEnum):
-    """Which KV is copied to the host tier."""
+    """KV that is copied to the host tier."""
 
     NONE = "none"
-    """None: evicted KV is dropped."""
+    """No KV is copied. Evicted KV is dropped."""
     EVICTED = "evicted"
-    """KV that is evicted. Its blocks are free when the copy has ended (ELORA)."""
+    """KV is copied when it is evicted. Its blocks are free after the copy has ended (ELORA)."""
     AHEAD = "ahead"
-    """KV that is likely to be used again, before its blocks are needed. Eviction never waits for a copy."""
+    """KV that is likely to be reused is copied before its blocks are needed. Eviction never waits for a copy."""
 
 
 class MemorySplit(StrEnum):
-    """How device memory is divided between adapters and KV."""
+    """Division of device memory between adapters and KV."""
 
     UNIFIED = "unified"
-    """Any block can hold either."""
+    """Any block can hold an adapter or KV."""
     STATIC = "static"
     """``adapter_share`` of the blocks is for adapters, the rest for KV."""
 
 
 class PrefillApart(StrEnum):
-    """Whether prompts are computed in steps of their own, while decodes wait."""
+    """Choice between prefills in the same steps as decodes, and prefills in separate steps while decodes wait."""
 
     NEVER = "never"
-    """Beside decodes."""
+    """Prefills run in the same steps as decodes."""
     ALWAYS = "always"
-    """In steps of their own."""
+    """Prefills run in separate steps."""
     WHEN_FASTER = "pays"
-    """In steps of their own if first tokens gain more time than the running answers lose, by measured costs."""
+    """Prefills run in separate steps if first tokens gain more time than running answers lose, by measured costs."""
 
 
 class MergeBy(StrEnum):
-    """How the adapter that is merged into the base weights is changed."""
+    """Way to change the adapter that is merged into the base weights."""
 
     DELTA = "delta"
-    """The weights that the adapters change are computed again."""
+    """The weights that the two adapters change are computed again."""
     MODEL = "model"
-    """A whole merged model replaces the other."""
+    """A whole merged model replaces the previous one."""
 
 
 class ColdStart(StrEnum):
-    """What happens while the adapter of a request is being loaded."""
+    """Behaviour while the adapter of a request is loaded."""
 
     WAIT = "wait"
     """Only requests for that adapter wait."""
     BLOCK = "block"
     """All requests wait."""
     ASSIST = "assist"
-    """Host cores compute LoRA for a prefill on layers that have not arrived, while decodes wait. Without host cores the
-    same as ``wait``."""
+    """Host cores compute LoRA for a prefill on layers that have not arrived, while decodes wait. Without host cores,
+    requests wait as with ``wait``."""
     AUTO = "auto"
-    """``assist`` if the first token comes sooner with it, else ``wait``."""
+    """``assist`` if it gives an earlier first token, otherwise ``wait``."""
 
 
 class LayerGroups(StrEnum):
-    """In how many groups of layers the adapter of an assisted prefill is loaded."""
+    """Number of groups of layers in which the adapter of an assisted prefill is loaded."""
 
     PLANNED = "planned"
-    """As many as give the earliest first token."""
+    """The number of groups that gives the earliest first token."""
     ONE = "one"
     """One group."""
 
 
 class HostLayers(StrEnum):
-    """On which layers of an assisted prefill host cores compute LoRA."""
+    """Layers of an assisted prefill on which host cores compute LoRA."""
 
     DYNAMIC = "dynamic"
-    """On each layer that has not arrived when it is computed."""
+    """Each layer that has not arrived when the prefill reaches it."""
     PATIENT = "patient"
-    """As ``dynamic``, except for layers that will arrive sooner than host cores would finish them."""
+    """The layers of ``dynamic``, except layers that will arrive before host cores could finish them."""
     STATIC = "static"
-    """On the layers of the first group; for the others the prefill waits."""
+    """The layers of the first group. The prefill waits for all other layers."""
 
 
 class MigrationProblem(StrEnum):
     """The optimisation problem that decides which requests and adapters move between replicas (dLoRA, section 5.2)."""
 
     RELAXED = "relaxed"
-    """Requests may be split until the end, and memory that is short costs time for swapping."""
+    """Requests may be split until the last step, and a lack of memory costs time for swapping."""
     FULL = "full"
-    """The integer program: whole requests, each in the memory of a device or a host."""
+    """The integer program: each request moves as a whole, and is in the memory of a device or a host."""
     PRINTED_FACTOR = "printed-factor"
-    """As ``relaxed``, with the printed migration factor, which is the same for staying and moving."""
+    """``relaxed`` with the paper's printed migration factor, which is the same for staying and moving."""
 
 
 class PreemptedKv(StrEnum):
-    """What happens to the KV of a preempted sequence."""
+    """Treatment of the KV of a preempted sequence."""
 
     KEPT = "kept"
-    """It stays cached, is copied to the host when it is evicted, and is copied back."""
+    """The KV stays cached. If evicted, it is copied to the host and later copied back."""
     DROPPED = "dropped"
-    """It is freed and computed again."""
+    """The KV is freed and computed again."""
     CHEAPER = "cheaper"
-    """The faster of the two, by the times of past copies and steps."""
+    """The faster of the other two options, by the times of past copies and steps."""
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The policy options of one system. ``lorikeet.policies`` has the names of policies.
+    """Sets the policy options of one system. ``lorikeet.policies`` has the names of policies.
 
     A policy's parameters follow its name: ``dlora(patience=64)``.
 
-    Options that end with "(papers)" are set only by presets that reproduce a paper's system.
+    Only presets that reproduce a paper's system set the options marked "(papers)".
 
     Attributes:
-        kernel_form: how LoRA is computed for a batch of mixed ranks.
-        kv_after_finish: what happens to the KV of a finished request.
-        host_kv: which KV is copied to the host tier: ``none``, ``evicted`` KV at its eviction, or KV that will be
-            evicted soon, ``ahead`` of it.
+        kernel_form: way to compute LoRA for a batch of mixed ranks.
+        kv_after_finish: treatment of the KV of a finished request.
+        host_kv: KV that is copied to the host tier: ``none``, KV that is ``evicted``, or KV ``ahead`` of its eviction.
         memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part (papers).
         adapter_share: share of the device for adapters if ``memory_split`` is ``static`` (papers).
         padded_slots: whether every adapter takes as many blocks as the largest registered one (papers).
@@ -145,30 +144,31 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keep_adapters: whether an adapter stays cached after its last running request, until its blocks are needed.
         dependency_tree: whether KV is evicted before its adapter, and later KV before earlier. Otherwise any unneeded
             node may be evicted, and KV may stay without its adapter; only papers' presets do that.
-        eviction: which adapters and KV are evicted first.
-        prefetch: which adapters and KV are loaded before a request waits for them.
-        swap_interval_s: seconds between ticks of the swapper, which evicts and prefetches; 0 for none.
-        admission: which of the waiting requests is tried next.
-        prefill_apart: whether prompts are computed in steps of their own, while decodes wait.
+        eviction: policy that orders the eviction of adapters and KV.
+        prefetch: policy that chooses adapters and KV to load before a request waits for them.
+        swap_interval_s: seconds between ticks of the swapper, which evicts and prefetches; 0 for no ticks.
+        admission: policy that chooses the next waiting request to admit.
+        prefill_apart: whether prefills run in separate steps, while decodes wait.
         decodes_between_prefills: number of decode steps after a prefill before requests are admitted, while sequences
             run (papers).
-        preempted_kv: what happens to the KV of a preempted sequence.
-        batching: which requests run together, and whether their adapter is merged into the base weights.
-        merge_by: how the merged adapter is changed (papers).
-        cold_start: what happens while the adapter of a request is being loaded.
+        preempted_kv: treatment of the KV of a preempted sequence.
+        batching: policy that chooses the requests that run together, and the adapter that is merged into the base
+            weights.
+        merge_by: way to change the merged adapter (papers).
+        cold_start: behaviour while the adapter of a request is loaded.
         step_hold: whether a step is delayed until a pending transfer ends, if the requests that wait for it gain more
             time than all running and queued requests lose.
         layer_groups: number of groups of layers in which the adapter of an assisted prefill is loaded (papers).
         host_layers: layers of an assisted prefill on which host cores compute LoRA.
         host_chunk: tokens per host core in an assisted prefill, as a multiple of the number that was measured to suit
             a core (papers).
-        placement: which replicas of a cluster serve which adapter. This and the options below matter only for several
-            replicas.
+        placement: policy that places adapters on the replicas of a cluster. This option and the following ones matter
+            only for several replicas.
         placement_period_s: seconds between two placements; each uses the demand of the periods before.
-        routing: which of the replicas placed for its adapter gets a request.
-        pool_prefetch: whether replicas fetch newly placed adapters immediately; otherwise with the first request.
-        pool_share: most bytes of adapters that the machines of all replicas hold, as a share of every adapter on each
-            machine. Beyond it the copies that were unused for longest are deleted, but never an adapter's last one.
+        routing: policy that routes a request to one of the replicas that have its adapter.
+        pool_prefetch: whether replicas fetch newly placed adapters immediately, instead of with the first request.
+        pool_share: limit on the adapters that all machines hold together, as a share of a full copy on each machine.
+            Beyond the limit, the copies unused for longest are deleted, except an adapter's last copy.
         comigration: whether requests and their adapters move together from busy replicas to idle ones.
         comigration_problem: the optimisation problem that decides what moves (papers).
     """
@@ -206,12 +206,12 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PresetGroup(NamedTuple):
-    """Presets that a package offers together, such as those of a paper.
+    """Presets that a package offers together, such as the presets of a paper.
 
     Attributes:
         title: heading in ``lorikeet presets --all``.
         presets: presets by name.
-        about: one line each about some of them; the others are shown by their options.
+        about: a line about each preset, by name. Presets without a line are shown by their options.
     """
 
     title: str
@@ -223,7 +223,7 @@ _PLAIN = Preset(routing="kv-affinity")
 _AUTO = replace(
     _PLAIN,
     host_kv=HostKv.AHEAD,
-    preempted_kv=PreemptedKv.KEPT,  # at no cost: it is evicted as other KV, without a copy
+    preempted_kv=PreemptedKv.KEPT,  # Keeping the KV costs nothing: it is evicted like other KV, without a copy.
     prefetch="newest-first",
     swap_interval_s=0.1,
     admission="bounded-sjf",
@@ -238,13 +238,13 @@ _AUTO = replace(
 OWN = PresetGroup(
     "Lorikeet",
     {
-        # The default. It copies KV that is likely to be used again to the host before it is evicted, and prefetches the
-        # newest of it, so that no request waits for a copy to the host. It admits short requests first within bounds,
-        # evicts adapters' KV that is rarely reused first, computes prompts in steps of their own where that pays, lets
-        # host cores assist cold prefills where that pays, and routes by the seconds that a request adds.
+        # The default. It copies KV that is likely to be reused to the host before the eviction, and prefetches the
+        # newest, so that no request waits for a copy to the host. It admits short requests first within bounds, evicts
+        # rarely reused KV of adapters first, runs prefills in separate steps and lets host cores assist cold prefills
+        # where these pay, and routes by the seconds that a request adds.
         "lorikeet:auto": _AUTO,
-        # Unified memory with LRU, prefix caching, first come first served, and routing to cached prefixes. KV is copied
-        # to the host when it is evicted, and nothing is prefetched.
+        # Unified memory with LRU, prefix caching, first come first served, and routing to cached prefixes. Evicted KV
+        # is copied to the host, and nothing is prefetched.
         "lorikeet:plain": _PLAIN,
         "lorikeet:plain-block": replace(_PLAIN, cold_start=ColdStart.BLOCK),
         "lorikeet:plain-no-reuse": replace(_PLAIN, kv_after_finish=KvAfterFinish.DROPPED, routing="adapter-affinity"),
@@ -254,7 +254,8 @@ OWN = PresetGroup(
         "lorikeet:fair-adapter": replace(_AUTO, admission="fair(by=adapter)"),
         "lorikeet:priority": replace(_AUTO, admission="priority"),
         "lorikeet:deadline": replace(_AUTO, admission="deadline"),
-        # Not the default: it takes the memory of the weights twice, and saves little (docs/decisions/merging-paid.md).
+        # This preset is not the default, since it takes the memory of the weights twice and saves little
+        # (docs/decisions/merging-paid.md).
         "lorikeet:merge-paid": replace(_AUTO, batching="merge-paid"),
         "lorikeet:kv-affinity": replace(_AUTO, routing="kv-affinity"),
         "lorikeet:adapter-affinity": replace(_AUTO, routing="adapter-affinity"),
@@ -302,13 +303,14 @@ OWN = PresetGroup(
 
 
 class PresetTable(Mapping[str, Preset]):
-    """All presets by name: the product's own, those of papers, and those of other packages.
+    """Finds all presets by name: the product's, the papers', and those of other packages.
 
     An entry point of the group ``lorikeet.presets`` has the name of a preset, or of a family whose presets are called
-    ``FAMILY:VARIANT``, and is a :class:`PresetGroup`. It is imported when a name of its family is looked up.
+    ``FAMILY:VARIANT``, and is a :class:`PresetGroup`. The entry point is imported when a name of its family is looked
+    up.
 
     Args:
-        own: the product's own presets.
+        own: the product's presets.
     """
 
     group = "lorikeet.presets"
@@ -320,8 +322,8 @@ class PresetTable(Mapping[str, Preset]):
         """Return a preset.
 
         Raises:
-            KeyError: there is none of this name.
-            ConfigError: the package that has it cannot be imported.
+            KeyError: the name is unknown.
+            ConfigError: the preset's package cannot be imported.
         """
         if name in self.own.presets:
             return self.own.presets[name]
@@ -332,7 +334,7 @@ class PresetTable(Mapping[str, Preset]):
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names of all presets; packages that cannot be imported are left out."""
+        """Return the names of all presets, except those of packages that cannot be imported."""
         return iter(dict.fromkeys(name for group in self.groups() for name in group.presets))
 
     def __len__(self) -> int:
@@ -340,10 +342,10 @@ class PresetTable(Mapping[str, Preset]):
         return sum(1 for _ in self)
 
     def groups(self, on_error: Callable[[ConfigError], None] = lambda error: None) -> list[PresetGroup]:
-        """Return the groups of all presets, the product's own first.
+        """Return the groups of all presets, the product's presets first.
 
         Args:
-            on_error: called with the error of each package that cannot be imported.
+            on_error: function that is called with the error of each package that cannot be imported.
         """
         found = [self.own]
         for entry in plugins.names(self.group):
@@ -358,7 +360,7 @@ class PresetTable(Mapping[str, Preset]):
         return found
 
     def names(self) -> list[str]:
-        """Return the names that can be given without importing a package: own presets, others, and families."""
+        """Return the names that need no import of a package: the product's presets, others, and families."""
         return list(dict.fromkeys([*self.own.presets, *plugins.names(self.group)]))
 
 
@@ -399,7 +401,7 @@ def resolve_preset(name: str) -> tuple[str, Preset]:
     Options may be changed behind the name: ``vllm-static,adapter_share=0.35``.
 
     Raises:
-        ConfigError: the preset or an option is unknown, or a value is wrong; the message lists the allowed ones.
+        ConfigError: the preset or an option is unknown, or a value is wrong. The message lists the allowed ones.
     """
     base, *changes = split_options(name)
     full = AUTO_PRESET if base == "auto" else base
@@ -417,7 +419,7 @@ def resolve_preset(name: str) -> tuple[str, Preset]:
             raise ConfigError(f"preset {name!r}: {unknown_name('option', option, list(options))}")
         choices = CHOICES.get(option)
         if choices is not None and value not in choices:
-            raise ConfigError(f"preset {name!r}: {option} is one of {', '.join(choices)}, not {value!r}")
+            raise ConfigError(f"preset {name!r}: {option} must be one of {', '.join(choices)}, not {value!r}")
         options[option] = value
     return ",".join([full, *changes]), convert(options, Preset, f"preset {name!r}")
 
@@ -425,7 +427,7 @@ def resolve_preset(name: str) -> tuple[str, Preset]:
 def describe_preset(name: str) -> str:
     """Return the preset that ``name`` selects, for the start-up log: ``preset auto = lorikeet:auto``.
 
-    Options set behind the name are listed where they differ from the preset's own, which follow in brackets.
+    Options set behind the name are listed if they differ from the preset's values, which follow in brackets.
 
     Raises:
         ConfigError: see :func:`resolve_preset`.

@@ -17,11 +17,11 @@ _SHOWN_ADAPTERS = 20
 
 
 class ProgressDisplay:
-    """Progress bars on stderr if it is a terminal; else one line for each stage.
+    """Shows progress on stderr: bars on a terminal, otherwise a line for each stage.
 
     Args:
-        bars: draw bars on a terminal.
-        lines: without bars, print a line when a stage begins.
+        bars: whether to draw bars on a terminal.
+        lines: whether to print a line at the begin of each stage if there are no bars.
     """
 
     def __init__(self, *, bars: bool = True, lines: bool = True) -> None:
@@ -45,16 +45,16 @@ class ProgressDisplay:
         self._bars.stop()
 
     def stage(self, name: str) -> None:
-        """Show a stage whose length is not known."""
+        """Show a stage of unknown length."""
         self.show(name, 0, 0)
 
     def show(self, stage: str, done: int, total: int, left_s: float | None = None) -> None:
-        """Show ``done`` of ``total`` units of a stage; 0 of 0 for one whose length is not known.
+        """Show ``done`` of ``total`` units of a stage; 0 of 0 for a stage of unknown length.
 
         Args:
-            stage: its name.
-            done, total: units.
-            left_s: seconds that the rest may take; None if that is not known.
+            stage: name of the stage.
+            done, total: number of units.
+            left_s: estimated seconds until the end; None if unknown.
         """
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(escape(stage), total=total or None)
@@ -68,15 +68,15 @@ class ProgressDisplay:
 def show_ready(
     url: str, base: str, adapters: Sequence[str], *, needs_key: bool, as_json: bool, chats: bool = True
 ) -> None:
-    """Announce the ready server: on stdout its URL, its models and a command to paste, or one JSON line in the log.
+    """Announce a ready server: print its URL, models and a command to paste on stdout, or log one JSON line.
 
     Args:
-        url: address to open.
+        url: the server's address.
         base: name of the base model.
         adapters: names of all adapters; the first 20 are shown.
-        needs_key: the command to paste sends an API key.
-        as_json: only log it.
-        chats: the model of the command has a chat template.
+        needs_key: whether the command to paste sends an API key.
+        as_json: whether to log a JSON line instead of printing.
+        chats: whether the command's model has a chat template.
     """
     if as_json:
         log.info("ready", url=url, base_model=base, adapters=len(adapters))
@@ -111,7 +111,7 @@ def shown_url(host: str, port: int, has_tls: bool = False) -> str:
 
 
 def fail(text: str, *, as_json: bool = False) -> NoReturn:
-    """Report why the server cannot run and end the process with code 1."""
+    """Report why the server cannot run, and end the process with code 1."""
     if as_json:
         log.critical("the server cannot run", error=text)
     else:
@@ -120,7 +120,7 @@ def fail(text: str, *, as_json: bool = False) -> NoReturn:
 
 
 def exit_at_once() -> NoReturn:
-    """End the process with code 0 and without waiting for threads, since a library's may download for another hour."""
+    """End the process with code 0 without waiting for threads, since a library's thread may download for an hour."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Checks an adapter for ``lorikeet adapters inspect --check``: greedy answers of the engine and of PEFT, compared."""
+"""Checks an adapter for ``lorikeet adapters inspect --check``: compares greedy answers of the engine and of PEFT."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from lorikeet.engine.build import build_replica
 
 
 class Comparison(NamedTuple):
-    """Greedy answers to one prompt.
+    """The greedy answers of engine and PEFT to one prompt.
 
     Attributes:
-        own, by_peft: their tokens.
-        logprob_difference: the largest between the two of a token that both chose.
+        own, by_peft: tokens of the engine's and PEFT's answer.
+        logprob_difference: largest difference between the log probabilities of a token that both chose.
     """
 
     own: list[int]
@@ -31,13 +31,13 @@ class Comparison(NamedTuple):
 
 
 def compare(folder: Path, base: Path, prompt: str, tokens: int) -> Comparison:
-    """Answer a prompt greedily in fp32, here and by PEFT.
+    """Answer a prompt greedily in fp32, with the engine and with PEFT.
 
     Args:
         folder: the adapter's folder.
-        base: the folder of its base.
-        prompt: text, which is continued as it is.
-        tokens: how many to compute.
+        base: the folder of the base model.
+        prompt: text to continue, without a chat template.
+        tokens: number of tokens to compute.
 
     Raises:
         AdapterError: the adapter cannot be served, PEFT cannot load it, or the request fails.

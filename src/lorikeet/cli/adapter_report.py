@@ -12,7 +12,7 @@ from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import LORA_MODULES, SCORE, split_layer
 from lorikeet.core.text import format_size
 
-if TYPE_CHECKING:  # it imports torch, which a description does not need
+if TYPE_CHECKING:  # The module imports torch, which a description does not need.
     from lorikeet.convert.algebra import AdapterDifference
 
 _NOT_OF_MODULES = frozenset({"vector", "rows"})
@@ -20,12 +20,12 @@ _NOT_OF_MODULES = frozenset({"vector", "rows"})
 
 
 def describe(folder: Path, adapter: AdapterDescription, base: str) -> dict[str, Any]:
-    """Return an adapter's figures, and for each module the layers, ranks, scalings and dtypes that it has.
+    """Return an adapter's figures, and the layers, ranks, scalings and dtypes of each module.
 
     Args:
         folder: the adapter's folder.
-        adapter: its content.
-        base: folder of the base with which it was compared; "" if with none.
+        adapter: the adapter's content.
+        base: folder of the base with which the adapter was compared; "" without a comparison.
     """
     modules = {}
     for module in dict.fromkeys(each.module for each in adapter.modules):
@@ -56,7 +56,7 @@ def describe(folder: Path, adapter: AdapterDescription, base: str) -> dict[str, 
 
 
 def _extras(adapter: AdapterDescription) -> list[dict[str, Any]]:
-    """Return the tensors that an adapter has beside A and B, by kind and module."""
+    """Return the tensors of an adapter beside A and B, by kind and module."""
     found: dict[tuple[str, str], list[ExtraTensor]] = {}
     for each in adapter.extras:
         if each.entry is not None:

@@ -344,7 +344,7 @@ def diff(
 
 
 def _parts(mixture: str) -> list[tuple[Path, float]]:
-    """Return folders and weights, spelled as in requests."""
+    """Parse folders and weights, which are spelled as in requests."""
     from lorikeet.chat.mixtures import spelled
     from lorikeet.http.errors import ApiError
 
@@ -365,7 +365,7 @@ def _rank_range(found: Sequence[Any]) -> str:
 
 
 def _sizes(base: Path) -> tuple[ModelGeometry | None, str]:
-    """Return the sizes that an adapter must fit and the base's dtype; None if only a loaded base has them."""
+    """Return the sizes that an adapter must fit, and the base's dtype; None if only a loaded base gives them."""
     from lorikeet.models.config import read_model_config
     from lorikeet.models.json_section import ModelConfigError
 
@@ -386,7 +386,7 @@ def _compare(folder: Path, base: Path, prompt: str, tokens: int) -> dict[str, An
 
 
 def _served(folder: Path, base: Path) -> "AdapterDescription | None":
-    """Return the content of an adapter that can be served unconverted; None if it cannot."""
+    """Return the content of an adapter; None if it cannot be served without conversion."""
     from lorikeet.adapters.checkpoint import DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe
@@ -398,7 +398,7 @@ def _served(folder: Path, base: Path) -> "AdapterDescription | None":
 
 
 def _peft() -> Any:
-    """Return the module that uses PEFT, or end with how to install it."""
+    """Return the module that uses PEFT, or end the command with the way to install it."""
     from importlib.util import find_spec
 
     from lorikeet.core.text import install_command
@@ -411,7 +411,7 @@ def _peft() -> Any:
 
 
 def _base_folder(base: str) -> Path:
-    """Return the folder of a base; the default model's name means that model, if no folder is called so."""
+    """Return the folder of a base. The default model's name means that model, unless a folder has the name."""
     from lorikeet.config import ConfigError, ModelSettings
     from lorikeet.models import default
     from lorikeet.models.model_folder import prepare_model

@@ -1,4 +1,4 @@
-"""The subcommands of ``lorikeet``."""
+"""Registers the subcommands of ``lorikeet``."""
 
 import inspect
 import sys
@@ -67,10 +67,10 @@ app.add_typer(profiles.app, name="profiles")
 
 
 class _Command(TyperCommand):
-    """Prints help that names each option once, since rich cuts names that do not fit into its table."""
+    """Prints help with each option's full name once, since rich cuts names that do not fit into its table."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help, with further names of an option behind its text."""
+        """Print the help, with further names of an option after its text."""
         for parameter in self.params:
             others = [*parameter.opts[1:], *parameter.secondary_opts]
             if others and isinstance(parameter, TyperOption):
@@ -100,11 +100,11 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Options of the command itself."""
+    """Define the options of the command ``lorikeet``."""
 
 
 def run() -> None:
-    """Run the command with the process's arguments; ``serve`` first translates flags of vLLM and SGLang."""
+    """Run the command with the process's arguments, after translating vLLM's and SGLang's flags for ``serve``."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["serve"]:
         as_json = "--log-json" in arguments

@@ -1,4 +1,4 @@
-"""``lorikeet batch``: answers a file of requests, by a running server or by one that it starts."""
+"""``lorikeet batch``: answers a file of requests with a running server, or with a server that it starts."""
 
 import asyncio
 import signal
@@ -135,10 +135,10 @@ def _so_far(counts: tuple[int, int, int]) -> str:
 
 @asynccontextmanager
 async def _started(model: str, flags: Sequence[str]) -> AsyncIterator[str]:
-    """Start a server on a socket in a temporary folder, and yield its URL when it is ready.
+    """Start a server on a socket in a temporary folder, and yield its URL when the server is ready.
 
     Raises:
-        BatchError: it ended before that; it has printed why.
+        BatchError: the server ended before it was ready, and has printed the reason.
     """
     import aiohttp
 
@@ -151,7 +151,8 @@ async def _started(model: str, flags: Sequence[str]) -> AsyncIterator[str]:
             *(sys.executable, "-c", _SERVE, "serve", *([model] if model else []), *own, *flags),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt of the terminal is for this command, which ends it in order
+            # An interrupt at the terminal should reach only this command, which then ends the server.
+            start_new_session=True,
         )
         try:
             async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(uds)) as session:

@@ -41,8 +41,8 @@ class BatchCounts(NamedTuple):
     """Holds the progress of a batch.
 
     Attributes:
-        total: requests in the file.
-        done: those with an answer.
+        total: number of requests in the file.
+        done: number of requests with an answer.
         failed: number of answers with an error in this run.
     """
 
@@ -52,14 +52,14 @@ class BatchCounts(NamedTuple):
 
 
 class BatchFiles:
-    """A file of requests, and the one with their answers, which this process owns.
+    """Holds a file of requests and the file of their answers, which this process owns.
 
     Args:
-        source: requests.
-        target: file of answers; created if it is missing, continued if it exists.
+        source: the file of requests.
+        target: the file of answers. It is created if missing, and continued if it exists.
 
     Raises:
-        LineError: a line of either is wrong.
+        LineError: a line of a file is wrong.
         BatchError: another process writes the answers.
         OSError: a file cannot be read or written.
     """
@@ -81,7 +81,7 @@ class BatchFiles:
             self._answered = answered(target)
         except (OSError, ValueError) as error:
             self._target.close()
-            raise BatchError(f"{target}: it is there, and holds no answers of a batch: {error}") from error
+            raise BatchError(f"{target}: the file exists and does not contain answers of a batch: {error}") from error
 
     @property
     def counts(self) -> BatchCounts:
@@ -100,7 +100,7 @@ class BatchFiles:
         """Append an answer.
 
         Raises:
-            OSError: it cannot be written whole.
+            OSError: the line cannot be written completely.
         """
         begin = self._target.seek(0, os.SEEK_END)
         if self._target.write(line) != len(line):
@@ -108,7 +108,7 @@ class BatchFiles:
             raise OSError("no space is left")
 
     def close(self) -> None:
-        """Let others write the answers."""
+        """Release the file of answers for other processes."""
         self._target.close()
 
 
@@ -119,17 +119,17 @@ async def send_batch(
     concurrency: int,
     show: Callable[[BatchCounts], None],
 ) -> BatchCounts:
-    """Send the requests without answers, until all have one.
+    """Send all requests without an answer, until every request has one.
 
     Args:
-        files: requests and answers.
+        files: the files of requests and answers.
         url: the server's URL; ``unix:PATH`` for a Unix socket.
-        api_key: sent as a bearer token.
-        concurrency: requests at the same time.
-        show: gets every step.
+        api_key: key that is sent as a bearer token.
+        concurrency: number of requests at the same time.
+        show: function that is called with the counts after every answer.
 
     Raises:
-        BatchError: the server is gone, or refuses the key.
+        BatchError: the server cannot be reached, or refuses the key.
         OSError: an answer cannot be written.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -143,7 +143,7 @@ async def send_batch(
 
         async def work() -> None:
             nonlocal counts
-            for request in waiting:  # shared: each sender gets the next
+            for request in waiting:  # The senders share the iterator, so that each request is sent once.
                 line, has_failed = await _answer(session, root, request)
                 files.append(line)
                 counts = counts._replace(done=counts.done + 1, failed=counts.failed + has_failed)
@@ -159,7 +159,7 @@ async def send_batch(
 
 
 async def _answer(session: aiohttp.ClientSession, root: str, request: RequestLine) -> tuple[bytes, bool]:
-    """Return the line with the answer to a request, and whether it is an error."""
+    """Send a request. Return the line with the answer, and whether the answer is an error."""
     line_id = f"batch_req_{secrets.token_hex(12)}"
     try:
         body = _in_background(request.body)
@@ -190,12 +190,12 @@ async def _answer(session: aiohttp.ClientSession, root: str, request: RequestLin
 
 
 def _in_background(body: bytes) -> bytes:
-    """Return a body whose request runs when no other waits, unless it has a priority of its own.
+    """Return a body whose request runs when no other request waits, unless the body sets a priority.
 
     Raises:
         ValueError: the body requests a stream.
     """
     fields: dict[str, Any] = msgspec.json.decode(body)
     if fields.get("stream"):
-        raise ValueError("stream: not in a batch")
+        raise ValueError("stream: not supported in a batch")
     return body if "service_tier" in fields else msgspec.json.encode({**fields, "service_tier": "flex"})

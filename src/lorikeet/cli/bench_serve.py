@@ -82,7 +82,8 @@ def bench_serve(
     from lorikeet.workloads.recipe import Recipe
     from lorikeet.workloads.workload import OptionError, Range, WorkloadError, parse_slo, read_any
 
-    if arrivals == "bursty" or (burstiness is not None and not arrivals and workload is None):  # as in vLLM's benchmark
+    # vLLM's benchmark has the same default.
+    if arrivals == "bursty" or (burstiness is not None and not arrivals and workload is None):
         arrivals = "gamma"
     if burstiness is not None and not 0 < burstiness < inf:
         fail(f"--burstiness {burstiness} is not a positive number", code=2)
@@ -200,7 +201,7 @@ def _is_name_form(text: str) -> bool:
 
 
 def _models(api: ServerClient, base: str, adapters: str) -> tuple[str, tuple[str | None, ...]]:
-    """Return the base model's name and the adapters to choose from, None for the base; lists models only if needed."""
+    """Return the base model's name and the adapters to choose from (None for the base). Lists models only if needed."""
     cards = api.get("/v1/models")["data"] if not base or adapters == "all" else []
     if not base and not cards:
         fail("the server lists no model; name one: --model")

@@ -16,15 +16,15 @@ _HELP = (
 
 
 class Conversation:
-    """The conversation without the terminal: lines in, text out.
+    """Runs a conversation without the terminal: takes lines and writes text.
 
     Args:
         api: the server.
         model: name of the base model or of an adapter.
-        parameters: sent with every request.
+        parameters: fields that are sent with every request.
 
     Raises:
-        SystemExit: the server does not serve the model; its models have been printed.
+        SystemExit: the server does not serve the model. Its models have been printed.
     """
 
     def __init__(self, api: ServerClient, model: str | None = None, **parameters: float | int) -> None:
@@ -37,7 +37,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def take(self, line: str, write: Callable[[str], None]) -> bool:
-        """Handle one line, a command or a message; False once the conversation is over."""
+        """Handle one line, which is a command or a message. Return False at the end of the conversation."""
         command, _, argument = line.strip().partition(" ")
         match command:
             case "":
@@ -67,7 +67,7 @@ class Conversation:
         except AnswerError as error:
             write(f"\n{error}\nThis message is not part of the conversation.\n")
             return
-        except KeyboardInterrupt:  # keep the part of the answer that has arrived
+        except KeyboardInterrupt:  # The part of the answer that has arrived is kept.
             pass
         write("\n")
         self._messages += (question, {"role": "assistant", "content": answer})
@@ -99,7 +99,7 @@ def chat(
     console.print(f"{conversation.model} at {url}. {_HELP}.", soft_wrap=True)
 
     def write(text: str) -> None:
-        print(text, end="", flush=True)  # not by the console, which would turn tabs into spaces
+        print(text, end="", flush=True)  # The console would turn tabs into spaces.
 
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Flags of vLLM and SGLang without a counterpart in Lorikeet.
+"""Handles flags of vLLM and SGLang without a counterpart in Lorikeet.
 
-Flags with a counterpart are ordinary options of ``lorikeet serve``. Those listed here are removed from the command line
-before it is parsed: most with a note on what Lorikeet does instead. Some are refused, because the server would
-otherwise serve something else. Flags in neither list are errors.
+Flags with a counterpart are ordinary options of ``lorikeet serve``. The flags in this module are removed from the
+command line before it is parsed, most with a note on Lorikeet's behaviour. Some flags are refused, because the server
+would otherwise serve something else. Flags in neither list are errors.
 
 Names: https://docs.vllm.ai/en/latest/cli/serve/ and https://docs.sglang.io/docs/advanced_features/server_arguments
 """
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 
 class CompatError(ValueError):
-    """A flag needs something that Lorikeet does not support; the message names a replacement."""
+    """A flag needs a feature that Lorikeet does not support. The message names a replacement."""
 
 
 class ForeignFlag(NamedTuple):
-    """One flag.
+    """A flag of another server.
 
     Attributes:
-        text: Lorikeet's way, or the reason for the refusal.
+        text: Lorikeet's behaviour, or the reason for the refusal.
         value: whether the flag has a value.
-        same: values that ask for what Lorikeet does anyway; they get no note.
+        same: values that match Lorikeet's behaviour, so that no note is printed.
         refuse: whether other values end the command with an error.
     """
 
@@ -191,8 +191,8 @@ _MODEL_OPTIONS = ("--model", "--model-path")
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Translate arguments in vLLM's or SGLang's form for ``lorikeet serve``. Option names may have underscores.
 
-    Several values after one option all belong to it only if the model was named first; otherwise the last of them
-    might be the model. Adapters as ``name=path`` are no model.
+    Several values after one option all belong to the option only if the model comes first; otherwise the last value
+    might be the model. An adapter as ``name=path`` is never the model.
 
     Returns:
         The arguments to parse, and notes for the user.

@@ -19,10 +19,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes meant by ``text``: ``4GiB``, ``4Gi`` (powers of 1024), ``4GB``, ``500m`` (of 1000), ``4096``.
+    """Parse a size in bytes: ``4GiB`` or ``4Gi`` (powers of 1024), ``4GB`` or ``500m`` (of 1000), ``4096``.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match[3] and not match[2]):
@@ -55,10 +55,10 @@ def check_plot_file(file: Path | None) -> None:
 
 
 def write_json(file: str | None, value: Any) -> bool:
-    """Write ``value`` where ``--json`` points; without the option write nothing.
+    """Write ``value`` as JSON to the target of ``--json``. Without the option, write nothing.
 
     Returns:
-        Whether the command should print its tables, too: not if standard output holds the JSON.
+        Whether the command should print its tables, too: False if standard output gets the JSON.
     """
     if file is None:
         return True
@@ -74,13 +74,13 @@ def write_json(file: str | None, value: Any) -> bool:
 
 
 def output() -> Console:
-    """Return a console for tables on standard output; outside a terminal no cell is cut or wrapped."""
+    """Return a console for tables on standard output. Outside a terminal, cells are not cut or wrapped."""
     columns = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _NO_TERMINAL_COLUMNS
     return Console(highlight=False, emoji=False, width=columns)
 
 
 def note(text: str, *, as_json: bool = False) -> None:
-    """Print one line for the user's attention on stderr; ``as_json`` as a line of a JSON log."""
+    """Print a note on stderr, with ``as_json`` as a line of a JSON log."""
     if as_json:
         _print_json("info", "note", note=text)
     else:
@@ -88,7 +88,7 @@ def note(text: str, *, as_json: bool = False) -> None:
 
 
 def fail(text: str, code: int = 1, *, as_json: bool = False) -> NoReturn:
-    """Print what went wrong on stderr and end the command with ``code``; ``as_json`` as a line of a JSON log."""
+    """Print an error on stderr, with ``as_json`` as a line of a JSON log, and end the command with ``code``."""
     if as_json:
         _print_json("critical", "the command cannot run", error=text)
     else:
@@ -97,12 +97,12 @@ def fail(text: str, code: int = 1, *, as_json: bool = False) -> NoReturn:
 
 
 def _print_json(level: str, event: str, **fields: str) -> None:
-    """Print a line as the JSON log has them, without its library, which a command may not need."""
+    """Print a line in the form of the JSON log, without importing the log's library."""
     line = {**fields, "event": event, "level": level, "timestamp": datetime.now(UTC).isoformat()}
     print(json.dumps(line), file=sys.stderr)
 
 
 def given_options(context: typer.Context) -> list[str]:
-    """Return the names of the options that were given, and did not get their defaults."""
+    """Return the names of the options that the user has given."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, place in sources.items() if place is not None and place.name != "DEFAULT"]

@@ -1,4 +1,4 @@
-"""``lorikeet generate``: one answer from an engine in this process, without a server."""
+"""``lorikeet generate``: prints one answer from an engine in this process, without a server."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""HTTP client of a running server, for the commands that talk to one."""
+"""Sends HTTP requests to a running server, for the commands that need one."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ import typer
 from lorikeet.cli.console import fail
 from lorikeet.http.urls import server_root, unix_socket
 
-if TYPE_CHECKING:  # a third of the import time of all commands, and ``serve`` does without
+if TYPE_CHECKING:  # This import takes a third of the import time of all commands, and ``serve`` does not need it.
     import aiohttp
 
 Url = Annotated[str, typer.Option(help="Address of the server; unix:PATH for one with --uds.", envvar="LORIKEET_URL")]
@@ -28,9 +28,9 @@ class AnswerError(Exception):
 
 
 def connector_to(url: str) -> "tuple[str, aiohttp.BaseConnector]":
-    """Return the root of a server's routes, and what connects to it: over a Unix socket for ``unix:PATH``.
+    """Return the root of a server's routes, and a connector to it, which uses a Unix socket for ``unix:PATH``.
 
-    Call it where an event loop runs.
+    The caller must be in a running event loop.
     """
     import aiohttp
 
@@ -40,13 +40,14 @@ def connector_to(url: str) -> "tuple[str, aiohttp.BaseConnector]":
 
 
 class ServerClient:
-    """The routes that the commands use. Errors of the server end the command with its message, but for answers.
+    """Calls the routes that commands use.
 
-    Every call runs an event loop of its own, so it cannot be made from within one.
+    Errors of the server end the command with the server's message, except errors of answers. Every call runs a new
+    event loop, so it cannot be made inside an event loop.
 
     Args:
         url: the server's URL.
-        api_key: sent as a bearer token.
+        api_key: key that is sent as a bearer token.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -54,31 +55,31 @@ class ServerClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
-        """GET a JSON object."""
+        """Send GET and return the JSON object of the answer."""
         return self._call("GET", path, params=parameters)
 
     def has_model(self, name: str) -> bool:
-        """Return whether the server answers for a model, which may have names that it does not list."""
+        """Return whether the server has a model. A model may have names that the server does not list."""
         status, _ = self._exchange("GET", f"/v1/models/{quote(name)}")
         return status < 400
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST ``body`` and return the JSON object that comes back."""
+        """Send POST with ``body`` and return the JSON object of the answer."""
         return self._call("POST", path, json=body)
 
     def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """PATCH with ``body`` and return the JSON object that comes back."""
+        """Send PATCH with ``body`` and return the JSON object of the answer."""
         return self._call("PATCH", path, json=body)
 
     def delete(self, path: str) -> dict[str, Any]:
-        """DELETE and return the JSON object that comes back."""
+        """Send DELETE and return the JSON object of the answer."""
         return self._call("DELETE", path)
 
     def stream_chat(self, model: str, messages: list[dict[str, str]], **parameters: Any) -> Iterator[str]:
         """Yield the pieces of an answer as they arrive.
 
         Raises:
-            AnswerError: the server refuses the request, or its answer ends with an error.
+            AnswerError: the server refuses the request, or the answer ends with an error.
         """
         import aiohttp
 
@@ -107,7 +108,7 @@ class ServerClient:
         return dict(json.loads(content))
 
     def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
-        """Return the status and body of an answer of any status; a server that is not there ends the command."""
+        """Return the status and body of an answer of any status. If the server cannot be reached, end the command."""
         import aiohttp
 
         try:
@@ -136,7 +137,7 @@ class ServerClient:
 
 
 async def _next_line(lines: AsyncIterator[bytes]) -> bytes:
-    """Return the next line with its end; nothing after the last."""
+    """Return the next line with its line end; empty after the last line."""
     return await anext(lines, b"")
 
 
@@ -149,7 +150,7 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
 
 
 def _message(status: int, content: bytes) -> str:
-    """Return the server's error message if it has OpenAI's form, else the body."""
+    """Return the server's error message if it has OpenAI's form; otherwise the body."""
     try:
         error = json.loads(content)["error"]
     except (ValueError, KeyError, TypeError):
@@ -158,7 +159,7 @@ def _message(status: int, content: bytes) -> str:
 
 
 def _reason(error: "aiohttp.ClientError") -> str:
-    """Return the cause of a failed connection, in the system's words."""
+    """Return the cause of a failed connection as the system's message."""
     import aiohttp
 
     if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):

@@ -127,13 +127,13 @@ def rotate(
 def revoke(
     key: Annotated[str, typer.Argument(help="The key's id.")], url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:
-    """Refuse a key from now on; its usage records and its adapters stay."""
+    """Refuse a key from now on. Its usage records and its adapters stay."""
     card = ServerClient(url, api_key).delete(f"/v1/keys/{quote(key)}")
     print(f"revoked {card['id']} ({card['name']})")
 
 
 def _given(max_adapter_size: str | None, **others: Any) -> dict[str, Any]:
-    """Return the settings that were given, as the server names them."""
+    """Return the given settings under the server's names."""
     settings = {name: value for name, value in others.items() if value is not None}
     if max_adapter_size is not None:
         try:

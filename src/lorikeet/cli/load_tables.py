@@ -1,4 +1,4 @@
-"""Tables of ``lorikeet bench serve`` and ``lorikeet simulate``."""
+"""Builds the tables of ``lorikeet bench serve`` and ``lorikeet simulate``."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ _ENDS = ("p50", "p99")
 
 
 def times_table(figures: LoadFigures, held: str, *, has_client: bool) -> Table:
-    """Return all distributions of a run, in milliseconds; ``held`` names the time for which requests were held back."""
+    """Return a table of a run's distributions, in milliseconds. ``held`` names the delay of requests."""
     table = Table("ms", title="Times", title_justify="left")
     for name in ("mean", "P50", "P90", "P95", "P99", "count"):
         table.add_column(name, justify="right")
@@ -34,7 +34,7 @@ def times_table(figures: LoadFigures, held: str, *, has_client: bool) -> Table:
 
 
 def totals_table(figures: LoadFigures, cpu_share: float | None, server: Mapping[str, float]) -> Table:
-    """Return counts and rates of a run and the server's figures; ``cpu_share`` is the client's, None without one."""
+    """Return a table of a run's counts and rates and the server's figures. ``cpu_share`` is the client's."""
     table = Table("figure", title="Run", title_justify="left")
     table.add_column("value", justify="right")
     rows: dict[str, str | None] = {
@@ -82,7 +82,7 @@ def adapters_table(adapters: Sequence[AdapterFigures], top: int) -> Table:
 
 
 def errors_table(errors: Mapping[str, ErrorFigures]) -> Table:
-    """Return the errors, how often each occurred, and the first message of each."""
+    """Return a table of the errors, with the count and the first message of each."""
     table = Table("error", "count", "for example", title="Errors", title_justify="left", style="red")
     for kind, figures in errors.items():
         table.add_row(escape(kind), str(figures.count), escape(figures.example))
@@ -90,7 +90,7 @@ def errors_table(errors: Mapping[str, ErrorFigures]) -> Table:
 
 
 def probes_table(probes: Sequence[tuple[float, LoadFigures]], target: float) -> Table:
-    """Return the probes of a peak search, in order."""
+    """Return a table of the probes of a peak search, in order."""
     table = Table(title="Probes", title_justify="left")
     for name in (
         *("requests\nper s", "sent", "failed", "SLO at-\ntainment", "goodput\nper s", "TTFT\nP99, ms"),

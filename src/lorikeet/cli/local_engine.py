@@ -37,14 +37,14 @@ class GenerationError(RuntimeError):
 def stream_answer(
     settings: Settings, prompt: str, adapter: Path | None, sampling: SamplingParams, *, raw: bool
 ) -> Iterator[str]:
-    """Yield the text of one answer as it is computed; progress of loading goes to stderr.
+    """Yield the text of one answer as it is computed. The progress of loading is shown on stderr.
 
     Args:
         settings: settings of the model and the engine.
         prompt: text to answer.
-        adapter: folder of a PEFT adapter, None for the base model.
-        sampling: how tokens are chosen; the model's own stop tokens are added.
-        raw: continue ``prompt`` itself instead of the chat template around it.
+        adapter: folder of a PEFT adapter; None for the base model.
+        sampling: sampling parameters, to which the model's stop tokens are added.
+        raw: whether to continue ``prompt`` without the chat template.
 
     Raises:
         GenerationError: model, adapter or prompt cannot be used.
@@ -60,7 +60,7 @@ def stream_answer(
 def _prepare(
     settings: Settings, prompt: str, adapter: Path | None, sampling: SamplingParams, scratch: Path, *, raw: bool
 ) -> tuple[Engine, Request, IncrementalDetokenizer]:
-    """Return a new engine, the request and its detokenizer; errors: see :func:`stream_answer`."""
+    """Return a new engine, the request and its detokenizer. See :func:`stream_answer` for errors."""
     with ProgressDisplay() as display:
         try:
             folder = prepare_model(settings.model, display.stage).path
@@ -68,7 +68,7 @@ def _prepare(
             text_processor = TextProcessor.read(folder)
             token_ids = _token_ids(text_processor, prompt, raw=raw)
             sampling = _within(config, len(token_ids), sampling)
-            # No longer than needed: many machines lack memory for the model's whole context.
+            # The context is no longer than needed, since many machines lack memory for the model's whole context.
             longest_tokens = len(token_ids) + sampling.max_tokens
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
             engine, sizes, _, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
@@ -87,10 +87,10 @@ def _prepare(
 
 
 def _adapter(folder: Path, geometry: ModelGeometry, dtype: str, scratch: Path) -> AdapterRef:
-    """Return a reference to an adapter; the files of a sharded one are merged in ``scratch``.
+    """Return a reference to an adapter. The files of a sharded adapter are merged in ``scratch``.
 
     Raises:
-        AdapterError: it is not valid, or does not fit model or dtype.
+        AdapterError: the adapter is not valid, or does not fit model or dtype.
     """
     if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
         store = AdapterStore(scratch, AdapterSettings(), geometry, AdapterChecks(dtype))
@@ -110,10 +110,10 @@ def _token_ids(text_processor: TextProcessor, prompt: str, *, raw: bool) -> list
 
 
 def _within(config: ModelConfig, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
-    """Return ``sampling`` with the model's stop tokens, limited to the context that the prompt leaves.
+    """Return ``sampling`` with the model's stop tokens, limited to the remaining context after the prompt.
 
     Raises:
-        GenerationError: the prompt is empty, or leaves no context.
+        GenerationError: the prompt is empty, or fills the context.
     """
     room_tokens = config.context_tokens - prompt_tokens
     if not prompt_tokens or room_tokens < 1:
@@ -131,7 +131,7 @@ def _decode(engine: Engine, request: Request, text: IncrementalDetokenizer) -> I
 
 
 def run_alone(engine: Engine, request: Request) -> Iterator[Token]:
-    """Run a request on an engine that has no other, and yield its tokens as they are sampled.
+    """Run a request on an engine without other requests, and yield its tokens as they are sampled.
 
     Raises:
         GenerationError: the request failed.

@@ -1,4 +1,4 @@
-"""The command ``lorikeet``. A server's engine process is started before anything else is imported."""
+"""Runs the command ``lorikeet``. Starts a server's engine process before all other imports."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``lorikeet plan``: which devices, how many replicas, which preset meet an SLO at the least price, by simulation."""
+"""``lorikeet plan``: finds, by simulation, the cheapest devices, replicas and preset that meet an SLO."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,7 +122,7 @@ def plan(
 
 
 def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None) -> "list[PricedProfile]":
-    """Return the profiles of the devices that were named, with their prices.
+    """Return the profiles of the named devices, with their prices.
 
     Raises:
         ValueError: a device is unknown, has no price, or the model does not fit.
@@ -140,7 +140,7 @@ def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None)
         except ValueError:
             price = -1.0
         if not name or not price > 0:
-            raise ValueError(f"--device {text!r} is not NAME=PRICE, such as a100-80=2")
+            raise ValueError(f"--device {text!r} must be NAME=PRICE, such as a100-80=2")
         if name not in DEVICES:
             if name not in known and not name.endswith(".toml") and "@" not in name:
                 raise ValueError(f"--device {name!r} is neither a profile nor a device: {', '.join(sorted(DEVICES))}")
@@ -151,8 +151,8 @@ def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None)
         fitting = [ranks for ranks in names if names[ranks] in known]
         wanted = [ranks for ranks in degrees or fitting[:2] if ranks in fitting]
         if not wanted:
-            load_profile(names[degrees[0] if degrees else 1])  # raises with the reason
-            raise ValueError(f"--device {name}: {model} does not fit in it")
+            load_profile(names[degrees[0] if degrees else 1])  # This call raises an error with the reason.
+            raise ValueError(f"--device {name}: {model} does not fit into the device")
         found += [PricedProfile(names[ranks], ranks, price) for ranks in wanted]
     return found
 
@@ -248,7 +248,7 @@ def _row(judged: "Judged", found: "Plan") -> list[str]:
 
 
 def _margin_words(found: "Plan", limits: "Slo") -> list[str]:
-    """Return the load margin of the choice, and the limit that would be missed first."""
+    """Return the load margin of the choice, and the limit that higher load would miss first."""
     if not found.loads:
         return ["margin in load: not known, since these arrivals cannot be made denser"]
     said = [f"margin: still met with {found.margin:g} times the load"]

@@ -1,4 +1,4 @@
-"""``lorikeet presets``: the systems that a server can run as, one line each."""
+"""``lorikeet presets``: lists the systems that a server can run as, one line each."""
 
 from typing import Annotated
 
@@ -36,7 +36,7 @@ def presets(
 
 
 def about(name: str, group: PresetGroup) -> str:
-    """Return one line about a preset; for a variant, the options in which it differs from its system."""
+    """Return one line about a preset; for a variant, the options in which it differs from its family's first preset."""
     if name in group.about:
         return group.about[name]
     system = name.partition(":")[0]

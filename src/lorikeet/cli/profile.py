@@ -99,7 +99,7 @@ def profile(
             else:
                 wanted = ModelSettings(model=model, dtype=dtype, load_format=load_format)
                 found, path = _measure(wanted, engine, output, quick, display)
-                write_profile(found, path)  # now, in case the search fails
+                write_profile(found, path)  # The profile is written now, in case the search fails.
             if operating_points:
                 replica = msgspec.structs.replace(
                     engine,
@@ -120,7 +120,7 @@ def profile(
 def _measure(
     model: ModelSettings, engine: EngineSettings, output: Path | None, quick: bool, display: "ProgressDisplay"
 ) -> "tuple[CostProfile, Path]":
-    """Measure a profile; return it and the file to write it to."""
+    """Measure a profile. Return the profile and the file to write."""
     from lorikeet.models.model_folder import prepare_model
     from lorikeet.profiling.run import FULL, QUICK, run_profile
 

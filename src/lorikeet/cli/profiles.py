@@ -1,4 +1,4 @@
-"""``lorikeet profiles``: the cost profiles that come with the package."""
+"""``lorikeet profiles``: lists the cost profiles that come with the package."""
 
 from typing import Annotated
 

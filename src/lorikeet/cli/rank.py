@@ -1,4 +1,4 @@
-"""``lorikeet rank``: a rank of an engine that runs on another machine."""
+"""``lorikeet rank``: runs a rank of another machine's engine on this machine."""
 
 from typing import Annotated
 

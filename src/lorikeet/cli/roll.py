@@ -1,4 +1,4 @@
-"""``lorikeet roll``: replace all replicas of a running server, one by one."""
+"""``lorikeet roll``: replaces all replicas of a running server, one by one."""
 
 from typing import Annotated
 

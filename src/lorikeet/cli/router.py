@@ -1,4 +1,4 @@
-"""``lorikeet router``: one address in front of servers that are already running."""
+"""``lorikeet router``: routes requests from one address to servers that are already running."""
 
 import os
 import re
@@ -98,7 +98,7 @@ def router(
     from lorikeet.presets import resolve_preset
     from lorikeet.router.run import RouterOptions, run_router
 
-    for name in SECRET_VARIABLES:  # the processes that read adapters do not need them
+    for name in SECRET_VARIABLES:  # The processes that read adapters do not need these modules.
         os.environ.pop(name, None)
     try:
         resolve_preset(preset)
@@ -138,19 +138,19 @@ def _head_bytes(text: str) -> int:
     """Return the size of ``--max-head``.
 
     Raises:
-        ValueError: it is none, or too small.
+        ValueError: the value is not a size, or is too small.
     """
     from lorikeet.config import MIN_HEAD_BYTES
 
     if (size_bytes := parse_size(text)) < MIN_HEAD_BYTES:
         raise ValueError(
-            f"--max-head: {size_bytes} bytes are too few for the head of a request; {MIN_HEAD_BYTES} at least"
+            f"--max-head: {size_bytes} bytes are too few for the head of a request; at least {MIN_HEAD_BYTES}"
         )
     return size_bytes
 
 
 def _read_adapters(texts: Iterable[str]) -> "tuple[RoutedAdapter, ...]":
-    """Return the adapters of all ``--lora-modules``; raises as ``read_adapter``, and if two have one name."""
+    """Read all ``--lora-modules``. Errors are those of ``read_adapter``, or two adapters of one name."""
     adapters: dict[str, RoutedAdapter] = {}
     for adapter in map(read_adapter, texts):
         first = adapters.setdefault(adapter.name, adapter)
@@ -163,8 +163,8 @@ def read_adapter(text: str) -> "RoutedAdapter":
     """Return the adapter that a value of ``--lora-modules`` names. A local folder becomes an absolute path.
 
     Raises:
-        AdapterError: it cannot be read, and no rank is given.
-        ValueError: it is neither ``NAME=SOURCE`` nor vLLM's JSON.
+        AdapterError: the adapter cannot be read, and the value lacks a rank.
+        ValueError: the value is neither ``NAME=SOURCE`` nor vLLM's JSON.
     """
     from lorikeet.router.adapters import describe_adapter
 

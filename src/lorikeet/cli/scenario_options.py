@@ -25,9 +25,9 @@ SloTarget = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of reque
 
 
 def scenario_flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of a command that are fields of a scenario, except ``preset``: commands take several.
+    """Return the options of a command that are fields of a scenario, without ``preset``: commands take several.
 
-    An ``--engine`` that is not KEY=VALUE ends the command.
+    End the command if an ``--engine`` is not KEY=VALUE.
     """
     from lorikeet.simulator.scenario import Scenario
 
@@ -46,5 +46,5 @@ def _engine_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def worker_processes(asked: int | None) -> int:
-    """Return how many simulations run at once: ``--processes``, else one on each core."""
+    """Return the number of simulations that run at the same time: ``--processes``, or one per core."""
     return asked or len(usable_cores())

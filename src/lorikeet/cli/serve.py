@@ -24,7 +24,7 @@ PrefixCaching = Annotated[
     bool | None,
     typer.Option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
-        " /--disable-radix-cache",  # SGLang's name
+        " /--disable-radix-cache",  # This is SGLang's name of the flag.
         help="Keep KV for later requests of the same adapter; the preset decides.",
         rich_help_panel="Engine",
         show_default=False,
@@ -74,12 +74,12 @@ def build_settings(
     Args:
         model: folder or hub id.
         config: TOML file.
-        prefix_caching: False chooses the preset that drops KV, unless another is named; True leaves it to the preset.
+        prefix_caching: false chooses the preset that drops KV, unless another preset is named. True changes nothing.
         flags: values by the names of ``serve_flags.parameters``.
-        environment: the process's environment; ``VLLM_API_KEY`` counts where no other key is given.
+        environment: the process's environment. ``VLLM_API_KEY`` is used if no other key is given.
 
     Raises:
-        ConfigError: a setting is wrong; the message names its source.
+        ConfigError: a setting is wrong. The message names the setting's source.
     """
     tables = serve_flags.sections(flags)
     tables["model"]["model"] = model
@@ -104,10 +104,10 @@ def build_settings(
 
 
 def _check_parser(setting: str, name: str, known: Iterable[str]) -> None:
-    """Find a wrong name of a parser now, since the server needs it only for some requests.
+    """Check the name of a parser at the start, since the server uses the parser only for some requests.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: the name is unknown.
     """
     if name and name not in known:
         raise ConfigError(f"{setting}: {name!r} is none of {', '.join(known)}")

@@ -35,13 +35,13 @@ def check_settings(settings: Settings) -> None:
     """Check the settings that need neither the model nor its weights.
 
     Raises:
-        ConfigError: an option names something that does not exist, or more memory than there is.
+        ConfigError: an option names something that does not exist, or more memory than the machine has.
     """
     check_policies(settings.engine.preset)
     _check_profile(settings.engine.profile)
     _check_names(settings)
     for name in settings.server.exporters:
-        EXPORTERS[name]  # imports it
+        EXPORTERS[name]  # The look-up imports the exporter.
     _check_device(settings)
     _check_template(settings.model.chat_template)
     _check_folders(settings.adapters.preload)
@@ -66,15 +66,15 @@ def check_policies(name: str) -> None:
         return
     for option, registry in POLICIES.items():
         try:
-            registry[getattr(preset, option)]  # imports the policy
+            registry[getattr(preset, option)]  # The look-up imports the policy.
         except ConfigError as error:
             raise ConfigError(f"preset {name!r}: {error}") from error
 
 
 def _check_profile(name: str) -> None:
-    """Check the profile's name now, since many presets never read the profile."""
+    """Check the profile's name at the start, since many presets never read the profile."""
     if name:
-        from lorikeet.costs.catalog import load_profile  # takes time to import, and few servers need it
+        from lorikeet.costs.catalog import load_profile  # The import takes time, and few servers need it.
         from lorikeet.costs.profile import ProfileError
 
         try:
@@ -101,15 +101,15 @@ def _check_names(settings: Settings) -> None:
 
 
 def _check_device(settings: Settings) -> None:
-    """Check that device and kernels go together, and that the torch that is installed knows the device.
+    """Check that the kernels fit the device, and that the installed torch supports it.
 
-    torch itself is not imported, which takes seconds; a Ray cluster may have another one.
+    This check does not import torch, which takes seconds. The machines of a Ray cluster may have another torch.
     """
     engine = settings.engine
     if engine.device == "cuda" and engine.executor is ExecutorKind.TORCH and not settings.cluster.ray_address:
         if (version := _torch_version()).endswith("+cpu"):
             raise ConfigError(
-                f"device: cuda needs a torch with CUDA, and {version} has none; install another, or use cpu"
+                f"device: cuda needs a torch with CUDA, which {version} lacks; install another, or use cpu"
             )
         if Path("/proc").is_dir() and not any(map(os.path.exists, _GPU_FILES)):
             raise ConfigError("device: this machine or container has no NVIDIA GPU; use cpu")
@@ -131,7 +131,7 @@ def _check_memory_dtypes(settings: Settings) -> None:
                 f"{name}: int8 needs the CPU kernels: use --device cpu without --kernels triton, or leave --{flag} out"
             )
         if engine.executor is not ExecutorKind.TORCH:
-            raise ConfigError(f"{name}: int8 is not modelled: leave it out with the paced executor")
+            raise ConfigError(f"{name}: the paced executor does not model int8: leave the option out")
 
 
 def _torch_version() -> str:
@@ -142,7 +142,7 @@ def _torch_version() -> str:
 
 
 def _check_merging(settings: Settings) -> None:
-    """Check that a preset that merges adapters into the weights is not to do so with weights that are quantised."""
+    """Check that a preset that merges adapters into the weights does not run with quantised weights."""
     name, preset = resolve_preset(settings.engine.preset)
     wanted = settings.model.quantization
     if wanted in ON_LOAD and BATCHING.load(preset.batching).merges:
@@ -153,10 +153,10 @@ def _check_merging(settings: Settings) -> None:
 
 
 def _check_cores(settings: Settings) -> None:
-    """Check that this machine has a core or a GPU for each rank; a Ray cluster's are unknown here.
+    """Check that this machine has a core or a GPU for each rank. The machines of a Ray cluster are unknown here.
 
-    Replicas may share cores. The ranks of one wait for each other at every layer, so that more of them than there are
-    cores would hardly get anywhere.
+    Replicas may share cores. The ranks of a replica wait for each other at every layer, so more ranks than cores would
+    be very slow.
     """
     engine = settings.engine
     cluster = settings.cluster
@@ -167,13 +167,13 @@ def _check_cores(settings: Settings) -> None:
         replicas = max(cluster.replicas, cluster.max_replicas)
         if gpus and engine.local_ranks * replicas > gpus:
             times = f" × {replicas} replicas" if replicas > 1 else ""
-            raise ConfigError(f"{_parallel(engine)}{times} needs more GPUs than there are: {gpus}")
+            raise ConfigError(f"{_parallel(engine)}{times} needs more GPUs than this machine has: {gpus}")
     elif engine.local_ranks > (cores := len(usable_cores())):
-        raise ConfigError(f"{_parallel(engine)} ranks need as many cores, and there are {cores}")
+        raise ConfigError(f"{_parallel(engine)} ranks need as many cores, and this machine has {cores}")
 
 
 def _parallel(engine: EngineSettings) -> str:
-    """Return the settings that make up the number of ranks, and that number."""
+    """Return the settings that determine the number of ranks, with the number."""
     if engine.pipeline_parallel == 1:
         return f"tensor_parallel: {engine.tensor_parallel}"
     if engine.tensor_parallel == 1:
@@ -187,10 +187,10 @@ def _check_rank_address(settings: Settings) -> None:
     cluster = settings.cluster
     if not engine.rank_address:
         return
-    from lorikeet.worker.remote_ranks import RemoteRankError, parse_address, read_key  # few servers need them
+    from lorikeet.worker.remote_ranks import RemoteRankError, parse_address, read_key  # Few servers need these modules.
 
     if engine.ranks == 1:
-        raise ConfigError("rank_address: there is one rank; set tensor_parallel or pipeline_parallel")
+        raise ConfigError("rank_address: the engine has only one rank; set tensor_parallel or pipeline_parallel")
     if not engine.rank_key_file:
         raise ConfigError("rank_address: ranks on other machines need a key: set rank_key_file")
     if cluster.replicas > 1 or cluster.max_replicas or cluster.ray_address:
@@ -219,7 +219,7 @@ def _check_template(file: str) -> None:
     """Check that the given chat template compiles."""
     if not file:
         return
-    from lorikeet.core.chat_template import ChatTemplate, TemplateError  # takes time to import
+    from lorikeet.core.chat_template import ChatTemplate, TemplateError  # The import takes time.
 
     try:
         ChatTemplate(Path(file).read_text(encoding="utf-8"), {})
@@ -228,7 +228,7 @@ def _check_template(file: str) -> None:
 
 
 def _check_folders(preload: Iterable[str]) -> None:
-    """Check that the local folders of adapters exist and hold one."""
+    """Check that the local folders of adapters exist and contain adapters."""
     for pair in preload:
         name, _, source = pair.partition("=")
         scheme, separator, rest = source.partition("://")
@@ -242,12 +242,15 @@ def _check_folders(preload: Iterable[str]) -> None:
                 raise ConfigError(f"adapter {name!r}: there is no folder {source!r}{hint}")
             if not (folder / CONFIG_FILE).is_file():
                 raise ConfigError(f"adapter {name!r}: folder {source!r} has no {CONFIG_FILE}")
-        except (OSError, RuntimeError) as error:  # not readable, or the home folder of an unknown user
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # The folder is not readable, or is the home folder of an unknown user.
             raise ConfigError(f"adapter {name!r}: {source!r}: {error}") from error
 
 
 def _similar_folder(folder: Path) -> Path | None:
-    """Return an existing folder named like ``folder``, or like the first of its parents that is missing."""
+    """Return an existing folder with a name similar to ``folder``, or to its first missing parent."""
     parents = (folder, *folder.parents)
     missing = next((part for part in parents if part.parent.is_dir()), None)
     if missing is None:
@@ -261,7 +264,7 @@ def _similar_folder(folder: Path) -> Path | None:
 
 
 def _check_memory(settings: Settings, limit_bytes: int) -> None:
-    """Check that the sizes that are set fit into this machine's memory, for all ranks and replicas together."""
+    """Check that the memory sizes in the settings fit into this machine, for all ranks and replicas together."""
     engine = settings.engine
     wanted = {"host_memory_bytes": engine.host_memory_bytes or 0}
     if engine.device == "cpu":

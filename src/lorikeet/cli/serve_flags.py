@@ -1,4 +1,4 @@
-"""The flags of ``lorikeet serve`` as a table: each with the setting that it fills."""
+"""Lists the flags of ``lorikeet serve`` in a table, each with its setting."""
 
 import inspect
 import json
@@ -21,15 +21,16 @@ _FORMAT_NAMES = {"safetensors": "auto", "gguf": "auto", "bitsandbytes": "auto"}
 
 
 class Flag(NamedTuple):
-    """One option.
+    """An option of the command line.
 
     Attributes:
-        names: as on the command line, ours or vLLM's first, aliases after it.
+        names: the names on the command line: Lorikeet's or vLLM's name first, then aliases.
         setting: ``section.key`` of the settings.
-        kind: type of its value; ``list[str]`` can be repeated, ``bool`` is a switch.
+        kind: type of the value. ``list[str]`` can be repeated; ``bool`` is a switch.
         help: text for ``--help``.
-        parse: converts the text into the value, if the type alone does not; for ``list[str]`` into one entry or a list.
-        metavar: shown for the value.
+        parse: function that converts the text into the value; for ``list[str]`` into one entry or a list. None for the
+            type's conversion.
+        metavar: name of the value in the help.
     """
 
     names: str
@@ -44,12 +45,12 @@ def preload_pair(text: str) -> str:
     """Return ``name=source`` for a value of ``--lora-modules``, which may be vLLM's JSON form.
 
     Raises:
-        ValueError: it is neither, or has a layout that is not supported.
+        ValueError: the value has another form, or JSON with an unsupported layout.
     """
     if not text.startswith("{"):
         name, _, source = text.partition("=")
         if not name or not source:
-            raise ValueError(f"{text!r} is not NAME=SOURCE")
+            raise ValueError(f"{text!r} must be NAME=SOURCE")
         return text
     module = json.loads(text)
     if not (isinstance(module, dict) and isinstance(module.get("name"), str) and isinstance(module.get("path"), str)):
@@ -58,7 +59,7 @@ def preload_pair(text: str) -> str:
 
 
 def origins(text: str) -> list[str]:
-    """Return the origins in a value of ``--allowed-origins``: one, or vLLM's JSON list.
+    """Return the origins in a value of ``--allowed-origins``: a single origin, or vLLM's JSON list.
 
     Raises:
         ValueError: the value looks like JSON but is not a list of strings.
@@ -76,12 +77,12 @@ def _gigabytes(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """Return the number meant by ``8192``, ``8k`` or ``0.5m`` (of 1000), ``8K`` (of 1024); 0, the default, by ``auto``.
+    """Parse a number: ``8192``, ``8k`` or ``0.5m`` (powers of 1000), ``8K`` (of 1024), or ``auto`` for 0, the default.
 
     The letters are vLLM's.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has none of these forms.
     """
     if text.lower() in ("auto", "-1"):
         return 0
@@ -395,12 +396,12 @@ FLAGS = (
 
 
 def parameters() -> list[inspect.Parameter]:
-    """Return the table as keyword parameters that typer reads; all default to None, "not given"."""
+    """Return the table as keyword parameters for typer. All default to None, which means "not given"."""
     return [_parameter(flag) for flag in FLAGS]
 
 
 def sections(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return parsed values, named as in :func:`parameters`, by section and key."""
+    """Return parsed values by section and key. Their names are those of :func:`parameters`."""
     tables: dict[str, dict[str, Any]] = {}
     for flag in FLAGS:
         value = given[_variable(flag)]
@@ -412,19 +413,19 @@ def sections(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def name_settings(text: str, given: Mapping[str, Any], file: Path | None, environment: Mapping[str, str]) -> str:
-    """Return an error text in which settings are called what the user called them.
+    """Return an error text in which settings have the names that the user has used.
 
     ``memory_bytes`` becomes ``--memory``, or ``LORIKEET_ENGINE__MEMORY_BYTES`` or ``[engine] memory_bytes`` where it
     was set there. Only keys of a single section are recognized; those without an underscore only at the beginning of
     the text, before a colon.
 
     Args:
-        text: names settings by their keys.
-        given: values of flags, named as in :func:`parameters`.
-        file: the TOML file, if there is one.
+        text: error text with the keys of settings.
+        given: values of flags by the names of :func:`parameters`.
+        file: the TOML file; None without a file.
         environment: the process's environment.
     """
-    if text.startswith("environment: "):  # names its variable
+    if text.startswith("environment: "):  # The error of an environment variable names the variable.
         return text
     in_file = _keys_of(file)
 
@@ -447,7 +448,7 @@ def name_settings(text: str, given: Mapping[str, Any], file: Path | None, enviro
 
 
 def _keys_of(file: Path | None) -> set[str]:
-    """Return the settings of a file as ``section.key``; none of a file that cannot be read, which has its own error."""
+    """Return the settings in a file as ``section.key``; empty for a file that cannot be read."""
     try:
         tables = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -472,7 +473,7 @@ def _variable(flag: Flag) -> str:
 
 
 def _parsed(parse: Callable[[str], Any], text: str) -> Any:
-    """Return what ``parse`` does with ``text``; its errors are the command line's, without a prefix of their own."""
+    """Return the result of ``parse`` for ``text``. Errors become errors of the command line, without another prefix."""
     try:
         return parse(text)
     except ValueError as error:
@@ -480,7 +481,7 @@ def _parsed(parse: Callable[[str], Any], text: str) -> Any:
 
 
 def _shown_default(flag: Flag) -> str | bool:
-    """Return the default as ``--help`` shows it; False for one that is empty, zero or no."""
+    """Return the default for ``--help``; False for a default that is empty, zero or False."""
     section, key = flag.setting.split(".")
     value = getattr(getattr(Settings(), section), key)
     if not value:

@@ -138,10 +138,10 @@ def _compare(
     json_file: str | None,
     plot: Path | None,
 ) -> None:
-    """Simulate each preset with each seed, and print a row for each preset, the best one marked.
+    """Simulate each preset with each seed, and print a row for each preset. The best preset is marked.
 
     Raises:
-        ValueError: a part of the scenario has no meaning.
+        ValueError: the scenario is not valid.
     """
     import msgspec
 
@@ -172,7 +172,7 @@ def _compare(
 
 
 def _rank(results: "list[TrialResult]") -> tuple[float, float]:
-    """Return the sort key of presets: requests in time, then the smallest TTFT at P99."""
+    """Return the sort key of presets: first the share of requests in time, then the smallest TTFT at P99."""
     return fmean(each.attainment or 0.0 for each in results), -fmean(each.ttft_p99_s for each in results)
 
 
@@ -224,7 +224,7 @@ def _comparison_plot(found: "dict[str, list[TrialResult]]", best: str, scenario:
 
 
 def _first_rate(text: str) -> float:
-    """Return the first rate of a peak search; the search refuses a list of rates."""
+    """Return the first rate of a peak search, which refuses a list of rates."""
     if not text or ":" in text:
         return 1.0
     try:

@@ -1,4 +1,4 @@
-"""``lorikeet status``: the replicas of a running server."""
+"""``lorikeet status``: shows the replicas of a running server."""
 
 from typing import Annotated, Any
 

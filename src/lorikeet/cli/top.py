@@ -1,4 +1,4 @@
-"""``lorikeet top``: a running server's load, memory and slowest adapters in the terminal, again and again."""
+"""``lorikeet top``: shows a running server's load, memory and slowest adapters in the terminal, with updates."""
 
 import time
 from typing import Annotated, Any
@@ -76,13 +76,13 @@ def _screen(stats: dict[str, Any]) -> Group:
         f"requests/s; {requests['finished']} finished, {requests['failed']} failed, {requests['aborted']} aborted",
         f"TTFT {_percentiles(stats['ttft_s'])}; ITL {_percentiles(stats['itl_s'])}",
     ]
-    for each in stats.get("backends", ()):  # of a router
+    for each in stats.get("backends", ()):  # Only a router's statistics have this field.
         trouble = f" ({each['why']})" if each["why"] else ""
         lines.append(
             f"{each['id']} {each['status']}{trouble}: {each['running']} running, {each['waiting']} waiting, "
             f"{each['adapters']} adapters"
         )
-    for tier in ("device", "host"):  # a router knows of none
+    for tier in ("device", "host"):  # A router reports a total of 0.
         held = stats["memory"][tier]
         if held["total"]:
             parts = ", ".join(f"{name} {format_size(held[kind])}" for kind, name in _KINDS)

@@ -1,4 +1,4 @@
-"""``lorikeet usage``, ``lorikeet audit``: what tenants used and who changed what, on a server with ``--tenants``."""
+"""``lorikeet usage``, ``lorikeet audit``: print tenants' usage and all changes, on a server with ``--tenants``."""
 
 import csv
 from datetime import UTC, datetime

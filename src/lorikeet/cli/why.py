@@ -1,4 +1,4 @@
-"""``lorikeet why``: reads a request log, and shows what requests waited for and what each mechanism saved."""
+"""``lorikeet why``: shows the waits of the requests in a request log, and the time that each mechanism saved."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -26,7 +26,7 @@ class LoggedDecision(msgspec.Struct, frozen=True):
 
 
 class LoggedRequest(msgspec.Struct, frozen=True):
-    """The fields of a line that matter here; others are ignored. Older logs have no decisions."""
+    """The fields of a line that this command uses. Older logs have no decisions."""
 
     input_tokens: int
     output_tokens: int
@@ -46,11 +46,11 @@ class LoggedRequest(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The adapter's name."""
+        """Name of the adapter, or of the base model."""
         return self.adapter or BASE
 
     def parts(self) -> dict[str, float]:
-        """Return the parts of its TTFT in seconds; without a first token, its waits so far."""
+        """Parts of the request's TTFT in seconds; without a first token, its waits."""
         queue_s = self.queue_s or 0.0
         parts = {"queue": queue_s, "adapter": self.adapter_wait_s, "KV": self.kv_wait_s}
         if self.ttft_s is not None:
@@ -58,7 +58,7 @@ class LoggedRequest(msgspec.Struct, frozen=True):
         return parts
 
     def waited_most_for(self) -> str:
-        """Return the largest part of its TTFT, in words."""
+        """Description of the largest part of the request's TTFT."""
         parts = self.parts()
         part = max(parts, key=lambda each: parts[each])
         if part == "queue":
@@ -114,8 +114,8 @@ def _read(file: Path) -> Iterator[LoggedRequest]:
     """Yield the lines of a request log.
 
     Raises:
-        OSError: it cannot be read.
-        msgspec.DecodeError: a line is not a request; the message has its number.
+        OSError: the log cannot be read.
+        msgspec.DecodeError: a line is not a request. The message has the line's number.
     """
     decoder = msgspec.json.Decoder(LoggedRequest)
     with file.open("rb") as lines:
@@ -129,7 +129,7 @@ def _read(file: Path) -> Iterator[LoggedRequest]:
 
 
 def _parts(requests: Sequence[LoggedRequest]) -> dict[str, float]:
-    """Return the mean of each part of TTFT, and of all."""
+    """Return the mean of each part of TTFT, and of the whole."""
     answered = [each for each in requests if each.ttft_s is not None] or list(requests)
     parts = [each.parts() for each in answered]
     means = {name: fmean(part.get(name, 0.0) for part in parts) for name in ("queue", "adapter", "KV", "prefill")}
@@ -137,7 +137,7 @@ def _parts(requests: Sequence[LoggedRequest]) -> dict[str, float]:
 
 
 def _saved(requests: Sequence[LoggedRequest]) -> dict[str, dict[str, float]]:
-    """Return by mechanism the seconds saved and lost, and the number of requests."""
+    """Return the seconds saved and lost and the number of requests, by mechanism."""
     saved = defaultdict[str, float](float)
     lost = defaultdict[str, float](float)
     counts = Counter[str]()
@@ -152,7 +152,7 @@ def _saved(requests: Sequence[LoggedRequest]) -> dict[str, dict[str, float]]:
 
 
 def _named(by_adapter: Collection[str]) -> str:
-    """Return the number of adapters, and whether the base model is among them, in words."""
+    """Return a text with the number of adapters, and with the base model if it is one of them."""
     count = len(by_adapter) - (BASE in by_adapter)
     adapters = "1 adapter" if count == 1 else f"{count} adapters"
     if BASE not in by_adapter:
@@ -205,7 +205,7 @@ def _adapters_table(adapters: Sequence[tuple[str, list[LoggedRequest]]]) -> Tabl
 
 
 def _said(made: LoggedDecision) -> str:
-    """Return a decision in words, with what it saved if that is known."""
+    """Describe a decision, with the time that it saved if known."""
     saved = f" {1e3 * made.saved_s:+.1f} ms" if made.saved_s else ""
     return f"{made.mechanism}{saved}: {made.why}"
 
