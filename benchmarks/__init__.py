@@ -1,6 +1,6 @@
-"""Measurements of Lorikeet; run from a checkout, not installed.
+"""Measures Lorikeet. The programs run from a checkout and are not installed.
 
-Lorikeet comes before everything else, as in its own programs: how OpenMP waits is settled when torch is imported.
+Lorikeet is imported first, as in its commands, because OpenMP's way of waiting is fixed when torch is imported.
 """
 
 import lorikeet  # noqa: F401

@@ -1,9 +1,9 @@
-"""The default preset beside ten systems in sixteen scenarios: ``python -m benchmarks.auto``.
+"""Compares the default preset with ten systems in sixteen scenarios: ``python -m benchmarks.auto``.
 
 Everything is *modelled*: the engine's own loop, memory and policies on a virtual clock, by a profile of the device. All
 systems of a scenario have the same kernels, memory, link and requests. Scenarios and rivals were written down before
-the default was tuned; it was tuned on the odd ones, and the even ones have seeds of their own. Runs are kept in a
-cache, so that a program that was interrupted goes on.
+the default was tuned. The default was tuned on the odd scenarios; the even scenarios have separate seeds. Runs are kept
+in a cache, so that an interrupted program can continue.
 """
 
 import argparse
@@ -74,25 +74,25 @@ CAPACITY_STEPS = range(-12, 13)
 
 
 class Scenario(NamedTuple):
-    """One setting, the same for all systems.
+    """Describes a setting, which is the same for all systems.
 
     Attributes:
-        title: what it is about.
-        profile: of device and model.
-        form: of the LoRA kernels of every system, except on merged weights.
+        title: subject of the scenario.
+        profile: cost profile of device and model.
+        form: form of every system's LoRA kernels, except on merged weights.
         recipe: returns options of the workload's ``Recipe``, given the seed.
         rate: requests per second.
-        requests: of a run.
-        adapters: how many.
-        ranks: of the adapters in turn.
-        slo: by which the capacity is judged.
-        choice: of adapters, see ``choose_adapters``.
-        modules: that adapters change.
-        memory_gb: of each replica, for adapters and KV, over all its ranks; 0 for the profile's.
-        link_gb_per_s: between host and device, per rank; 0 for the profile's.
-        replicas: how many.
-        batch, step_tokens: most sequences and tokens of a step.
-        predictor: of the lengths of answers.
+        requests: number of requests in a run.
+        adapters: number of adapters.
+        ranks: ranks that the adapters get in turn.
+        slo: limits that define the capacity.
+        choice: rule that chooses adapters, see ``choose_adapters``.
+        modules: modules that adapters change.
+        memory_gb: memory of each replica for adapters and KV, over all ranks; 0 for the profile's.
+        link_gb_per_s: bandwidth between host and device, per rank; 0 for the profile's.
+        replicas: number of replicas.
+        batch, step_tokens: largest number of sequences and of tokens in a step.
+        predictor: predictor of answer lengths.
     """
 
     title: str
@@ -256,7 +256,10 @@ def requests_of(scenario: Scenario, rate: float, seed: int) -> list[WorkloadRequ
 
 
 def operating_points(number: int) -> dict[str, Any]:
-    """Search the loads by rank that a replica of a cluster bears, which ``loraserve`` needs, as plain data."""
+    """Search the loads by rank that a replica of a cluster sustains, which ``loraserve`` needs.
+
+    Return them as plain data.
+    """
     scenario = SCENARIOS[number]
     asked = requests_of(scenario, scenario.rate, 0)
     lengths = round(fmean(each.input_tokens for each in asked)), round(fmean(each.output_tokens for each in asked))
@@ -282,7 +285,7 @@ def _serve(scenario: Scenario, points: Sequence[dict[str, Any]], preset: str, ra
     """Run a system on a fresh engine or cluster whose adapters are on the host.
 
     Raises:
-        RuntimeError: a request got no whole answer.
+        RuntimeError: a request got no complete answer.
     """
     profile = toppings.profile_of(scenario.profile)
     settings = _settings(scenario, preset)
@@ -313,14 +316,14 @@ def _serve(scenario: Scenario, points: Sequence[dict[str, Any]], preset: str, ra
 
 
 def serve(*given: Any) -> Figures:
-    """Return the figures of a run: operating points if it needs any, then number of the scenario, preset and seed."""
+    """Return the figures of a run, given operating points if needed, the scenario's number, the preset and the seed."""
     *points, number, preset, seed = given
     scenario = SCENARIOS[number]
     return figures_of(_serve(scenario, points, preset, scenario.rate, seed), scenario.slo)
 
 
 def figures_of(run: WorkloadRun, slo: Slo) -> Figures:
-    """Return the figures of a run; ``slo`` for the share of the requests that meet it."""
+    """Return the figures of a run. ``slo`` gives the limits for the share of requests that meet it."""
     ttft_s = np.array([each.ttft_s for each in run.exchanges])
     per_token_s = [each.e2e_s / each.output_tokens for each in run.exchanges]
     gaps_s = np.asarray(run.gaps_s)
@@ -334,7 +337,10 @@ def figures_of(run: WorkloadRun, slo: Slo) -> Figures:
 
 
 def capacity(*given: Any) -> float:
-    """Return the highest rate at which a system meets the SLO, by its first seed; arguments as of :func:`serve`."""
+    """Return the highest rate at which a system meets the SLO with its first seed.
+
+    The arguments are those of :func:`serve`.
+    """
     *points, number, preset, seed = given
     scenario = SCENARIOS[number]
     rates = [scenario.rate * CAPACITY_STEP**power for power in CAPACITY_STEPS]
@@ -343,7 +349,10 @@ def capacity(*given: Any) -> float:
 
 
 def _highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
-    """Return the highest of rising rates at which something holds that holds below and not above; 0 for none."""
+    """Return the highest of ascending rates at which a condition holds; 0 for none.
+
+    The condition is assumed to hold below that rate and to fail above it.
+    """
     known = -1
     first_missed = len(rates)
     while first_missed - known > 1:
@@ -356,7 +365,10 @@ def _highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
 
 
 def runs_of(number: int, preset: str, *, quick: bool) -> tuple[Run, ...]:
-    """Return a system's runs in a scenario, one a seed; the last finds the capacity, unless they are to be quick."""
+    """Return a system's runs in a scenario, one per seed.
+
+    Unless the runs are quick, the last run finds the capacity.
+    """
     clustered = SCENARIOS[number].replicas > 1 and preset.startswith("loraserve")
     after = (Run(operating_points, (number,)),) if clustered else ()
     seeds = seeds_of(number)
@@ -373,16 +385,16 @@ def score(figures: Figures) -> float:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Answer:
-    """Return ours over theirs, the geometric mean over the seeds, with its 95 % interval."""
+    """Return the geometric mean over the seeds of ours over theirs, with its 95 % interval."""
     answer = over_seeds([float(np.log(a / b)) for a, b in zip(ours, theirs, strict=True)])
     return Answer(*(float(np.exp(each)) for each in answer if each is not None))
 
 
 class Judged(NamedTuple):
-    """A system beside the rivals: the best one by score, and score and P99 inter-token gap over it.
+    """Compares a system with the rivals: the best rival by score, and score and P99 inter-token gap relative to it.
 
-    ``worst`` is the largest ratio of a figure to the best that any rival reaches; ``capacity`` is over the
-    highest of any rival.
+    ``worst`` is the largest ratio of a figure to the best figure of any rival. ``capacity`` is relative to the highest
+    capacity of any rival.
     """
 
     best: str
@@ -393,7 +405,7 @@ class Judged(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of a system in a scenario: figures by seed, and the capacity; NaN where it was not searched."""
+    """Holds the results of a system in a scenario: figures by seed, and the capacity (NaN if it was not searched)."""
 
     figures: list[Figures]
     capacity: float
@@ -403,7 +415,7 @@ class Results(NamedTuple):
         return [score(each) if name == "score" else each[name] for each in self.figures]
 
     def mean(self, name: str) -> float:
-        """Return its geometric mean over the seeds."""
+        """Return the geometric mean of a figure or the score over the seeds."""
         return float(np.exp(np.mean(np.log(self.of(name)))))
 
 
@@ -424,7 +436,7 @@ def judge(ours: Results, rivals: dict[str, Results]) -> Judged:
 
 
 def results_of(number: int, preset: str, cache: Cache, *, quick: bool) -> Results | None:
-    """Return what is in the cache of a system; None if something is missing."""
+    """Return a system's results from the cache; None if a result is missing."""
     kept = [cache.get(run) for run in runs_of(number, preset, quick=quick)]
     there = [each.result for each in kept if each is not None]
     if len(there) < len(kept):
@@ -436,7 +448,7 @@ def results_of(number: int, preset: str, cache: Cache, *, quick: bool) -> Result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, make the runs that are missing, and print the tables."""
+    """Read the command line, run what is missing in the cache, and print the tables."""
     given = _parser().parse_args(arguments)
     cache = Cache(given.cache)
     numbers = _numbers(given.scenario)
@@ -522,7 +534,7 @@ def _show_summary(system: str, judged: Sequence[tuple[int, Judged]]) -> None:
 
 
 def ratio_and_interval(answer: Answer | None) -> tuple[str, str]:
-    """Return a ratio and its interval in words; empty for what there is not."""
+    """Return a ratio and its interval in words; empty if there is none."""
     if answer is None:
         return "", ""
     interval = "" if answer.low is None or answer.high is None else f"{answer.low:.2f} to {answer.high:.2f}"
@@ -530,6 +542,7 @@ def ratio_and_interval(answer: Answer | None) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    from benchmarks.auto import main as run_as_module  # so that other processes find the functions of runs by name
+    # Other processes find the functions of runs by this module's name
+    from benchmarks.auto import main as run_as_module
 
     run_as_module()

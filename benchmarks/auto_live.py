@@ -1,13 +1,14 @@
-"""The default preset beside five systems, live: ``python -m benchmarks.auto_live``.
+"""Compares the default preset with five systems, live: ``python -m benchmarks.auto_live``.
 
-SmolLM2 computes on this machine, behind a declared link, with 100 adapters of mixed ranks of which the device holds
-few. There are two workloads: conversations that return, and single shots whose popular adapters change. In each round,
-which has a seed of its own, every system gets the same requests; the order rotates from round to round. An engine is
-built anew for each run, in this process, with its adapters in the host tier; a turn waits for the answer before it. The
-rate is found once for a workload: a share of what ``lorikeet:plain`` answers when all requests come at once.
+SmolLM2 runs on this machine behind a declared link. It has 100 adapters of mixed ranks, and the device holds few of
+them. The two workloads are conversations of several turns, and single requests whose popular adapters change. In each
+round, which has its own seed, every system gets the same requests. The order of the systems rotates from round to
+round. Each run builds a new engine in this process, with its adapters in the host tier. A turn waits for the earlier
+answer. The rate is found once for a workload, as a share of the rate at which ``lorikeet:plain`` answers when all
+requests arrive at the same time.
 
-Five rounds take about half an hour on an idle machine. No round begins that would end after ``--minutes``, and an
-interrupt (Ctrl-C) ends the program, too; the tables have the complete rounds.
+Five rounds take about half an hour on an idle machine. A round that would end after ``--minutes`` is not started, and
+an interrupt (Ctrl-C) also ends the program. The tables contain the complete rounds.
 """
 
 import argparse
@@ -87,7 +88,10 @@ NAMES = tuple(adapter_names(ADAPTERS))
 
 
 def conversations(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]:
-    """Return turns of dialogues that arrive in a window; what was said before it is in their prompts."""
+    """Return turns of dialogues that arrive in a window.
+
+    Prompts contain the earlier turns, including those before the window.
+    """
     of_arrivals, of_adapters, of_lengths = np.random.default_rng(seed).spawn(3)
     until_s = _BEFORE_S + seconds
     times_s = arrivals_until("poisson", until_s, Rates.constant(rate / _DIALOGUES.turns), of_arrivals)
@@ -102,7 +106,7 @@ def conversations(rate: float, seconds: float, seed: int) -> list[WorkloadReques
 
 
 def moving_skew(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]:
-    """Return single shots; which adapters are popular moves on with the requests."""
+    """Return single requests. The set of popular adapters changes over the requests."""
     return Recipe(
         rates=Rates.constant(rate),
         duration_s=seconds,
@@ -127,7 +131,7 @@ _CALIBRATION_SEED = 0
 
 
 class Bench(NamedTuple):
-    """What the runs share: the adapters' files and the model."""
+    """Holds the adapters' files and the model, which all runs share."""
 
     rig: MemoryRig
     setting: MemorySetting
@@ -136,7 +140,7 @@ class Bench(NamedTuple):
         """Run a system on a new engine.
 
         Raises:
-            RuntimeError: a request got no whole answer.
+            RuntimeError: a request got no complete answer.
         """
         work = MemoryWork(list(requests), NAMES, block_tokens_of(requests), seed)
         settings = self.setting.settings(f"{preset},kernel_form={KERNEL_FORM}")
@@ -147,14 +151,14 @@ class Bench(NamedTuple):
             run = run_workload(
                 engine, clock, requests, self.rig.adapters, prompts, coalesced=coalesced, predictor=predictor
             )
-        gc.collect()  # the arenas of the engine before the next one's
+        gc.collect()  # frees the engine's arenas before the next engine is built
         if failed := [each for each in run.exchanges if each.error is not None]:
             raise RuntimeError(f"{preset}: {len(failed)} requests failed, the first with {failed[0].error}")
         return run
 
 
 def make_bench(folder: Path) -> Bench:
-    """Write the adapters below a folder, and return what runs need."""
+    """Write the adapters below a folder, and return the bench."""
     model = default_model()
     options = WorkOptions(source="", adapters=ADAPTERS, ranks=RANKS)
     rig = live_rig(model, "bfloat16", MemoryWork([], NAMES, MADE_BLOCK_TOKENS, 0), options, folder)
@@ -171,7 +175,10 @@ def make_bench(folder: Path) -> Bench:
 
 
 def capacity(bench: Bench, workload: str, seconds: float) -> float:
-    """Return the requests per second that are answered when all come at once; turns wait for those before them."""
+    """Return the requests answered per second when all requests arrive at the same time.
+
+    Turns wait for earlier turns.
+    """
     made = WORKLOADS[workload](_CALIBRATION_RATE, seconds, _CALIBRATION_SEED)
     requests = [msgspec.structs.replace(each, arrival_s=0.0) for each in made]
     run = bench.run(CALIBRATED, requests, _CALIBRATION_SEED)
@@ -182,7 +189,7 @@ def capacity(bench: Bench, workload: str, seconds: float) -> float:
 
 
 class Compared(NamedTuple):
-    """A figure of ``auto`` over that of the best single system, and over the least that any rival reaches in it."""
+    """Holds a figure of ``auto`` relative to the best single system's, and relative to the lowest of any rival."""
 
     name: str
     over_best: Answer
@@ -249,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _round(
     bench: Bench, number: int, rates: dict[str, float], seconds: float, began_s: float
 ) -> dict[str, dict[str, Figures]]:
-    """Run all systems once in each workload, from another one on in each round."""
+    """Run all systems once in each workload, with a rotated order in each round."""
     seed = number + 1
     first = number % len(SYSTEMS)
     made: dict[str, dict[str, Figures]] = {}

@@ -1,4 +1,4 @@
-"""How fast a base runs by transformers' modules over Lorikeet's cache: ``python -m benchmarks.bases``.
+"""Measures the speed of a base model that runs by transformers' modules: ``python -m benchmarks.bases``.
 
 The default model runs by Lorikeet's own decoder, by the modules of transformers over Lorikeet's cache and kernels, and
 by transformers' own ``generate``: greedily, in one dtype, in turns, on the same cores. Greedy tokens of the first two

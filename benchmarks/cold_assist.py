@@ -1,7 +1,7 @@
-"""How much later is a first token if the adapter is cold, with host cores that assist and without?
+"""Measures the delay of the first token by a cold adapter, with and without the assistance of host cores.
 
-Every request is the only one for its adapter, which lies in the host tier. Mean TTFT of the default preset is compared
-with that of the same preset with every adapter on the device, and with waiting for the adapter.
+Every request is the only request for its adapter, which is in the host tier. Mean TTFT of the default preset is
+compared with that of the same preset with every adapter on the device, and with waiting for the adapter.
 
     python -m benchmarks.cold_assist            # modelled: Llama-2-7B on an A100 with TOPPINGS' host, slow link
     python -m benchmarks.cold_assist --live     # SmolLM2 on this machine, over a declared link
@@ -64,7 +64,7 @@ RATE = 2.0
 
 
 def modelled() -> None:
-    """Print mean TTFT of cold distinct adapters beside that with all cached, modelled."""
+    """Print the modelled mean TTFT of cold distinct adapters, beside the mean with all adapters cached."""
     known = load_profile(PROFILE)
     rows = []
     assert known.host_lora is not None
@@ -84,7 +84,7 @@ def modelled() -> None:
 def modelled_ttft_s(
     profile: CostProfile, preset: str, modules: Sequence[str], tokens: int, count: int = REQUESTS
 ) -> float:
-    """Return the mean TTFT of so many requests, each the only one for its adapter, which is in the host tier."""
+    """Return the mean TTFT of requests that are each the only request for an adapter in the host tier."""
     engine = Engine(
         profile=profile,
         adapters=count,
@@ -111,9 +111,9 @@ ROUNDS = 5
 
 
 def live() -> None:
-    """Print the same of SmolLM2 on this machine. Rounds are interleaved; ratios are those of a round.
+    """Print the same table for SmolLM2 on this machine.
 
-    Steps leave one core to the host worker.
+    Rounds are interleaved, and ratios are computed within a round. Steps leave one core to the host worker.
     """
     rows = []
     for label, modules in MODULES.items():
@@ -144,7 +144,10 @@ def _adapters(modules: Sequence[str]) -> Iterator[list[AdapterRef]]:
 
 @contextmanager
 def _engine(preset: str, refs: Sequence[AdapterRef]) -> Iterator[Replica]:
-    """An engine whose host tier holds the adapters; on the device there is room for few, unless all are cached."""
+    """Return an engine whose host tier holds the adapters.
+
+    The device has room for few of them, unless all are cached.
+    """
     with replica(
         default_model(),
         preset=preset,
@@ -169,7 +172,10 @@ def _mean_ttft_s(built: Replica, refs: Sequence[AdapterRef], name: str, number: 
 
 
 def _first_tokens_s(built: Replica, refs: Sequence[AdapterRef], name: str) -> list[float]:
-    """Return the TTFT of one request for each adapter, one after another; then forget the adapters on the device."""
+    """Return the TTFT of one request for each adapter, one after another.
+
+    Afterwards the device's adapters are evicted.
+    """
     engine = built.engine
     clock = MonotonicClock()
     seconds = []

@@ -1,6 +1,7 @@
-"""How soon is the first token if only another replica has the adapter? ``python -m benchmarks.cold_peer``.
+"""Measures the time to the first token if only another replica has the adapter: ``python -m benchmarks.cold_peer``.
 
-Two replicas of SmolLM2 on an embedded Ray; every request is alone. Before it, its adapter is where a row says:
+Two replicas of SmolLM2 run on an embedded Ray, and every request runs alone. Before the request, its adapter is in the
+place that the row names:
 
 * ``this replica's memory``: a copy lies in the pool of the replica that gets the request, in its machine's memory.
 * ``a peer's, on the same machine``: only the other replica has one, and the two share its files.
@@ -189,7 +190,7 @@ async def _table(
     for number in range(rounds + 1):
         for name in list(sides)[:: 1 if number % 2 else -1]:
             seconds = await sides[name](rank)
-            if number:  # the first round warms up
+            if number:  # the first round is a warm-up
                 found[name].append(seconds)
     rows = [
         [name, with_interval([1e3 * each for each in found[name]]), *_against(found, name, (OWN, STORE))]

@@ -1,11 +1,11 @@
-"""CPU time of everything but arithmetic: ``python -m benchmarks.control_plane``.
+"""Measures the CPU time of everything except arithmetic: ``python -m benchmarks.control_plane``.
 
 Parts, each a table:
 
-* ``step``: a decode step of 32 on an executor that does nothing, beside the same step on the real one. A real run is
-  recorded and its results are replayed, so both run the same plans.
-* ``grammars``: what masks add to the critical path of such a step if all rows follow a JSON schema, and what is
-  computed beside the forward pass.
+* ``step``: a decode step of 32 sequences on an executor that does nothing, beside the same step on the real executor. A
+  real run is recorded and its results are replayed, so both run the same plans.
+* ``grammars``: time that masks add to the critical path of such a step if all rows follow a JSON schema, and time that
+  is hidden beside the forward pass.
 * ``eviction``: matching a prompt, a tick of the swapper and an eviction for one more block, with 2,000 adapters and
   100,000 nodes in memory.
 * ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and recomputing its size classes.
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def _timed(times: int, call: Callable[[int], object], warm_up: int = 10) -> list[float]:
-    """Return the seconds of processor time of each call but the first ones."""
+    """Return the processor time of each call in seconds, without the first calls."""
     seconds = []
     for number in range(warm_up + times):
         began_s = time.process_time()
@@ -146,7 +146,7 @@ STEP_WORK = (128, 64)
 
 
 class _Recorder:
-    """Runs plans with another executor and records plans and results."""
+    """Runs plans with another executor, and records the plans and their results."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -251,7 +251,7 @@ MANY_TOKENS = 400
 
 
 def _loop_of_many() -> list[float]:
-    """Return the seconds of each turn of an engine on a modelled H100, without those of its executor."""
+    """Return the seconds of each turn of an engine on a modelled H100, without the time of its executor."""
     scenario = Scenario(
         profile="h100-llama-2-7b",
         adapters=MANY_ADAPTERS,
@@ -326,7 +326,7 @@ MASKED_STEPS = 100
 
 
 def grammars() -> None:
-    """Print what masks cost a decode step of rows that all follow a JSON schema."""
+    """Print the cost of masks in a decode step whose rows all follow a JSON schema."""
     model = default_model()
     with replica(model, threads=THREADS) as real:
         recorder = _Recorder(real.engine._executor)
@@ -336,7 +336,7 @@ def grammars() -> None:
                 taken = _turns_s(real, batch)
         turns = [i for i, (plan, _) in enumerate(recorder.steps) if _decodes_all(plan)]
         step_s = sum(taken[i] for i in turns) / sum(recorder.steps[i][1].steps_run for i in turns)
-    torch.set_num_threads(1)  # so that this thread's time is all of it
+    torch.set_num_threads(1)  # on one thread, so that this thread's time is the whole time
     config = read_model_config(model)
     compiler = GrammarCompiler(model / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     text = notation(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), ""))
@@ -402,7 +402,7 @@ HOST_BLOCKS = 250_000
 
 
 class _Filled:
-    """Memory of the preset ``elora`` whose transfers finish on request."""
+    """Holds a memory of the preset ``elora`` whose transfers finish on request."""
 
     def __init__(self, refs: Sequence[AdapterRef]) -> None:
         self.refs = refs
@@ -497,7 +497,8 @@ def eviction() -> None:
         filled.fill_device()
         full.append(filled.tick_s())
     free = -1
-    while free != (free := filled.memory.counts().free):  # a tick evicts a part of what it wants to be free
+    # A tick evicts only a part of the blocks that it wants to free
+    while free != (free := filled.memory.counts().free):
         filled.tick_s()
     idle = [filled.tick_s() for _ in range(30)]
     lease = filled.admit(refs[0], _tokens(BLOCK_TOKENS, generator))
@@ -530,7 +531,7 @@ RUNNING = 64
 
 
 class _FullEngine:
-    """An engine without room for any adapter that is not resident: the longest decision for a policy."""
+    """Simulates an engine without room for another adapter, which makes a policy's decision longest."""
 
     total_tokens = 300_000
     max_model_len = 4096
@@ -662,7 +663,10 @@ def _routes(
 def _table(
     placement: str, replicas: list[ReplicaId], adapters: list[AdapterDigest], draw: random.Random
 ) -> RoutingTable:
-    """Return a table as the placement makes it: adapters at all replicas, at one, or some of them at several."""
+    """Return a table as a placement makes it.
+
+    Adapters are at all replicas, at one replica, or some of them at several replicas.
+    """
     if placement == "everywhere":
         everywhere = tuple(ReplicaShare(replica_id, 1 / len(replicas)) for replica_id in replicas)
         return RoutingTable(1, dict.fromkeys(adapters, everywhere))
@@ -735,7 +739,7 @@ SCALE_TICKS = 5
 
 
 def scale() -> None:
-    """Print how a route, and a placement at the end of a period, grow with adapters and replicas."""
+    """Print how the times of a route, and of a placement at the end of a period, grow with adapters and replicas."""
     rows = []
     with _one_core():
         for adapters, replicas in SCALES:
@@ -770,7 +774,7 @@ def _ticks(name: str, adapters: int, replicas: int) -> list[float]:
 
 
 def _problem(seed: int) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]]:
-    """Return replicas of which one is overloaded, so its requests wait."""
+    """Return replicas, one of which is overloaded, so that its requests wait."""
     draw = random.Random(seed)
     adapters = [AdapterDigest(f"a{number:03}") for number in range(MOVABLE)]
     replicas = [ReplicaId(f"r{number}") for number in range(CHOSEN)]
@@ -815,7 +819,7 @@ def streaming() -> None:
 
 
 def _first_tokens() -> list[list[str]]:
-    """Return what the API process and the channel add to the time of the first token, idle and beside streams.
+    """Return the time that the API process and the channel add to the first token, idle and beside streams.
 
     Without pauses the caches are warm.
     """
@@ -831,7 +835,7 @@ def _first_tokens() -> list[list[str]]:
         for streams, pause_s in ((0, 0.0), (0, PAUSE_S), (STREAMS["an engine that computes nothing"], PAUSE_S)):
             background = processes.submit(_keep_streaming, server.url, name, streams)
             taken_s = processes.submit(_time_first_tokens, server.url, name, pause_s).result()
-            have_ended = streams > 0 and background.done()  # on a machine that is too busy
+            have_ended = streams > 0 and background.done()  # the machine may be too busy
             background.result()
             quantiles = [f"{at / MS:.1f}" for at in np.quantile(taken_s, (0.5, 0.99))]
             rows.append([f"{streams}", f"{pause_s / MS:.0f}", *(["they ended"] * 2 if have_ended else quantiles)])
@@ -855,7 +859,7 @@ def _time_first_tokens(url: str, name: str, pause_s: float) -> list[float]:
             answer.read1()
             taken_s.append(time.perf_counter() - began_s)
             answer.read()
-    return taken_s[PROBES // 5 :]  # without those before all streams have begun
+    return taken_s[PROBES // 5 :]  # without the chunks before all streams have begun
 
 
 def _streamed(title: str, streams: int) -> list[str]:
@@ -900,11 +904,11 @@ def _streamed(title: str, streams: int) -> list[str]:
 
 
 class _StreamReader(asyncio.Protocol):
-    """Asks for one stream and reads it, for less processor time than a client that reads HTTP.
+    """Requests one stream and reads it, with less processor time than a full HTTP client.
 
     Args:
-        body: of the chat.
-        ended: set once all is read.
+        body: body of the chat request.
+        ended: event that is set when the whole answer is read.
     """
 
     def __init__(self, body: dict[str, Any], ended: asyncio.Future[None]) -> None:
@@ -920,11 +924,11 @@ class _StreamReader(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Keep the end."""
+        """Keep the end of the answer."""
         self._end = (self._end + data)[-64:]
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Check that the answer was whole."""
+        """Check that the answer was complete."""
         if b"data: [DONE]" in self._end:
             self._ended.set_result(None)
         else:

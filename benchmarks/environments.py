@@ -1,4 +1,4 @@
-"""Makes the environments of other programs below ``.venvs``: their requirements exclude each other and Lorikeet's.
+"""Creates the environments of other programs below ``.venvs``, because their requirements conflict.
 
 ``python -m benchmarks.environments vllm`` makes the one where ``benchmarks.offline --peer vllm`` looks for vLLM, and
 prints its Python. ``python -m benchmarks.environments llama-cpp-python`` makes the one of llama.cpp.
@@ -30,12 +30,12 @@ first product of such a build ends in an illegal instruction."""
 
 
 def environment(name: str, recipe: object, fill: Callable[[Path], None]) -> Path:
-    """Return the Python of an environment, which is made anew whenever its recipe has changed.
+    """Return the Python of an environment, which is rebuilt if its recipe has changed.
 
     Args:
-        name: its folder below ``.venvs``.
-        recipe: all that decides what is installed; its ``repr`` is kept beside it.
-        fill: installs it with the Python that it is given.
+        name: folder of the environment below ``.venvs``.
+        recipe: all inputs that determine the installation. Its ``repr`` is kept beside the environment.
+        fill: function that installs the packages with the given Python.
     """
     folder = FOLDER / name
     wanted = repr(recipe)
@@ -55,7 +55,10 @@ def pip_install(python: Path, *packages: str, **variables: str) -> None:
 
 
 def vllm_python() -> Path:
-    """Return the Python of vLLM's environment. The first call makes it, which takes minutes and some 2 GB."""
+    """Return the Python of vLLM's environment.
+
+    The first call creates the environment, which takes minutes and about 2 GB.
+    """
 
     def fill(python: Path) -> None:
         for step in VLLM:

@@ -1,11 +1,11 @@
-"""What adapters on experts cost: ``python -m benchmarks.experts``.
+"""Measures the cost of adapters on experts: ``python -m benchmarks.experts``.
 
 A mixture of experts and a dense model of as many active parameters run by the modules of transformers, with random
 weights, in turns: time of a decode step without adapters, and with one adapter for each sequence. In the mixture an
 adapter changes all experts, so that each token uses those of the experts that it chose.
 
 A step reads each expert that any of its tokens chose, and the dense model reads its layers once for all tokens. So the
-table also says how many times as many weights of experts the mixture reads, if experts are chosen evenly.
+table also shows by which factor the mixture reads more expert weights, if experts are chosen evenly.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What clients see when processes die under load: ``python -m benchmarks.faults``.
+"""Measures the effect on clients when processes die under load: ``python -m benchmarks.faults``.
 
-A server answers so many greedy streaming chats at once, once undisturbed and once for each fault. All answers are
-compared token by token with those of the undisturbed run: a token that is missing is *lost*, one that came twice is
-*repeated*, an answer with another text or another log probability *differs* (a *tie*: the two likeliest tokens are as
-good as equally likely there). The longest gap is the longest time that a client saw no token. The model is
+A server answers many concurrent greedy streaming chats, once undisturbed and once for each fault. All answers are
+compared token by token with those of the undisturbed run: a missing token is *lost*, a token that arrives twice is
+*repeated*, and an answer with another text or log probability *differs* (a *tie*: the two likeliest tokens are as good
+as equally likely there). The longest gap is the longest time for which a client received no token. The model is
 SmolLM2-135M-Instruct in fp32, under the base and all sample adapters.
 
 Faults: ``engine`` kills the engine process, ``loader`` the process that reads adapters (three times, while twenty of
@@ -12,8 +12,9 @@ actor that places adapters; ``slow`` stops one of two engines again and again, `
 leave.
 
 Two more tables have the paced executor. ``hostile``: the longest gap of running streams, and the growth of memory,
-beside 64 hostile clients (endless heads, bodies of millions of lists, tokenize, adapters that are all header); and what
-50 clients notice of 2,000 slow connections. ``soak``: all of it at once, while engines die and adapters come and go.
+beside 64 hostile clients (endless heads, bodies of millions of lists, tokenize, adapters that are all header); and the
+effect of 2,000 slow connections on 50 clients. ``soak``: all of these together, while engines die and adapters are
+loaded and unloaded.
 """
 
 import argparse
@@ -65,13 +66,13 @@ ORCHESTRATED = "lorikeet:plain,placement=random,routing=table,placement_period_s
 
 
 class Fault(NamedTuple):
-    """What goes wrong.
+    """Describes a fault.
 
     Attributes:
         act: does it, given the scene, on a thread of its own; returns a note.
-        flags: of the server.
-        late_adapters: requests are for adapters that no request has asked for before.
-        at_once: it happens when the requests are sent, instead of when all have begun.
+        flags: flags of the server.
+        late_adapters: whether the requests are the first for their adapters.
+        at_once: whether the fault happens when the requests are sent, instead of when all have begun.
     """
 
     act: "Callable[[Scene], str]"
@@ -81,7 +82,7 @@ class Fault(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """Where it goes wrong; ``is_over`` is set when all requests have ended."""
+    """Holds the server and the streams of a fault; ``is_over`` is set when all requests have ended."""
 
     server: RunningServer
     is_over: threading.Event
@@ -89,7 +90,10 @@ class Scene(NamedTuple):
 
 @dataclass
 class Stream:
-    """What one client received: each token with its log probability and by how much that was the highest."""
+    """Holds the tokens that a client received.
+
+    Each token has its log probability and its margin over the second likeliest token.
+    """
 
     tokens: list[tuple[str, float]] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
@@ -125,7 +129,7 @@ class Stream:
 
 
 class Outcome(NamedTuple):
-    """The streams of one run, how many were in flight when the fault happened, a note, and the books afterwards."""
+    """Holds the streams of a run, the number in flight at the fault, a note, and the accounts afterwards."""
 
     streams: list[Stream]
     in_flight: int
@@ -164,7 +168,7 @@ def main() -> None:
 
 
 def row(name: str, calm: Outcome, disturbed: Outcome, tokens: int) -> list[object]:
-    """Return what stands in the table for one fault."""
+    """Return the table row of a fault."""
     streams = [stream for stream in disturbed.streams if not stream.hung_up]
     differ, ties = compare(calm.streams, disturbed.streams)
     whole = sum(each.is_done and not each.error and len(each.tokens) == tokens for each in streams)
@@ -179,7 +183,10 @@ def row(name: str, calm: Outcome, disturbed: Outcome, tokens: int) -> list[objec
 
 
 def compare(calm: Sequence[Stream], disturbed: Sequence[Stream]) -> tuple[int, int]:
-    """Return how many streams differ, and how many part ways at a tie, after which there is nothing to compare."""
+    """Return the number of streams that differ, and the number that diverge at a tie.
+
+    After a tie, streams cannot be compared.
+    """
     differ = ties = 0
     for before, after in zip(calm, disturbed, strict=True):
         for (text, logprob), (other, its), margin in zip(before.tokens, after.tokens, before.margins, strict=False):
@@ -191,7 +198,7 @@ def compare(calm: Sequence[Stream], disturbed: Sequence[Stream]) -> tuple[int, i
 
 
 def run(fault: Fault, requests: int, tokens: int) -> Outcome:
-    """Send all requests at once to a fresh server, and let the fault happen."""
+    """Send all requests together to a new server, and cause the fault."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-faults-") as text:
         scratch = Path(text)
         flags = [*fault.flags, *sample_flags(), "--dtype", "float32", "--max-num-seqs", str(requests)]
@@ -223,7 +230,7 @@ def write_late_adapters(scratch: Path) -> dict[str, Path]:
 
 
 async def _stream_all(url: str, bodies: Sequence[dict[str, Any]], watch: "_Watch", leaving: set[int]) -> list[Stream]:
-    """Stream all answers at once, each on a connection of its own; those who leave do so after a few tokens."""
+    """Stream all answers concurrently, each on a separate connection. Clients that hang up do so after a few tokens."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
 
@@ -251,7 +258,7 @@ async def _stream_all(url: str, bodies: Sequence[dict[str, Any]], watch: "_Watch
 
 
 class _Watch:
-    """Sees all streams, and lets the fault happen once, on a thread."""
+    """Observes all streams, and causes the fault once, on a thread."""
 
     def __init__(self, fault: Fault, scene: Scene, requests: int) -> None:
         self._fault = fault
@@ -262,12 +269,12 @@ class _Watch:
         self.in_flight = 0
 
     def sent(self) -> None:
-        """All requests are being sent."""
+        """Note that all requests are being sent."""
         if self._fault.at_once:
             self._begin()
 
     def saw(self) -> None:
-        """An event came."""
+        """Note that an event has arrived."""
         if self._thread is None and all(len(each.tokens) >= BEGUN_TOKENS for each in self.streams):
             self._begin()
 
@@ -286,12 +293,12 @@ class _Watch:
     def _run(self) -> None:
         try:
             self._note = self._fault.act(self._scene)
-        except Exception as error:  # the table is to show it
+        except Exception as error:  # the table shows the error
             self._note = repr(error)
 
 
 def blocks_in_use(url: str, within_s: float = 60.0) -> int:
-    """Return how many blocks are still in use once nothing runs any more."""
+    """Return the number of blocks that are still in use after all requests have ended."""
     until_s = time.monotonic() + within_s
     while True:
         used = 0.0
@@ -332,7 +339,7 @@ def kill_replica(scene: Scene) -> str:
 
 
 def kill_orchestrator(scene: Scene) -> str:
-    """Kill the actor that places adapters; afterwards it must know what it knew."""
+    """Kill the actor that places adapters. Afterwards its state must be complete."""
     before = _cluster(scene)["shares"]
     workers = [each for each in psutil.process_iter() if any("OrchestratorActor" in word for word in _words(each))]
     for worker in workers:
@@ -355,7 +362,7 @@ def slow_replica(scene: Scene) -> str:
 
 
 def hang_up(scene: Scene) -> str:
-    """Do nothing: the clients themselves leave."""
+    """Do nothing, because the clients hang up."""
     return "a third left"
 
 
@@ -371,7 +378,7 @@ def _cluster(scene: Scene) -> dict[str, Any]:
 
 
 def _back(scene: Scene, holds: Callable[[dict[str, Any]], bool]) -> str:
-    """Wait until something holds of the cluster, and say how long it took."""
+    """Wait until a condition holds in the cluster, and return the waiting time as text."""
     began_s = time.monotonic()
     while not holds(_cluster(scene)):
         if time.monotonic() - began_s > BACK_WITHIN_S:

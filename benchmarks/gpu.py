@@ -1,17 +1,17 @@
-"""What the engine does on a GPU, with the shape of Llama-2-7B and dummy weights: ``python -m benchmarks.gpu``.
+"""Measures the engine on a GPU, with the shape of Llama-2-7B and dummy weights: ``python -m benchmarks.gpu``.
 
 Parts, each a table; all but ``host`` need an NVIDIA GPU:
 
-* ``limits``: what the GPU can do: copies within its memory, a large product in bfloat16, copies from the host.
+* ``limits``: rates of the GPU: copies within its memory, a large product in bfloat16, copies from the host.
 * ``steps``: decodes and a prefill beside these limits. A decode reads weights, its adapters and its KV; a prefill's
   attention is free in its limit.
-* ``adapters``: what adapters add to a decode and to a prefill: the difference to the same step of the
-  base model right before or after it, beside the time of reading each adapter once.
+* ``adapters``: time that adapters add to a decode and to a prefill, compared with the same step of the base model just
+  before or after, beside the time of reading each adapter once.
 * ``loads``: an adapter of rank 64 a second beside decodes.
 * ``cold``: TTFT of a request whose adapter is on the host, by preset.
-* ``host``: what the host adds to the time of a GPU, measured without one: the real engine on a device that computes
-  nothing. A copy ends when a link of the given speed would have finished it, a step after a given time. Launching a
-  kernel takes the host some microseconds on a GPU, and nothing here.
+* ``host``: time that the host adds to a GPU's time, measured without a GPU: the real engine runs on a device that
+  computes nothing. A copy ends when a link of the given speed would have finished it, and a step after a given time. On
+  a GPU a kernel launch takes the host some microseconds, which this part does not count.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 class Limits(NamedTuple):
-    """Rates of a copy within the GPU's memory (read and written), a large product, and a copy from the host."""
+    """Holds the rates of a copy within the GPU's memory (read and write), a large product, and a host copy."""
 
     copy_bytes_per_s: float
     gemm_flops: float
@@ -111,7 +111,7 @@ class Limits(NamedTuple):
 
 def measure_limits() -> Limits:
     """Measure the limits; each is a median of many runs."""
-    from triton.testing import do_bench  # asks for a GPU as it is imported
+    from triton.testing import do_bench  # the import needs a GPU
 
     place = torch.device("cuda")
     source, target = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=place) for _ in range(2))
@@ -131,7 +131,7 @@ def measure_limits() -> Limits:
 
 
 def limits(rig: "Rig") -> None:
-    """Print the limits, and which GPU it is."""
+    """Print the limits and the name of the GPU."""
     found = measure_limits()
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]
@@ -147,17 +147,17 @@ def limits(rig: "Rig") -> None:
 
 
 class Rig:
-    """Engines of one shape with dummy weights, and adapters for them.
+    """Builds engines of one shape with dummy weights, and adapters for them.
 
     Args:
-        folder: for the config and adapters.
-        shape: of the model.
+        folder: folder for the config and the adapters.
+        shape: name of the model's shape.
         engine: settings of all engines, which override those of a part.
     """
 
     def __init__(self, folder: Path, shape: str = SHAPE, **engine: object) -> None:
         self._folder = folder
-        # Steps with drafts are no plain decodes.
+        # Steps with drafts are not plain decodes.
         self._engine: dict[str, Any] = {"device": "cuda", "draft_tokens": 0} | engine
         self.model = write_model_shape(folder / shape, shape)
         self.config: ModelConfig = read_model_config(self.model)
@@ -218,7 +218,7 @@ class _RecordingExecutor:
         return result
 
     def decode_s(self, rows: int) -> list[float]:
-        """Return the seconds of a step for each plan that only decodes so many sequences."""
+        """Return the seconds of a step for each plan that only decodes the given number of sequences."""
         return [
             result.duration_s / result.steps_run
             for plan, result in self.ran
@@ -226,7 +226,7 @@ class _RecordingExecutor:
         ]
 
     def prefill_s(self, tokens: int) -> list[float]:
-        """Return the seconds of each step that prefills so many tokens."""
+        """Return the seconds of each step that prefills the given number of tokens."""
         return [result.duration_s for plan, result in self.ran if sum(step.tokens for step in plan.sequences) == tokens]
 
 
@@ -279,7 +279,7 @@ def adapters(rig: Rig) -> None:
             with twins(built) as executor:
                 asked = make_requests(f"lora-{distinct}-{context}", rows, context, STEPS, [refs[i] for i in places])
                 run_all(built, asked)
-            pairs = executor.decodes[len(executor.decodes) // 4 :]  # graphs are captured in the first
+            pairs = executor.decodes[len(executor.decodes) // 4 :]  # graphs are captured in the first run
             least_s = rig.adapter_bytes([ranks[i] for i in places]) / bandwidth
             added = f"decode, {distinct} adapters on {rows} rows at {context}"
             table.append(_added(added, [pair.adapters_s - pair.base_s for pair in pairs], least_s, pairs))
@@ -326,7 +326,7 @@ def cold(rig: Rig) -> None:
 
 
 def _cold_times(rig: Rig, preset: str, refs: Sequence[AdapterRef], times: int) -> dict[str, float]:
-    """Return median TTFT; each request has its own adapter, and the first of each kind warms up."""
+    """Return the median TTFT. Each request has another adapter, and the first request of each kind is a warm-up."""
     found = {}
     waiting = iter(refs)
     with rig.replica(preset=preset, host_memory_bytes=12 * GIB) as built:
@@ -347,21 +347,21 @@ def _cold_times(rig: Rig, preset: str, refs: Sequence[AdapterRef], times: int) -
 
 
 class TimedEvent:
-    """A point in a stream that is reached at a time of the monotonic clock."""
+    """Marks a point in a stream that is reached at a time of the monotonic clock."""
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
 
     def wait(self) -> None:
-        """Sleep until then."""
+        """Sleep until the event's time."""
         time.sleep(max(0.0, self.due_s - time.monotonic()))
 
 
 class TimedStream:
-    """Work that takes time, one piece after the other. Implements ``device.Stream``.
+    """Simulates work that takes time, one piece after the other; implements ``device.Stream``.
 
     Attributes:
-        work: when each piece begins and ends.
+        work: begin and end of each piece of work.
     """
 
     def __init__(self, link_bytes_per_s: float) -> None:
@@ -370,13 +370,13 @@ class TimedStream:
         self.work: list[tuple[float, float]] = []
 
     def take(self, seconds: float) -> None:
-        """Queue work that takes so long."""
+        """Queue work that takes the given time."""
         begins_s = max(self._free_s, time.monotonic())
         self._free_s = begins_s + seconds
         self.work.append((begins_s, self._free_s))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy immediately: inputs and tokens are small."""
+        """Copy immediately, because inputs and tokens are small."""
         target.copy_(source)
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
@@ -386,7 +386,7 @@ class TimedStream:
         self.take(copy.size_bytes / self._link_bytes_per_s)
 
     def wait_event(self, event: StreamEvent) -> None:
-        """Start further work no sooner than the event."""
+        """Start further work after the event."""
         assert isinstance(event, TimedEvent)
         self._free_s = max(self._free_s, event.due_s)
 
@@ -408,12 +408,12 @@ class TimedGraph:
 
 
 class TimedDevice:
-    """A device whose work only takes time. Implements ``DeviceBackend``, the model's decoder and its kernels.
+    """Simulates a device whose work only takes time; implements ``DeviceBackend``, the model's decoder and its kernels.
 
     Args:
-        decode_s: of a graph.
-        called_s: of any other step.
-        link_bytes_per_s: of copies.
+        decode_s: seconds of a captured step.
+        called_s: seconds of any other step.
+        link_bytes_per_s: bandwidth of copies.
     """
 
     copies_ahead = Cuda.copies_ahead
@@ -429,7 +429,7 @@ class TimedDevice:
         self._logits = torch.zeros(0)
 
     def stream(self) -> TimedStream:
-        """Return a new one."""
+        """Return a new stream."""
         return TimedStream(self.link_bytes_per_s)
 
     def capture(self, work: Callable[[], None]) -> TimedGraph:
@@ -444,7 +444,7 @@ class TimedDevice:
         """Return None: there are no host workers."""
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
-        """Return a view with the number of a block's tokens in its place: nothing else of it is read."""
+        """Return a view whose shape gives a block's number of tokens, the only property that is read."""
         return arena[:1, :block_size].view(1, 1, 1, block_size)
 
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -462,11 +462,11 @@ class TimedDevice:
         return torch.zeros(len(logits), dtype=torch.int64)
 
     def pin_threads(self, cores: object) -> AbstractContextManager[None]:
-        """Pin nothing: it has no threads."""
+        """Do nothing, because the device has no threads."""
         return nullcontext()
 
     def model(self, settings: Settings, folder: Path, *_: object) -> RankModel:
-        """Stand in for ``rank_setup.load_rank``."""
+        """Replace ``rank_setup.load_rank``."""
         config = read_model_config(folder)
         self._logits = torch.zeros(1, config.vocab_size)
         it: Any = self
@@ -475,7 +475,7 @@ class TimedDevice:
 
 @contextmanager
 def timed_rig(device: TimedDevice, memory_bytes: int = 8 * GIB, host_bytes: int = 2 * GIB, **rig: Any) -> Iterator[Rig]:
-    """Let engines that are built within the context run on the device. Nothing is written to its memory."""
+    """Run engines that are built within the context on the device. The device's memory is never written."""
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-gpu-host-") as folder,
         mock.patch("lorikeet.worker.transfer.transfers.device_at", return_value=device),
@@ -499,7 +499,7 @@ def host(device: TimedDevice, requests: int = 150, count: int = LOADS) -> None:
 
 
 def host_load(rig: Rig, device: TimedDevice, count: int, rank: int) -> tuple[float, float]:
-    """Return the median seconds of a load, and what the link alone would take."""
+    """Return the median seconds of a load, and the seconds that the link alone would take."""
     found = measure_loads(rig.settings(preset=PRESET), rig.adapters("load", [rank] * (1 + count)))
     return median(found.loads_s), rig.adapter_bytes([rank]) / device.link_bytes_per_s
 

@@ -1,4 +1,4 @@
-"""What the benchmark programs share: the model, engines in this process, servers, interleaved runs, and tables."""
+"""Provides shared parts of the benchmarks: the model, engines in this process, servers, interleaved runs, tables."""
 
 import math
 import os
@@ -84,7 +84,7 @@ def revision() -> str:
 
 
 def print_setup() -> None:
-    """Print what a figure in the docs must name: command, revision, date and machine."""
+    """Print the command, revision, date and machine, which every figure in the docs must name."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     command = ["python", "-m", module.name] if module else ["python", sys.argv[0]]
     words = " ".join([*command, *sys.argv[1:]])
@@ -114,7 +114,7 @@ def with_interval(values: Sequence[float], form: str = ".3g") -> str:
 
 
 def median_p95(seconds: Sequence[float], unit_s: float, form: str = ".1f") -> tuple[str, str]:
-    """Return the median and the 95th percentile of some times in a unit of ``unit_s`` seconds."""
+    """Return the median and the 95th percentile of times in a unit of ``unit_s`` seconds."""
     return f"{statistics.median(seconds) / unit_s:{form}}", f"{np.quantile(seconds, 0.95) / unit_s:{form}}"
 
 
@@ -122,14 +122,14 @@ def median_p95(seconds: Sequence[float], unit_s: float, form: str = ".1f") -> tu
 
 
 def in_turns(sides: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 1) -> dict[str, list[T]]:
-    """Run all sides once a round, in an order that is reversed from round to round (A B C, C B A, ...).
+    """Run all sides once per round, in an order that is reversed from round to round (A B C, C B A, ...).
 
     A machine that others share becomes faster and slower within minutes. In turns, that affects all sides alike.
 
     Args:
-        sides: each called with the number of the round.
-        rounds: results that are kept of each side.
-        warm_up: rounds before, whose results are dropped.
+        sides: functions that are called with the number of the round.
+        rounds: number of results that are kept for each side.
+        warm_up: number of earlier rounds whose results are dropped.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for number in range(warm_up + rounds):
@@ -152,7 +152,7 @@ def ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
 def replica(model: Path, dtype: str = "bfloat16", quantization: str = "auto", **engine: object) -> Iterator[Replica]:
     """Build an engine in this process and close it at the end; ``engine`` are engine settings.
 
-    It has no drafts unless these say so: a decode step has one row for each sequence.
+    By default it has no drafts, so that a decode step has one row for each sequence.
     """
     engine.setdefault("draft_tokens", 0)
     of_model = ModelSettings(model=str(model), dtype=dtype, quantization=quantization)
@@ -165,13 +165,13 @@ def replica(model: Path, dtype: str = "bfloat16", quantization: str = "auto", **
 
 
 def default_kernels() -> Kernels:
-    """Return the kernels that an engine chooses here for bfloat16."""
+    """Return the kernels that an engine chooses on this machine for bfloat16."""
     return choose_kernels("auto", torch.bfloat16, torch.device("cpu"))
 
 
 @contextmanager
 def kernels_as(kernels: object) -> Iterator[None]:
-    """Let engines that are built meanwhile compute with ``kernels``, a wrapper of real ones."""
+    """Run engines that are built within the context with ``kernels``, a wrapper of real kernels."""
     with mock.patch("lorikeet.worker.rank_setup.choose_kernels", return_value=kernels):
         yield
 
@@ -179,7 +179,10 @@ def kernels_as(kernels: object) -> Iterator[None]:
 def make_requests(
     name: str, count: int, prompt_tokens: int, output_tokens: int, refs: Sequence[AdapterRef] = (), seed: int = 0
 ) -> list[Request]:
-    """Return greedy requests with prompts of their own. Adapters are taken in turns; none means the base model."""
+    """Return greedy requests with different prompts.
+
+    Adapters are used in turns; without adapters, the base model is used.
+    """
     prompts = np.random.default_rng(seed).integers(*_TOKEN_IDS, (count, prompt_tokens)).tolist()
     sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0)
     return [
@@ -189,10 +192,10 @@ def make_requests(
 
 
 def run_all(built: Replica, requests: Iterable[Request]) -> dict[RequestId, list[Token]]:
-    """Submit all requests at once, run them to their end and return their tokens.
+    """Submit all requests together, run them to their end and return their tokens.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: a request failed.
     """
     engine = built.engine
     tokens = dict[RequestId, list[Token]]()
@@ -233,27 +236,27 @@ def running_server(
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, wait until it is ready, and stop it with its children.
 
-    From then on SIGTERM ends this program by ``SystemExit``, so that its servers are stopped, too.
+    From then on SIGTERM ends this program by ``SystemExit``, so that its servers are also stopped.
 
     Args:
-        flags: of the command, without ``--port``.
-        log: file for all that it prints.
-        command: what starts it.
-        environment: variables beside those of this process.
-        ready_within_s: limit for its start.
-        port: that it listens on; 0 for a free one.
+        flags: flags of the command, without ``--port``.
+        log: file for the server's output.
+        command: command that starts the server.
+        environment: environment variables in addition to those of this process.
+        ready_within_s: limit of the start time in seconds.
+        port: port of the server; 0 for a free port.
 
     Raises:
-        RuntimeError: it ended or was not ready in time; the message holds the end of its log.
+        RuntimeError: the server ended or was not ready in time. The message contains the end of its log.
     """
-    if threading.current_thread() is threading.main_thread():  # only there handlers can be set
+    if threading.current_thread() is threading.main_thread():  # handlers can be set only in the main thread
         signal.signal(signal.SIGTERM, _exit)
     if not port:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = int(listener.getsockname()[1])
     variables = {**os.environ, **(environment or {})}
-    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # like an installed package, which has its bytecode
     arguments = [*command, *flags, "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -277,7 +280,7 @@ def sample_flags() -> list[str]:
 
 
 def chat_body(model: str, content: str, tokens: int, **parameters: object) -> dict[str, Any]:
-    """Return a greedy streaming chat whose answer has exactly so many tokens."""
+    """Return a greedy streaming chat whose answer has exactly the given number of tokens."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": content}],
@@ -294,7 +297,7 @@ def _wait_until_ready(server: RunningServer, log: Path, until_s: float) -> None:
         if server.process.poll() is not None:
             break
         with suppress(OSError), closing(HTTPConnection(server.url.removeprefix("http://"), timeout=5)) as http:
-            http.request("GET", "/health")  # httpx takes 30 ms of a core for each call, which the server needs
+            http.request("GET", "/health")  # httpx would take 30 ms of a core for each call, which the server needs
             if http.getresponse().status == 200:
                 return
         time.sleep(_POLL_S)

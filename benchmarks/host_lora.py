@@ -1,9 +1,9 @@
-"""Cost of handing a layer to a host LoRA worker, by synchronisation, IPC and kind of worker (TOPPINGS, section 4.2).
+"""Measures handing a layer to a host LoRA worker by synchronisation, IPC and kind of worker (TOPPINGS, section 4.2).
 
     python -m benchmarks.host_lora
 
 prints for each variant the median and the 90 % quantile in µs, over 1,000 layers of a 135M model with 16 tokens under
-an adapter of rank 16. A thread that runs work in order stands in for the device:
+an adapter of rank 16. A thread that runs work in order simulates the device:
 
 - invoke: ``sync-free``, the copy of x and the wait for y are queued on the device; or ``native sync``, the caller waits
   for x before it signals, and for y before it continues.
@@ -49,7 +49,7 @@ QKV = ("q", "k", "v")
 
 
 class Store(NamedTuple):
-    """A host arena that holds one adapter."""
+    """Holds a host arena with one adapter."""
 
     arena: HostArena
     host: Tensor
@@ -58,7 +58,7 @@ class Store(NamedTuple):
 
 
 def make_store(geometry: ModelGeometry) -> Store:
-    """Return a store; its content is the same in every process."""
+    """Return a store, whose content is the same in every process."""
     ranks = dict.fromkeys(QKV, (RANK,) * geometry.layers)
     elements = geometry.block_elements(BLOCK_TOKENS)
     blocks = pack(ranks, geometry, elements).blocks
@@ -73,7 +73,7 @@ class Exchange(Protocol):
 
     @property
     def computed_s(self) -> float:
-        """The worker's time for the last layer."""
+        """Seconds of the worker for the last layer."""
         ...
 
     def send(self, layer: int, x: Tensor) -> None:
@@ -214,7 +214,7 @@ def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> 
 
 
 class Stream:
-    """The device: runs work in order, concurrently with the caller."""
+    """Simulates the device: runs work in order, concurrently with the caller."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()

@@ -1,8 +1,8 @@
-"""``lorikeet serve`` with an engine that computes nothing: ``python -m benchmarks.idle_engine serve …``.
+"""Runs ``lorikeet serve`` with an engine that computes nothing: ``python -m benchmarks.idle_engine serve …``.
 
-Every 25 ms each running request gets the next token of a text, so the API process alone is at work. A request for one
-token gets it at once. Only the engine process is replaced; its messages are those of a real one. ``python -m
-benchmarks.idle_engine ADDRESS`` is that process.
+Every 25 ms each running request gets the next token of a text, so that only the API process works. A request for one
+token gets it immediately. Only the engine process is replaced, and it sends the messages of a real engine. ``python -m
+benchmarks.idle_engine ADDRESS`` runs that process.
 """
 
 import subprocess

@@ -1,19 +1,19 @@
-"""Time of the kernels beside the machine's limits, and their accuracy: ``python -m benchmarks.kernels``.
+"""Measures the kernels' time beside the machine's limits, and their accuracy: ``python -m benchmarks.kernels``.
 
-On the CPU, with the default model in bfloat16. Parts, each a table:
+The measurements run on the CPU, with the default model in bfloat16. Each part prints a table:
 
 * ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit; a
   decode step of one sequence with the model's own GGUF file, beside reading it once.
-* ``adapters``: what adapters add to a decode step, beside the machine's minimum: the longer of reading each adapter
-  once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
-* ``int8-adapters``: what adapters kept in 8 bits add to a decode step, beside what they add in 16 bits, in turns, and
-  each beside the machine's minimum.
-* ``int8-errors``: how far adapters and KV in 8 bits, and bfloat16 itself, move the log probabilities of a text's tokens
-  from those in float32, for the base and each sample adapter.
-* ``kinds``: what eight DoRA adapters, and eight with norms or an output layer of their own, add to a decode step of
-  eight rows, beside eight plain ones of the same rank, in turns.
-* ``second-turn``: TTFT of a conversation's next turn under another adapter, after 2,000 tokens of it: an aLoRA, which
-  shares the KV before its invocation with all others, beside the same matrices as an ordinary LoRA, in turns.
+* ``adapters``: time that adapters add to a decode step, beside the machine's minimum: the longer of reading each
+  adapter once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
+* ``int8-adapters``: time that adapters kept in 8 bits add to a decode step, in turns with adapters in 16 bits, and each
+  beside the machine's minimum.
+* ``int8-errors``: changes of the log probabilities of a text's tokens, compared with float32, by adapters and KV in 8
+  bits, and by bfloat16 alone, for the base and each sample adapter.
+* ``kinds``: time that eight DoRA adapters, and eight adapters with norms or an output layer, add to a decode step of
+  eight rows, in turns with eight plain adapters of the same rank.
+* ``second-turn``: TTFT of a conversation's next turn under another adapter, after 2,000 tokens: an aLoRA, which shares
+  the KV before its invocation with other adapters, in turns with the same matrices as an ordinary LoRA.
 * ``throughput``: output tokens per second with adapters beside the base model's, in turns.
 * ``ranks``: eight decodes of mixed ranks by the ``unpadded`` and the ``padded`` form, beside eight of one rank.
 * ``loads``: an adapter of rank 64 a second over a link of 0.8 GB/s, and the steps beside it.
@@ -158,12 +158,12 @@ def kernel_times(
     quantization: str = "none",
     timed: Sequence[str] = KERNELS,
 ) -> dict[str, float]:
-    """Return the median seconds by kernel of a step that samples ``rows`` tokens."""
+    """Return the median seconds of each kernel in a step that samples ``rows`` tokens."""
     watch = Stopwatch(default_kernels(), timed=timed)
     folder = prepare_model(ModelSettings(quantization=quantization), print).path
     by = replica(folder, quantization=quantization, threads=THREADS, touch_memory=True)
     with kernels_as(watch), by as built:
-        for turn in range(2):  # the first one warms up
+        for turn in range(2):  # the first run is a warm-up
             watch.steps.clear()
             run_all(built, make_requests(f"{turn}", requests, prompt_tokens, output_tokens, seed=turn))
         taken = watch.decode_steps(rows)
@@ -197,7 +197,7 @@ def decode_speeds(rounds: int) -> tuple[list[float], list[float]]:
 
 
 class Loaded:
-    """An engine with a hundred resident adapters. KV is not kept, so none of them is evicted.
+    """Holds an engine with a hundred resident adapters. KV is not kept, so no adapter is evicted.
 
     Args:
         scratch: an empty folder, for the adapters.
@@ -213,13 +213,13 @@ class Loaded:
         run_all(built, make_requests("load", ADAPTERS, 4, 1, self.refs))
 
     def chosen(self, count: int) -> tuple[list[int], list[AdapterRef]]:
-        """Return ranks and adapters, spread evenly over all ranks; a single one has rank 32."""
+        """Return ranks and adapters, spread evenly over all ranks. A single adapter has rank 32."""
         places = [self.ranks.index(32)] if count == 1 else spread(ADAPTERS, count)
         return [self.ranks[i] for i in places], [self.refs[i] for i in places]
 
 
 def spread(count: int, wanted: int) -> list[int]:
-    """Return ``wanted`` evenly spread indices below ``count``; a single one is in the middle."""
+    """Return ``wanted`` evenly spread indices below ``count``. A single index is in the middle."""
     if wanted == 1:
         return [count // 2]
     return [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
@@ -237,7 +237,7 @@ def with_loaded(run: Callable[[Loaded, int], None], rounds: int) -> None:
 
 
 def adapters(loaded: Loaded, rounds: int) -> None:
-    """Print what adapters add to the time of a decode step."""
+    """Print the time that adapters add to a decode step."""
     config = read_model_config(default_model())
     meter = LimitMeter(rows=sorted({rows for _, rows in POINTS}))
 
@@ -265,7 +265,7 @@ def adapters(loaded: Loaded, rounds: int) -> None:
 
 
 def int8_adapters(rounds: int) -> None:
-    """Print what adapters in 16 and in 8 bits add to the time of a decode step, and what that costs in tokens/s."""
+    """Print the time that adapters in 16 and in 8 bits add to a decode step, and the loss in tokens/s."""
     config = read_model_config(default_model())
     meter = LimitMeter(rows=COUNTS)
     item_bytes = {"auto": 2, "int8": 1}
@@ -307,7 +307,7 @@ def int8_adapters(rounds: int) -> None:
 
 
 def int8_errors(_: int) -> None:
-    """Print how far 8 bits move the log probabilities of the README's tokens, beside bfloat16."""
+    """Print the changes of the README's log probabilities by 8 bits, beside the changes by bfloat16."""
     both = {"lora_dtype": "int8", "kv_cache_dtype": "int8"}
     forms: dict[str, tuple[str, dict[str, str]]] = {
         "bfloat16": ("bfloat16", {}),
@@ -366,7 +366,7 @@ def _loaded_as(form: str) -> Iterator[Loaded]:
 
 
 def kinds(rounds: int) -> None:
-    """Print what adapters of several kinds add to a decode step, beside plain ones."""
+    """Print the time that adapters of several kinds add to a decode step, beside plain adapters."""
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
         replica(
@@ -402,7 +402,7 @@ def kinds(rounds: int) -> None:
 
 
 def second_turn(rounds: int) -> None:
-    """Print how long the first token of a second turn takes, under another adapter than the first turn's."""
+    """Print the TTFT of a second turn under another adapter than the first turn's."""
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
         replica(default_model(), max_num_seqs=8, memory_bytes=2**30, threads=THREADS) as built,
@@ -443,7 +443,7 @@ TURN_TOKENS = 32
 
 
 def _add_kind(folder: Path, kind: str, geometry: ModelGeometry) -> None:
-    """Add to an adapter what its kind has beside A and B."""
+    """Add the tensors of an adapter's kind, besides A and B, to the adapter."""
     file = folder / "adapter_model.safetensors"
     config_file = folder / "adapter_config.json"
     tensors = load_file(file)
@@ -501,7 +501,7 @@ def throughput(loaded: Loaded, rounds: int) -> None:
 
 
 def ranks(rounds: int) -> None:
-    """Print what LoRA adds to the linear layers of a step with mixed ranks; no weights are in a cache."""
+    """Print the time that LoRA adds to the linear layers of a step with mixed ranks. No weights are in a cache."""
     geometry = read_model_config(default_model()).geometry(2)
     kernels = default_kernels()
     kernels.threads = THREADS
@@ -531,7 +531,7 @@ def ranks(rounds: int) -> None:
 
 
 def _batches(ranks_: Sequence[int], geometry: ModelGeometry, form: KernelForm) -> list[LoraBatch]:
-    """Return batches of a row for each rank, each with its own adapters, together ``COLD_BYTES`` large."""
+    """Return batches with a row for each rank and different adapters, which together have ``COLD_BYTES`` bytes."""
     one_bytes = sum(_pack(rank, geometry).used_elements for rank in ranks_) * geometry.dtype_bytes
     return [
         LoraBatch([LoraSegment(row, row + 1, _adapter(rank, geometry)) for row, rank in enumerate(ranks_)], form)
@@ -554,7 +554,7 @@ def _pack(rank: int, geometry: ModelGeometry) -> AdapterPacking:
 
 
 class Products:
-    """The linear layers of a step that adapters change, with their own random weights for every layer."""
+    """Holds the linear layers of a step that adapters change, with different random weights for every layer."""
 
     def __init__(self, kernels: Kernels, geometry: ModelGeometry) -> None:
         q, k, v, o = (geometry.modules[module] for module in ATTENTION)
@@ -573,7 +573,7 @@ class Products:
         self._inputs = q.in_features, o.in_features
 
     def added_s(self, batch: LoraBatch, *, adapters_first: bool) -> float:
-        """Return how many seconds adapters add to the linear layers of a step."""
+        """Return the seconds that adapters add to the linear layers of a step."""
         seconds = {adapted: self._seconds(batch, adapted) for adapted in (adapters_first, not adapters_first)}
         return seconds[True] - seconds[False]
 
@@ -652,7 +652,7 @@ def timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
     settings = ModelSettings(quantization=quantization)
     folder = prepare_model(settings, print).path
     watch = Stopwatch(default_kernels())
-    # Four engines at once: each with no more memory than its sequences need.
+    # Four engines exist at the same time, each with only the memory that its sequences need.
     built_by = replica(folder, quantization=quantization, threads=THREADS, memory_bytes=2**29, host_memory_bytes=0)
     with kernels_as(watch), built_by as built:
         yield built, watch
@@ -666,7 +666,10 @@ def tokens_per_s(
     turn: int,
     refs: Sequence[AdapterRef] = (),
 ) -> float:
-    """Return the rate of the steps that decode ``rows`` sequences; 0: of prompt tokens, from start to end."""
+    """Return the tokens per second of the steps that decode ``rows`` sequences.
+
+    For 0 rows, return the rate of prompt tokens from start to end.
+    """
     watch.steps.clear()
     began_s = time.monotonic()
     run_all(built, make_requests(f"{turn}-{len(refs)}", *shape, refs, seed=turn))
@@ -677,7 +680,7 @@ def tokens_per_s(
 
 
 def products(rounds: int) -> None:
-    """Print seconds of the products of all layers by number of rows, and how many times as fast packed weights are."""
+    """Print seconds of the products of all layers by number of rows, and the speedup of packed weights."""
     config = read_model_config(default_model())
     kernels = default_kernels()
     query = config.heads * config.head_dim
@@ -696,7 +699,7 @@ def products(rounds: int) -> None:
         "int4": partial(quantize, bits=4),
         "Q4_1": _q4_1,
     }
-    # Each layer has weights of its own, so that none is in the second-level cache.
+    # Each layer has different weights, so that no weights are in the second-level cache.
     packed = {
         name: [[kernels.pack(weight, torch.bfloat16) for weight in map(form, drawn)] for _ in range(config.layers)]
         for name, form in forms.items()

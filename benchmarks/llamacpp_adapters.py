@@ -1,4 +1,4 @@
-"""Adapters of PEFT as llama.cpp reads them: the conversion of its own script. For programs in its environment."""
+"""Converts adapters of PEFT to llama.cpp's format like its script, for programs in its environment."""
 
 import json
 import re
@@ -21,7 +21,7 @@ KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 def heads_of(model: str) -> dict[str, int]:
-    """Return the numbers of heads of a GGUF file, for q and k."""
+    """Return the numbers of heads for q and k in a GGUF file."""
     fields = gguf.GGUFReader(model).fields
     return {
         "attn_q": int(fields["llama.attention.head_count"].parts[-1][0]),
@@ -30,10 +30,7 @@ def heads_of(model: str) -> dict[str, int]:
 
 
 def convert(folder: Path, target: Path, heads: dict[str, int]) -> Path:
-    """Write an adapter of PEFT as GGUF.
-
-    Rows of q and k are in the order in which llama.cpp rotates them.
-    """
+    """Write an adapter of PEFT as GGUF, with the rows of q and k in llama.cpp's order of rotation."""
     config = json.loads((folder / "adapter_config.json").read_text())
     writer = gguf.GGUFWriter(str(target / f"{folder.name}.gguf"), "llama")
     writer.add_type(gguf.GGUFType.ADAPTER)

@@ -1,9 +1,9 @@
 """Time llama.cpp's decode steps: ``python llamacpp_decode.py MODEL.gguf --threads N [--lora FOLDER]``.
 
-It runs in an environment of its own (``benchmarks.environments``), for ``benchmarks.peers``. Each line of its
-input is JSON: ``sequences``, ``prompt_tokens``, ``steps`` and ``adapter`` (whether the adapter is applied). Its answer
-is a line of JSON with ``tokens_per_s`` of the steps after the prompts. Tokens are given, not sampled, as in llama.cpp's
-own benchmark; a step computes the logits of all sequences.
+The program runs in a separate environment (``benchmarks.environments``), for ``benchmarks.peers``. Each input line is
+JSON: ``sequences``, ``prompt_tokens``, ``steps`` and ``adapter`` (whether the adapter is applied). The program answers
+with a line of JSON with ``tokens_per_s`` of the steps after the prompts. Tokens are given, not sampled, as in
+llama.cpp's benchmark. A step computes the logits of all sequences.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH = 512
 
 
 class Decoder:
-    """A model with room for ``MOST_SEQUENCES`` sequences of ``MOST_TOKENS`` tokens."""
+    """Holds a model with room for ``MOST_SEQUENCES`` sequences of ``MOST_TOKENS`` tokens."""
 
     def __init__(self, file: str, threads: int, adapter: str | None) -> None:
         _request_tiles()
@@ -60,7 +60,7 @@ class Decoder:
         return sequences * steps / (time.monotonic() - began_s)
 
     def _decode(self, tokens: list[list[int]], places: list[tuple[int, int]], sampled: int) -> None:
-        """Decode these places of sequences; logits are wanted of the place ``sampled``."""
+        """Decode the given places of sequences, with logits of the place ``sampled``."""
         batch = self._batch
         batch.n_tokens = len(places)
         for i, (sequence, place) in enumerate(places):
@@ -80,7 +80,10 @@ def _silent(level: int, text: bytes, data: object) -> None:
 
 
 def _request_tiles() -> None:
-    """Ask Linux for the tile unit, where there is one; a build for this processor may use it without."""
+    """Request the processor's tile unit from Linux, if it has one.
+
+    A build for this processor may use it without a request.
+    """
     arch_prctl = 158
     request = 0x1023
     tile_data = 18
@@ -88,7 +91,7 @@ def _request_tiles() -> None:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer input lines until the input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, required=True)

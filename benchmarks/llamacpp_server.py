@@ -1,7 +1,7 @@
-"""llama.cpp's server with LoRA adapters: ``python llamacpp_server.py MODEL.gguf --lora FOLDER … --port PORT``.
+"""Runs llama.cpp's server with LoRA adapters: ``python llamacpp_server.py MODEL.gguf --lora FOLDER … --port PORT``.
 
-It runs in an environment of its own (``benchmarks.router``): ``xllamacpp`` contains llama.cpp with its server, and
-``gguf`` writes its files. Adapters of PEFT are converted to GGUF as llama.cpp's own script does.
+The program runs in a separate environment (``benchmarks.router``): ``xllamacpp`` contains llama.cpp with its server,
+and ``gguf`` writes its files. Adapters of PEFT are converted to GGUF like in llama.cpp's script.
 """
 
 import argparse

@@ -87,8 +87,8 @@ def memory_command(
 ) -> None:
     """Run one workload with several presets, one after the other, and compare their memory management.
 
-    Requests arrive in this process, so no client competes for the cores. A turn of a conversation waits for the answers
-    before it, and its prompt contains them as they were generated.
+    Requests arrive in this process, so no client competes for the cores. A turn of a conversation waits for the earlier
+    answers, and its prompt contains these answers as they were generated.
     """
     check_json_file(json_file)
     if executor not in ("torch", "modelled"):
@@ -187,10 +187,10 @@ def memory_command(
 
 
 def split_presets(text: str) -> list[str]:
-    """Return the presets in a list separated by commas; parts with ``=`` are options of the preset before them.
+    """Return the presets of a comma-separated list. Parts with ``=`` are options of the preset before them.
 
     Raises:
-        ValueError: there is none, one is named twice, or an option comes before any preset.
+        ValueError: the list is empty, a preset is named twice, or an option precedes the first preset.
     """
     names: list[str] = []
     for part in filter(None, split_options(text)):

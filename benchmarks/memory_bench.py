@@ -1,4 +1,4 @@
-"""Runs presets on one workload to compare their memory management: each on its own engine in this process, in turn."""
+"""Runs presets on one workload, one engine after the other in this process, to compare their memory management."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -35,7 +35,7 @@ _SAMPLE_S = 0.25
 
 
 class MemorySetting(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that all presets share; see ``EngineSettings`` and ``ModelSettings``."""
+    """Holds the settings that all presets share; see ``EngineSettings`` and ``ModelSettings``."""
 
     memory_bytes: int
     host_memory_bytes: int
@@ -61,10 +61,10 @@ class MemoryRig(NamedTuple):
     """What presets run on.
 
     Attributes:
-        geometry: of the base model.
-        vocabulary: number of its token ids.
-        adapters: by name.
-        start: starts a replica.
+        geometry: geometry of the base model.
+        vocabulary: number of the model's token ids.
+        adapters: adapters by name.
+        start: function that starts a replica.
         warm_up: requests before each run.
     """
 
@@ -94,7 +94,7 @@ def modelled_rig(profile: CostProfile, work: MemoryWork, options: WorkOptions) -
 
 
 class PresetRun(NamedTuple):
-    """The run of a preset. It does not keep its engine, whose memory is large.
+    """Holds the run of a preset, without the engine, whose memory is large.
 
     Attributes:
         run: request records.
@@ -124,7 +124,7 @@ def run_preset(
     """Run a workload on a new replica: warm up, fill the host tier from the adapters' files, run, close.
 
     Args:
-        rig: what to run on.
+        rig: model, adapters and way to start replicas.
         settings: of the replica.
         work: the workload.
         on_warm: called when the replica is warm.
@@ -174,7 +174,7 @@ def warm_replica(rig: MemoryRig, settings: Settings, work: MemoryWork) -> Iterat
 
 
 def _shortened(request: WorkloadRequest, most_tokens: int) -> WorkloadRequest:
-    """Return a request that fits where the longest has ``most_tokens`` tokens."""
+    """Return a request that is shortened to ``most_tokens`` tokens."""
     output_tokens = min(request.output_tokens, max(1, most_tokens // 2))
     input_tokens = min(request.input_tokens, most_tokens - output_tokens)
     return msgspec.structs.replace(request, input_tokens=input_tokens, output_tokens=output_tokens)
@@ -201,9 +201,9 @@ def settle(engine: Engine) -> None:
 def preset_figures(preset: str, measured: PresetRun) -> dict[str, Any]:
     """Return the figures of a preset as plain data.
 
-    Hit rates are of requests and tokens on arrival, on the device: of adapters, and of the tokens that an infinite
-    cache would have found (ELORA spec, R17). They are None where there was nothing to find. Prefetches before the first
-    request count in ``prefetch_accuracy``, because requests use them.
+    Hit rates count requests and tokens found on the device at arrival: of adapters, and of the tokens that an infinite
+    cache would have found (ELORA spec, R17). A rate is None if the infinite cache found nothing. Prefetches before the
+    first request count in ``prefetch_accuracy``, because requests use them.
     """
     figures = measured.run.figures(Slo())
     memory = measured.memory

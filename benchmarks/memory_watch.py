@@ -1,4 +1,4 @@
-"""Observes the memory of an engine during a run, and what an infinite cache would have found."""
+"""Observes an engine's memory during a run, and counts the hits of an infinite cache."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from lorikeet.memory.tree import block_keys
 
 
 class InfiniteCache:
-    """Counts whole blocks of text by adapter version. Text is known as soon as it is added; nothing is evicted.
+    """Counts whole blocks of text by adapter version. Text is known as soon as it is added, and is never evicted.
 
     Args:
         block_size: tokens of KV in a block.
 
     Attributes:
-        adapters: those that requests used.
+        adapters: adapters that requests used.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -32,7 +32,7 @@ class InfiniteCache:
     def reusable_tokens(self, adapter: AdapterRef | None, prompt: Sequence[int]) -> int:
         """Return the length of the longest known prefix of ``prompt``, in whole blocks.
 
-        The last token never counts: an engine always computes it, because it needs its logits.
+        The last token never counts, because an engine always computes it for its logits.
         """
         found = 0
         for key in self._keys_of(adapter, prompt[:-1]):
@@ -49,7 +49,7 @@ class InfiniteCache:
 
     @property
     def kv_blocks(self) -> int:
-        """Number of KV blocks of everything that was added."""
+        """Number of KV blocks of all added text."""
         return len(self._keys)
 
     def _keys_of(self, adapter: AdapterRef | None, token_ids: Sequence[int]) -> list[bytes]:
@@ -57,7 +57,7 @@ class InfiniteCache:
 
 
 class PoolSample(NamedTuple):
-    """The contents of the tiers at a time, in seconds since the start of the workload."""
+    """Holds the contents of the tiers at a time, in seconds since the start of the workload."""
 
     at_s: float
     device: TierBytes
@@ -65,13 +65,13 @@ class PoolSample(NamedTuple):
 
 
 class TtftParts(NamedTuple):
-    """The parts of the time to a first token, one after the other (see ``RequestTimings``).
+    """Holds the consecutive parts of a TTFT (see ``RequestTimings``).
 
     Attributes:
-        queue_s: until its blocks were allocated.
-        adapter_cold_s: until its adapter was on the device.
+        queue_s: time until the request's blocks were allocated.
+        adapter_cold_s: further time until the adapter was on the device.
         kv_cold_s: further wait for KV from the host.
-        prefill_s: the rest.
+        prefill_s: the remaining time.
     """
 
     queue_s: float
@@ -81,7 +81,7 @@ class TtftParts(NamedTuple):
 
     @classmethod
     def of(cls, timings: RequestTimings) -> "TtftParts | None":
-        """Return the parts; None if there was no token."""
+        """Return the parts; None if the request had no token."""
         if timings.admitted_s is None or timings.first_token_s is None:
             return None
         cold_s = timings.adapter_wait_s + timings.kv_wait_s
@@ -97,15 +97,15 @@ class MemoryWatch(RunObserver):
     """Samples the memory of an engine, and collects TTFT parts and reusable tokens. Earlier events are not counted.
 
     Args:
-        engine: to observe.
-        clock: of the engine.
+        engine: engine to observe.
+        clock: clock of the engine.
         block_size: tokens of KV in a block.
-        sample_s: time between two samples.
+        sample_s: seconds between two samples.
 
     Attributes:
-        samples: of the pool, the first from the start.
-        parts: of the TTFT of each request with a token.
-        reusable_tokens: prompt tokens that an infinite cache would have found.
+        samples: samples of the pool, with the first at the start.
+        parts: parts of the TTFT of each request with a token.
+        reusable_tokens: number of prompt tokens that an infinite cache would have found.
         began: memory statistics at the start.
     """
 
@@ -122,7 +122,7 @@ class MemoryWatch(RunObserver):
         self.began = self._sample()
 
     def on_arrival(self, request: Request) -> None:
-        """Count what the infinite cache finds, and add the prompt to it."""
+        """Count the tokens that the infinite cache finds, and add the prompt to the cache."""
         self._timings[request.request_id] = RequestTimings(request.arrival_s)
         self.reusable_tokens += self._cache.reusable_tokens(request.adapter, request.prompt_token_ids)
         self._cache.add(request.adapter, request.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""The workload on which memory management is compared, its adapters, and how much memory all of it would take."""
+"""Makes the workload for comparing memory management and its adapters, and computes the memory that they would fill."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,16 +31,16 @@ class WorkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the workload.
 
     Attributes:
-        source: a file, or one of ``SHAPES``.
-        requests: fewest requests, of complete conversations; None for all of a file, 240 of a shape.
-        rate: mean requests per second; None for a file's own times, 1 for a shape.
+        source: file of a workload, or one of ``SHAPES``.
+        requests: smallest number of requests, in complete conversations; None for all of a file, or 240 of a shape.
+        rate: mean requests per second; None for the times of a file, or 1 for a shape.
         adapters: number of adapters.
-        ranks: of the adapters in turn.
+        ranks: ranks that the adapters get in turn.
         modules: target modules.
         adapter_choice: see ``choose_adapters``; for workloads that name no adapters.
         length_scale: factor on the lengths of a file; None for 1/32 of a trace of conversations, otherwise 1.
-        prefix_block_tokens: length of a prefix block before scaling; None for the file's own, 32 of a shape.
-        seed: of all random draws.
+        prefix_block_tokens: length of a prefix block before scaling; None for the file's length, or 32 for a shape.
+        seed: seed of all random draws.
     """
 
     source: str
@@ -56,13 +56,13 @@ class WorkOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryWork(NamedTuple):
-    """A workload and what it needs.
+    """Holds a workload and its needs.
 
     Attributes:
-        requests: by arrival.
-        names: of all adapters.
+        requests: requests in order of arrival.
+        names: names of all adapters.
         block_size: length of a prefix block.
-        seed: of the prompts.
+        seed: seed of the prompts.
     """
 
     requests: list[WorkloadRequest]
@@ -71,14 +71,14 @@ class MemoryWork(NamedTuple):
     seed: int
 
     def prompts_of(self, vocabulary: int, run: int = 0) -> Prompts:
-        """Return the prompts for a model: of ordinary tokens, or of the upper half of a small vocabulary."""
+        """Return the prompts for a model, made of ordinary tokens, or of the upper half of a small vocabulary."""
         low, high = DEFAULT_IDS
         ids = Range(min(low, vocabulary // 2), min(high, vocabulary - 1))
         return Prompts(self.seed, run, ids, self.block_size)
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens of the longest request, prompt and answer together."""
+        """Number of tokens of the longest request, prompt and answer together."""
         return max(request.input_tokens + request.output_tokens for request in self.requests)
 
 
@@ -86,7 +86,7 @@ def make_work(options: WorkOptions) -> MemoryWork:
     """Return the workload for ``options``.
 
     Raises:
-        OptionError: unknown workload, or an option has no meaning.
+        OptionError: the workload is unknown, or an option is invalid.
         OSError, WorkloadError: the file cannot be read.
     """
     if options.source in SHAPES:
@@ -101,7 +101,7 @@ def make_work(options: WorkOptions) -> MemoryWork:
     if len(names) > options.adapters:
         raise OptionError(f"{options.source} names {len(names)} adapters, more than the {options.adapters} requested")
     others = [name for name in adapter_names(options.adapters + len(names)) if name not in names]
-    # In the order in which the recipe assigned ranks, if it chose the adapters.
+    # Names are in the order in which the recipe assigned ranks, if it chose the adapters.
     names = tuple(sorted((*names, *others[: options.adapters - len(names)])))
     return MemoryWork(requests, names, block_tokens_of(requests), options.seed)
 
@@ -168,12 +168,12 @@ def files_of_adapters(
 
 
 class WorkingSet(NamedTuple):
-    """Bytes in whole blocks that a workload would fill if nothing were evicted.
+    """Holds the bytes in whole blocks that a workload would fill without evictions.
 
     Attributes:
-        adapter_bytes: of the adapters that requests use.
-        kv_bytes: of all prompts and answers; shared prefixes under one adapter count once.
-        all_adapter_bytes: of all adapters.
+        adapter_bytes: bytes of the adapters that requests use.
+        kv_bytes: bytes of all prompts and answers. Shared prefixes under one adapter count once.
+        all_adapter_bytes: bytes of all adapters.
     """
 
     adapter_bytes: int
@@ -182,7 +182,7 @@ class WorkingSet(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Adapters that requests use, and KV."""
+        """Bytes of the adapters that requests use, and of KV."""
         return self.adapter_bytes + self.kv_bytes
 
     @property
@@ -197,7 +197,7 @@ def working_set(
     """Return the working set of ``work``. The contents of answers do not matter, only their lengths."""
     turns = Turns(work.requests, work.prompts_of(DEFAULT_IDS.high))
     cache = InfiniteCache(block_size)
-    for index, request in enumerate(work.requests):  # a turn comes after the one that it continues
+    for index, request in enumerate(work.requests):  # a turn comes after the turn that it continues
         prompt = turns.prompt(index)
         answer = [index] * request.output_tokens
         adapter = None if request.adapter is None else adapters[request.adapter]
@@ -213,7 +213,7 @@ def working_set(
 def least_memory_bytes(
     work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_size: int
 ) -> int:
-    """Return the size of a pool that holds any two requests with different adapters."""
+    """Return the bytes of a pool that holds any two requests with different adapters."""
     elements = geometry.block_elements(block_size)
     largest = max((pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()), default=0)
     blocks = 2 * (largest + math.ceil(work.longest_tokens / block_size) + 1)

@@ -1,9 +1,9 @@
-"""Conversations over adapters whose popularity moves: ``python -m benchmarks.moving_conversations``.
+"""Simulates conversations over adapters whose popularity moves: ``python -m benchmarks.moving_conversations``.
 
-The default beside single systems. Everything is *modelled* (see ``benchmarks.auto``). A user of the twin, who tuned
-nothing to it, described the workload: 2,400 requests, Poisson; 200 adapters of ranks 32 and 64, drawn with a strong
-skew that shifts by 17 adapters each minute; conversations of 1 to 8 turns, any arrival a next turn with probability
-0.72.
+The default preset is compared with single systems. Everything is *modelled* (see ``benchmarks.auto``). A user of the
+simulator, who tuned nothing to it, described the workload: 2,400 requests, Poisson; 200 adapters of ranks 32 and 64,
+drawn with a strong skew that shifts by 17 adapters each minute; conversations of 1 to 8 turns, any arrival a next turn
+with probability 0.72.
 """
 
 import argparse

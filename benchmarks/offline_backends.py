@@ -1,4 +1,7 @@
-"""The interface of a backend in an offline benchmark: one batch of requests in, its timings out."""
+"""Defines the interface of a backend in an offline benchmark.
+
+A backend runs a batch of requests and returns its timings.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -7,12 +10,12 @@ Prompt = list[int]
 
 
 class OfflineBatch(NamedTuple):
-    """One batch of requests, all submitted at the start.
+    """Holds one batch of requests, all submitted at the start.
 
     Attributes:
         prompts: token ids, all of the same length.
-        adapters: for each prompt the index of its adapter, None for the base model.
-        output_tokens: tokens to generate for each; end of text is ignored.
+        adapters: index of each prompt's adapter; None for the base model.
+        output_tokens: number of tokens to generate for each prompt. The end of text is ignored.
     """
 
     prompts: Sequence[Prompt]
@@ -21,13 +24,13 @@ class OfflineBatch(NamedTuple):
 
 
 class OfflineResult(NamedTuple):
-    """The result of one batch.
+    """Holds the result of one batch.
 
     Attributes:
-        seconds: from the first request to the last token.
-        tokens: of each request.
-        decode_tok_s: tokens per second after every request had its first; None if that moment is unknown, or nothing
-            came after it.
+        seconds: seconds from the first request to the last token.
+        tokens: generated tokens of each request.
+        decode_tok_s: tokens per second after every request had its first token. None if that time is unknown, or no
+            token came after it.
     """
 
     seconds: float
@@ -36,11 +39,11 @@ class OfflineResult(NamedTuple):
 
 
 class OfflineBackend(Protocol):
-    """Runs batches, one after the other, with all adapters in memory. It uses no CPU between them."""
+    """Runs batches one after the other, with all adapters in memory. A backend uses no CPU between batches."""
 
     name: str
     versions: dict[str, str]
-    """Package → version."""
+    """Versions by package name."""
 
     def run(self, work: OfflineBatch) -> OfflineResult:
         """Run one batch with greedy sampling."""

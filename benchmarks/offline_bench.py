@@ -58,7 +58,7 @@ PEERS = ("peft", "vllm", "vllm-base")
 
 
 class WorkError(RuntimeError):
-    """A backend did not do the work that is compared. The message says which and how."""
+    """A backend did not do the compared work. The message names the backend and the difference."""
 
 
 class OfflineOptions(msgspec.Struct, frozen=True):
@@ -69,15 +69,16 @@ class OfflineOptions(msgspec.Struct, frozen=True):
         requests: size of the batch.
         prompt_tokens, output_tokens: lengths of every request.
         adapters: number of adapters, spread evenly over the requests, on q, k, v and o; 0 for the base model alone.
-        adapter_rank: of all adapters; 0 for ranks from 8 to 128.
-        peers: some of ``PEERS``; none to measure Lorikeet alone.
+        adapter_rank: rank of all adapters; 0 for ranks from 8 to 128.
+        peers: names from ``PEERS``; empty to measure Lorikeet alone.
         pairs: timed runs of each backend, in turns.
-        max_num_batched_tokens: of Lorikeet's steps: more than a server's default, because latency does not matter here.
-        dtype: of weights, adapters and KV, for all backends.
+        max_num_batched_tokens: token limit of Lorikeet's steps, above a server's default, because latency does not
+            matter.
+        dtype: dtype of weights, adapters and KV, for all backends.
         device: ``cpu`` or ``cuda``, for all backends.
-        threads: of all backends.
-        preset: of the engine.
-        seed: of prompts and adapters.
+        threads: number of threads of all backends.
+        preset: preset of the engine.
+        seed: seed of prompts and adapters.
         vllm_python: Python of an environment with vLLM's CPU build; empty for ``.venvs/vllm/bin/python``.
     """
 
@@ -128,7 +129,7 @@ class OfflineOptions(msgspec.Struct, frozen=True):
 
 
 class PairResult(NamedTuple):
-    """One run of each backend, and the limits of the machine just before."""
+    """Holds one run of each backend, and the machine's limits just before."""
 
     outcomes: Mapping[str, OfflineResult]
     limits: MachineLimits
@@ -140,14 +141,14 @@ def run_offline(
     progress: Progress = lambda stage, done, total: None,
     measure: Callable[[], MachineLimits] | None = None,
 ) -> dict[str, Any]:
-    """Run the benchmark, and return plain data for JSON; see the top of this file for its keys.
+    """Run the benchmark, and return plain data for JSON. The top of this file lists the keys.
 
-    One warm-up run of each backend loads the adapters and fills caches. Each pair has its own prompts, the same for all
-    backends, so that prefix caches find nothing. The order of the backends is reversed from pair to pair. The limits of
+    One warm-up run of each backend loads the adapters and fills caches. Each pair has new prompts, equal for all
+    backends, so that prefix caches have no hits. The order of the backends is reversed from pair to pair. The limits of
     the machine are measured before each pair, while all backends are idle.
 
     Args:
-        options: what to run.
+        options: options of the benchmark.
         progress: called with (stage, done, total); 0 of 0 for a stage of unknown length.
         measure: returns the current limits of the machine; None measures them.
 
@@ -228,14 +229,17 @@ def _settings(options: OfflineOptions, config: ModelConfig) -> Settings:
             max_num_batched_tokens=options.max_num_batched_tokens,
             threads=options.threads,
             device=options.device,
-            touch_memory=True,  # vLLM does so, too
+            touch_memory=True,  # vLLM does the same
             memory_bytes=_pool_bytes(options, config) if options.peers and options.device != "cpu" else 0,
         ),
     )
 
 
 def _pool_bytes(options: OfflineOptions, config: ModelConfig) -> int:
-    """Return a pool for all requests and adapters: by default an engine takes nearly all memory of a GPU."""
+    """Return the bytes of a pool for all requests and adapters.
+
+    By default, an engine would take most of a GPU's memory.
+    """
     itemsize = torch_dtype(options.dtype).itemsize
     parameters = sum(model_cost(config, itemsize, options.ranks(), ATTENTION).adapter_parameters)
     request_tokens = options.prompt_tokens + options.output_tokens + EngineSettings().block_size
@@ -292,9 +296,9 @@ def offline_report(pairs: Sequence[PairResult], names: Sequence[str], tokens: tu
     """Return the figures of all pairs.
 
     Args:
-        pairs: at least one.
-        names: of the backends, Lorikeet's first.
-        tokens: generated tokens of a run, and all its tokens.
+        pairs: at least one pair.
+        names: names of the backends, Lorikeet's first.
+        tokens: number of generated tokens of a run, and number of all its tokens.
     """
     ours, *others = names
     report: dict[str, Any] = _speeds(pairs, ours, tokens)
@@ -349,7 +353,10 @@ def _median_share(shares: Sequence[float]) -> dict[str, Any]:
 
 
 def _agreement(pairs: Sequence[PairResult], ours: str, name: str) -> float:
-    """Return the share of requests whose first token is the same on both: a check that both did the same work."""
+    """Return the share of requests whose first token is equal on both backends.
+
+    The share checks that both did the same work.
+    """
     equal = [
         mine[0] == theirs[0]
         for pair in pairs

@@ -1,12 +1,13 @@
-"""How many tokens per second Lorikeet and its peers generate, side by side: ``python -m benchmarks.peers``.
+"""Compares the tokens per second of Lorikeet and its peers: ``python -m benchmarks.peers``.
 
-All sides get the same requests at once and run in turns, in one dtype, on the same cores. The machine's limit is
+All sides get the same requests together and run in turns, in one dtype, on the same cores. The machine's limit is
 measured in the same minutes. ``benchmarks.offline`` runs one such comparison with any numbers; this program runs the
 comparisons that docs/performance.md shows.
 
 Peers: ``peft`` (transformers with PEFT, from the extra ``peers``), ``vllm`` and ``vllm-base`` (vLLM's CPU build with
 and without adapters, from ``python -m benchmarks.environments vllm``), ``llama.cpp`` (``llama-batched-bench`` on the
-path or by ``--llama-bench``; base model only, in bfloat16). Peers that are not installed are left out and named.
+path or by ``--llama-bench``; base model only, in bfloat16). Peers that are not installed are left out, and the program
+names them.
 
 ``--quantised`` instead decodes 1, 8 and 32 sequences with weights in bfloat16, in 8 and in 4 bits, with the model's own
 4-bit GGUF file, and with llama.cpp on that file (``llama-cpp-python``, built for this processor by ``python -m
@@ -57,15 +58,15 @@ PEERS = ("peft", *VLLM, LLAMA_CPP)
 
 
 class Comparison(NamedTuple):
-    """Work that sides are compared on.
+    """Describes the work on which sides are compared.
 
     Attributes:
-        name: of the work, in words.
-        requests, prompt_tokens, output_tokens: all requests come at once.
-        adapters: how many; 0 for the base model.
-        rank: of the adapters; 0 for ranks from 8 to 128.
-        peers: that can run it.
-        is_prefill: prompt tokens count, too.
+        name: name of the work.
+        requests, prompt_tokens, output_tokens: number and lengths of the requests, which arrive together.
+        adapters: number of adapters; 0 for the base model.
+        rank: rank of the adapters; 0 for ranks from 8 to 128.
+        peers: peers that can run the work.
+        is_prefill: whether prompt tokens also count.
     """
 
     name: str
@@ -109,10 +110,10 @@ def main() -> None:
 
 
 def available(peers: Sequence[str], llama_bench: str) -> list[str]:
-    """Return the peers that can run here, and print why others cannot.
+    """Return the peers that can run on this machine, and print the reasons why others cannot.
 
     Raises:
-        SystemExit: one is not known.
+        SystemExit: a peer is unknown.
     """
     if unknown := set(peers) - set(PEERS):
         raise SystemExit(f"unknown peers: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
@@ -162,8 +163,8 @@ def compare(work: Comparison, peers: Sequence[str], pairs: int, llama_bench: str
 def llama_cpp_tok_s(program: str, work: Comparison, runs: int) -> float:
     """Return the median tokens per second of llama.cpp on the base model, in bfloat16.
 
-    Its benchmark gives all prompts as one batch and then decodes them together, which is the same work. It is a
-    process of its own, so it cannot run in turns and comes last.
+    Its benchmark computes all prompts as one batch and then decodes them together, which is the same work. It is a
+    separate process, so it cannot run in turns and runs last.
     """
     speeds = []
     with tempfile.TemporaryDirectory(prefix="lorikeet-llama-") as scratch:
@@ -227,7 +228,7 @@ ADAPTER_RANK = 32
 def compare_quantised(python: Path, sequences: Sequence[int], rounds: int) -> None:
     """Print tokens per second of decode steps by form of the weights, beside bfloat16, llama.cpp and the limit."""
     model = default_model()
-    meter = LimitMeter(rows=sorted({1, *sequences}))  # the adapter has one
+    meter = LimitMeter(rows=sorted({1, *sequences}))  # the adapter's folder contains the tokenizer
     config = read_model_config(model)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-")))
@@ -263,14 +264,14 @@ def compare_quantised(python: Path, sequences: Sequence[int], rounds: int) -> No
 
 
 class _Limits:
-    """The machine's rates, measured as one of the sides of a comparison."""
+    """Measures the machine's rates as a side of a comparison."""
 
     def __init__(self, meter: LimitMeter) -> None:
         self.found: list[MachineLimits] = []
         self._meter = meter
 
     def measure(self, turn: int) -> float:
-        """Measure now; the result is kept in ``found``."""
+        """Measure the rates now, and keep the result in ``found``."""
         self.found.append(self._meter.measure())
         return self.found[-1].read_gb_s
 
@@ -282,7 +283,7 @@ def _rate(
 
 
 def _least_s(name: str, config: ModelConfig, limits: MachineLimits, rows: int) -> float:
-    """Return the least seconds of a step: reading the weights or multiplying rows in bfloat16, what takes longer."""
+    """Return the least seconds of a step: the longer of reading the weights and multiplying the rows in bfloat16."""
     cost = model_cost(config, dtype_bytes=2)
     if name in BITS:
         layers, head = BITS[name]
@@ -294,7 +295,7 @@ def _least_s(name: str, config: ModelConfig, limits: MachineLimits, rows: int) -
 
 @contextmanager
 def _llama_cpp(python: Path, adapter: Path) -> Iterator[tuple[Callable[[int, int, int, bool, int], float], str]]:
-    """Yield a function that lets llama.cpp decode, and its version."""
+    """Yield a function that runs llama.cpp's decode, and its version."""
     command = [str(python), str(ROOT / "benchmarks" / "llamacpp_decode.py"), str(find_gguf())]
     command += ["--threads", str(THREADS), "--lora", str(adapter)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

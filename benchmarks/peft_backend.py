@@ -1,4 +1,4 @@
-"""transformers, with PEFT for adapters, as a backend of the offline benchmark."""
+"""Runs transformers, with PEFT for adapters, as a backend of the offline benchmark."""
 
 import time
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from benchmarks.offline_backends import OfflineBatch, OfflineResult
 
 
 class PeftBackend:
-    """transformers' ``generate`` on the whole batch.
+    """Runs transformers' ``generate`` on the whole batch.
 
     Several adapters are mixed in one call by ``adapter_names``, which is PEFT's way to serve them together
     (https://huggingface.co/docs/peft/developer_guides/lora, "inference with different LoRA adapters in the same
-    batch"). Requests are sorted by adapter, as the engine's are. A single adapter is the active one, which spares PEFT
-    the splitting of batches. Without adapters PEFT is not used.
+    batch"). Requests are sorted by adapter, as the engine's are. A single adapter is activated, so that PEFT need not
+    split batches. Without adapters PEFT is not used.
     """
 
     name = "peft"
@@ -57,7 +57,7 @@ class PeftBackend:
         return OfflineResult(seconds, [by_request[i] for i in range(len(order))])
 
     def close(self) -> None:
-        """Do nothing: the model is freed with this object."""
+        """Do nothing, because the model is freed with this object."""
 
     def _choice(self, adapters: Sequence[int | None]) -> dict[str, Any]:
         """Return the arguments of ``generate`` that choose the adapters."""

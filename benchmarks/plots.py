@@ -1,4 +1,4 @@
-"""SVG charts of the offline benchmark and of memory use over time."""
+"""Draws SVG charts of the offline benchmark and of memory use over time."""
 
 from collections.abc import Sequence
 from html import escape
@@ -21,10 +21,10 @@ _PEER_COLOUR = "#8a94a6"
 
 
 def offline_bars(report: dict[str, Any]) -> str:
-    """Return output tokens per second of every backend as horizontal bars, the machine's limit as a dashed line.
+    """Draw the output tokens per second of every backend as horizontal bars, and the machine's limit as a dashed line.
 
     Args:
-        report: of :func:`benchmarks.offline_bench.run_offline`.
+        report: report of :func:`benchmarks.offline_bench.run_offline`.
     """
     backends = {"lorikeet": report, **report["peers"]}
     limit = report["limit_output_tok_s"]
@@ -72,11 +72,11 @@ _WORDS = {"adapters": "adapters", "kv_running": "KV of running", "kv_cached": "K
 
 
 def pool_areas(title: str, panels: Sequence[tuple[str, Sequence[PoolSample]]]) -> str:
-    """Return the share of device memory that each kind takes (up) over time (right).
+    """Draw the share of device memory that each kind takes over time.
 
     Args:
-        title: above all panels.
-        panels: name and samples of each run; one without samples stays empty.
+        title: title above all panels.
+        panels: name and samples of each run. A run without samples has an empty panel.
     """
     shapes = [f'<text x="{_PANEL_LEFT}" y="20" font-weight="bold">{escape(title)}</text>', *_legend()]
     for number, (name, samples) in enumerate(panels):

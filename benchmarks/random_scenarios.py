@@ -1,21 +1,22 @@
-"""The default preset in scenarios drawn at random: ``python -m benchmarks.random_scenarios --count 200``.
+"""Judges the default preset in random scenarios: ``python -m benchmarks.random_scenarios --count 200``.
 
 Everything is *modelled* (see ``benchmarks.auto``). A scenario's seed draws device, model, memory, link, host memory,
 replicas, adapters, their popularity and its movement, conversations, lengths and bursts. All systems of a scenario have
-the same kernels, memory, link and requests. ``auto`` is judged beside ten systems and beside itself with one part
-switched off. Ranges, systems, score and the rule for stopping early were written down before any result was seen.
+the same kernels, memory, link and requests. ``auto`` is compared with ten systems, and with variants of ``auto`` that
+have one part switched off. Ranges, systems, score and the rule for stopping early were written down before any result
+was seen.
 
 The rate is 0.5 to 1.0 of the scenario's peak: the highest rate of the ladder 1.15^k at which any of the systems meets
 ``PEAK_SLO`` for 90 % of the first requests: 800, or those of 40 seconds if these are more, at most 3,000. ``auto``
-climbs and descends the ladder first, by fours and then by halves. Each rival then climbs on from the highest rate so
-far, as long as it holds the next one. A scenario has 2,000 requests, or those of a minute if these are more, at most
-6,000.
+climbs and descends the ladder first, by fours and then by halves. Each rival then climbs from the highest rate so far,
+as long as it meets the SLO at the next rate. A scenario has 2,000 requests, or the requests of a minute if these are
+more, but at most 6,000.
 
 ``auto`` runs first. Another system's run is stopped once so many of its requests have waited for twice ``auto``'s P99
 TTFT that both its mean and its P99 are at least twice ``auto``'s; it counts as worse, and the bounds are kept. It runs
 again if a later ``auto`` reaches the bounds.
 
-Each result is written as soon as it is there, so that a program that was interrupted goes on.
+Each result is written as soon as it is complete, so that an interrupted program can continue.
 """
 
 import argparse
@@ -53,7 +54,7 @@ RIVALS = (
     "chameleon",
     "dlora",
     "toppings",
-    "lorikeet:rank-groups",  # loraserve needs a search of loads for each device; this is its relation without one
+    "lorikeet:rank-groups",  # loraserve needs a search of loads for each device; this related preset needs none
     "lorikeet:plain",
     "lorikeet:tree-lru",
     "vllm-static",
@@ -125,14 +126,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         skew: adapters are drawn as ⌊n u^skew⌋ for a uniform u; 1 is uniform.
         shift, period_s: adapters by which the popularity moves each period; 0 for never.
         single_share: share of conversations with one turn.
-        turns: the most turns of the others, all numbers from 2 equally likely.
+        turns: largest number of turns of the other conversations. All numbers from 2 are equally likely.
         think_s: median seconds between the arrivals of two turns, lognormal with sigma 0.7.
-        shared_tokens: prompt tokens that all requests of an adapter begin with.
+        shared_tokens: number of leading prompt tokens that all requests of an adapter share.
         prompt, prompt_sigma: median of a turn's new tokens, lognormal.
         answer, answer_sigma: median of the answers, lognormal.
         variation: variation of the gaps between arrivals, which are gamma; 1 is Poisson.
-        surge, surge_s: in every second period of ``surge_s`` seconds arrivals are that many times as frequent; 1 for no
-            surges.
+        surge, surge_s: factor of the arrival rate in every second period of ``surge_s`` seconds; 1 for no surges.
         rate_share: share of the peak.
     """
 
@@ -244,8 +244,8 @@ def arrivals_of(load: Load, rate: float, generator: np.random.Generator) -> list
 def requests_of(load: Load, rate: float) -> list[WorkloadRequest]:
     """Return the requests of a scenario at a rate.
 
-    An arrival is the next turn of the conversation that has been due for longest, nine times in ten. If none is due, or
-    the tenth time, it begins a conversation.
+    Nine times in ten, an arrival is the next turn of the conversation that has been due for longest. If none is due, or
+    the tenth time, the arrival begins a conversation.
     """
     of_arrivals, of_turns, of_lengths = np.random.default_rng((load.seed, 1)).spawn(3)
     due: list[tuple[float, _Conversation]] = []
@@ -296,9 +296,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run.
 
     Attributes:
-        figures: ``FIGURES``; of a stopped run, lower bounds of the first two.
+        figures: values of ``FIGURES``. For a stopped run, lower bounds of the first two.
         stopped: whether the run was stopped.
-        error: why there are no figures; empty if there are.
+        error: reason why figures are missing; empty if they exist.
         revision: revision of the code.
         cpu_s: processor time.
     """
@@ -313,14 +313,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(
     load: Load, preset: str, requests: Sequence[WorkloadRequest], slo: str = "", most_missed: int | None = None
 ) -> tuple[int, dict[str, float]]:
-    """Run a system. Return how many requests have their whole answer, and the figures of those.
+    """Run a system. Return the number of requests with a complete answer, and the figures of these requests.
 
     Args:
         load: the scenario.
         preset: the system.
         requests: its requests.
         slo: limits that are counted.
-        most_missed: the run is stopped soon after more requests than this have missed ``slo``; None for a whole run.
+        most_missed: number of misses of ``slo`` above which the run is stopped soon; None for a whole run.
 
     Raises:
         ValueError: the system cannot run on this device.
@@ -371,7 +371,7 @@ LADDER = 1.15
 
 
 def find_peak(load: Load) -> float:
-    """Return the peak of a scenario in requests per second, see the module."""
+    """Return the peak of a scenario in requests per second, as defined at the top of this file."""
 
     def holds(system: str, power: int) -> bool:
         rate = LADDER**power
@@ -405,7 +405,7 @@ def find_peak(load: Load) -> float:
 
 
 def bounds_beside(auto: dict[str, float], requests: int) -> tuple[float, int]:
-    """Return the wait and the number of requests that have it, by which a run has at least twice ``auto``'s TTFT."""
+    """Return the waiting time and the number of such requests at which a run has at least twice ``auto``'s TTFT."""
     mean_s = auto["ttft_mean_s"]
     p99_s = auto["ttft_p99_s"]
     return 2 * p99_s, math.ceil(requests * max(0.015, mean_s / p99_s))
@@ -438,11 +438,11 @@ class Record(msgspec.Struct):
     cpu_s: float = 0.0
     """Processor time of the search of the peak."""
     error: str = ""
-    """Why the scenario cannot be run; empty if it can."""
+    """Reason why the scenario cannot be run; empty if it can."""
     outcomes: dict[str, Outcome] = {}
 
     def missing(self, systems: Iterable[str]) -> list[str]:
-        """Return the systems that have no result beside the present figures of ``auto``."""
+        """Return the systems without a result for the current figures of ``auto``."""
         auto = self.outcomes.get(AUTO)
         return [each for each in systems if each not in self.outcomes or (auto and self._is_open(each, auto))]
 
@@ -453,7 +453,7 @@ class Record(msgspec.Struct):
 
 
 def complete(file: Path, seed: int) -> Record:
-    """Make the runs of a scenario that its file lacks."""
+    """Run the systems whose results the scenario's file lacks."""
     record = msgspec.json.decode(file.read_bytes(), type=Record) if file.exists() else Record(draw_load(seed))
 
     def keep() -> None:
@@ -486,7 +486,10 @@ def complete(file: Path, seed: int) -> Record:
 
 
 class Judged(NamedTuple):
-    """``auto`` in a scenario: its score over the best one's, and each figure over the best one's and over the least."""
+    """Holds ``auto``'s results in a scenario.
+
+    The score is relative to the best system's, and each figure to the best system's and to the lowest figure.
+    """
 
     best: str
     score: float
@@ -591,7 +594,7 @@ DRAW = 20261130
 
 
 def seeds_of(draw: int, count: int) -> list[int]:
-    """Return the first ``count`` seeds of a draw. More scenarios begin with the same ones."""
+    """Return the first ``count`` seeds of a draw. A larger count begins with the same seeds."""
     return list(np.random.default_rng(draw).integers(2**31, size=count).tolist())
 
 

@@ -1,16 +1,16 @@
-"""Which files of Lorikeet one streaming chat passes: ``python -m benchmarks.request_path``.
+"""Lists the files of Lorikeet that a streaming chat passes: ``python -m benchmarks.request_path``.
 
-It starts a real server with the sample adapters and sends a first chat, so that the adapter is loaded and everything is
-imported. During a second chat ``sys.setprofile`` observes every Python call in the API process and the engine process,
-on all threads. The files are those of the package whose functions were called.
+The program starts a real server with the sample adapters and sends a first chat, so that the adapter is loaded and all
+modules are imported. During a second chat ``sys.setprofile`` observes every Python call in the API process and the
+engine process, on all threads. The files are those of the package whose functions were called.
 
-Work that needs no request (gauges, health checks) is counted, too; it is a few files.
+Work without a request (gauges, health checks) is also counted; it concerns a few files.
 
 The way in is followed call by call in the asyncio task of the request in the API process, from the route's handler
 (``chat_completions``) to the submission to the engine (``submit`` of ``client/client.py``). A call into another file
-than the last call begins a stay. Returning to a caller begins none; another call in the caller's file does. A stay in a
-file that was left before is a return to it. The same walk is counted for the calls that get the request's body. Leases
-are uses of an adapter version: ``AdapterCatalog.acquire`` and ``release`` during the whole chat.
+than the last call begins a stay. A return to the caller does not begin a stay, but another call in the caller's file
+does. A stay in a file that was left before is a return to it. The same walk is counted for the calls that get the
+request's body. Leases are uses of an adapter version: ``AdapterCatalog.acquire`` and ``release`` during the whole chat.
 """
 
 import argparse
@@ -103,7 +103,7 @@ Function = tuple[str, str]
 
 
 class RequestPath(NamedTuple):
-    """What one chat called.
+    """Holds the calls of one chat.
 
     Attributes:
         processes: number of calls of each function, by process.
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def observe(scratch: Path, adapter: str, tokens: int) -> RequestPath:
-    """Return what a chat with an adapter called, which the server has answered a chat before."""
+    """Return the calls of a chat with an adapter. The server has answered an earlier chat with the same adapter."""
     (scratch / "sitecustomize.py").write_text(HOOK)
     environment = {"PYTHONPATH": f"{scratch}:{Path(__file__).parents[1] / 'src'}", "REQUEST_PATH_FOLDER": str(scratch)}
     flags = [str(default_model()), *sample_flags(), "--store-dir", str(scratch / "store")]
@@ -198,7 +198,7 @@ def show_way(path: RequestPath, *, with_files: bool) -> None:
 
 
 def stays_of(calls: Iterable[Function]) -> list[tuple[str, list[str]]]:
-    """Return the stays in files, in order: the file, and the functions that were called there."""
+    """Return the stays in order: each file with the functions that were called in it."""
     return [(file, [name for _, name in stay]) for file, stay in groupby(calls, lambda call: call[0])]
 
 

