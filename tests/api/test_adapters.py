@@ -61,7 +61,7 @@ async def test_a_bad_load_is_refused_and_changes_nothing(
     assert server.service.catalog.names() == ["formal"]
 
 
-async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server: Running) -> None:
+async def test_error_of_a_broken_adapter_has_name_and_cause_without_path(server: Running) -> None:
     (server.sources / "pirate" / "adapter_model.safetensors").write_bytes(b"no weights")
     with structlog.testing.capture_logs() as logged:
         for path in ("pirate", "nowhere"):
@@ -123,7 +123,7 @@ async def test_a_full_disk_is_the_servers_fault(server: Running, monkeypatch: py
     assert server.service.catalog.names() == ["formal"]
 
 
-async def test_a_registry_that_cannot_be_written_is_the_servers_fault(server: Running) -> None:
+async def test_unwritable_registry_is_a_server_error(server: Running) -> None:
     with sqlite3.connect(Path(server.service.adapter_settings.store_dir) / "registry.sqlite3") as registry:
         registry.execute("DROP TABLE adapters")
     registry.close()
@@ -141,7 +141,7 @@ async def test_a_registry_that_cannot_be_written_is_the_servers_fault(server: Ru
     assert server.service.catalog.names() == ["formal"]
 
 
-async def test_unloading_what_is_not_there_is_a_404(server: Running) -> None:
+async def test_unloading_an_unknown_adapter_is_a_404(server: Running) -> None:
     reply = await server.http.post("/v1/unload_lora_adapter", json={"lora_name": "nobody"})
     assert reply.status_code == 404
     assert (await server.http.delete("/v1/adapters/nobody")).status_code == 404
@@ -196,7 +196,7 @@ async def test_request_keeps_the_version_that_it_named_while_its_prompt_is_read(
     assert server.service.gate.active == 0
 
 
-async def test_the_engine_knows_every_version_that_has_a_name_and_no_other(server: Running) -> None:
+async def test_engine_has_exactly_the_named_versions(server: Running) -> None:
     await load(server, "pirate", "pirate")
     await load(server, "twin", "pirate")
     assert [ref.name for ref in server.engine.known.values()] == ["twin"], "one version, by its newest name"
@@ -210,7 +210,7 @@ async def test_the_engine_knows_every_version_that_has_a_name_and_no_other(serve
     assert server.engine.known == {}
 
 
-async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_known(
+async def test_version_replaced_during_its_load_is_not_registered_with_the_engine(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog = server.service.catalog
@@ -226,9 +226,7 @@ async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_know
     assert server.engine.known == {}, "nobody would tell the engine to drop it"
 
 
-async def test_two_replacements_at_once_free_what_each_replaced(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_concurrent_replacements_free_both_old_versions(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = server.service.catalog
     register = server.service.catalog.register
     both_have_begun = threading.Barrier(2, timeout=30)
@@ -270,7 +268,7 @@ async def test_an_unload_lets_running_requests_finish(server: Running) -> None:
     assert (await running).status_code == 200
 
 
-async def test_the_own_routes_add_list_show_and_delete(server: Running) -> None:
+async def test_lorikeets_routes_add_list_show_and_delete(server: Running) -> None:
     source = str(server.sources / "pirate")
     added = await server.http.post("/v1/adapters", json={"name": "org/pirate", "source": source})
     assert added.status_code == 201
@@ -299,7 +297,7 @@ async def test_pages_follow_the_cursor_and_survive_changes(server: Running) -> N
     assert (await server.http.get("/v1/adapters", params={"limit": 0})).status_code == 400
 
 
-async def test_the_folder_that_is_served_is_listed_before_anything_of_it_is_loaded(start: Start) -> None:
+async def test_served_folder_is_listed_before_its_adapters_are_loaded(start: Start) -> None:
     async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}) as server:
         listed = (await server.http.get("/v1/adapters", params={"limit": 2})).json()
         assert [(card["name"], card["loaded"]) for card in listed["data"]] == [("formal", False), ("json", False)]
@@ -314,7 +312,7 @@ async def test_the_folder_that_is_served_is_listed_before_anything_of_it_is_load
         assert (await server.http.get("/v1/adapters/nobody")).status_code == 404
 
 
-async def test_a_query_that_will_not_do_is_named(server: Running) -> None:
+async def test_error_names_the_invalid_query_parameter(server: Running) -> None:
     error = (await server.http.get("/v1/adapters", params={"limit": 0})).json()["error"]
     assert (error["param"], error["message"]) == ("limit", "limit: Input should be greater than or equal to 1.")
 
@@ -386,7 +384,7 @@ async def test_dynamo_loads_lists_and_unloads(server: Running) -> None:
     assert (await server.http.delete("/v1/loras/pirate")).json()["status"] == "success"
 
 
-async def test_without_lora_the_routes_say_how_to_switch_it_on(start: Start) -> None:
+async def test_disabled_lora_error_names_the_option(start: Start) -> None:
     async with start(lora=False) as server:
         status, text = await load(server, "formal", "formal")
         assert status == 400
@@ -403,7 +401,7 @@ async def test_without_lora_only_the_base_is_served_and_adapters_stay_registered
         assert server.service.catalog.names() == ["formal"]
 
 
-async def test_two_uploads_of_one_name_at_once_leave_one(server: Running) -> None:
+async def test_concurrent_uploads_of_one_name_leave_one_adapter(server: Running) -> None:
     replies = await asyncio.gather(*(load(server, "new", source) for source in ("pirate", "json")))
     assert sorted(status for status, _ in replies) in ([200, 400], [200, 409])
     assert (await server.http.post(CHAT, json=body(model="new"))).status_code == 200
@@ -439,7 +437,7 @@ async def test_adapter_with_missing_files_can_be_replaced(server: Running) -> No
     assert (await server.http.post(CHAT, json=body(model="formal"))).status_code == 200
 
 
-async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> None:
+async def test_adapter_changes_run_in_separate_threads(server: Running) -> None:
     everyones = to_thread.current_default_thread_limiter()
     for _ in range(int(everyones.total_tokens)):
         everyones.acquire_on_behalf_of_nowait(object())
@@ -448,7 +446,7 @@ async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> 
     assert (await server.http.delete("/v1/adapters/pirate")).status_code == 200
 
 
-async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_loads_do_not_delay_removals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     begun = list[Any]()
     register = server.service.catalog.register
@@ -469,7 +467,7 @@ async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, mon
     assert [status for status, _ in await asyncio.gather(*loading)] == [200] * (most + 1)
 
 
-async def test_an_error_names_an_adapter_once_whose_folder_is_called_as_it(server: Running) -> None:
+async def test_error_repeats_no_adapter_name_that_its_folder_shares(server: Running) -> None:
     (server.sources / "pirate" / "lorikeet.toml").write_text("system_prompt = 3")
     reply = await server.http.post("/v1/adapters", json={"name": "pirate", "source": str(server.sources / "pirate")})
     said = reply.json()["error"]["message"]

@@ -39,7 +39,7 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(choice["delta"].get("content", "") for choice in choices)
 
 
-async def test_an_answer_has_the_shape_that_openai_gives_it(server: Running) -> None:
+async def test_answer_has_openais_shape(server: Running) -> None:
     reply = await server.http.post(CHAT, json=body())
     answer = reply.json()
     assert reply.status_code == 200
@@ -70,9 +70,7 @@ async def test_messages_go_through_the_chat_template(server: Running) -> None:
 
 
 @pytest.mark.parametrize("nothing", [{"tool_calls": None}, {"tool_calls": []}, {"refusal": None, "name": None}])
-async def test_fields_of_a_message_that_say_nothing_are_not_there_for_the_template(
-    start: Start, nothing: dict[str, Any]
-) -> None:
+async def test_null_fields_of_a_message_are_hidden_from_the_template(start: Start, nothing: dict[str, Any]) -> None:
     # As Llama 3.1's and Mistral's do, which take an answer with the field for a call of tools.
     asks_for_field = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
     names = "{{ m.keys() | sort | join(' ') }} {{ m.content }}{% endfor %}"
@@ -85,7 +83,7 @@ async def test_fields_of_a_message_that_say_nothing_are_not_there_for_the_templa
         assert prompt == "content role hicontent name role you"
 
 
-async def test_an_answer_can_go_on_where_the_last_message_ends(server: Running) -> None:
+async def test_answer_can_continue_the_last_message(server: Running) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "hel"}]
     reply = await server.http.post(CHAT, json=body(messages=messages, continue_final_message=True))
     assert reply.status_code == 200
@@ -106,7 +104,7 @@ async def test_a_stream_opens_with_the_role_and_ends_with_a_reason(server: Runni
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_usage_comes_last_or_in_every_chunk_as_asked(server: Running) -> None:
+async def test_usage_is_in_the_last_or_every_chunk_on_request(server: Running) -> None:
     last = await events(server.http, CHAT, body(stream_options={"include_usage": True}))
     assert [chunk for chunk in last if "usage" in chunk] == last[-1:]
     assert last[-1]["choices"] == []
@@ -118,7 +116,7 @@ async def test_usage_comes_last_or_in_every_chunk_as_asked(server: Running) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"include_usage": None, "continuous_usage_stats": None}])
-async def test_stream_options_that_say_nothing_ask_for_nothing(server: Running, options: dict[str, None]) -> None:
+async def test_empty_stream_options_have_no_effect(server: Running, options: dict[str, None]) -> None:
     chunks = await events(server.http, CHAT, body(stream_options=options))
     assert all("usage" not in chunk for chunk in chunks)
 
@@ -165,7 +163,7 @@ async def test_batch_of_more_than_a_small_body_is_answered(server: Running) -> N
         ({"stop_regex": "x"}, "regular expression"),
     ],
 )
-async def test_conversations_that_cannot_be_answered_are_refused_by_name(
+async def test_unsupported_conversations_are_refused_by_name(
     server: Running, fields: dict[str, Any], said: str
 ) -> None:
     refused = await server.http.post(BATCH, json={"model": "base", "messages": [MESSAGES], **fields})
@@ -188,7 +186,7 @@ async def test_a_server_may_tell_usage_in_every_chunk_and_the_times_of_a_request
         assert not any("usage" in chunk for chunk in unasked)
 
 
-async def test_several_choices_have_seeds_of_their_own(server: Running) -> None:
+async def test_choices_have_different_seeds(server: Running) -> None:
     answer = (await server.http.post(CHAT, json=body(n=3, seed=7))).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     seeds = [request.sampling.seed for request in server.engine.submitted]
@@ -230,7 +228,7 @@ async def test_a_stop_string_does_not_count_before_min_tokens(server: Running) -
     assert answer["choices"][0]["message"]["content"] == "hello world"
 
 
-async def test_a_stop_string_counts_that_begins_before_min_tokens_and_ends_after_them(server: Running) -> None:
+async def test_stop_string_that_begins_before_min_tokens_and_ends_after_counts(server: Running) -> None:
     first, *_ = (TOKENIZER.decode([token]) for token in TOKENIZER.encode("hello world").ids)
     over = "hello world"[len(first) - 1 : len(first) + 1]
     for content in (body(stop=over, min_tokens=1), body(stop=[over, first], min_tokens=1)):
@@ -259,7 +257,7 @@ async def test_max_tokens_ends_with_length(server: Running) -> None:
         assert answer["usage"]["completion_tokens"] == 1
 
 
-async def test_without_max_tokens_the_whole_context_may_be_used(server: Running) -> None:
+async def test_default_limit_of_a_chat_is_the_whole_context(server: Running) -> None:
     await server.http.post(CHAT, json=body())
     (request,) = server.engine.submitted
     assert request.sampling.max_tokens == 256 - len(request.prompt_token_ids)
@@ -321,7 +319,7 @@ async def test_engine_failure_is_a_500_and_impossible_request_a_400_also_streami
         assert "truncated" in reply.json()["error"]["message"]
 
 
-async def test_an_engine_that_dies_in_the_middle_of_a_stream_is_told_as_an_event(server: Running) -> None:
+async def test_engine_death_during_a_stream_is_an_error_event(server: Running) -> None:
     server.engine.dies_after = 2
     chunks = await events(server.http, CHAT, body())
     assert text_of(chunks[:-1]) != ""
@@ -353,7 +351,7 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"add_special_tokens": True}, "add_special_tokens"),
     ],
 )
-async def test_what_is_not_implemented_is_refused_by_name(server: Running, fields: dict[str, Any], param: str) -> None:
+async def test_unsupported_fields_are_refused_by_name(server: Running, fields: dict[str, Any], param: str) -> None:
     reply = await server.http.post(CHAT, json=body(**fields))
     assert reply.status_code == 501
     assert reply.json()["error"]["param"] == param
@@ -412,7 +410,7 @@ async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
         ({"model": 7}, "model"),
     ],
 )
-async def test_a_wrong_field_is_a_400_that_names_it(server: Running, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_field_is_a_400_that_names_the_field(server: Running, fields: dict[str, Any], param: str) -> None:
     reply = await server.http.post(CHAT, json=body(**fields))
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -491,7 +489,7 @@ async def test_stream_options_without_a_stream_are_refused(server: Running) -> N
     assert (await server.http.post(CHAT, json=body(stream_options=None))).status_code == 200
 
 
-async def test_a_prompt_past_the_context_is_told_with_its_length(server: Running) -> None:
+async def test_error_of_a_prompt_beyond_the_context_has_its_length(server: Running) -> None:
     messages = [{"role": "user", "content": "日" * 300}]
     reply = await server.http.post(CHAT, json=body(messages=messages))
     assert reply.status_code == 400

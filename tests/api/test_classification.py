@@ -124,7 +124,7 @@ async def test_openais_client_moderates_by_the_labels_of_an_adapter(server: Runn
 
 
 @pytest.mark.slow
-async def test_what_has_no_labels_or_too_many_is_refused(server: Running) -> None:
+async def test_models_without_a_single_label_are_refused(server: Running) -> None:
     register(server)
     for path, body in (
         ("/classify", {"model": "formal", "input": "x"}),

@@ -71,7 +71,7 @@ async def test_changing_replicas_takes_an_admin_key(start: Start) -> None:
 
 
 @pytest.mark.slow
-async def test_status_shows_what_the_server_tells(server: Running) -> None:
+async def test_status_shows_the_servers_replicas(server: Running) -> None:
     server.engine.state = state_of(server)
 
     async def status(*options: str) -> str:
@@ -115,7 +115,7 @@ async def test_one_command_replaces_all_replicas_one_by_one(server: Running) -> 
     assert "it has one engine" in printed
 
 
-def test_status_without_a_server_says_so(tmp_path: Path) -> None:
+def test_status_without_a_server_is_an_error(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["status", "--url", "http://127.0.0.1:9"])
     assert ended.exit_code == 1
     assert "is a server running there?" in ended.output

@@ -17,7 +17,7 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "base", "prompt": "hello", **fields}
 
 
-async def test_an_answer_has_the_shape_that_openai_gives_it(server: Running) -> None:
+async def test_answer_has_openais_shape(server: Running) -> None:
     answer = (await server.http.post(URL, json=body())).json()
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
@@ -55,14 +55,14 @@ async def test_a_prompt_comes_in_four_forms(server: Running, prompt: Any, expect
 
 
 @pytest.mark.parametrize("prompt", [[], "", [[]], [""], [5, "x"], [100_000], 7, None])
-async def test_a_prompt_that_is_none_is_refused(server: Running, prompt: Any) -> None:
+async def test_missing_prompt_is_refused(server: Running, prompt: Any) -> None:
     reply = await server.http.post(URL, json=body(prompt=prompt))
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "prompt"
     assert server.service.gate.active == 0
 
 
-async def test_sixteen_tokens_are_the_default_where_there_is_room(server: Running) -> None:
+async def test_default_limit_is_sixteen_tokens(server: Running) -> None:
     await server.http.post(URL, json=body())
     await server.http.post(URL, json=body(prompt=[5] * 250))
     assert [request.sampling.max_tokens for request in server.engine.submitted] == [16, 6]
@@ -75,7 +75,7 @@ async def test_the_prompt_is_echoed_on_request(server: Running) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the hello world"
 
 
-async def test_an_echo_is_decoded_once_a_prompt_and_only_for_accepted_requests(
+async def test_echo_is_decoded_once_per_prompt_of_accepted_requests(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[list[int]] = []
@@ -99,7 +99,7 @@ async def test_an_echo_is_decoded_once_a_prompt_and_only_for_accepted_requests(
     assert decoded == prompts
 
 
-async def test_an_echo_that_fails_frees_the_requests_place(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_echo_releases_the_ticket(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> str:
         raise RuntimeError("broken")
 
@@ -173,7 +173,7 @@ async def test_suffixes_are_not_supported(server: Running) -> None:
         ({"stop": ["<|im_end|>"]}, "stop", None, "hello"),
     ],
 )  # fmt: skip
-async def test_what_ends_an_answer(
+async def test_stop_conditions_of_an_answer(
     server: Running, fields: dict[str, Any], reason: str, stop_reason: object, shown: str
 ) -> None:
     first, second = (TOKENIZER.encode(text).ids for text in ("hello", " world"))

@@ -67,7 +67,7 @@ async def test_dynamo_takes_a_second_load_as_success(server: Running) -> None:
     assert (await server.http.delete("/v1/loras/legal")).status_code == 200
 
 
-async def test_a_folder_comes_before_a_repository_of_its_name(server: Running) -> None:
+async def test_folder_takes_precedence_over_a_repository_of_the_same_name(server: Running) -> None:
     write_adapter(server.sources / "org" / "legal", seed=8)
     content = {"lora_name": "legal", "lora_path": "org/legal"}
     assert (await server.http.post("/v1/load_lora_adapter", json=content)).status_code == 200
@@ -79,7 +79,7 @@ async def test_a_folder_comes_before_a_repository_of_its_name(server: Running) -
 
 
 @pytest.mark.parametrize("path", ["other/x", "org/missing", "org/legal@refs/pr/1", "org/../other/x"])
-async def test_a_repository_that_may_not_be_read_is_refused(server: Running, path: str) -> None:
+async def test_repository_without_read_access_is_refused(server: Running, path: str) -> None:
     reply = await server.http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": path})
     assert reply.status_code in (400, 404)
     assert "a" not in await models(server)

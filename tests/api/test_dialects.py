@@ -89,7 +89,7 @@ async def test_stop_strings_end_an_answer_as_in_tgi(server: Running) -> None:
         ("/invocations", {"prompt": "hello", "model": "formal"}),
     ],
 )
-async def test_every_dialect_names_adapters_its_own_way(server: Running, path: str, body: dict[str, Any]) -> None:
+async def test_every_dialect_can_name_an_adapter(server: Running, path: str, body: dict[str, Any]) -> None:
     assert (await server.http.post(path, json=body)).status_code == 200
     adapter = server.engine.submitted[0].adapter
     assert adapter is not None
@@ -133,7 +133,7 @@ async def test_lorax_names_the_base_in_three_ways(server: Running, name: str | N
         ({"text": ["hello", ""], "lora_path": ["formal", None]}, 400, "text"),
     ],
 )
-async def test_errors_name_the_dialects_own_fields(
+async def test_errors_use_the_dialects_field_names(
     server: Running, body: dict[str, Any], status: int, param: str
 ) -> None:
     reply = await server.http.post("/generate", json=body)
@@ -143,7 +143,7 @@ async def test_errors_name_the_dialects_own_fields(
     assert server.service.gate.active == 0
 
 
-async def test_sglang_answers_with_ids_and_how_it_ended(server: Running) -> None:
+async def test_sglang_answer_has_ids_and_finish_reason(server: Running) -> None:
     body = {"text": "hello", "rid": "mine", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
     answer = (await server.http.post("/generate", json=body)).json()
     assert answer["output_ids"] == ANSWER[:2]
@@ -173,7 +173,7 @@ async def test_sglang_tells_log_probabilities(server: Running) -> None:
     assert meta["input_token_logprobs"] == []
 
 
-async def test_prompts_of_one_sglang_batch_may_have_their_own_adapters(server: Running) -> None:
+async def test_prompts_of_an_sglang_batch_may_have_different_adapters(server: Running) -> None:
     body = {"text": ["hello", "the"], "lora_path": ["formal", None]}
     params = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
     answers = (await server.http.post("/generate", json={**body, "sampling_params": params})).json()
@@ -208,7 +208,7 @@ async def test_a_request_is_aborted_by_its_id_and_only_by_its_tenant(start: Star
         await running
 
 
-async def test_no_request_reuses_kv_from_before_a_reset(start: Start) -> None:
+async def test_requests_after_a_reset_do_not_reuse_earlier_kv(start: Start) -> None:
     async with start(api_keys=("user",), admin_keys=("admin",)) as server:
         salts = []
         for path in ("/reset_prefix_cache", "/flush_cache", ""):
@@ -299,7 +299,7 @@ async def test_servers_tell_of_themselves(server: Running) -> None:
     assert (await server.http.get("/tokenizer_info")).status_code == 404, "it was not read from a folder"
 
 
-async def test_health_can_be_asked_for_a_token(server: Running) -> None:
+async def test_health_check_can_generate_a_token(server: Running) -> None:
     assert (await server.http.get("/health_generate")).status_code == 200
     assert len(server.engine.submitted) == 1
     server.engine.alive = False

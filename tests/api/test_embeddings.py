@@ -38,7 +38,7 @@ async def test_openais_client_gets_vectors_of_texts_and_of_tokens(server: Runnin
     assert (request.pooling is not None, request.adapter, request.sampling.max_tokens) == (True, None, 1)
 
 
-async def test_numbers_as_base64_are_those_as_floats(server: Running) -> None:
+async def test_base64_vectors_equal_float_vectors(server: Running) -> None:
     body = {"model": "formal", "input": "parrot", "normalize": False}
     plain, packed = [
         (await server.http.post(PATH, json=body | {"encoding_format": form})).json()["data"][0]["embedding"]
@@ -59,7 +59,7 @@ async def test_a_long_list_is_run_in_slices_and_a_large_body_is_read(start: Star
         assert server.service.gate.active == 0
 
 
-async def test_an_adapters_own_pooling_counts_before_the_defaults_and_the_body_before_both(start: Start) -> None:
+async def test_pooling_of_the_body_overrides_the_adapters_and_the_defaults(start: Start) -> None:
     async with start() as server:
         for name, config, modules in (
             ("mean", {"pooling_mode": "mean", "include_prompt": True}, ["Transformer", "Pooling"]),
@@ -103,14 +103,16 @@ async def test_an_adapters_own_pooling_counts_before_the_defaults_and_the_body_b
         ({}, "input"),
     ],
 )
-async def test_what_cannot_be_served_is_refused(server: Running, fields: dict[str, object], param: str | None) -> None:
+async def test_invalid_embedding_requests_are_refused(
+    server: Running, fields: dict[str, object], param: str | None
+) -> None:
     reply = await server.http.post(PATH, json={"model": "base", **fields})
     assert reply.status_code == 400, reply.text
     assert param is None or (reply.json()["error"]["param"] or "").startswith(param), reply.text
     assert server.service.gate.active == 0
 
 
-async def test_an_error_says_which_of_several_texts_is_wrong(server: Running) -> None:
+async def test_error_names_the_invalid_text_among_several(server: Running) -> None:
     long = "x" * 2000
     for path, body, place, param in (
         (PATH, {"input": ["a", ""]}, "input.1", "input"),

@@ -110,7 +110,7 @@ def test_no_field_is_listed_twice() -> None:
     assert len(NAMES) == len(set(NAMES))
 
 
-def test_what_is_refused_is_listed() -> None:
+def test_refused_fields_are_in_the_list_of_fields() -> None:
     assert set(_FIELDS) <= set(NAMES)
 
 

@@ -307,7 +307,7 @@ def messages(draw: st.DrawFn) -> bytes:
     return head + draw(ENDS) + draw(TAILS)
 
 
-async def test_bytes_that_may_be_requests(start: Start, fuzz: Fuzzing) -> None:
+async def test_random_bytes_do_not_break_the_server(start: Start, fuzz: Fuzzing) -> None:
     def run(http: httpx.Client, schema: dict[str, Any]) -> None:
         address = urlsplit(str(http.base_url))
 

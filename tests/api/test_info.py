@@ -23,7 +23,7 @@ async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server:
         assert card["permission"][0]["object"] == "model_permission"
 
 
-async def test_one_model_can_be_asked_for(server: Running) -> None:
+async def test_single_model_card(server: Running) -> None:
     for name in ("base", "formal"):
         assert (await server.http.get(f"/v1/models/{name}")).json()["id"] == name
     reply = await server.http.get("/v1/models/org/nobody")
@@ -73,7 +73,7 @@ async def test_tokenize_and_chat_build_the_same_prompt_from_the_same_options(
         assert (tokenized.status_code, tokenized.json()) == (answered.status_code, answered.json())
 
 
-async def test_how_a_prompt_ends_can_be_said_to_the_template(server: Running) -> None:
+async def test_body_can_set_the_end_of_the_prompt(server: Running) -> None:
     messages = [{"role": "user", "content": "hello"}]
     ends = [{"add_generation_prompt": False}, {"continue_final_message": True}]
     for end in ends:
@@ -93,7 +93,7 @@ async def test_how_a_prompt_ends_can_be_said_to_the_template(server: Running) ->
         ("/detokenize", {"tokens": "x"}, 400),
     ],
 )
-async def test_bad_tokenizer_calls_are_told_apart(
+async def test_invalid_tokenizer_calls_have_different_errors(
     server: Running, path: str, content: dict[str, object], status: int
 ) -> None:
     assert (await server.http.post(path, json=content)).status_code == status
@@ -105,14 +105,14 @@ async def test_a_long_text_is_tokenized_like_a_short_one(server: Running) -> Non
     assert reply["tokens"] == TOKENIZER.encode(text).ids
 
 
-async def test_the_version_is_told(server: Running) -> None:
+async def test_version_route(server: Running) -> None:
     assert (await server.http.get("/version")).json() == {"version": __version__}
     health = (await server.http.get("/health")).json()
     assert health == {"status": "ready", "kernels": "scripted", "weights": "", "engine_restarts": 0}
 
 
 @pytest.mark.parametrize("path", ["/pooling", "/v1/audio/speech"])
-async def test_routes_that_are_not_there_yet_say_so(server: Running, path: str) -> None:
+async def test_unsupported_routes_answer_501(server: Running, path: str) -> None:
     reply = await server.http.post(path, json={"model": "base", "input": "x"})
     assert reply.status_code == 501
     assert "not supported" in reply.json()["error"]["message"]

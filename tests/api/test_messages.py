@@ -75,7 +75,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "id": "", "content": content}
 
 
-async def test_message_has_the_shape_that_anthropic_gives_it(server: Running) -> None:
+async def test_message_has_anthropics_shape(server: Running) -> None:
     reply = await server.http.post(MESSAGES, json=body(system="be brief", metadata={"user_id": "x"}))
     message = reply.json()
     prompt = len(server.engine.submitted[0].prompt_token_ids)
@@ -119,7 +119,7 @@ async def test_thoughts_texts_and_calls_are_blocks(start: Start) -> None:
         assert hidden["content"][0]["type"] == "text"
 
 
-async def test_history_with_calls_and_thoughts_makes_the_prompt_that_a_chat_makes(start: Start) -> None:
+async def test_history_with_calls_and_thoughts_gives_the_prompt_of_a_chat(start: Start) -> None:
     async with start(max_model_len=LONG) as server:
         history = [
             {"role": "user", "content": [{"type": "text", "text": "weather?", "cache_control": {"type": "ephemeral"}}]},
@@ -176,7 +176,7 @@ async def test_last_message_of_the_assistant_is_continued(server: Running) -> No
         ({"top_k": 3, "temperature": 0.5, "seed": 5}, ("hello world", "end_turn", None)),
     ],
 )
-async def test_answer_says_why_it_ended(server: Running, fields: dict[str, Any], ended: tuple[Any, ...]) -> None:
+async def test_answer_has_a_stop_reason(server: Running, fields: dict[str, Any], ended: tuple[Any, ...]) -> None:
     message = (await server.http.post(MESSAGES, json=body(model="formal", **fields))).json()
     text = message["content"][0]["text"]
     assert (message["stop_reason"], message["stop_sequence"]) == ended[1:]
@@ -228,7 +228,7 @@ def turns(kept: int) -> dict[str, Any]:
         ({"type": "compact_20260112"}, 501),
     ],
 )
-async def test_context_management_is_refused_where_it_would_change_the_prompt(
+async def test_context_management_that_changes_the_prompt_is_refused(
     server: Running, path: str, edit: dict[str, Any], status: int
 ) -> None:
     asked = body(messages=LONG_CHAT, max_tokens=8, context_management={"edits": [edit]})

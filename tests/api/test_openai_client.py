@@ -37,7 +37,7 @@ async def test_openais_client_completes(client: openai.AsyncOpenAI) -> None:
     assert [choice.text for choice in answer.choices] == ["hello world"] * 2
 
 
-async def test_openais_client_raises_its_own_errors(client: openai.AsyncOpenAI, server: Running) -> None:
+async def test_openai_client_raises_its_error_types(client: openai.AsyncOpenAI, server: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="The model `nobody` does not exist"):
         await client.chat.completions.create(model="nobody", messages=[{"role": "user", "content": "x"}])
     with pytest.raises(openai.BadRequestError) as caught:

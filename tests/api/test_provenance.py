@@ -40,7 +40,7 @@ def digest_of(server: Running, name: str = "formal") -> str:
     return record.digest
 
 
-def test_an_expected_digest_is_the_beginning_of_one_or_of_both() -> None:
+def test_expected_digest_may_be_a_prefix() -> None:
     adapted = Provenance("ba5e" * 16, "ad" * 32)
     base = Provenance("ba5e" * 16)
     assert adapted.fingerprint == "ba5eba5eba5e-adadadadadad"
@@ -189,7 +189,7 @@ async def test_aliases_mixtures_and_the_base_have_digests(server: Running) -> No
     assert "answered by the base alone" in refused.json()["error"]["message"]
 
 
-async def test_an_activated_adapter_that_does_not_act_is_the_base(server: Running) -> None:
+async def test_activated_lora_without_its_invocation_answers_like_the_base(server: Running) -> None:
     folder = write_adapter(server.sources / "activated", seed=7)
     config = json.loads((folder / "adapter_config.json").read_text()) | {"alora_invocation_tokens": [9, 8]}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -34,7 +34,7 @@ async def answers(server: Server, models: Sequence[str], prompt: str) -> list[di
 
 
 @pytest.mark.long
-async def test_the_default_models_own_file_answers_as_the_model_converted_from_it(
+async def test_gguf_file_of_the_default_model_answers_like_the_converted_model(
     default_model_cache: Path, tmp_path: Path
 ) -> None:
     converted = prepare_default_model(default_model_cache)
@@ -54,7 +54,7 @@ async def test_the_default_models_own_file_answers_as_the_model_converted_from_i
     assert len({answer["text"] for answer in found[0]}) == 3
 
 
-async def test_a_base_quantised_on_load_answers_as_one_with_the_quantised_numbers(tmp_path: Path) -> None:
+async def test_base_quantised_on_load_answers_like_one_with_quantised_weights(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny")
     other = make_model(tmp_path / "numbers")
     adapters = [write_adapter(tmp_path / each, seed=seed, layers=3, hidden=48) for seed, each in enumerate("ab")]

@@ -112,7 +112,7 @@ async def test_thoughts_texts_and_calls_are_items(start: Start) -> None:
         assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
-async def test_items_make_the_prompt_that_a_chat_makes(start: Start) -> None:
+async def test_items_give_the_prompt_of_a_chat(start: Start) -> None:
     async with start(max_model_len=LONG) as server:
         items: list[dict[str, Any]] = [
             {"role": "developer", "content": "be brief"},
@@ -168,7 +168,7 @@ async def test_text_format_is_a_grammar(server: Running) -> None:
     assert not server.engine.submitted[1].sampling.grammar
 
 
-async def test_log_probabilities_are_told_if_they_are_asked_for(server: Running) -> None:
+async def test_log_probabilities_are_returned_on_request(server: Running) -> None:
     fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     response = await create(server, **fields)
     scores = response["output"][0]["content"][0]["logprobs"]
@@ -206,7 +206,7 @@ async def test_answer_that_is_cut_off_is_incomplete(server: Running) -> None:
         ({"background": True, "store": False}, 400, "background"),
     ],
 )
-async def test_what_cannot_be_served_is_refused(
+async def test_unsupported_requests_are_refused(
     server: Running, fields: dict[str, Any], status: int, param: str
 ) -> None:
     reply = await server.http.post(RESPONSES, json=body(**fields))
@@ -223,7 +223,7 @@ CODEX_TOOLS = [
 ]
 
 
-async def test_tools_that_are_no_functions_are_left_out_and_named_in_a_header(start: Start) -> None:
+async def test_tools_other_than_functions_are_left_out_and_named_in_a_header(start: Start) -> None:
     async with start(max_model_len=LONG) as server:
         named = "tools.0 (web_search), tools.3 (namespace), tools.4 (image_generation\\r\\n)"
         plainly = await server.http.post(RESPONSES, json=body(tools=TOOLS))
@@ -340,7 +340,7 @@ async def test_failure_before_the_first_token_has_its_status_and_a_later_one_an_
 # --- stored answers ----------------------------------------------------------------------------------
 
 
-async def test_conversation_goes_on_from_a_stored_response(server: Running) -> None:
+async def test_conversation_continues_from_a_stored_response(server: Running) -> None:
     first = await create(server, instructions="be brief")
     second = await create(server, input="again", previous_response_id=first["id"])
     asked = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello world<|im_end|>\n<|im_start|>user\nagain"
@@ -355,7 +355,7 @@ async def test_conversation_goes_on_from_a_stored_response(server: Running) -> N
     assert [item["role"] for item in page["data"]] == ["assistant", "user"]
 
 
-async def test_streamed_responses_are_stored_and_others_only_if_that_is_wanted(server: Running) -> None:
+async def test_streamed_responses_are_stored_unless_disabled(server: Running) -> None:
     stream = await events(server.http, RESPONSES, body())
     assert await get(server, stream[0]["response"]["id"]) == stream[-1]["response"]
     assert await get(server, (await create(server, store=False))["id"]) == 404
@@ -368,7 +368,7 @@ async def test_deleted_response_is_gone(server: Running) -> None:
     assert (await server.http.delete(f"{RESPONSES}/{response['id']}")).status_code == 404
 
 
-async def test_keys_see_their_own_responses_only(start: Start) -> None:
+async def test_keys_see_only_their_own_responses(start: Start) -> None:
     async with start(api_keys=("one", "two")) as server:
         response = await create(server, "one")
         path = f"{RESPONSES}/{response['id']}"
@@ -382,7 +382,7 @@ async def test_keys_see_their_own_responses_only(start: Start) -> None:
         assert (await server.http.post(RESPONSES, json=following, headers=bearer("one"))).status_code == 200
 
 
-async def test_server_that_stores_nothing_says_so(start: Start) -> None:
+async def test_server_without_stored_responses_refuses_them(start: Start) -> None:
     async with start(stored_responses=0) as server:
         response = await create(server)
         assert not response["store"]
@@ -390,7 +390,7 @@ async def test_server_that_stores_nothing_says_so(start: Start) -> None:
         assert (await server.http.post(RESPONSES, json=body(background=True))).status_code == 400
 
 
-async def test_background_response_is_made_without_its_client(server: Running) -> None:
+async def test_background_response_continues_without_a_client(server: Running) -> None:
     server.engine.open.clear()
     response = await create(server, background=True)
     assert response["status"] == "queued"
@@ -437,7 +437,7 @@ async def test_stream_of_a_background_response_can_be_read_again_from_any_event(
     assert await get(server, plain_one["id"], stream=True) == 400
 
 
-async def test_background_failure_is_told_by_the_response(server: Running) -> None:
+async def test_background_failure_is_in_the_response(server: Running) -> None:
     server.engine.dies_after = 2
     response = await create(server, background=True)
     await until(lambda: server.service.gate.active == 0, "the answer has ended")
@@ -516,7 +516,7 @@ def test_answers_are_dropped_after_their_time() -> None:
     assert (store.number, store.size_bytes) == (0, 0)
 
 
-def test_answers_that_are_being_made_stay() -> None:
+def test_running_responses_are_not_dropped() -> None:
     store = StoredResponses(1, 1000, 60)
     running = stored("a")
     running.snapshot = bytes

@@ -49,7 +49,7 @@ async def test_every_route_answers(server: Running) -> None:
             assert "Not Found" not in reply.json()["error"]["message"], (method, path)
 
 
-async def test_a_route_that_is_not_there_says_so(server: Running) -> None:
+async def test_unknown_route_is_a_404(server: Running) -> None:
     reply = await server.http.get("/v1/nothing")
     assert (reply.status_code, reply.json()["error"]["message"]) == (404, "GET /v1/nothing: Not Found")
 
@@ -68,7 +68,7 @@ def test_routes_with_prompts_come_first() -> None:
     assert BodySize.PROMPT not in sizes[sizes.count(BodySize.PROMPT) :]
 
 
-def test_only_these_routes_need_no_key() -> None:
+def test_routes_without_a_key() -> None:
     pages = {"/docs", "/docs/{name}", "/ui", "/ui/{name}"}
     state = {"/health", "/health/live", "/health/ready", "/ping", "/version"}
     assert {path for row in ROWS if row.callers is Callers.ANYONE for path in row.paths} == pages | state

@@ -90,7 +90,7 @@ async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_streams_go_on_when_the_engine_process_is_killed(server: Server) -> None:
+async def test_streams_continue_after_the_engine_process_is_killed(server: Server) -> None:
     expected = (await server.http.post(CHAT, json=LONG)).json()["choices"][0]["message"]["content"]
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     (engine,) = (int(pid) for pid in children if b"lorikeet.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
@@ -104,7 +104,7 @@ async def test_streams_go_on_when_the_engine_process_is_killed(server: Server) -
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_server_answers_and_on_a_signal_finishes_what_it_accepted(server: Server) -> None:
+async def test_server_finishes_accepted_requests_after_a_signal(server: Server) -> None:
     """The last test of the server that these two share."""
     assert '"model": "tiny"' in server.printed[-1]
     assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["tiny"]
@@ -153,7 +153,7 @@ async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path,
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
-async def test_server_starts_again_at_once_on_its_port(model: Path, tmp_path: Path, number: int) -> None:
+async def test_server_restarts_immediately_on_its_port(model: Path, tmp_path: Path, number: int) -> None:
     async with serving(model, tmp_path) as server:
         port = server.http.base_url.port
         assert port is not None
@@ -306,7 +306,7 @@ async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
 
 
 @pytest.mark.long
-async def test_a_download_that_hangs_does_not_keep_a_server_that_stops(model: Path, tmp_path: Path) -> None:
+async def test_hanging_download_does_not_delay_the_shutdown(model: Path, tmp_path: Path) -> None:
     async with hanging_source() as (url, hangs):
         flags = ("--allow-source", url, "--drain-timeout", "1")
         async with serving(model, tmp_path, *flags) as server:
@@ -428,7 +428,7 @@ async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]
         pytest.param(("--preset", "elroa"), "did you mean elora", marks=pytest.mark.long),
     ],
 )
-async def test_a_server_that_cannot_start_says_why(
+async def test_failed_start_reports_the_reason(
     model: Path, tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
     process = await asyncio.create_subprocess_exec(

@@ -116,7 +116,7 @@ async def test_keys_are_made_changed_rotated_and_revoked_over_http(
 
 
 @pytest.mark.slow
-async def test_a_tenant_calls_only_routes_that_are_listed(start: Start, open_tenants: Callable[..., Tenants]) -> None:
+async def test_tenant_may_call_only_listed_routes(start: Start, open_tenants: Callable[..., Tenants]) -> None:
     tenants = open_tenants()
     _, secret = make(tenants)
     async with start(tenants=tenants, **ADMIN) as server:
@@ -138,7 +138,7 @@ def test_tenants_need_an_admin_key() -> None:
         load_settings({"server": {"tenants": True}}, environment={})
 
 
-def test_another_server_sees_a_change_when_it_looks(open_tenants: Callable[..., Tenants]) -> None:
+def test_other_server_sees_a_change_at_its_next_read(open_tenants: Callable[..., Tenants]) -> None:
     one = open_tenants()
     other = open_tenants()
     key, secret = make(one)
@@ -200,7 +200,7 @@ async def test_foreign_names_do_not_exist(start: Start, open_tenants: Callable[.
         assert {request.adapter and request.adapter.name for request in server.engine.submitted} == {"acme/a"}
 
 
-async def test_an_adapter_that_is_seen_and_not_loaded_is_refused_with_403(
+async def test_adapter_that_a_key_may_see_but_not_load_is_a_403(
     start: Start, open_tenants: Callable[..., Tenants]
 ) -> None:
     tenants = open_tenants()
@@ -214,7 +214,7 @@ async def test_an_adapter_that_is_seen_and_not_loaded_is_refused_with_403(
 
 
 @pytest.mark.slow
-async def test_a_tenant_owns_what_it_adds_within_its_quota(start: Start, open_tenants: Callable[..., Tenants]) -> None:
+async def test_tenant_owns_its_adapters_within_its_quota(start: Start, open_tenants: Callable[..., Tenants]) -> None:
     tenants = open_tenants()
     (key, secret), (_, other) = (make(tenants, name, load=("*a*",), max_adapters=2) for name in ("one", "two"))
 
@@ -256,7 +256,7 @@ def test_durations_are_spelled_as_openais() -> None:
     assert [duration(each) for each in (0.0, 0.2, 59.5, 60, 3725)] == ["0s", "1s", "1m0s", "1m0s", "1h2m5s"]
 
 
-async def test_429_says_when_to_come_back_and_headers_what_is_left(
+async def test_429_has_retry_after_and_headers_have_the_remaining_limits(
     start: Start, open_tenants: Callable[..., Tenants], clock: Clock
 ) -> None:
     tenants = open_tenants()
@@ -409,7 +409,7 @@ class Tenant:
 
 @pytest.mark.long
 @pytest.mark.slow
-async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_as_logged(
+async def test_limits_and_usage_of_sixty_tenants_survive_a_restart(
     start: Start, open_tenants: Callable[..., Tenants], clock: Clock, tmp_path: Path
 ) -> None:
     chance = random.Random(7)
@@ -502,7 +502,7 @@ async def test_two_servers_that_share_postgresql_keep_limits_exactly(
     assert {row["prompt_tokens"] + row["completion_tokens"] for row in rows} == {39 * used}
 
 
-def test_a_server_that_dies_frees_its_places_after_a_while(open_tenants: Callable[..., Tenants], clock: Clock) -> None:
+def test_places_of_a_dead_server_are_released(open_tenants: Callable[..., Tenants], clock: Clock) -> None:
     one = open_tenants()
     two = open_tenants()
     key, _ = make(one, concurrent_requests=1)
@@ -512,7 +512,7 @@ def test_a_server_that_dies_frees_its_places_after_a_while(open_tenants: Callabl
     assert two.ledger.ask(key, 1, 1).result().grant is not None
 
 
-def test_a_clock_that_is_behind_begins_no_window_again(open_tenants: Callable[..., Tenants], clock: Clock) -> None:
+def test_slow_clock_does_not_restart_a_window(open_tenants: Callable[..., Tenants], clock: Clock) -> None:
     tenants = open_tenants()
     key, _ = make(tenants, requests_per_minute=1)
     assert tenants.ledger.ask(key, 1, 1).result().grant is not None
@@ -559,7 +559,7 @@ async def test_the_commands_make_keys_and_write_usage(
         assert "key revoked" in await run("audit", key.key_id)
 
 
-def test_usage_of_a_day_is_that_of_arrivals(open_tenants: Callable[..., Tenants]) -> None:
+def test_usage_counts_on_the_day_of_arrival(open_tenants: Callable[..., Tenants]) -> None:
     tenants = open_tenants()
     for unix_s in (NOON - 43_200.5, NOON - 43_199.5):
         tenants.ledger.ended(Ended("t", "", unix_s, 1, 0, 2, is_aborted=False, has_failed=False))

@@ -91,7 +91,7 @@ async def test_token_ids_are_returned_on_request(server: Running) -> None:
     assert [token_id for each in others for token_id in each["choices"][0]["token_ids"]] == ids
 
 
-async def test_what_is_not_asked_for_is_null(server: Running) -> None:
+async def test_fields_that_are_not_requested_are_null(server: Running) -> None:
     answer = await ask(server, CHAT, chat())
     for name in ("prompt_logprobs", "prompt_token_ids", "kv_transfer_params"):
         assert answer[name] is None
@@ -148,7 +148,7 @@ async def test_tokens_are_restricted(server: Running) -> None:
         ({"max_tokens": -1}, "max_tokens"),
     ],
 )
-async def test_what_cannot_be_is_a_400(server: Running, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_token_level_fields_are_a_400(server: Running, fields: dict[str, Any], param: str) -> None:
     reply = await server.http.post(COMPLETIONS, json=completion(**fields))
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param

@@ -78,7 +78,7 @@ async def test_calls_are_parsed_from_the_answer(start: Start) -> None:
         assert (stream["content"], stream["finish_reason"]) == ("Let me see.", "tool_calls")
 
 
-async def test_arguments_are_streamed_as_they_come(start: Start) -> None:
+async def test_arguments_are_streamed(start: Start) -> None:
     async with start(max_model_len=LONG, answer=CALL) as server:
         chunks = await events(server.http, CHAT, body(tools=TOOLS))
         parts = [part for chunk in chunks for part in chunk["choices"][0]["delta"].get("tool_calls", ())]
@@ -92,7 +92,7 @@ async def test_a_call_alone_has_no_content(start: Start) -> None:
         assert message["content"] is None
 
 
-async def test_one_call_is_reported_if_parallel_calls_are_not_wanted(start: Start) -> None:
+async def test_one_call_is_reported_without_parallel_tool_calls(start: Start) -> None:
     async with start(max_model_len=LONG, answer=TWO_CALLS) as server:
         content = body(tools=TOOLS, parallel_tool_calls=False)
         message = (await server.http.post(CHAT, json=content)).json()["choices"][0]["message"]
@@ -115,7 +115,7 @@ async def test_text_without_a_call_is_content(start: Start) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"tools": TOOLS, "tool_choice": "none"}, {"tools": []}, {"tool_choice": "none"}])
-async def test_a_chat_in_which_no_tool_may_be_used_is_a_plain_one(start: Start, fields: dict[str, Any]) -> None:
+async def test_chat_with_tool_choice_none_is_a_plain_chat(start: Start, fields: dict[str, Any]) -> None:
     async with start(max_model_len=LONG, answer=CALL) as server:
         (choice,) = (await server.http.post(CHAT, json=body(**fields))).json()["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
@@ -149,7 +149,7 @@ HISTORY = [
 ]
 
 
-async def test_calls_and_results_go_on_without_tools(server: Running) -> None:
+async def test_calls_and_results_are_kept_without_tools(server: Running) -> None:
     reply = await server.http.post(CHAT, json=body(messages=HISTORY))
     assert reply.json()["choices"][0]["message"]["content"] == "hello world"
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -159,7 +159,7 @@ async def test_calls_and_results_go_on_without_tools(server: Running) -> None:
     assert prompt_of(server) == expected + "<|im_start|>assistant\n"
 
 
-async def test_a_template_that_knows_tools_gets_them_and_calls_as_objects(start: Start) -> None:
+async def test_template_with_tools_gets_tools_and_calls_as_objects(start: Start) -> None:
     source = (
         "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}"
         "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{{ call.id }}{% endfor %}"
@@ -295,7 +295,7 @@ async def test_thoughts_have_a_budget(start: Start) -> None:
         assert f"text: <[{end}]>" in server.engine.submitted[-1].sampling.grammar
 
 
-async def test_thoughts_that_the_prompt_opens_need_no_mark(start: Start) -> None:
+async def test_thoughts_opened_by_the_prompt_need_no_marker(start: Start) -> None:
     async with start(max_model_len=LONG, answer="hm</think>yes") as server:
         set_reasoning(server, "qwen3")
         server.service.text_processor.template = ChatTemplate(TEMPLATE + "<think>\n", {})
@@ -303,7 +303,7 @@ async def test_thoughts_that_the_prompt_opens_need_no_mark(start: Start) -> None
         assert (message["reasoning"], message["content"]) == ("hm", "yes")
 
 
-async def test_marks_that_are_special_tokens_are_found(start: Start) -> None:
+async def test_markers_that_are_special_tokens_are_found(start: Start) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
     async with start(max_model_len=LONG) as server:
@@ -321,7 +321,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 AS_JSON = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "title": "plain"}}}
 
 
-async def test_a_call_that_must_be_made_is_enforced_by_a_grammar(start: Start) -> None:
+async def test_grammar_enforces_a_required_call(start: Start) -> None:
     async with start(answer=CALL, max_model_len=LONG) as server:
 
         async def grammar(**fields: Any) -> str:

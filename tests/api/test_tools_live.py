@@ -55,7 +55,9 @@ OWN_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor
 OWN_SETTINGS = 'system_prompt = "Be odd."\nreasoning_parser = "deepseek_r1"\n[generation]\ntemperature = 0.0\n'
 
 
-async def test_an_adapter_with_its_own_chat_runs_beside_one_without(default_model_cache: Path, tmp_path: Path) -> None:
+async def test_adapters_with_and_without_own_chat_settings_run_together(
+    default_model_cache: Path, tmp_path: Path
+) -> None:
     """In the same steps: its template, parser and defaults are its own, and the other's answer is not touched."""
     folder = tmp_path / "adapters"
     for name, sample in (("own", "pirate"), ("plain", "formal")):

@@ -37,7 +37,7 @@ async def halfway(server: Running) -> "asyncio.Task[Any]":
     return asking
 
 
-async def test_running_requests_stand_still_and_go_on(start: Start) -> None:
+async def test_running_requests_pause_and_resume(start: Start) -> None:
     async with start() as server:
         running = await halfway(server)
         assert await call(server, "/pause", mode="keep") == {"status": "paused"}
@@ -51,7 +51,7 @@ async def test_running_requests_stand_still_and_go_on(start: Start) -> None:
 
 
 @pytest.mark.slow
-async def test_running_requests_end_with_what_they_have(start: Start) -> None:
+async def test_running_requests_end_with_their_present_tokens(start: Start) -> None:
     async with start() as server:
         running = await halfway(server)
         await call(server, "/pause")
@@ -81,7 +81,7 @@ async def test_a_pause_waits_for_running_requests_and_new_ones_get_the_new_weigh
         assert server.engine.submitted[-1].digest == new["digest"]
 
 
-async def test_pausing_needs_an_admin_key_where_there_is_one(start: Start) -> None:
+async def test_pausing_needs_an_admin_key_if_set(start: Start) -> None:
     async with start(api_keys=("a",), admin_keys=("b",)) as server:
         for route in ("/pause", "/resume"):
             refused = await server.http.post(route, headers={"Authorization": "Bearer a"})
@@ -148,7 +148,7 @@ async def test_weights_that_are_too_large_are_refused_while_they_arrive(start: S
         assert reply.status_code == 413
 
 
-async def test_the_error_of_an_upload_names_no_folder_of_the_server(server: Running) -> None:
+async def test_error_of_an_upload_hides_the_servers_folders(server: Running) -> None:
     folder = server.sources / "formal"
     config = json.loads((folder / "adapter_config.json").read_text()) | {"r": 3}
     reply = await server.http.post(

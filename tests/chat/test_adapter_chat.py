@@ -44,7 +44,7 @@ def prompts(server: Running) -> list[str]:
 
 
 @pytest.mark.slow
-async def test_an_adapter_with_its_own_chat_is_served_beside_one_without(start: Start) -> None:
+async def test_adapters_with_and_without_own_chat_settings_are_served_together(start: Start) -> None:
     settings = 'system_prompt = "Be odd."\nreasoning_parser = "qwen3"\n[generation]\ntop_k = 7\n'
     files = {
         "chat_template.jinja": OWN_TEMPLATE,
@@ -92,7 +92,7 @@ async def test_an_adapter_with_its_own_chat_is_served_beside_one_without(start: 
 
 
 @pytest.mark.slow
-async def test_the_route_that_adds_an_adapter_counts_more_than_its_files(start: Start) -> None:
+async def test_fields_of_the_load_route_override_the_adapters_files(start: Start) -> None:
     async with start() as server:
         fields = {
             "chat_template": "{{ messages[-1].content }}!",
@@ -111,7 +111,7 @@ async def test_the_route_that_adds_an_adapter_counts_more_than_its_files(start: 
 
 
 @pytest.mark.slow
-async def test_a_new_template_replaces_the_old_one_leaves_the_weights_and_is_there_after_a_restart(
+async def test_new_template_replaces_the_old_one_and_survives_a_restart(
     start: Start,
 ) -> None:
     async with start() as server:

@@ -72,7 +72,7 @@ def test_the_default_models_template_renders_as_in_transformers(default_model_ca
         assert template.render(messages, add_generation_prompt=True, extra={}) == expected
 
 
-def test_a_template_that_refuses_says_why() -> None:
+def test_refusal_of_a_template_has_its_reason() -> None:
     with pytest.raises(TemplateError, match="roles must alternate"):
         ChatTemplate(LLAMA_2, SPECIAL).render(MESSAGES[2:], add_generation_prompt=True, extra={})
     with pytest.raises(TemplateError, match="does not compile"):
@@ -90,7 +90,7 @@ def test_continued_prompt_ends_with_the_text_of_the_last_message(template: str) 
     assert whole.startswith(text.rstrip())
 
 
-def test_a_message_that_the_template_does_not_show_cannot_be_continued() -> None:
+def test_message_missing_from_the_prompt_cannot_be_continued() -> None:
     with pytest.raises(TemplateError, match="leaves out the last message"):
         ChatTemplate("{{ messages[0].content }}", {}).render_open(MESSAGES, extra={})
 
@@ -128,7 +128,7 @@ def test_a_template_is_read_from_wherever_checkpoints_keep_it(tmp_path: Path) ->
         ("{% for m in messages %}{{ 'd' if m.role == 'developer' else m.role }}{% endfor %}", "d"),
     ],
 )
-def test_developer_is_system_to_a_template_that_lacks_it(template: str, role: str) -> None:
+def test_template_without_developer_role_gets_a_system_message(template: str, role: str) -> None:
     messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
     assert ChatTemplate(template, {}).render(messages, add_generation_prompt=False, extra={}) == f"{role}user"
 
@@ -163,7 +163,7 @@ CONTENT = {
 
 
 @pytest.mark.parametrize(("form", "inner"), [(form, each) for form, all_of in CONTENT.items() for each in all_of])
-def test_the_form_in_which_a_template_reads_content_is_found(form: ContentForm, inner: str) -> None:
+def test_form_of_content_for_a_template_is_detected(form: ContentForm, inner: str) -> None:
     source = f"{{% for m in messages %}}{{{{ m.role }}}}:{inner};{{% endfor %}}"
     template = ChatTemplate(source, SPECIAL)
     assert template.form_of("user") is form
@@ -182,7 +182,7 @@ def test_the_form_in_which_a_template_reads_content_is_found(form: ContentForm, 
     assert template.render_open(messages, extra={}) == "system:s;user:Grüße"
 
 
-def test_each_role_has_its_own_form() -> None:
+def test_each_role_has_a_separate_form() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
         "{% else %}{{ m.content }}{% endif %};{% endfor %}"
@@ -203,7 +203,7 @@ def test_each_role_has_its_own_form() -> None:
          "{{ c.function.arguments | tojson }}{% endif %}", False),
     ],
 )  # fmt: skip
-def test_the_form_in_which_a_template_reads_arguments_is_found(inner: str, is_text: bool) -> None:
+def test_form_of_arguments_for_a_template_is_detected(inner: str, is_text: bool) -> None:
     calls = f"{{% for c in m.tool_calls or [] %}}{inner}{{% endfor %}}"
     source = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}{{% endfor %}}"
     template = ChatTemplate(source, {})

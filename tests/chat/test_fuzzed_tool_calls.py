@@ -94,7 +94,7 @@ def parameters(choose: random.Random) -> dict[str, Any]:
 
 
 @each_format
-def test_what_follows_a_grammar_is_a_call_with_arguments_of_its_schema(tool_format: ToolFormat, fuzz: Fuzzing) -> None:
+def test_text_of_a_grammar_is_a_call_with_valid_arguments(tool_format: ToolFormat, fuzz: Fuzzing) -> None:
     @fuzz.settings(few=25)
     @given(st.integers(0, 2**40))
     def draw(seed: int) -> None:
@@ -186,7 +186,7 @@ def broken_answer(tool_format: ToolFormat, choose: random.Random) -> tuple[str, 
 
 
 @each_format
-def test_no_answer_raises_or_loses_a_word(tool_format: ToolFormat, fuzz: Fuzzing) -> None:
+def test_parser_of_any_answer_neither_raises_nor_loses_text(tool_format: ToolFormat, fuzz: Fuzzing) -> None:
     formats = [None, *REASONING_FORMATS.values()]
 
     @fuzz.settings(few=10)

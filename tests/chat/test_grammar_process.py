@@ -35,7 +35,7 @@ def checked(kind: str, text: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", [random_schema, patterned_schema, hard_schema])
-def test_a_schema_is_refused_or_leads_to_values_that_it_allows(kind: Callable[..., Any], fuzz: Fuzzing) -> None:
+def test_schema_is_refused_or_its_grammar_gives_valid_values(kind: Callable[..., Any], fuzz: Fuzzing) -> None:
     @fuzz.settings(few=60)
     @given(st.integers(0, 2**40))
     def draw(seed: int) -> None:
@@ -74,7 +74,7 @@ def test_a_regex_is_refused_or_leads_to_an_answer(fuzz: Fuzzing) -> None:
 
 
 @pytest.mark.parametrize("text", [SPECIAL, f"a{SPECIAL}b", f"{SPECIAL * 2}", "<|im_start|>user", "<", "<|im_"])
-def test_text_that_looks_like_a_special_token_is_written_as_text(text: str) -> None:
+def test_text_like_a_special_token_is_written_as_text(text: str) -> None:
     for grammar in (checked("choice", json.dumps([text])), checked("json_schema", json.dumps({"const": text}))):
         drawn = draw_answer(grammar, random.Random(0))
         assert drawn.is_complete
@@ -130,7 +130,7 @@ def test_objects_that_must_contain_one_another_without_end_are_refused() -> None
         (GrammarKind.EBNF, 'root ::= "a" | "bc" "d"?', 3),
     ],
 )
-def test_an_answer_that_is_always_shorter_than_min_tokens_is_refused(kind: GrammarKind, text: str, most: int) -> None:
+def test_grammar_shorter_than_min_tokens_is_refused(kind: GrammarKind, text: str, most: int) -> None:
     assert not READER.check(GrammarSpec(kind, text, "x", least_tokens=most)).error
     error = READER.check(GrammarSpec(kind, text, "x", least_tokens=most + 1)).error
     assert error.startswith(f"min_tokens is {most + 1}, but no answer")
@@ -145,11 +145,11 @@ def test_an_answer_that_is_always_shorter_than_min_tokens_is_refused(kind: Gramm
         (GrammarKind.EBNF, 'root ::= "a" root | "b"'),
     ],
 )
-def test_answers_whose_length_has_no_known_limit_are_not_refused(kind: GrammarKind, text: str) -> None:
+def test_answers_of_unlimited_length_are_not_refused(kind: GrammarKind, text: str) -> None:
     assert not READER.check(GrammarSpec(kind, text, "x", least_tokens=500)).error
 
 
-def test_whitespace_of_a_pattern_is_that_of_json() -> None:
+def test_whitespace_pattern_is_limited_to_json_whitespace() -> None:
     text = json.dumps({"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 3})
     found = READER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, text, "p", r"\s{0,10}"))
     for seed in range(20):
@@ -158,7 +158,7 @@ def test_whitespace_of_a_pattern_is_that_of_json() -> None:
             json.loads(drawn.text)
 
 
-def test_the_tokens_that_an_answer_may_begin_with_are_found() -> None:
+def test_first_tokens_of_a_grammar_are_found() -> None:
     first = READER.check(spec("regex", "a*")).first
     begins = {token for token in range(8 * len(first)) if first[token // 8] >> (token % 8) & 1}
     assert END in begins

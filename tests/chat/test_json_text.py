@@ -47,6 +47,6 @@ def test_any_text_makes_arguments(text: str, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "NaN", "{", "[" * 1_000 + "]" * 1_000, "1" * 5_000])
-def test_what_is_no_json_is_a_value_error(text: str) -> None:
+def test_invalid_json_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's own words
         read_json(text)

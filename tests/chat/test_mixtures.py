@@ -37,7 +37,7 @@ def test_texts_are_mixtures_or_plain_names() -> None:
         assert spelled(text) is None, text
 
 
-async def test_every_spelling_asks_for_the_same_version(server: Running) -> None:
+async def test_every_spelling_names_the_same_version(server: Running) -> None:
     register(server, "pirate")
     mixture = "formal*0.75+pirate*0.5"
     lora = [{"id": "formal", "scale": 0.75}, {"id": 1, "scale": 0.5}]
@@ -63,7 +63,7 @@ async def test_every_spelling_asks_for_the_same_version(server: Running) -> None
     assert [each["id"] for each in listed] == ["base", "formal", "pirate"]
 
 
-async def test_the_adapters_of_a_mixture_are_loaded_when_they_are_first_named(start: Start) -> None:
+async def test_mixture_loads_its_adapters_on_first_use(start: Start) -> None:
     async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}) as server:
         mixture = "formal*0.5+json*0.5"
         assert server.service.models.missing(mixture) == ["formal", "json"]
@@ -72,9 +72,7 @@ async def test_the_adapters_of_a_mixture_are_loaded_when_they_are_first_named(st
         assert server.service.models.missing(mixture) == []
 
 
-async def test_a_mixture_that_cannot_be_made_is_named_as_the_client_wrote_it(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_error_of_a_mixture_uses_the_clients_spelling(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async with start(adapters={"max_rank": 6}) as server:
         register(server, "formal", "pirate")
         for mixture in ("formal*1+pirate*2", "base:formal+pirate*2"):
@@ -167,7 +165,7 @@ async def test_the_mixtures_used_last_are_kept_and_a_new_version_of_a_part_makes
         ({"model": "formal", "lora": [{"id": "formal", "scale": 0.5}]}, 400, "must be the base or missing"),
     ],
 )
-async def test_what_is_no_mixture_is_refused(server: Running, body: Any, status: int, said: str) -> None:
+async def test_invalid_mixture_is_refused(server: Running, body: Any, status: int, said: str) -> None:
     write_classifier(server.sources / "classes", 2)
     write_dora(server.sources / "dora")
     register(server, "classes", "dora")

@@ -38,9 +38,7 @@ async def ask(server: Running, embeds: Any, **more: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("hidden_tokens", [5, 200])
-async def test_the_numbers_reach_the_engine_as_they_are(
-    server: Running, dtype: torch.dtype, hidden_tokens: int
-) -> None:
+async def test_embeddings_reach_the_engine_unchanged(server: Running, dtype: torch.dtype, hidden_tokens: int) -> None:
     """A body of 200 tokens in several tensors is read in another process."""
     given = [tensor(hidden_tokens, dtype=dtype, seed=seed) for seed in range(8)]
     reply = await ask(server, [saved(each) for each in given], prompt="")
@@ -56,7 +54,7 @@ async def test_the_numbers_reach_the_engine_as_they_are(
     assert len(salts) == 8
 
 
-async def test_kv_is_told_apart_by_the_numbers_and_the_tenants_salt(server: Running) -> None:
+async def test_kv_of_embeddings_depends_on_their_values_and_the_tenants_salt(server: Running) -> None:
     for seed, salt in ((0, "a"), (0, "a"), (1, "a"), (0, "b")):
         assert (await ask(server, saved(tensor(3, seed=seed)), cache_salt=salt)).status_code == 200
     first, same, other, salted = (request.cache_salt for request in server.engine.submitted)
@@ -82,7 +80,7 @@ def packed(data_pkl: bytes, compression: int = zipfile.ZIP_STORED) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-async def test_what_is_no_such_tensor_is_refused_and_nothing_is_run(server: Running, tmp_path: Path) -> None:
+async def test_other_pickles_are_refused_without_running_them(server: Running, tmp_path: Path) -> None:
     large = torch.zeros(6, HIDDEN)
     infinite = tensor(2)
     infinite[1, 3] = float("inf")
@@ -128,7 +126,7 @@ async def test_what_is_no_such_tensor_is_refused_and_nothing_is_run(server: Runn
         {"max_tokens": 0},
     ],
 )
-async def test_what_needs_tokens_of_the_prompt_is_refused_with_embeddings(
+async def test_fields_that_need_prompt_tokens_are_refused_with_embeddings(
     server: Running, fields: dict[str, Any]
 ) -> None:
     reply = await ask(server, saved(tensor(2)), **fields)

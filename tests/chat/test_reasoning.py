@@ -35,7 +35,7 @@ def read(name: str, pieces: Iterable[str], prompt_end: str = "") -> tuple[str, s
         ("granite", "", "Here is my thought process:\nhm\nHere is my response: Yes.", "hm", "Yes."),
     ],
 )
-def test_thoughts_are_told_apart(name: str, prompt_end: str, text: str, thoughts: str, answer: str) -> None:
+def test_thoughts_are_separated(name: str, prompt_end: str, text: str, thoughts: str, answer: str) -> None:
     assert read(name, [text], prompt_end) == (thoughts, answer)
     assert read(name, text, prompt_end) == (thoughts, answer)
 
@@ -51,7 +51,7 @@ FRAGMENTS = ["<think>", "</think>", "<th", "</th", "<", "ink>", " ", "\n", "text
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join),
     at=st.integers(0, 60),
 )
-def test_no_cut_changes_what_is_told_apart(name: str, prompt_end: str, text: str, at: int) -> None:
+def test_cuts_between_deltas_do_not_change_thoughts_and_answer(name: str, prompt_end: str, text: str, at: int) -> None:
     whole = read(name, [text], prompt_end)
     assert read(name, text, prompt_end) == whole
     assert read(name, [text[:at], text[at:]], prompt_end) == whole

@@ -12,7 +12,7 @@ TEXT = 'a "b" \\ \n\t é 🦜 \\u00e9 \\n \x01 </parameter>'
 
 @pytest.mark.parametrize("escapes", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_an_input_arrives_as_it_is_written_wherever_it_is_cut(escapes: bool, seed: int) -> None:
+def test_input_arrives_unchanged_wherever_it_is_cut(escapes: bool, seed: int) -> None:
     choose = random.Random(seed)
     arguments = json.dumps({"input": TEXT}, ensure_ascii=escapes) if seed else as_arguments(TEXT)
     at = sorted(choose.sample(range(len(arguments)), choose.randint(0, len(arguments) // 2)))

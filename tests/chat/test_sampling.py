@@ -72,14 +72,14 @@ def test_all_sequences_together_have_so_many_biases_at_most() -> None:
         logit_bias_pairs(body, 1024, MAX_BIASES // 1024 + 1)
 
 
-def test_an_end_token_that_the_vocabulary_lacks_is_never_waited_for() -> None:
+def test_end_token_outside_the_vocabulary_is_ignored() -> None:
     limits = msgspec.structs.replace(LIMITS, eos_token_ids=(2, 50))
     assert params(limits=limits).stop_token_ids == (2,)
     with pytest.raises(ApiError, match="Token id 50 is out of vocabulary"):
         params(limits=limits, stop_token_ids=[50])
 
 
-def test_the_models_own_defaults_fill_what_the_body_leaves_open() -> None:
+def test_models_defaults_fill_missing_fields() -> None:
     defaults = SamplingDefaults.from_generation_config(
         {"temperature": 0.6, "top_p": 0.9, "top_k": None, "eos_token_id": [1], "do_sample": True}
     )

@@ -57,7 +57,7 @@ def test_every_field_names_a_grammar(fields: dict[str, Any], kind: str, text: An
     "fields",
     [{}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"structured_outputs": {"json": None}}],
 )
-def test_some_bodies_name_none(fields: dict[str, Any]) -> None:
+def test_some_bodies_name_no_model(fields: dict[str, Any]) -> None:
     assert spec(**fields) is None
 
 
@@ -88,7 +88,7 @@ def test_some_bodies_name_none(fields: dict[str, Any]) -> None:
         ({"regex": "a" * (structured_output.MAX_GRAMMAR_BYTES + 1)}, "at most 131072"),
     ],
 )
-def test_what_contradicts_itself_is_refused(fields: dict[str, Any], reason: str) -> None:
+def test_contradictory_fields_are_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ApiError, match=reason) as refused:
         spec(**fields)
     assert refused.value.status == 400
@@ -145,7 +145,7 @@ async def test_a_grammar_that_cannot_be_used_is_a_400(server: Running, fields: d
     assert server.service.gate.active == 0
 
 
-async def test_a_grammar_that_ends_its_process_ends_no_other(server: Running) -> None:
+async def test_grammar_that_crashes_its_process_affects_no_other_request(server: Running) -> None:
     deep = "start: r0\n" + "\n".join(f"r{at}: r{at + 1}" for at in range(9_000)) + '\nr9000: "a"'
     for _ in range(2):
         reply = await server.http.post(COMPLETIONS, json={"prompt": "a", "structured_outputs": {"grammar": deep}})
@@ -199,7 +199,7 @@ def test_tagged_parts_share_their_trigger() -> None:
         ("hello <g", True),
     ],
 )
-def test_a_trigger_goes_on_with_one_of_its_parts(text: str, follows: bool) -> None:
+def test_trigger_continues_with_one_of_its_parts(text: str, follows: bool) -> None:
     tag = {
         "type": "structural_tag",
         "structures": [
@@ -238,7 +238,9 @@ def test_a_trigger_goes_on_with_one_of_its_parts(text: str, follows: bool) -> No
         ),
     ],
 )
-async def test_fields_that_leave_no_first_token_are_a_400(server: Running, fields: dict[str, Any], names: str) -> None:
+async def test_fields_that_forbid_every_first_token_are_a_400(
+    server: Running, fields: dict[str, Any], names: str
+) -> None:
     reply = await server.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 8, **fields})
     assert reply.status_code == (400 if names else 200), reply.text
     if names:

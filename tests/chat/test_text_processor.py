@@ -35,7 +35,7 @@ def streamed(tokenizer: Tokenizer, context: list[int], token_ids: list[int], *, 
 
 @TOKENIZERS
 @given(text=st.text(max_size=40))
-def test_any_text_streams_as_it_was_encoded(tokenizer: Tokenizer, text: str) -> None:
+def test_streamed_text_equals_the_encoded_text(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text).ids
     assert streamed(tokenizer, [], token_ids) == tokenizer.decode(token_ids)
 
@@ -45,7 +45,7 @@ def test_any_text_streams_as_it_was_encoded(tokenizer: Tokenizer, text: str) -> 
     context=st.sampled_from(["", "hello", "日本語 🦜", "<|im_start|>", "x\ufffd", "\ufffd" * 30]),
     skip=st.booleans(),
 )
-def test_any_tokens_stream_to_what_decoding_at_once_adds(token_ids: list[int], context: str, skip: bool) -> None:
+def test_streamed_tokens_equal_their_text_decoded_together(token_ids: list[int], context: str, skip: bool) -> None:
     before = BYTE_LEVEL.encode(context).ids
     text = streamed(BYTE_LEVEL, before, token_ids, skip=skip)
     whole = BYTE_LEVEL.decode(before + token_ids, skip_special_tokens=skip)
@@ -58,14 +58,14 @@ def test_a_character_split_over_tokens_comes_out_whole() -> None:
     assert pieces == ["", "", "", "🦊"]
 
 
-def test_a_character_that_never_becomes_whole_is_shown_at_the_end() -> None:
+def test_incomplete_character_is_shown_at_the_end() -> None:
     stream = IncrementalDetokenizer(BYTE_LEVEL)
     assert stream.push(BYTE_LEVEL.token_to_id("ð")) == ""
     assert stream.flush() == "�"
     assert stream.flush() == ""
 
 
-def test_the_first_word_keeps_the_space_that_the_prompt_calls_for() -> None:
+def test_first_word_keeps_its_space_after_the_prompt() -> None:
     world = BYTE_FALLBACK.token_to_id("▁world")
     assert streamed(BYTE_FALLBACK, [], [world]) == "world"
     assert streamed(BYTE_FALLBACK, BYTE_FALLBACK.encode("hello").ids, [world]) == " world"
@@ -81,7 +81,7 @@ def test_the_first_word_keeps_the_space_that_the_prompt_calls_for() -> None:
         (BYTE_LEVEL, "hello" + "\ufffd" * 30, "hello"),
     ],
 )
-def test_nothing_of_the_prompt_is_shown(tokenizer: Tokenizer, prompt: str, answer: str) -> None:
+def test_detokenizer_does_not_show_the_prompt(tokenizer: Tokenizer, prompt: str, answer: str) -> None:
     token_ids = fallback("▁world") if tokenizer is BYTE_FALLBACK else tokenizer.encode(answer).ids
     assert streamed(tokenizer, tokenizer.encode(prompt).ids, token_ids) == answer
 
@@ -92,12 +92,12 @@ def fallback(*tokens: str) -> list[int]:
     return found
 
 
-def test_a_byte_that_makes_no_character_is_shown_and_the_answer_goes_on() -> None:
+def test_invalid_utf8_byte_is_shown_and_the_answer_continues() -> None:
     token_ids = fallback("<0xE4>", "<0xB8>", "<0xAD>", "<0xE4>", "▁world", "▁the", "<0xC3>", "<0xA9>", ",")
     assert streamed(BYTE_FALLBACK, [], token_ids) == "中� world theé,"
 
 
-def test_an_end_in_the_middle_of_a_character_spoils_none_that_was_shown() -> None:
+def test_end_within_a_character_keeps_the_text_already_shown() -> None:
     parrot = fallback("<0xF0>", "<0x9F>", "<0xA6>", "<0x9C>")
     assert streamed(BYTE_FALLBACK, [], parrot + parrot[:2]) == "🦜��"
     assert streamed(BYTE_FALLBACK, parrot, parrot[:2]) == "��"
@@ -108,7 +108,7 @@ def test_an_end_in_the_middle_of_a_character_spoils_none_that_was_shown() -> Non
     context=st.lists(st.integers(0, BYTE_FALLBACK.get_vocab_size() - 1), max_size=30),
     skip=st.booleans(),
 )
-def test_no_tokens_end_a_stream(token_ids: list[int], context: list[int], skip: bool) -> None:
+def test_any_tokens_can_be_streamed(token_ids: list[int], context: list[int], skip: bool) -> None:
     for tokenizer in (BYTE_FALLBACK, BYTE_LEVEL):
         streamed(tokenizer, context, token_ids, skip=skip)
 
@@ -150,7 +150,7 @@ def test_a_stop_string_is_found_as_soon_as_the_text_holds_one(
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
     pieces=st.lists(st.text("abc", max_size=5), max_size=10),
 )
-def test_nothing_shown_is_ever_part_of_a_stop_string(stops: list[str], pieces: list[str]) -> None:
+def test_shown_text_never_contains_part_of_a_stop_string(stops: list[str], pieces: list[str]) -> None:
     text, _ = scan(stops, pieces)
     assert not any(stop in text for stop in stops)
     assert "".join(pieces).startswith(text)
@@ -201,7 +201,7 @@ def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
     assert scanner.release() == ""
 
 
-def test_of_two_stop_strings_the_one_that_starts_first_counts() -> None:
+def test_stop_string_that_starts_first_counts() -> None:
     assert scan(["b", "abc"], ["xabcd"]) == ("x", "abc")
 
 
@@ -235,7 +235,7 @@ def goes_on_during(work: Callable[[], object]) -> bool:
         thread.join()
 
 
-def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
+def test_event_loop_runs_while_a_long_text_is_tokenized() -> None:
     assert not goes_on_during(lambda: sum(range(1_000_000))), "Python itself lets nobody"
     assert goes_on_during(lambda: TEXTS.token_ids(LONG, add_special_tokens=True))
 
@@ -275,7 +275,7 @@ def test_tokens_of_logprobs_spell_the_text_at_their_offsets(tokenizer: Tokenizer
         assert offset < len(shown)
 
 
-def test_hidden_tokens_take_no_place_in_offsets() -> None:
+def test_hidden_tokens_do_not_change_offsets() -> None:
     hello = TOKENIZER.encode("hello").ids
     end = TOKENIZER.token_to_id("<|im_end|>")
     for skip, place in ((True, 5), (False, 5 + len("<|im_end|>"))):
@@ -283,7 +283,7 @@ def test_hidden_tokens_take_no_place_in_offsets() -> None:
         assert [offsets.add(each) for each in (*hello, end, *hello)][len(hello) + 1] == place
 
 
-def test_every_alternative_has_a_key_of_its_own() -> None:
+def test_every_alternative_has_a_unique_key() -> None:
     tokenizer = byte_fallback_tokenizer()
     texts = TextProcessor(tokenizer, None)
     letter = next(word for word in tokenizer.get_vocab() if len(word) == 1 and word.isascii())
@@ -297,14 +297,14 @@ def test_every_alternative_has_a_key_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+def test_error_names_the_unreadable_file(name: str, tmp_path: Path) -> None:
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ModelConfigError, match=re.escape(str(tmp_path / name))):
         TextProcessor.read(tmp_path)
 
 
-def test_python_goes_on_while_many_tokens_become_text() -> None:
+def test_event_loop_runs_while_many_tokens_are_decoded() -> None:
     token_ids = TOKENIZER.encode_batch_fast([LONG])[0].ids * 8
     assert goes_on_during(lambda: TEXTS.decode(token_ids))
 
@@ -318,7 +318,7 @@ def test_python_goes_on_while_many_tokens_become_text() -> None:
         ("/v1/completions", {"prompt": ["hello", MEDIUM]}, "prompt"),
     ],
 )
-async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
+async def test_too_long_text_is_refused_before_tokenization(
     server: Running, path: str, content: dict[str, Any], param: str
 ) -> None:
     class Refusing:
@@ -367,7 +367,7 @@ async def test_whole_template_input_decides_if_it_runs_off_the_event_loop(
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_may_hold_what_is_not_shown(include: bool) -> None:
+def test_stop_strings_may_contain_hidden_text(include: bool) -> None:
     scanner = StopScanner(("<|end|>\n", "b<|x|>c"), include=include)
     shown = ""
     for text, is_hidden in (("a", False), ("<|end|>", True), ("b", False), ("<|x|>", True), ("d", False)):

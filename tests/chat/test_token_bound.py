@@ -64,7 +64,7 @@ ANY_TEXT = st.text(max_size=60) | st.text(st.sampled_from("a \x04\u0301\u0308\u0
 @example(text="α\u0313\u0301\u0345" * 300)
 @example(text=" " * 300)
 @example(text="<|im_start|>" * 30)
-def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
+def test_token_count_is_at_least_the_lower_bound(name: str, text: str) -> None:
     assert BOUNDS[name].lower_bound(text) <= len(KNOWN[name].encode(text, add_special_tokens=False).ids)
 
 
@@ -73,7 +73,7 @@ def test_a_long_text_has_many(name: str) -> None:
     assert BOUNDS[name].lower_bound("lorikeet " * 10_000) > 1000
 
 
-def test_no_more_characters_become_one() -> None:
+def test_composed_characters_are_within_the_bound() -> None:
     assert max(len(unicodedata.normalize("NFD", chr(code))) for code in range(maxunicode + 1)) == _MAX_COMPOSED
 
 
@@ -107,7 +107,7 @@ def _know_words_alone(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("change", [_strip, _shorten, _leave_space_out, _remove, _take_space, _drop, _know_words_alone])
-def test_of_what_may_leave_parts_of_a_text_out_nothing_is_said(change: Change) -> None:
+def test_bound_is_zero_for_steps_that_may_drop_text(change: Change) -> None:
     tokenizer = byte_level_tokenizer()
     change(tokenizer)
     assert TokenLowerBound(tokenizer).lower_bound("x" * 10**6) == 0

@@ -81,9 +81,7 @@ CALLS = st.lists(
 @each_format
 @settings(max_examples=25)
 @given(calls=CALLS, cuts=st.data())
-def test_what_a_format_writes_is_read_back_however_it_is_cut(
-    tool_format: ToolFormat, calls: list[Call], cuts: st.DataObject
-) -> None:
+def test_parser_reads_written_calls_at_any_cut(tool_format: ToolFormat, calls: list[Call], cuts: st.DataObject) -> None:
     text = ("Sure.\n" if tool_format.name in BEHIND_TEXT else "") + tool_format.write(calls)
     content, found = read(tool_format, cut(text, cuts))
     assert content == ("Sure." if tool_format.name in BEHIND_TEXT else "")
@@ -114,7 +112,9 @@ FRAGMENTS = [
 @each_format
 @settings(max_examples=25)
 @given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), cuts=st.data())
-def test_no_cut_changes_what_is_read(tool_format: ToolFormat, fragments: list[str], cuts: st.DataObject) -> None:
+def test_cuts_between_deltas_do_not_change_the_result(
+    tool_format: ToolFormat, fragments: list[str], cuts: st.DataObject
+) -> None:
     text = "".join(fragments)
     whole = read(tool_format, [text])
     assert read(tool_format, text) == whole
@@ -176,7 +176,9 @@ CITY = [("get_weather", {"city": "Oslo"})]
          [("get_weather", {"days": "many"})]),
     ],
 )  # fmt: skip
-def test_what_models_write_is_understood(name: str, text: str, content: str, calls: list[tuple[str, object]]) -> None:
+def test_parser_reads_calls_that_models_have_written(
+    name: str, text: str, content: str, calls: list[tuple[str, object]]
+) -> None:
     found_content, found = read(TOOL_FORMATS[name], [text])
     assert (found_content, meaning(found)) == (content, calls)
 
@@ -224,7 +226,7 @@ def test_a_parameter_is_passed_on_as_soon_as_it_must_be_a_string(schema: object,
     assert late(schema, text) <= most
 
 
-def test_a_long_string_is_passed_on_letter_by_letter_but_for_what_may_be_its_end() -> None:
+def test_long_string_is_streamed_letter_by_letter_except_a_possible_end() -> None:
     parser = TOOL_FORMATS["qwen3_coder"].parser(FUNCTIONS)
     code = 'say("é")\n' * 100 + "</parameter> in a text\n"
 
@@ -270,7 +272,7 @@ WRONG = Call("get_weather", '{"town": "Oslo"}')
 
 @pytest.mark.slow
 @each_format
-def test_a_grammar_takes_what_the_format_writes_and_only_valid_calls(tool_format: ToolFormat) -> None:
+def test_grammar_accepts_calls_of_the_format_and_only_valid_calls(tool_format: ToolFormat) -> None:
     write = tool_format.write
     several, one, free = (
         tool_format.grammar(CallGrammar(FUNCTIONS, parallel, {}.get, None, is_free))
@@ -310,7 +312,7 @@ def test_markers_that_are_special_tokens_are_tokens_in_a_grammar() -> None:
         ("{{ message.content }}", None),
     ],
 )
-def test_a_template_says_which_format_its_model_writes(source: str, name: str | None) -> None:
+def test_template_determines_the_format_of_tool_calls(source: str, name: str | None) -> None:
     found = format_of_template(source)
     assert (found.name if found else None) == name
 

@@ -103,7 +103,7 @@ async def test_many_headers_are_refused_before_they_are_many() -> None:
         assert stats.closed == {"the request has too many headers": 1}
 
 
-async def test_no_more_of_a_refused_head_is_taken_in() -> None:
+async def test_reading_stops_at_a_refused_head() -> None:
     async with serving(ConnectionLimits()) as (port, stats):
         await exchange(port, b"GET / HTTP/1.1\r\n", *[b"a:" + b"b" * 80_000 + b"\r\n"] * 100)
         assert stats.closed == {"the head of the request is too large": 1}
@@ -133,7 +133,7 @@ async def test_trickled_body_is_closed_in_time() -> None:
 
 
 @pytest.mark.slow
-async def test_answer_that_nobody_reads_is_given_up() -> None:
+async def test_unread_answer_is_aborted() -> None:
     async with serving(ConnectionLimits(write_timeout_s=0.2)) as (port, stats):
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -144,7 +144,7 @@ async def test_answer_that_nobody_reads_is_given_up() -> None:
 
 
 @pytest.mark.slow
-async def test_answer_that_nobody_reads_is_given_up_though_more_requests_wait() -> None:
+async def test_unread_answer_is_aborted_while_more_requests_wait() -> None:
     async with serving(ConnectionLimits(write_timeout_s=0.3)) as (port, stats):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -156,7 +156,7 @@ async def test_answer_that_nobody_reads_is_given_up_though_more_requests_wait() 
 
 
 @pytest.mark.slow
-async def test_the_log_has_the_status_of_a_slow_body_that_its_client_got() -> None:
+async def test_log_has_the_clients_status_of_a_slow_body() -> None:
     async def route(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -169,7 +169,7 @@ async def test_the_log_has_the_status_of_a_slow_body_that_its_client_got() -> No
     assert [each["status"] for each in logged if each["event"] == "request"] == [408]
 
 
-async def test_connections_beyond_the_limit_get_503_and_the_others_go_on() -> None:
+async def test_connections_beyond_the_limit_get_503_and_others_continue() -> None:
     async with serving(ConnectionLimits(max_connections=2)) as (port, stats):
         first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         assert (await exchange(port, b"")).startswith(b"HTTP/1.1 503")

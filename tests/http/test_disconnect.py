@@ -33,7 +33,7 @@ class _Client:
         return int(self.sent[0]["status"])
 
 
-async def test_work_for_a_client_that_hangs_up_is_cancelled() -> None:
+async def test_disconnect_cancels_the_work() -> None:
     client = _Client()
     ends = []
 
@@ -72,7 +72,7 @@ async def test_a_stream_to_a_client_that_hangs_up_ends() -> None:
     assert [message.get("body") for message in client.sent] == [None, b"data: 1\n\n"]
 
 
-async def test_a_time_out_of_the_work_itself_is_not_taken_for_a_client_that_hangs_up() -> None:
+async def test_timeout_of_the_work_is_not_treated_as_a_disconnect() -> None:
     client = _Client()
     ends = []
 
@@ -85,7 +85,7 @@ async def test_a_time_out_of_the_work_itself_is_not_taken_for_a_client_that_hang
     assert client.sent == []
 
 
-async def test_a_client_that_hangs_up_after_the_answer_changes_nothing() -> None:
+async def test_disconnect_after_the_answer_changes_nothing() -> None:
     client = _Client()
     ends = []
 
@@ -99,7 +99,7 @@ async def test_a_client_that_hangs_up_after_the_answer_changes_nothing() -> None
     assert client.status == 200
 
 
-async def test_a_client_that_stops_reading_loses_its_place_after_the_time_out() -> None:
+async def test_client_that_stops_reading_is_dropped_after_the_timeout() -> None:
     closed = []
     sent = []
     never = asyncio.Event()

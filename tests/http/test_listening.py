@@ -64,7 +64,7 @@ def test_ipv6_wildcard_takes_ipv4_connections_and_the_port_of_both() -> None:
                 listen(host, port)
 
 
-def test_of_servers_that_start_at_the_same_moment_one_gets_the_port() -> None:
+def test_one_of_servers_started_together_gets_the_port() -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     at_once = threading.Barrier(8)
@@ -141,7 +141,7 @@ async def test_clients_that_connect_during_a_start_are_answered_once_the_server_
         await serving
 
 
-async def test_unix_socket_is_answered_removed_and_replaced_only_if_nobody_listens(tmp_path: Path) -> None:
+async def test_unix_socket_is_served_removed_and_replaced_only_if_unused(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     listen_unix(str(path)).close()  # as a server that was killed leaves it
     listener = listen_unix(str(path))

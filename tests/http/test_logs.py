@@ -80,7 +80,7 @@ def test_request_path_cannot_control_the_terminal(capsys: pytest.CaptureFixture[
     assert "title" in shown
 
 
-async def test_a_client_that_hangs_up_while_it_sends_its_request_is_no_failure() -> None:
+async def test_disconnect_while_sending_the_request_is_not_a_failure() -> None:
     async def route(http: Request) -> Response:
         await http.body()
         return Response()
@@ -119,7 +119,7 @@ class Broken(io.StringIO):
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No space left"), ValueError("closed")]
 )
-async def test_a_log_that_cannot_be_written_changes_no_answer(
+async def test_unwritable_log_does_not_change_answers(
     start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     configure_logs("info", as_json=True)
@@ -138,7 +138,7 @@ async def test_a_log_that_cannot_be_written_changes_no_answer(
 
 
 @pytest.mark.slow
-def test_a_process_whose_log_is_full_goes_on() -> None:
+def test_process_with_a_full_log_continues() -> None:
     code = (
         "from lorikeet.core.logs import configure_logs; import structlog, sys\n"
         "configure_logs('info', as_json=False)\n"

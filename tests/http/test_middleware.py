@@ -56,7 +56,7 @@ async def test_with_api_keys_only_their_holders_are_answered(start: Start) -> No
 
 
 @pytest.mark.parametrize("keys", [("",), ("one", " ")])
-def test_an_empty_key_guards_nothing_and_is_refused(keys: tuple[str, ...]) -> None:
+def test_empty_key_is_refused(keys: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="empty"):
         KeyRing(keys)
     assert not KeyRing(["one"]).holds("")
@@ -97,7 +97,7 @@ async def test_admin_keys_alone_leave_the_other_routes_open(start: Start) -> Non
         assert (await server.http.delete("/v1/adapters/x")).status_code == 401
 
 
-async def test_api_keys_change_adapters_where_there_are_no_admin_keys(start: Start) -> None:
+async def test_api_keys_may_change_adapters_without_admin_keys(start: Start) -> None:
     async with start(api_keys=("user",)) as server:
         assert (await server.http.delete("/v1/adapters/x")).status_code == 401
         assert (await server.http.delete("/v1/adapters/x", headers=bearer("user"))).status_code == 404
@@ -143,7 +143,7 @@ async def test_a_server_without_an_engine_is_not_ready(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_client_that_hangs_up_before_the_first_token_frees_its_place(server: Running, stream: bool) -> None:
+async def test_disconnect_before_the_first_token_releases_the_ticket(server: Running, stream: bool) -> None:
     server.engine.open.clear()
     asking = asyncio.create_task(server.http.post(CHAT, json=body(stream=stream, n=2, model="formal")))
     await until(lambda: len(server.engine.submitted) == 2, "two requests have been submitted")
@@ -154,7 +154,7 @@ async def test_a_client_that_hangs_up_before_the_first_token_frees_its_place(ser
     assert (usage.running, usage.total.aborted) == (0, 2)
 
 
-async def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(start: Start) -> None:
+async def test_disconnect_during_a_stream_releases_the_ticket(start: Start) -> None:
     async with start(answer="hello " * 100) as server:
         async with server.http.stream("POST", CHAT, json=body(stream=True)) as reply:
             async for _ in reply.aiter_lines():
@@ -181,13 +181,13 @@ async def test_a_body_past_the_limit_is_a_413_announced_or_not(start: Start) -> 
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"[]", b'"text"', b'{"model": "base"}', b"\xff\xfe"])
-async def test_a_body_that_is_no_request_is_a_400(server: Running, content: bytes) -> None:
+async def test_invalid_body_is_a_400(server: Running, content: bytes) -> None:
     reply = await server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_half_a_character_is_a_400_wherever_it_stands(server: Running) -> None:
+async def test_lone_surrogate_in_any_field_is_a_400(server: Running) -> None:
     halves = (rb"\ud800", rb"\uDC00x", rb"\ud83e\ud83e\udd9c", b"\xed\xa0\x80")
     for path, content in (
         (CHAT, b'{"messages": [{"role": "user", "content": "%s"}]}'),
@@ -226,9 +226,7 @@ async def test_unknown_routes_and_methods_have_openai_shaped_errors(server: Runn
         assert reply.json()["error"]["code"] == status
 
 
-async def test_an_unexpected_failure_is_a_500_that_tells_nothing(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unexpected_failure_is_a_500_without_details(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("secret")
 
@@ -247,7 +245,7 @@ async def test_an_unexpected_failure_is_a_500_that_tells_nothing(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_choice_that_fails_here_ends_in_the_engine_too(
+async def test_choice_that_fails_in_the_server_is_aborted_in_the_engine(
     server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     def broken(text_stream: IncrementalDetokenizer, token_id: int) -> str:
@@ -280,7 +278,7 @@ async def test_equal_request_ids_do_not_meet_in_the_engine(server: Running) -> N
     assert len({request.request_id for request in server.engine.submitted}) == 3
 
 
-async def test_half_a_request_and_no_more_leaves_the_server_unharmed(server: Running) -> None:
+async def test_incomplete_request_does_not_harm_the_server(server: Running) -> None:
     url = httpx.URL(str(server.http.base_url))
     with socket.create_connection((url.host, url.port or 0)) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
@@ -343,7 +341,7 @@ async def test_web_pages_may_use_the_server_only_where_their_origin_is_allowed(s
         assert "access-control-allow-credentials" not in asked.headers
 
 
-async def test_by_default_no_web_page_may_use_the_server(server: Running) -> None:
+async def test_web_pages_may_not_use_the_server_by_default(server: Running) -> None:
     asked = await server.http.options(CHAT, headers=preflight("http://localhost:3000"))
     reply = await server.http.get("/v1/models", headers={"Origin": "http://localhost:3000"})
     for one in (asked, reply):
@@ -368,7 +366,7 @@ async def test_by_default_no_web_page_may_use_the_server(server: Running) -> Non
         (("*",), {"Origin": "https://more"}, 200),
     ],
 )
-async def test_cross_origin_pages_change_nothing_by_simple_requests(
+async def test_simple_cross_origin_requests_cannot_change_state(
     start: Start, allowed: tuple[str, ...], headers: dict[str, str], status: int
 ) -> None:
     async with start(allowed_origins=allowed) as server:

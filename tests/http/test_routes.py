@@ -27,11 +27,11 @@ TABLE = RouteTable([LIST, UPLOAD, FIGURES, SHOW, REMOVE, HEALTH])
         ("DELETE", "/v1/things/upload", REMOVE),
     ],
 )
-def test_row_of_a_request_is_that_of_the_handler_that_answers(method: str, path: str, row: Route) -> None:
+def test_row_of_a_request_belongs_to_its_handler(method: str, path: str, row: Route) -> None:
     assert TABLE.find(method, path) == row
 
 
-def test_path_with_a_slash_at_its_end_has_the_row_that_it_is_redirected_to() -> None:
+def test_path_with_a_trailing_slash_has_the_row_of_the_redirect() -> None:
     assert TABLE.find("GET", "/health/") == HEALTH
     assert TABLE.find("GET", "/health//") == HEALTH
 
@@ -56,7 +56,7 @@ def test_row_that_an_earlier_one_hides_is_an_error(hidden: str) -> None:
         RouteTable([LIST, SHOW, REMOVE, HEALTH, Route(hidden, Callers.KEYS)])
 
 
-def test_rows_without_a_note_have_that_of_their_module() -> None:
+def test_rows_without_a_note_have_their_modules_note() -> None:
     routes = Routes(note="about things")
 
     async def handler() -> None: ...

@@ -85,9 +85,7 @@ async def stream(server: Running, path: str, body: dict[str, Any], draw: random.
         ("/v1/completions", COMPLETION | {"echo": True, "return_token_ids": True}),
     ],
 )
-async def test_what_goes_directly_and_what_does_not_are_one_stream(
-    start: Start, path: str, body: dict[str, Any]
-) -> None:
+async def test_direct_and_other_writes_form_one_stream(start: Start, path: str, body: dict[str, Any]) -> None:
     async with start(answer=ANSWER) as server:
         expected, _ = await stream(server, path, body, None)
         assert expected.endswith(b"data: [DONE]\n\n")
@@ -100,7 +98,7 @@ async def test_what_goes_directly_and_what_does_not_are_one_stream(
         assert directly >= 5
 
 
-async def test_choices_of_a_stream_that_goes_directly_stay_whole(start: Start) -> None:
+async def test_choices_of_a_directly_written_stream_are_complete(start: Start) -> None:
     async with start(answer=ANSWER) as server:
         server.engine.turns = 8
         found, written = await stream(server, "/v1/chat/completions", CHAT | {"n": 3}, random.Random(0))

@@ -40,7 +40,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
 
 
 @pytest.mark.slow
-async def test_a_renewed_certificate_is_used_and_a_wrong_one_is_not(tmp_path: Path) -> None:
+async def test_renewed_certificate_is_used_and_an_invalid_one_ignored(tmp_path: Path) -> None:
     old = trustme.CA()
     new = trustme.CA()
     files = Files(tmp_path)

@@ -10,7 +10,7 @@ from tests.support.api_server import Running, Start
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["ui", "docs"])
-async def test_a_page_and_its_files_are_served_without_a_key_and_name_no_other_server(start: Start, page: str) -> None:
+async def test_page_needs_no_key_and_loads_nothing_from_other_servers(start: Start, page: str) -> None:
     async with start(api_keys=("secret",)) as server:
         reply = await server.http.get(f"/{page}")
         assert reply.status_code == 200
@@ -30,7 +30,7 @@ async def test_a_page_and_its_files_are_served_without_a_key_and_name_no_other_s
         assert (await server.http.post(f"/{page}")).status_code == 401
 
 
-async def test_pages_may_run_their_own_files_only_and_other_answers_nothing(server: Running) -> None:
+async def test_pages_may_run_only_their_own_files(server: Running) -> None:
     for page in ("/ui", "/docs"):
         policy = (await server.http.get(page)).headers["content-security-policy"]
         assert policy == (
