@@ -8,6 +8,7 @@ Parts, each a table:
   is hidden beside the forward pass.
 * ``eviction``: matching a prompt, a tick of the swapper and an eviction for one more block, with 2,000 adapters and
   100,000 nodes in memory.
+* ``kv_events``: what events of KV add to a turn of the engine's loop, in the same memory.
 * ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and recomputing its size classes.
 * ``routes``: a choice among 64 replicas with 10,000 adapters, by every routing and placement policy of the presets.
 * ``placement``: LoRAServe's placement of 10,000 adapters on 1,000 replicas, and dLoRA's migration plans.
@@ -71,6 +72,7 @@ from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo, RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.setup import GENERIC, ClusterOptions, PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
+from lorikeet.config import KvEventSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, ReplicaId, RequestId
@@ -79,8 +81,10 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import MODELS
 from lorikeet.engine.build import Replica, memory_options
+from lorikeet.engine.kv_publisher import KvPublisher
 from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.kv_events import BlockTokens, KvEvents
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.packing import pack
 from lorikeet.memory.prefix_insertion import ComputedTokens
@@ -404,14 +408,14 @@ HOST_BLOCKS = 250_000
 class _Filled:
     """Holds a memory of the preset ``elora`` whose transfers finish on request."""
 
-    def __init__(self, refs: Sequence[AdapterRef]) -> None:
+    def __init__(self, refs: Sequence[AdapterRef], tokens: BlockTokens | None = None) -> None:
         self.refs = refs
         sizes = {ref.max_rank: _size(ref) for ref in refs[:2]}
         preset = PRESETS["elora"]
         block_bytes = GEOMETRY.block_bytes(BLOCK_TOKENS)
         policies = (preset.eviction, preset.prefetch, memory_options(preset))
         known = (lambda ref: sizes[ref.max_rank], *policies)
-        self.memory = Memory(DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_TOKENS, block_bytes, *known)
+        self.memory = Memory(DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_TOKENS, block_bytes, *known, tokens=tokens)
         self.now = 0.0
         self._generator = np.random.default_rng(1)
 
@@ -512,6 +516,34 @@ def eviction() -> None:
     ]
     title = f"Memory of elora, {MEMORY_ADAPTERS:,} adapters, {filled.memory.stats().nodes:,} nodes"
     print_table(f"{title}, {kept_bytes / blocks:.0f} bytes a block", ["call", "median, us", "P95, us"], rows)
+
+
+def kv_events() -> None:
+    """Print the time that events of KV add to a turn of the engine, beside a step of 5 ms."""
+    generator = np.random.default_rng(0)
+    refs = synthetic_adapters(MEMORY_ADAPTERS, (32, 64), GEOMETRY)
+    rows = []
+    for nodes in (NODES // 10, NODES):
+        tokens = BlockTokens(BLOCK_TOKENS)
+        filled = _Filled(refs, tokens)
+        events = KvEvents(filled.memory.tree, tokens)
+        events.set_names({ref.name: ref.digest for ref in refs})
+        publisher = KvPublisher(KvEventSettings("ipc:///tmp/lorikeet-kv-events-benchmark"))
+        for ref in refs:
+            filled.add_kv(ref, _tokens(nodes // MEMORY_ADAPTERS * BLOCK_TOKENS, generator))
+        publisher.publish(events.take())
+        taken = []
+        for turn in range(310):
+            # Of 256 sequences that decode, a sixteenth fill a block in a step.
+            for ref in refs[turn % 100 : turn % 100 + 256 // BLOCK_TOKENS]:
+                filled.add_kv(ref, _tokens(BLOCK_TOKENS, generator))
+            began_s = time.thread_time()
+            publisher.publish(events.take())
+            taken.append(time.thread_time() - began_s)
+        publisher.close()
+        median, p95 = median_p95(taken[10:], US)
+        rows.append([f"{nodes:,}", median, p95, f"{float(median) / 5000:.1%}"])
+    print_table("Events of KV, 16 new blocks a turn", ["nodes", "median, us", "P95, us", "share of 5 ms"], rows)
 
 
 def _size(ref: AdapterRef) -> AdapterSize:
@@ -955,6 +987,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "step": step,
     "grammars": grammars,
     "eviction": eviction,
+    "kv_events": kv_events,
     "admission": admission,
     "routes": routes,
     "placement": placement,

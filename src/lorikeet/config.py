@@ -441,6 +441,26 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.replicas == 1 and not self.max_replicas and not self.ray_address
 
 
+class KvEventSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Events of cached KV, for routers that score replicas by the blocks of a prompt.
+
+    Attributes:
+        endpoint: ZeroMQ address on which each engine publishes events in vLLM's format, such as ``tcp://*:5557``; empty
+            for none. A replica's number is added to the port.
+        replay_endpoint: address on which subscribers get the batches that they missed, such as ``tcp://*:5558``; empty
+            for none.
+        topic: first frame of each message, such as ``kv@pod-1@llama``.
+        buffer_steps: batches kept for subscribers that missed them.
+        hwm: batches that wait for a slow subscriber before it loses some.
+    """
+
+    endpoint: str = ""
+    replay_endpoint: str = ""
+    topic: str = ""
+    buffer_steps: Annotated[int, msgspec.Meta(ge=0)] = 10_000
+    hwm: Annotated[int, msgspec.Meta(ge=0)] = 100_000
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of one server."""
 
@@ -450,6 +470,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerSettings = msgspec.field(default_factory=ServerSettings)
     batches: BatchSettings = msgspec.field(default_factory=BatchSettings)
     cluster: ClusterSettings = msgspec.field(default_factory=ClusterSettings)
+    kv_events: KvEventSettings = msgspec.field(default_factory=KvEventSettings)
 
 
 def for_engines(settings: Settings) -> Settings:

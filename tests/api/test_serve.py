@@ -6,15 +6,17 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
+import zmq
 from aiohttp import web
 
 from tests.api.test_chat import CHAT, text_of
@@ -231,7 +233,9 @@ async def test_host_tier_reads_adapters_before_any_request(model: Path, tmp_path
     write_adapter(tmp_path / "two", layers=3, hidden=48, seed=1)
     flags = ("--host-memory", "8MiB", "--adapter-dir", str(tmp_path), "--lora-modules", f"one={tmp_path}/one")
     flags = (*flags, "--preset", "lorikeet:plain")  # the default preset would go on to prefetch them to the device
-    async with serving(model, tmp_path, *flags) as server:
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events", "topic": "kv@pod@tiny"}
+    flags = (*flags, "--kv-events-config", json.dumps(events))
+    async with serving(model, tmp_path, *flags) as server, subscribed(str(events["endpoint"])) as published:
         await server.http.post("/v1/adapters", json={"name": "two", "source": str(tmp_path / "two")})
         line = 'num_cpu_loaded_lora_adapters{engine="0",model_name="tiny"} 2.0'
         await _until_reply(server, "/metrics", lambda reply: line in reply.text, "the host tier has both adapters")
@@ -241,8 +245,26 @@ async def test_host_tier_reads_adapters_before_any_request(model: Path, tmp_path
         page = await _metrics(server)
         assert 'lorikeet:request_adapter_wait_seconds_count{engine="0",model_name="tiny"} 1.0' in page
         card = await _until_on_device(server, "one")
+        prompt = next(event for event in published() if event["type"] == "BlockStored")
+        assert (prompt["lora_name"], prompt["medium"], prompt["parent_block_hash"]) == ("one", "GPU", None)
         removed = (await server.http.delete("/v1/adapters/one")).json()
         assert removed["freed_bytes"] > 2 * card["device_bytes"], "device, host, and KV"
+        gone = next(event for event in published() if event["type"] == "BlockRemoved")
+        assert set(prompt["block_hashes"]) <= set(gone["block_hashes"])
+
+
+@asynccontextmanager
+async def subscribed(endpoint: str) -> AsyncIterator[Callable[[], Iterator[dict[str, Any]]]]:
+    """Subscribe to events of KV; yield a function that waits for each next event."""
+    with zmq.Context.instance().socket(zmq.SUB) as socket:
+        socket.connect(endpoint)
+        socket.setsockopt(zmq.SUBSCRIBE, b"kv@pod@tiny")
+
+        def published() -> Iterator[dict[str, Any]]:
+            while socket.poll(20_000):
+                yield from msgspec.msgpack.decode(socket.recv_multipart()[2])[1]
+
+        yield published
 
 
 async def test_late_request_is_shed_and_others_log_tenant_and_priority(model: Path, tmp_path: Path) -> None:

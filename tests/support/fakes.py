@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from lorikeet.core.events import (
     RequestTimings,
 )
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
-from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId, RequestId
 from lorikeet.core.messages import EngineReady, EngineStats
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request
@@ -136,6 +136,7 @@ class FakeEngine:
         self.known: dict[AdapterDigest, AdapterRef] = {}
         self.dropped: list[AdapterDigest] = []
         self.pinned: tuple[AdapterDigest, ...] = ()
+        self.names: dict[AdapterName, AdapterDigest] = {}
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
         self.state = ClusterState(())
         self.size_error: str | None = None
@@ -158,6 +159,9 @@ class FakeEngine:
 
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
         self.pinned = tuple(digests)
+
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+        self.names = dict(names)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         self.known.pop(digest, None)

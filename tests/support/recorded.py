@@ -79,7 +79,7 @@ class RecordedEngine:
             async_scheduling=async_scheduling,
         )
         settings = Settings(engine=EngineSettings(**given))  # type: ignore[arg-type]
-        self.engine, _, self.notes, _ = assemble(settings, executor, sizes, self.clock)
+        self.engine, _, self.notes, *_ = assemble(settings, executor, sizes, self.clock)
         self.finished: dict[RequestId, Finished] = {}
         self.evictions = 0
 

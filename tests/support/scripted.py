@@ -16,6 +16,7 @@ from lorikeet.engine.build import memory_options
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
 from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.kv_events import BlockTokens
 from lorikeet.memory.memory import Memory
 from lorikeet.policies import ADMISSION, BATCHING
 from lorikeet.presets import ColdStart, Preset
@@ -76,6 +77,7 @@ class Bench:
     sick: frozenset[RequestId] = frozenset()
     switch_s: float = 0.0
     assist: AssistCosts | None = None
+    block_tokens: BlockTokens | None = None
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -90,6 +92,7 @@ class Bench:
             prefetch=self.preset.prefetch,
             options=memory_options(self.preset),
             forecast=load,
+            tokens=self.block_tokens,
         )
         assist = None if self.assist is None else ScriptedAssist(self.assist)
         batching = BATCHING[self.preset.batching]

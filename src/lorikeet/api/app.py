@@ -146,6 +146,7 @@ def create_service(
             exporters,
             models.base_digest,
         ),
+        sends_names=bool(settings.kv_events.endpoint),
         tenants=tenants,
         responses=StoredResponses(
             settings.server.stored_responses,

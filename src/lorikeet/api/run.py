@@ -148,6 +148,8 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         await preload_adapters(catalog, settings.adapters.preload, partial(progress.display.show, "adapters"))
         log_restored(catalog)
         client.register_adapters(await to_thread.run_sync(catalog.versions))
+        if settings.kv_events.endpoint:
+            client.name_adapters({record.name: record.digest for record in catalog.list()})
         log.info("adapters registered", adapters=len(catalog.names()), **served_when_named(settings.adapters))
 
         names = ServedModels(

@@ -7,6 +7,7 @@ would otherwise serve something else. Flags in neither list are errors.
 Names: https://docs.vllm.ai/en/latest/cli/serve/ and https://docs.sglang.io/docs/advanced_features/server_arguments
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -131,7 +132,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-multimodal": ForeignFlag(_TEXT_ONLY, value=False, refuse=True),
     "--language-model-only": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--kv-transfer-config": ForeignFlag("KV is not handed over to other servers", refuse=True),
-    "--kv-events-config": ForeignFlag("lorikeet router needs no events of KV"),
     "--enable-sleep-mode": ForeignFlag("/pause and /resume stop generation, and keep the memory", value=False),
     "--api-server-count": ForeignFlag("one process answers, and has others to read large bodies", same=("1",)),
     "--disable-frontend-multiprocessing": ForeignFlag("the engine is always a process of its own", value=False),
@@ -185,6 +185,18 @@ _LISTS = ("--lora-modules", "--lora-paths", "--served-model-name", "--api-key")
 _LEVEL = re.compile(r"-O=?[0-3]?")
 """vLLM's short form of ``--optimization-level``."""
 
+_KV_EVENT_KEYS = {
+    "enable_kv_cache_events": "",
+    "publisher": "",
+    "endpoint": "--kv-events-endpoint",
+    "replay_endpoint": "--kv-events-replay-endpoint",
+    "topic": "--kv-events-topic",
+    "buffer_steps": "--kv-events-buffer-steps",
+    "hwm": "--kv-events-hwm",
+    "max_queue_size": "",
+}
+"""Keys of vLLM's ``--kv-events-config``, and our flag for each; events wait in no queue before the socket."""
+
 _MODEL_OPTIONS = ("--model", "--model-path")
 
 
@@ -214,6 +226,8 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             if word == "-O" and words and words[0].isdecimal():
                 words.pop(0)
             notes.append(f"{word} is ignored: {_KERNELS}")
+        elif flag == "--kv-events-config":
+            kept += _kv_event_flags(value if equals else _take_value(flag, words))
         elif flag in FOREIGN_FLAGS:
             if FOREIGN_FLAGS[flag].value and not equals:
                 value = _take_value(flag, words)
@@ -229,6 +243,30 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             kept.append(word)
     return kept, notes
+
+
+def _kv_event_flags(text: str) -> list[str]:
+    """Return our flags for a value of vLLM's ``--kv-events-config``, a JSON object.
+
+    Raises:
+        CompatError: the value is not such an object, or has a key or publisher that is not known.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise CompatError(f"--kv-events-config: {text!r} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CompatError(f"--kv-events-config: {text!r} must be a JSON object")
+    if unknown := config.keys() - _KV_EVENT_KEYS.keys():
+        known = ", ".join(_KV_EVENT_KEYS)
+        raise CompatError(f"--kv-events-config: {min(unknown)!r} must be one of {known}")
+    publisher = config.get("publisher", "zmq")
+    if publisher not in ("zmq", "null"):
+        raise CompatError(f"--kv-events-config: publisher: {publisher!r} must be zmq or null")
+    if not config.get("enable_kv_cache_events") or publisher == "null":
+        return []
+    given = {"endpoint": "tcp://*:5557", **{key: value for key, value in config.items() if value is not None}}
+    return [word for key, flag in _KV_EVENT_KEYS.items() if flag and key in given for word in (flag, str(given[key]))]
 
 
 def _take_value(flag: str, words: list[str]) -> str:

@@ -71,7 +71,7 @@ def _prepare(
             # The context is no longer than needed, since many machines lack memory for the model's whole context.
             longest_tokens = len(token_ids) + sampling.max_tokens
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
-            engine, sizes, _, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
+            engine, sizes, *_ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
             dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
             ref = None
             start = 0

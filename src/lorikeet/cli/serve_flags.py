@@ -390,6 +390,21 @@ FLAGS = (
         str,
         "Least severe level of the log: debug, info, warning, error.",
     ),
+    Flag(
+        "--kv-events-endpoint",
+        "kv_events.endpoint",
+        str,
+        "ZeroMQ address, such as tcp://*:5557, for events of cached KV in vLLM's format.",
+    ),
+    Flag(
+        "--kv-events-replay-endpoint",
+        "kv_events.replay_endpoint",
+        str,
+        "Address from which subscribers get the events that they missed.",
+    ),
+    Flag("--kv-events-topic", "kv_events.topic", str, "Topic of the events, such as kv@pod-1@llama."),
+    Flag("--kv-events-buffer-steps", "kv_events.buffer_steps", int, "Batches of events kept for the replay."),
+    Flag("--kv-events-hwm", "kv_events.hwm", int, "Batches of events that may wait for a slow subscriber."),
     Flag("--log-json", "server.log_json", bool, "Write the log as JSON only."),
 )
 """Every flag that fills a setting. Flags of vLLM and SGLang keep their names."""

@@ -25,7 +25,7 @@ from lorikeet.core.events import (
     RequestEvent,
     RequestTimings,
 )
-from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs, Submit, TokenOutput
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request
@@ -294,6 +294,10 @@ class Engines(Protocol):
         """Replace the pinned versions, which all present and later engines evict last."""
         ...
 
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+        """Send all engines, and those that start later, the names of all versions. Engines use them in events of KV."""
+        ...
+
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Free a version once no request uses it. Return the bytes freed on all tiers, including its KV.
 
@@ -369,6 +373,7 @@ class EngineClient:
         self._drops = PendingDrops()
         self._registered: dict[AdapterDigest, AdapterRef] = {}
         self._pinned: tuple[AdapterDigest, ...] = ()
+        self._names: dict[AdapterName, AdapterDigest] = {}
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
 
     @property
@@ -425,6 +430,11 @@ class EngineClient:
         """Send the pinned versions to the engine, and keep them for its successors."""
         self._pinned = tuple(digests)
         self._supervisor.pin_adapters(self._pinned)
+
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+        """Send the names of all versions to the engine, and keep them for an engine that replaces it."""
+        self._names = dict(names)
+        self._supervisor.name_adapters(self._names)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Drop a version from the engine. Return the bytes freed."""
@@ -487,6 +497,8 @@ class EngineClient:
         self._supervisor.register_adapters(self._registered.values())
         if self._pinned:
             self._supervisor.pin_adapters(self._pinned)
+        if self._names:
+            self._supervisor.name_adapters(self._names)
         handles = list(self._streams)
         for handle in handles:
             handle.replica = ONLY_REPLICA

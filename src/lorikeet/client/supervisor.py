@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ from lorikeet.client.backlog import Backlog
 from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import RemoteClock, boot_id
-from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId
 from lorikeet.core.messages import (
     DropAdapter,
     EngineInput,
@@ -28,6 +28,7 @@ from lorikeet.core.messages import (
     Heartbeat,
     MessageCodec,
     MessagesLost,
+    NameAdapters,
     PinAdapters,
     Progress,
     RegisterAdapters,
@@ -217,6 +218,10 @@ class EngineSupervisor:
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
         """Send a running engine all versions to evict last."""
         self.send(PinAdapters(tuple(digests)))
+
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+        """Send the names of all adapter versions, for events of KV."""
+        self.send(NameAdapters(dict(names)))
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
         """Send a running engine a version to free once no request uses it."""
@@ -633,7 +638,9 @@ async def connect(
         key = secure(socket) if address.startswith("tcp:") else ""
         socket.bind(address)
         address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        process = await host.start(address, msgspec.json.encode(EngineInput(msgspec.Raw(settings), key)))
+        process = await host.start(
+            address, msgspec.json.encode(EngineInput(msgspec.Raw(settings), key, replica or ReplicaId("0")))
+        )
         connection = Connection(process, socket, timeouts, replica, host.address)
         async for message in connection.messages():
             if isinstance(message, Progress):

@@ -10,7 +10,7 @@ import msgspec
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId, RequestId
 from lorikeet.core.plan import Pooled, PromptLogprobs, Token
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Request
@@ -23,10 +23,12 @@ class EngineInput(msgspec.Struct, frozen=True):
         settings: all settings, see ``config.for_engines``.
         channel_key: key of the API process's end of the channel, in ZeroMQ's text form. Empty for a channel without
             encryption. The key is a secret, since everyone with the key may connect.
+        replica: the replica's id.
     """
 
     settings: msgspec.Raw = msgspec.Raw(b"{}")
     channel_key: str = ""
+    replica: ReplicaId = ReplicaId("0")
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +79,12 @@ class PinAdapters(msgspec.Struct, frozen=True, tag=True):
     """Set the versions that are evicted last. They replace the present set."""
 
     digests: tuple[AdapterDigest, ...]
+
+
+class NameAdapters(msgspec.Struct, frozen=True, tag=True):
+    """The names of all adapter versions, for events of KV; they replace the present ones."""
+
+    names: dict[AdapterName, AdapterDigest]
 
 
 class SetPaused(msgspec.Struct, frozen=True, tag=True):
@@ -447,6 +455,7 @@ ToEngine = (
     | ImportKv
     | RegisterAdapters
     | PinAdapters
+    | NameAdapters
     | DropAdapter
     | SetPaused
     | Heartbeat

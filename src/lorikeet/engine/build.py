@@ -19,6 +19,7 @@ from lorikeet.costs.iteration_costs import iteration_costs
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
 from lorikeet.memory.known_adapters import AdapterSize
+from lorikeet.memory.kv_events import BlockTokens, KvEvents
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.packing import pack
@@ -45,13 +46,16 @@ _CACHE_SIZE = 1024
 """Bound of caches by adapter ranks, since every version may have different ranks on every layer."""
 
 
-def build_memory(preset: Preset, sizes: EngineSizes, forecast: StepForecast | None = None) -> Memory:
+def build_memory(
+    preset: Preset, sizes: EngineSizes, forecast: StepForecast | None = None, tokens: BlockTokens | None = None
+) -> Memory:
     """Build the memory of a replica.
 
     Args:
         preset: the preset with the memory's policies and options.
         sizes: sizes of the executor.
         forecast: the prediction of steps for the policies; None without one.
+        tokens: the tokens of blocks, for events of KV; None without events.
 
     Raises:
         ConfigError: the preset names a policy that does not exist.
@@ -66,6 +70,7 @@ def build_memory(preset: Preset, sizes: EngineSizes, forecast: StepForecast | No
         preset.prefetch,
         memory_options(preset),
         forecast,
+        tokens,
     )
 
 
@@ -106,6 +111,8 @@ class Replica(NamedTuple):
     """Lines for the start-up log."""
     grammars: GrammarCompiler | None = None
     """The compiler of requests' grammars; None if this executor computes no answers."""
+    kv_events: KvEvents | None = None
+    """Finds changes of cached KV; None if the settings name no address for events."""
 
 
 def build_replica(
@@ -163,7 +170,8 @@ def assemble(
     if merges and not sizes.can_merge:
         preset = msgspec.structs.replace(preset, batching="unmerged")
     load = EngineLoad()
-    memory = build_memory(preset, sizes, load)
+    tokens = BlockTokens(sizes.block_size) if settings.kv_events.endpoint else None
+    memory = build_memory(preset, sizes, load, tokens)
     sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
     if reason := memory.why_impossible(None, sizes.max_model_len):
         raise ConfigError(f"preset {name}: the longest sequence does not fit: {reason}; lower max_model_len")
@@ -221,7 +229,7 @@ def assemble(
         notes.append(f"preset {name} would merge adapters; this base runs by transformers' modules, so none is merged")
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
-    return Replica(engine, sizes, tuple(notes))
+    return Replica(engine, sizes, tuple(notes), kv_events=None if tokens is None else KvEvents(memory.tree, tokens))
 
 
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:

@@ -20,10 +20,10 @@ import structlog
 import zmq
 
 from lorikeet import __version__
-from lorikeet.config import Settings
+from lorikeet.config import KvEventSettings, Settings
 from lorikeet.core.clock import boot_id
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.ids import RequestId
+from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import (
     HEARTBEAT_EVERY_S,
@@ -38,6 +38,7 @@ from lorikeet.core.messages import (
     ImportKv,
     MessageCodec,
     MessagesLost,
+    NameAdapters,
     PinAdapters,
     Progress,
     RegisterAdapters,
@@ -50,7 +51,9 @@ from lorikeet.core.messages import (
 from lorikeet.core.process_tuning import freeze_imports, frozen_gc
 from lorikeet.core.request import Request
 from lorikeet.engine.build import Replica, build_replica
+from lorikeet.engine.kv_publisher import KvPublisher
 from lorikeet.engine.loop import Engine
+from lorikeet.memory.kv_events import KvEvents
 from lorikeet.worker.grammars import GrammarCompiler
 
 REST_S = 1.0
@@ -201,7 +204,44 @@ class Compiling:
         return [self._held.pop(each)[0] for each in ready]
 
 
-def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
+class KvReports:
+    """Publishes the changes of the cached KV after each turn.
+
+    Args:
+        events: finds the changes; None publishes nothing.
+        settings: address and topic.
+        replica: id of the replica, whose number is added to the ports.
+
+    Raises:
+        ConfigError: an address is not valid, or in use.
+    """
+
+    def __init__(self, events: KvEvents | None, settings: KvEventSettings, replica: ReplicaId) -> None:
+        self._events = events
+        number = replica.rpartition("-")[2]
+        self._publisher = None if events is None else KvPublisher(settings, int(number) if number.isdecimal() else 0)
+
+    def receive(self, message: ToEngine) -> None:
+        """Take names of adapters and tokens of requests from a message."""
+        if self._events is None:
+            return
+        if isinstance(message, NameAdapters):
+            self._events.set_names(message.names)
+        elif isinstance(message, Submit):
+            self._events.learn(message.request)
+
+    def publish(self) -> None:
+        """Publish what has changed since the last call."""
+        if self._events is not None and self._publisher is not None:
+            self._publisher.publish(self._events.take())
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: KvReports) -> None:
     """Receive messages, run a step and send its outputs, until ``Shutdown`` arrives.
 
     Raises:
@@ -215,6 +255,7 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
         for message in channel.receive(math.inf if is_paused else wait_s):
             if isinstance(message, Shutdown):
                 return
+            kv_reports.receive(message)
             if isinstance(message, SetPaused):
                 is_paused = message.paused
             else:
@@ -231,6 +272,7 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
             stats_due_s = now + STATS_EVERY_S
         if outputs != StepOutputs((), (), ()):
             channel.send(outputs)
+        kv_reports.publish()
 
 
 def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
@@ -275,6 +317,7 @@ def main() -> None:
         replica = build_replica(
             settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake
         )
+        kv_reports = KvReports(replica.kv_events, settings.kv_events, given.replica)
     except (ValueError, OSError, ExecutorError) as error:
         channel.send(Fatal(str(error)))
         channel.close()
@@ -284,12 +327,13 @@ def main() -> None:
     channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))
     try:
         with frozen_gc():
-            serve(channel, replica.engine, Compiling(replica.grammars, channel.wake))
+            serve(channel, replica.engine, Compiling(replica.grammars, channel.wake), kv_reports)
     except MessagesLost as error:
         structlog.get_logger("lorikeet").error("engine ends: messages of the API process were lost", reason=str(error))
         sys.exit(1)
     finally:
         replica.engine.close()
+        kv_reports.close()
         channel.close()
 
 

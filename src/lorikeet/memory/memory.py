@@ -18,6 +18,7 @@ from lorikeet.memory.blocks import BlockError, BlockPool, SequenceLease, Transfe
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
+from lorikeet.memory.kv_events import BlockTokens
 from lorikeet.memory.kv_migration import KvMigration
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import MemoryView, StepForecast
@@ -61,6 +62,7 @@ class Memory:
         eviction, prefetch: names of policies (``policies.EVICTION``, ``policies.PREFETCH``).
         options: memory options of the preset.
         forecast: predicts steps for the policies. By default, nothing is predicted.
+        tokens: keeps the tokens of blocks for events of KV; None without events.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Memory:
         prefetch: str = "none",
         options: MemoryOptions = _PLAIN,
         forecast: StepForecast | None = None,
+        tokens: BlockTokens | None = None,
     ) -> None:
         forecast = forecast or _NoForecast()
         self.block_size = block_size
@@ -103,7 +106,7 @@ class Memory:
             self.tiers, self.evictor, self._eviction, self._prefetch, options, self.counters, self._view, self._reuse
         )
         self.adapters = KnownAdapters(self.tiers, self.evictor, options, adapter_size, block_bytes)
-        self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
+        self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size, tokens)
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)

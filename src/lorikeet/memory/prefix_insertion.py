@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lorikeet.core.ids import BlockId
 from lorikeet.memory.blocks import SequenceLease
+from lorikeet.memory.kv_events import BlockTokens
 from lorikeet.memory.policies.base import EvictionPolicy
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import BASE, NodeTransfer, block_keys
@@ -33,13 +34,17 @@ class PrefixInsertion:
         tiers: records which blocks the new nodes have.
         eviction: is notified of the new nodes.
         block_size: tokens of KV in a block.
+        tokens: keeps the tokens of new blocks for events of KV; None without events.
     """
 
-    def __init__(self, tiers: Tiers, eviction: EvictionPolicy, block_size: int) -> None:
+    def __init__(
+        self, tiers: Tiers, eviction: EvictionPolicy, block_size: int, tokens: BlockTokens | None = None
+    ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
         self._eviction = eviction
         self._block_size = block_size
+        self._tokens = tokens
 
     def insert(self, computed: Iterable[ComputedTokens], now: float) -> None:
         """Extend the paths of leases by the blocks that are now full."""
@@ -53,6 +58,9 @@ class PrefixInsertion:
                 lease.keys = block_keys(
                     digest, token_ids, self._block_size, lease.keys, salt=lease.salt, start=lease.adapter_start
                 )
+            if self._tokens is not None:
+                first = len(lease.path)
+                self._tokens.note(lease.keys[first:whole], token_ids, first, lease.salt)
             while self._follow(lease, whole, now):
                 first = len(lease.path)
                 if lease.keys[first] not in new:

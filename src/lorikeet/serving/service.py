@@ -99,6 +99,8 @@ class Service:
     base_task: AdapterTask = field(default_factory=AdapterTask)
     """Settings for making vectors with the base model."""
     tenants: Tenants | None = None
+    sends_names: bool = False
+    """Whether engines get the names of adapters, for events of KV."""
     """Keys of the registry's database; None without tenants."""
     ranks: int = 1
     """Number of tensor-parallel ranks of a replica."""

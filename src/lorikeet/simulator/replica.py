@@ -57,7 +57,7 @@ class SimulatedReplica:
 
     def __init__(self, replica_id: ReplicaId, made: ModelledReplica, max_batch: int) -> None:
         self.id = replica_id
-        self.engine, self.sizes, self.notes, _ = made.replica
+        self.engine, self.sizes, self.notes, *_ = made.replica
         self._clock = made.clock
         self._executor = made.executor
         self._coalesced = made.coalesced

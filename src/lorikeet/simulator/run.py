@@ -266,7 +266,7 @@ def simulate(
         ProfileError: the profile lacks something that the workload needs.
         WorkloadAdapterUnknown: the workload names an unknown adapter.
     """
-    (engine, _, notes, _), clock, coalesced = modelled_replica(settings, profile)
+    (engine, _, notes, *_), clock, coalesced = modelled_replica(settings, profile)
     run = run_workload(
         engine,
         clock,

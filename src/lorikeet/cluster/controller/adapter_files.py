@@ -25,7 +25,7 @@ from lorikeet.cluster.controller.dispatcher import MAX_RETIRED, REST_S, Actions,
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId
 from lorikeet.core.request import Request
 
 MAX_CONCURRENT_PROVISIONS = 4
@@ -65,6 +65,7 @@ class AdapterFiles:
         self._dropped: dict[AdapterDigest, AdapterRef] = {}  # dropped versions, in the order in which they were dropped
         self._retiring = RetiringAdapters()
         self.pinned: tuple[AdapterDigest, ...] = ()
+        self.names: dict[AdapterName, AdapterDigest] = {}
         self.copier = AdapterCopier(transport, self._refs, self._dropped, self)
 
     def register(self, refs: Iterable[AdapterRef]) -> None:

@@ -37,7 +37,7 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.config import Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, Decided, FinishReason, Mechanism
-from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
 from lorikeet.core.request import Request
 
@@ -174,6 +174,12 @@ class ClusterClient:
         self._files.pinned = tuple(digests)
         for replica in self._replicas.values():
             replica.supervisor.pin_adapters(self._files.pinned)
+
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+        """Send the names of all versions to every replica. See ``Engines``."""
+        self._files.names = dict(names)
+        for replica in self._replicas.values():
+            replica.supervisor.name_adapters(self._files.names)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Drop an adapter from all replicas and return the bytes freed. See ``Engines``."""

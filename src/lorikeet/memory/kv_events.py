@@ -1,0 +1,309 @@
+"""Finds changes of the cached KV, as events in vLLM's format, for routers that score replicas by the prompt's blocks.
+
+Events are found by comparing the tree with the state at the last call, so that no part of the memory has to report
+changes. A comparison of two arrays costs microseconds; only changed nodes are looked at one by one.
+
+Format: https://docs.vllm.ai/en/latest/api/vllm/distributed/kv_events/
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from zlib import crc32
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.request import Request
+from lorikeet.memory.tree import DependencyTree, NodeKind, block_keys
+
+_MEDIA = (("GPU", 1), ("CPU", 2))
+"""vLLM's names of device and host memory, and the bit of a node's state."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
+    """Reports a chain of blocks that can be found now: each is the parent of the next.
+
+    Attributes:
+        block_hashes: one hash for each block, unique for the tokens, the adapter's name and the cache salt.
+        parent_block_hash: hash of the block before the chain; None at the start of a prompt.
+        token_ids: tokens of all blocks.
+        block_size: tokens in a block.
+        lora_id: number of the adapter's version; None for the base model.
+        medium: ``GPU`` for the device, ``CPU`` for the host tier.
+        lora_name: the adapter's name; None for the base model.
+        extra_keys: for each block the adapter's name, and for the first block of a prompt the cache salt; None for a
+            block without both.
+        group_idx, kv_cache_spec_kind: always one group of full attention.
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None
+    group_idx: int = 0
+    kv_cache_spec_kind: str = "full_attention"
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+    """Reports blocks that cannot be found any more: they were evicted, or the adapter's name got new weights."""
+
+    block_hashes: list[int]
+    medium: str
+    group_idx: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
+    """Reports that an engine has just started, without any block."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class BlockTokens:
+    """Keeps the tokens of the blocks in the tree, which the tree itself knows only by keys.
+
+    Args:
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._tokens: dict[bytes, tuple[Sequence[int], str]] = {}
+        self._new: list[bytes] = []
+
+    def note(self, keys: Sequence[bytes], token_ids: Sequence[int], first: int, salt: str) -> None:
+        """Keep the tokens of blocks.
+
+        Args:
+            keys: keys of consecutive blocks.
+            token_ids: tokens of the whole sequence.
+            first: number of blocks before the first key.
+            salt: cache salt of the sequence.
+        """
+        for index, key in enumerate(keys, first):
+            begin = index * self.block_size
+            self._tokens[key] = token_ids[begin : begin + self.block_size], salt
+            self._new.append(key)
+
+    def get(self, key: bytes) -> tuple[Sequence[int], str] | None:
+        """Return a block's tokens and salt; None if they are not known."""
+        return self._tokens.get(key)
+
+    def forget(self, key: bytes) -> None:
+        """Forget a block that has left the tree."""
+        self._tokens.pop(key, None)
+
+    def forget_lost(self, tree: DependencyTree) -> None:
+        """Forget the blocks noted since the last call that the tree does not contain."""
+        for key in self._new:
+            if tree.find(key) is None:
+                self.forget(key)
+        self._new.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A block that was reported, or would be if its version had a name.
+
+    Attributes:
+        key: the node's key.
+        digest: the adapter version; None for the base model.
+        parent: the block before; None at the start of a prompt.
+        token_ids: its tokens.
+        salt: the cache salt of the first block of a prompt; empty for the others.
+        media: bits of the media that it is on.
+    """
+
+    key: bytes
+    digest: AdapterDigest | None
+    parent: "_Block | None"
+    token_ids: Sequence[int]
+    salt: str
+    media: int = 0
+
+
+class KvEvents:
+    """Compares the tree with its state at the last call, and returns the changes as events.
+
+    A version with several names is reported under each, since routers look blocks up by the name in a request. Events
+    of one name have hashes of their own. A version without a name is not reported.
+
+    Args:
+        tree: the memory's tree.
+        tokens: tokens of the blocks in the tree.
+    """
+
+    def __init__(self, tree: DependencyTree, tokens: BlockTokens) -> None:
+        self._tree = tree
+        self._tokens = tokens
+        self._states = np.zeros(0, np.int8)
+        self._touched = np.zeros(0, np.int32)
+        self._blocks: dict[int, _Block] = {}
+        self._unknown: set[int] = set()
+        self._names: dict[AdapterDigest, frozenset[AdapterName]] = {}
+        self._events: list[KvEvent] = [AllBlocksCleared()]
+
+    def set_names(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+        """Take the names of all adapter versions, and report KV whose version lost or got a name."""
+        self._compare()
+        new: dict[AdapterDigest, frozenset[AdapterName]] = {}
+        for name, digest in names.items():
+            new[digest] = new.get(digest, frozenset()) | {name}
+        old = self._names
+        self._names = new
+        changed = {digest for digest in old.keys() | new.keys() if old.get(digest) != new.get(digest)}
+        if not changed:
+            return
+        blocks = [block for block in self._blocks.values() if block.digest in changed and block.media]
+        for digest in changed:
+            before = old.get(digest, frozenset())
+            now = new.get(digest, frozenset())
+            its = [block for block in blocks if block.digest == digest]
+            for medium, bit in _MEDIA:
+                there = [block for block in its if block.media & bit]
+                self._remove(there, sorted(before - now), medium)
+                self._store(there, sorted(now - before), medium)
+
+    def learn(self, request: Request) -> None:
+        """Note the tokens of a request whose KV came from another engine."""
+        if self._unknown:
+            token_ids = request.prompt_token_ids + request.output_token_ids
+            keys = block_keys(
+                request.digest,
+                token_ids,
+                self._tokens.block_size,
+                salt=request.kv_salt,
+                start=request.adapter_start,
+            )
+            self._tokens.note(keys, token_ids, 0, request.kv_salt)
+
+    def take(self) -> list[KvEvent]:
+        """Return the events since the last call."""
+        self._compare()
+        events = self._events
+        self._events = []
+        return events
+
+    def _compare(self) -> None:
+        tree = self._tree
+        size = len(tree.kind)
+        if len(self._states) < size:
+            self._states = np.concatenate([self._states, np.zeros(size - len(self._states), np.int8)])
+            self._touched = np.concatenate([self._touched, np.zeros(size - len(self._touched), np.int32)])
+        end = tree.end
+        is_kv = tree.kind[:end] == NodeKind.KV
+        states = ((tree.on_device[:end] + 2 * tree.on_host[:end].astype(np.int8)) * is_kv).astype(np.int8)
+        changed = (states != self._states[:end]) | (tree.touched[:end] != self._touched[:end])
+        self._states[:end] = states
+        self._touched[:end] = tree.touched[:end]
+        at = np.flatnonzero(changed)
+        # A parent comes before its children, so that a router knows it.
+        nodes = at[np.argsort(tree.depth[at], kind="stable")].tolist()
+        self._apply(nodes, states)
+        self._tokens.forget_lost(tree)
+
+    def _apply(self, nodes: list[int], states: npt.NDArray[np.int8]) -> None:
+        """Report the changes of nodes, parents before children."""
+        tree = self._tree
+        nodes = [*self._unknown, *nodes]
+        self._unknown.clear()
+        removed: dict[tuple[AdapterDigest | None, str], list[_Block]] = {}
+        stored: dict[tuple[AdapterDigest | None, str], list[_Block]] = {}
+        kinds = tree.kind[nodes].tolist()
+        for node, kind, state in zip(nodes, kinds, states[nodes].tolist(), strict=True):
+            key = tree.key_of(node) if kind == NodeKind.KV else b""
+            block = self._blocks.get(node)
+            if block is not None and block.key != key:
+                for medium, bit in _MEDIA:
+                    if block.media & bit:
+                        removed.setdefault((block.digest, medium), []).append(block)
+                self._tokens.forget(block.key)
+                del self._blocks[node]
+                block = None
+            if block is None:
+                if not state:
+                    continue
+                block = self._new(node, key)
+                if block is None:
+                    self._unknown.add(node)
+                    continue
+            if block.media != state:
+                for medium, bit in _MEDIA:
+                    if state & bit and not block.media & bit:
+                        stored.setdefault((block.digest, medium), []).append(block)
+                    elif block.media & bit and not state & bit:
+                        removed.setdefault((block.digest, medium), []).append(block)
+                block.media = state
+        for (digest, medium), blocks in removed.items():
+            self._remove(blocks, self._names_of(digest), medium)
+        for (digest, medium), blocks in stored.items():
+            self._store(blocks, self._names_of(digest), medium)
+
+    def _new(self, node: int, key: bytes) -> _Block | None:
+        """Return a new block for a node; None if its tokens or its parent are not known."""
+        known = self._tokens.get(key)
+        if known is None:
+            return None
+        tree = self._tree
+        above = int(tree.parent[node])
+        is_first = tree.kind[above] != NodeKind.KV
+        parent = None if is_first else self._blocks.get(above)
+        if parent is None and not is_first:
+            return None
+        token_ids, salt = known
+        block = _Block(key, tree.digest(int(tree.top[node])), parent, token_ids, salt if is_first else "")
+        self._blocks[node] = block
+        return block
+
+    def _names_of(self, digest: AdapterDigest | None) -> list[AdapterName | None]:
+        """Return the names of a version in alphabetical order; the base model's is None."""
+        return [None] if digest is None else [*sorted(self._names.get(digest, ()))]
+
+    def _remove(self, blocks: Sequence[_Block], names: Iterable[AdapterName | None], medium: str) -> None:
+        if blocks:
+            self._events += [BlockRemoved([block_hash(each.key, name) for each in blocks], medium) for name in names]
+
+    def _store(self, blocks: Sequence[_Block], names: Iterable[AdapterName | None], medium: str) -> None:
+        """Report blocks of one version, parents first, as one event for each chain and name."""
+        chains: dict[_Block, list[_Block]] = {}
+        for block in blocks:
+            chain = [] if block.parent is None else chains.pop(block.parent, [])
+            chain.append(block)
+            chains[block] = chain
+        for name in names:
+            self._events += [self._stored(chain, name, medium) for chain in chains.values()]
+
+    def _stored(self, chain: Sequence[_Block], name: AdapterName | None, medium: str) -> BlockStored:
+        first = chain[0]
+        parent = None
+        if first.parent is not None:
+            # The part of a prompt before an activated adapter begins belongs to the base model.
+            parent = block_hash(first.parent.key, None if first.parent.digest is None else name)
+        extra: list[list[str] | None] | None = None
+        if name is not None:
+            extra = [[name] for _ in chain]
+        if first.salt:
+            extra = extra or [None for _ in chain]
+            extra[0] = [*(extra[0] or ()), first.salt]
+        return BlockStored(
+            [block_hash(each.key, name) for each in chain],
+            parent,
+            [token for each in chain for token in each.token_ids],
+            self._tokens.block_size,
+            None if first.digest is None else crc32(first.digest.encode()),
+            medium,
+            name,
+            extra,
+        )
+
+
+def block_hash(key: bytes, name: AdapterName | None) -> int:
+    """Return the hash of a block under a name, as 64 bits."""
+    return int.from_bytes(key[-8:] if name is None else blake2b(key + name.encode(), digest_size=8).digest(), "big")
