@@ -272,13 +272,17 @@ class KvEvents:
 
     def _store(self, blocks: Sequence[_Block], names: Iterable[AdapterName | None], medium: str) -> None:
         """Report blocks of one version, parents first, as one event for each chain and name."""
-        chains: dict[_Block, list[_Block]] = {}
+        chains: list[list[_Block]] = []
+        ends: dict[_Block, list[_Block]] = {}
         for block in blocks:
-            chain = [] if block.parent is None else chains.pop(block.parent, [])
+            chain = None if block.parent is None else ends.pop(block.parent, None)
+            if chain is None:
+                chain = []
+                chains.append(chain)
             chain.append(block)
-            chains[block] = chain
+            ends[block] = chain
         for name in names:
-            self._events += [self._stored(chain, name, medium) for chain in chains.values()]
+            self._events += [self._stored(chain, name, medium) for chain in chains]
 
     def _stored(self, chain: Sequence[_Block], name: AdapterName | None, medium: str) -> BlockStored:
         first = chain[0]
