@@ -156,25 +156,65 @@ def assemble(
     clock: Clock,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> Replica:
-    """Build memory, scheduler and loop around an executor.
-
-    All executors and clocks use this function.
+    """Build memory, scheduler and loop around an executor. All executors and clocks use this function.
 
     Raises:
         ConfigError: the preset is unknown, its options cannot be combined, or its share for KV cannot hold the longest
             sequence.
         OSError: the recording cannot be written.
     """
-    name, preset = resolve_preset(settings.engine.preset)
-    merges = BATCHING.load(preset.batching).merges
-    if merges and not sizes.can_merge:
-        preset = msgspec.structs.replace(preset, batching="unmerged")
+    name, wanted = resolve_preset(settings.engine.preset)
+    preset = _runnable(wanted, sizes)
+    _check_memory_split(name, preset)
     load = EngineLoad()
     tokens = BlockTokens(sizes.block_size) if settings.kv_events.endpoint else None
     memory = build_memory(preset, sizes, load, tokens)
-    sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
     if reason := memory.why_impossible(None, sizes.max_model_len):
         raise ConfigError(f"preset {name}: the longest sequence does not fit: {reason}; lower max_model_len")
+    sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
+    scheduler = _build_scheduler(settings, preset, sizes, memory, load)
+    recorder = _recorder(settings, name, sizes)
+    engine = Engine(scheduler, memory, executor, clock, preset.cold_start, on_ran, recorder)
+    notes = _notes(settings, preset, sizes)
+    if preset != wanted:
+        notes.append(f"preset {name} would merge adapters; this base runs by transformers' modules, so none is merged")
+    if recorder is not None:
+        notes.append(f"recording to {recorder.path}")
+    kv_events = None if tokens is None else KvEvents(memory.tree, tokens)
+    return Replica(engine, sizes, tuple(notes), kv_events=kv_events)
+
+
+def _runnable(preset: Preset, sizes: EngineSizes) -> Preset:
+    """Return a preset without merging if the executor cannot merge adapters."""
+    if BATCHING.load(preset.batching).merges and not sizes.can_merge:
+        return msgspec.structs.replace(preset, batching="unmerged")
+    return preset
+
+
+def _check_memory_split(name: str, preset: Preset) -> None:
+    """Check that the options of a preset can be combined with its memory split.
+
+    Raises:
+        ConfigError: the memory split is static, and an option needs a shared memory.
+    """
+    if preset.memory_split is not MemorySplit.STATIC:
+        return
+    if preset.batching != "unmerged":
+        raise ConfigError(
+            f"preset {name}: batching mode {preset.batching} chooses the adapters of a step itself, so it cannot "
+            "be combined with a static memory split"
+        )
+    if preset.dependency_tree and preset.kv_after_finish is KvAfterFinish.KEPT:
+        raise ConfigError(
+            f"preset {name}: with a static memory split, evicting an adapter would first have to evict its KV from the "
+            "other part, which nothing does: set dependency_tree=false or kv_after_finish=dropped"
+        )
+
+
+def _build_scheduler(
+    settings: Settings, preset: Preset, sizes: EngineSizes, memory: Memory, load: EngineLoad
+) -> Scheduler:
+    """Build the scheduler with the policies of a preset."""
     limits = SchedulerLimits(
         max_num_seqs=settings.engine.max_num_seqs,
         max_num_batched_tokens=settings.engine.max_num_batched_tokens,
@@ -184,28 +224,16 @@ def assemble(
         async_scheduling=sizes.async_scheduling,
         max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
     )
-    admission = ADMISSION[preset.admission]
-    batching = BATCHING[preset.batching]
-    if preset.batching != "unmerged" and preset.memory_split is MemorySplit.STATIC:
-        raise ConfigError(
-            f"preset {name}: batching mode {preset.batching} chooses the adapters of a step itself, so it cannot "
-            "be combined with a static memory split"
-        )
-    if (
-        preset.memory_split is MemorySplit.STATIC
-        and preset.dependency_tree
-        and preset.kv_after_finish is KvAfterFinish.KEPT
-    ):
-        raise ConfigError(
-            f"preset {name}: with a static memory split, evicting an adapter would first have to evict its KV from the "
-            "other part, which nothing does: set dependency_tree=false or kv_after_finish=dropped"
-        )
     assist = None
     if sizes.assist is not None:
         assist = AssistPlanner(sizes.assist, sizes, limits.max_num_batched_tokens, preset.cold_start, load)
-    scheduler = Scheduler(memory, load, admission, limits, preset, batching, assist, sizes.iterations)
-    recorder = _recorder(settings, name, sizes)
-    engine = Engine(scheduler, memory, executor, clock, preset.cold_start, on_ran, recorder)
+    admission = ADMISSION[preset.admission]
+    batching = BATCHING[preset.batching]
+    return Scheduler(memory, load, admission, limits, preset, batching, assist, sizes.iterations)
+
+
+def _notes(settings: Settings, preset: Preset, sizes: EngineSizes) -> list[str]:
+    """Return the lines for the start-up log about base, preset and memory."""
     block_mib = sizes.block_bytes * settings.engine.memory_ranks / 2**20
     notes = [
         describe_preset(settings.engine.preset),
@@ -213,6 +241,8 @@ def assemble(
         f"blocks of {sizes.block_size} tokens), {sizes.host_blocks * block_mib:.0f} MiB on the host; "
         f"kernels: {sizes.kernels}",
     ]
+    if sizes.base is not None:
+        notes.insert(0, f"{sizes.base.architecture} runs by {sizes.base.implementation}, in {sizes.base.dtype}")
     if sizes.weights:
         notes.append(f"weights: {sizes.weights}")
     dtypes = {"adapters": settings.engine.lora_dtype, "KV": settings.engine.kv_cache_dtype}
@@ -223,13 +253,7 @@ def assemble(
             "cold prefills are not assisted, so requests wait for their adapters: assistance needs host memory, host "
             "workers, an x86-64 CPU and at most one GPU, or a profile with host_lora"
         )
-    if sizes.base is not None:
-        notes.insert(0, f"{sizes.base.architecture} runs by {sizes.base.implementation}, in {sizes.base.dtype}")
-    if merges and not sizes.can_merge:
-        notes.append(f"preset {name} would merge adapters; this base runs by transformers' modules, so none is merged")
-    if recorder is not None:
-        notes.append(f"recording to {recorder.path}")
-    return Replica(engine, sizes, tuple(notes), kv_events=None if tokens is None else KvEvents(memory.tree, tokens))
+    return notes
 
 
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
