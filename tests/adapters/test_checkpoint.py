@@ -67,7 +67,7 @@ def test_names_with_and_without_peft_prefix_and_adapter_name_are_understood(
         ({"target_modules": []}, "target_modules"),
         ({"peft_type": "LOHA"}, "'LOHA'"),
         ({"peft_type": "TRAINABLE_TOKENS"}, "token_indices is set, but adapter_model.safetensors has no trained"),
-        ({"peft_type": "LN_TUNING"}, "it has no weights of what adapter_config.json targets"),
+        ({"peft_type": "LN_TUNING"}, "it has no weights for the targets of adapter_config.json"),
         ({"peft_type": "POLY"}, "neither served nor converted: it mixes its matrices by a task id"),
         ({"peft_type": "XLORA"}, "neither served nor converted: what it adds depends on the input"),
         ({"peft_type": "PREFIX_TUNING"}, "neither served nor converted: it learns a prompt"),

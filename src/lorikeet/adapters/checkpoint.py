@@ -251,7 +251,7 @@ def shard_names(folder: Path) -> list[str]:
 
 
 class _Weights:
-    """The weights file of a folder, or the shards of which it would be merged.
+    """The weights file of a folder, or the shards that would be merged into a weights file.
 
     Attributes:
         entries: the tensors by name.

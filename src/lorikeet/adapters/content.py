@@ -32,8 +32,8 @@ class ContentDifferences(NamedTuple):
 
     Attributes:
         settings: both values of each setting that differs.
-        differing: tensors that both have, with other bytes.
-        only_first, only_second: tensors that only one has.
+        differing: names of tensors that both contents have with different bytes.
+        only_first, only_second: names of tensors that only one content has.
     """
 
     settings: dict[str, tuple[Any, Any]]
@@ -43,7 +43,7 @@ class ContentDifferences(NamedTuple):
 
     @property
     def are_same(self) -> bool:
-        """Whether there is no difference."""
+        """Whether both contents are equal."""
         return not any(self)
 
 

@@ -392,7 +392,7 @@ def _check_complete(
     if config.peft_type == "LN_TUNING":  # The targets of this type are whole modules.
         tuned = {name for name in names["weight"] | names["bias"] if any(map(matcher.covers, _and_parents(name)))}
         if not tuned:
-            raise AdapterError(f"{WEIGHTS_FILE}: it has no weights of what {CONFIG_FILE} targets")
+            raise AdapterError(f"{WEIGHTS_FILE}: it has no weights for the targets of {CONFIG_FILE}")
     for name in sorted((names["weight"] | (names["bias"] if config.bias == "none" else set())) - tuned):
         # PEFT saves these modules if they were resized.
         is_vocabulary = name.rpartition(".")[2] in ("embed_tokens", "lm_head")

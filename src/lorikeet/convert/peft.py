@@ -199,7 +199,7 @@ def low_rank(delta: Tensor, rank: int, tolerance: float) -> tuple[Tensor, Tensor
         raise ValueError(
             f"for an error of {tolerance:g} of the change it needs rank {kept}, where A and B are no smaller than the "
             f"weight (errors at smaller ranks: {errors or 'none'}): allow more with --tolerance, name the rank "
-            "with --rank, or write a base of its own with `lorikeet adapters merge FOLDER OUT --base BASE`"
+            "with --rank, or merge it into its base with `lorikeet adapters merge FOLDER OUT --base BASE`"
         )
     roots = values[:kept].sqrt()
     a = roots[:, None] * right[:kept]

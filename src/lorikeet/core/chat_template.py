@@ -338,10 +338,10 @@ def templates_in(config: Mapping[str, Any]) -> dict[str, str]:
         try:
             found = {entry["name"]: entry["template"] for entry in found}
         except (KeyError, TypeError) as error:
-            raise TemplateError("chat_template is no template, nor a list of them") from error
+            raise TemplateError("chat_template is neither a template nor a list of templates") from error
     named = {DEFAULT: found} if isinstance(found, str) else found or {}
     if not isinstance(named, dict) or not all(isinstance(each, str) for pair in named.items() for each in pair):
-        raise TemplateError("chat_template is no template, nor a list of them")
+        raise TemplateError("chat_template is neither a template nor a list of templates")
     return {name: source for name, source in named.items() if source}
 
 

@@ -396,7 +396,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class ExportedKv(msgspec.Struct, frozen=True):
-    """The KV of an exported request: the first blocks, as far as they could be copied.
+    """The KV of an exported request: its first blocks, up to the first that could not be copied.
 
     Attributes:
         request_id: the request.

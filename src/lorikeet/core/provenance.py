@@ -6,7 +6,7 @@ from typing import NamedTuple
 DIGEST_HEADER = "X-Lorikeet-Digest"
 """Response header with the whole digests of an answer."""
 EXPECTED = r"^[0-9a-fA-F]{8,64}(-[0-9a-fA-F]{8,64})?$"
-"""Pattern of an expected digest: the beginning of one digest, or of the base's and the adapter's."""
+"""Pattern of an expected digest: the first characters of one digest, or of the base's and the adapter's."""
 
 _SHOWN = 12
 _PARTS = re.compile(EXPECTED)

@@ -14,7 +14,7 @@ from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import ModelGeometry
 
 _NORMS = ("layers.{}.input_layernorm.weight", "layers.{}.post_attention_layernorm.weight")
-"""The norms of a layer of the own decoder on the residual stream, in the order of ``native/adjusts.h``."""
+"""The norms of a layer of our decoder on the residual stream, in the order of ``native/adjusts.h``."""
 
 
 class ExtraMatrix(NamedTuple):

@@ -1,4 +1,4 @@
-"""Computes the digest of a base model from its files, without reading all of a large one."""
+"""Computes the digest of a base model from its files. Large files are read only in part."""
 
 import hashlib
 from pathlib import Path
@@ -11,9 +11,10 @@ _FILES = ("config.json", "*.safetensors", "*.gguf")
 def files_digest(folder: Path) -> str:
     """Return the hex SHA-256 of the config and the weights of a model folder.
 
-    A file of up to 16 MiB is read whole. Of a larger one, its size and 256 pieces of 64 KiB at equal distances are
-    read, with its first and last bytes among them: another training run changes every piece, and a start is not
-    delayed by minutes. So the digest tells models apart, and does not prove that no byte was altered.
+    A file of up to 16 MiB is read whole. For a larger file, the digest covers the size and 256 pieces of 64 KiB at
+    equal distances, including the first and last bytes. Reading the whole file would delay the start by minutes, and
+    another training run changes every piece. So the digest distinguishes models, but does not prove that no byte was
+    altered.
 
     Raises:
         OSError: a file cannot be read.
@@ -33,10 +34,10 @@ def files_digest(folder: Path) -> str:
 
 
 def base_digest(files: str, *arithmetic: str) -> str:
-    """Return the hex SHA-256 of a base as it is served.
+    """Return the hex SHA-256 of a base with the settings that it is served with.
 
     Args:
         files: the result of :func:`files_digest`.
-        arithmetic: the settings that change what it computes, such as its dtype.
+        arithmetic: the settings that change the base's results, such as the dtype.
     """
     return hashlib.sha256("\n".join((files, *arithmetic)).encode()).hexdigest()

@@ -62,7 +62,7 @@ def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], N
 
     Args:
         cache_dir: folder that gets the subfolder ``SmolLM2-135M-Instruct``. It is created if missing.
-        progress: called with (stage, steps done, total steps) during the conversion.
+        progress: function called with (stage, steps done, total steps) during the conversion.
 
     Raises:
         DefaultModelError: the package is not installed or holds no GGUF file.

@@ -35,7 +35,7 @@ def prepare_gguf(path: Path, cache_dir: Path, tokenizer: Path | None, on_stage: 
         path: the file.
         cache_dir: folder that gets the model folder. It is created if missing.
         tokenizer: folder of another tokenizer. None uses the file's tokenizer.
-        on_stage: called with a few words before the tokenizer is converted.
+        on_stage: function called with a few words before the tokenizer is converted.
 
     Raises:
         ModelConfigError: the file cannot be read, its model is not supported, or its tokenizer cannot be converted.

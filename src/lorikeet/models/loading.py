@@ -326,7 +326,7 @@ def load_weights(
         quantization: ``auto`` keeps linear weights as they are stored, ``none`` dequantises all of them, ``int8`` and
             ``int4`` quantise them. The name of the checkpoint's own quantisation method means ``auto``.
         seed: seed of dummy weights. On one kind of device, all ranks get shares of the same model.
-        progress: called with (stage, tensors done, total tensors).
+        progress: function called with (stage, tensors done, total tensors).
 
     Raises:
         WeightError: a tensor is missing, unknown, or of a wrong shape or dtype; a file is broken; there are only

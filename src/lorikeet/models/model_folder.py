@@ -38,7 +38,7 @@ def prepare_model(settings: ModelSettings, on_stage: Callable[[str], None]) -> M
 
     Args:
         settings: the settings, which name the model.
-        on_stage: called with a few words before a conversion or download.
+        on_stage: function called with a few words before a conversion or download.
 
     Raises:
         ConfigError: the model does not exist, or it cannot be downloaded.

@@ -169,7 +169,7 @@ def register() -> None:
 
 
 class AttentionProbe:
-    """Records the attention calls of a forward pass, and computes causal attention whatever the mask.
+    """Records the attention calls of a forward pass, and computes causal attention regardless of the mask.
 
     Attributes:
         calls: the calls in order.

@@ -485,7 +485,7 @@ class OutputLayer:
     Args:
         weight: the packed weight.
         kernels: the kernel backend.
-        step: holds the adapters of the step.
+        step: the object that holds the adapters of the step.
         is_tied: whether the weight is shared with the embedding.
 
     Attributes:

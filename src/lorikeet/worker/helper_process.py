@@ -215,7 +215,7 @@ class Helper:
         """Handle a message of a ready process."""
 
     def _is_reply_overdue(self, process: HelperProcess, since_s: float) -> bool:
-        """Return whether a ready process has owed a reply since ``since_s`` or an earlier time."""
+        """Return whether a ready process should have replied to a message that was sent at ``since_s`` or earlier."""
         return False
 
     def _on_death(self, process: HelperProcess, reason: str) -> None:

@@ -49,8 +49,8 @@ class ModelledTransferLink:
     Implements ``TransferLink``.
 
     Args:
-        course: returns the parts of a transfer, with the times of each.
-        on_done: called on another thread when a transfer has ended, if the clock is real.
+        course: function that returns the parts of a transfer, with the times of each.
+        on_done: function called on another thread when a transfer has ended, if the clock is real.
     """
 
     def __init__(self, course: Callable[[Transfer], TransferPath], on_done: Callable[[], None] | None = None) -> None:

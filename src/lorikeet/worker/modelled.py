@@ -362,7 +362,7 @@ def build_paced_executor(
             model's ``config.json`` and tokenizer. Weights are not read.
         preset: preset of the replica.
         clock: the real clock.
-        on_transfer_done: called on another thread when a transfer has ended.
+        on_transfer_done: function called on another thread when a transfer has ended.
 
     Raises:
         ConfigError: the settings name no profile, or do not fit the profile.

@@ -151,7 +151,7 @@ def load_rank(
         settings: settings of the engine.
         folder: folder of the model.
         group: the rank's group.
-        progress: called with (stage, done, total).
+        progress: function called with (stage, done, total).
         gpu: number of the rank's GPU, if it differs from the rank's number.
 
     Raises:

@@ -486,8 +486,8 @@ def build_torch_executor(
     Args:
         settings: all settings.
         model_folder: folder of the checkpoint.
-        progress: called with (stage, done, total) while loading.
-        on_transfer_done: called on another thread when a transfer has completed or a rank has died.
+        progress: function called with (stage, done, total) while loading.
+        on_transfer_done: function called on another thread when a transfer has completed or a rank has died.
 
     Returns:
         The executor, the model's config, and the sizes for the engine.

@@ -57,8 +57,9 @@ class Copier(Generic[Job]):
         stream: the stream of the copies. Only this object uses it.
         ahead: maximum number of groups that are queued in the stream. 1 for a synchronous stream.
         take: function that returns the next group, None if there is none now.
-        on_turn: called with each group once all earlier groups are done, before the thread waits for the group.
-        on_done: called after each group with the group's error, None if the copy succeeded.
+        on_turn: function called with each group once all earlier groups are done, before the thread waits for the
+            group.
+        on_done: function called after each group with the group's error, None if the copy succeeded.
         link_bytes_per_s: bandwidth of the declared link; 0 without one.
         counts: the counters of copied blocks.
     """

@@ -63,7 +63,7 @@ class FinishedTransfers:
 
     Args:
         ranks: number of ranks that report each transfer.
-        on_done: called on the reporting thread when a transfer is done, and by :meth:`break_off`.
+        on_done: function called on the reporting thread when a transfer is done, and by :meth:`break_off`.
     """
 
     def __init__(self, ranks: int, on_done: Callable[[], None]) -> None:

@@ -76,10 +76,11 @@ class Loader(Helper):
         process: the first process. This object owns it.
         arena: the host arena, to which the process writes.
         setup: the first message to every process.
-        on_filled: called on this object's thread when blocks have been filled.
-        on_ended: called on the same thread when a read has ended or failed, but not for reads in progress at
+        on_filled: function called on this object's thread when blocks have been filled.
+        on_ended: function called on the same thread when a read has ended or failed, but not for reads in progress at
             :meth:`close`.
-        on_lost: called on the same thread when a read was lost with its process, with the transfer's id and the reason.
+        on_lost: function called on the same thread when a read was lost with its process, with the transfer's id and
+            the reason.
     """
 
     silence_timeout_s = 30.0

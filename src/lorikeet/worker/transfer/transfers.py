@@ -48,7 +48,7 @@ class TransferManager:
         rank, size: the tensor-parallel rank, and the number of ranks.
         process: the loader process. This object owns it.
         settings: the settings, with the number of concurrent reads and the declared link.
-        on_done: called on another thread with every transfer that has ended or failed.
+        on_done: function called on another thread with every transfer that has ended or failed.
         device: the device backend of the arena. The default is the backend for the arena's ``torch.device``.
         whole: sizes of the whole model. The default is ``geometry``.
 
@@ -63,8 +63,8 @@ class TransferManager:
         adapters: the adapters that are loaded in the device arena.
         loader: the interface to the loader process.
         counts: counters of processed blocks and modules, by thread.
-        on_arrival: called on another thread with the id of a transfer in groups and the number of its blocks that have
-            arrived so far, or -1 if the transfer has failed.
+        on_arrival: function called on another thread with the id of a transfer in groups and the number of its blocks
+            that have arrived so far, or -1 if the transfer has failed.
     """
 
     def __init__(
