@@ -252,7 +252,7 @@ def test_a_template_that_does_not_compile_ends_the_command_before_anything_start
 @pytest.mark.parametrize(
     ("version", "files", "said"),
     [
-        ("2.13.0+cpu", (), "device: cuda needs a torch with CUDA, and 2.13.0+cpu has none"),
+        ("2.13.0+cpu", (), "device: cuda needs a torch with CUDA, which 2.13.0+cpu lacks"),
         ("2.13.0", ("/no/such/device",), "device: this machine or container has no NVIDIA GPU"),
     ],
 )

@@ -19,11 +19,10 @@ from lorikeet.chat.structured_output import GrammarChecks
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
-from lorikeet.core.ids import AdapterDigest
 from lorikeet.http.admission import AdmissionGate
 from lorikeet.http.anthropic_errors import AnthropicErrors
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
-from lorikeet.http.errors import ApiError, install_handlers
+from lorikeet.http.errors import install_handlers
 from lorikeet.http.logs import log
 from lorikeet.http.middleware import RootPath, add_middleware
 from lorikeet.http.routes import BodySize
@@ -58,7 +57,6 @@ from lorikeet.serving.model_resolver import ModelResolver
 from lorikeet.serving.served_models import ServedModels
 from lorikeet.serving.service import Service
 from lorikeet.serving.stored_responses import StoredResponses
-from lorikeet.tenants.keys import OPERATOR
 from lorikeet.tenants.tenants import Tenants
 
 if TYPE_CHECKING:
@@ -99,18 +97,7 @@ def create_service(
     by_tenant = AdapterUsage(settings.server.metrics_adapters, most=MOST_TENANTS)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
-
     live = LiveStats(lambda: client.views)
-
-    async def load(name: str, source: str) -> None:
-        await adapter_life.load_adapter(service, name, source, access=OPERATOR, replace=False, persistent=False)
-
-    async def unload(name: str) -> None:
-        try:
-            await adapter_life.unload_adapter(service, name, OPERATOR)
-        except ApiError as error:
-            log.info("adapter not removed", adapter=name, reason=error.message)
-
     service = Service(
         settings=settings.server,
         adapter_settings=settings.adapters,
@@ -119,12 +106,6 @@ def create_service(
         chats=chats,
         base_task=_base_task(chats),
         ranks=settings.engine.ranks,
-        resolver=ModelResolver(
-            models,
-            catalog,
-            AdapterLoader(settings.adapters, load, unload),
-            Mixtures(lambda name, parts: adapter_life.make_mixture(service, name, parts), unload),
-        ),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
@@ -153,39 +134,51 @@ def create_service(
             settings.server.stored_responses_bytes,
             settings.server.stored_responses_s,
         ),
-        batches=Batches(
-            BatchStorage(settings.batches, models.base, settings.server.max_body_bytes),
-            lambda: settings.batches.concurrency or settings.engine.max_num_seqs * max(1, len(client.views)),
-            lambda: BatchDispatcher(create_batch_app(service), tenants),
-        ),
     )
+    remove = partial(adapter_life.remove_unused, service)
+    service.resolver = ModelResolver(
+        models,
+        catalog,
+        AdapterLoader(settings.adapters, partial(adapter_life.load_on_demand, service), remove),
+        Mixtures(partial(adapter_life.make_mixture, service), remove),
+    )
+    service.batches = Batches(
+        BatchStorage(settings.batches, models.base, settings.server.max_body_bytes),
+        lambda: settings.batches.concurrency or settings.engine.max_num_seqs * max(1, len(client.views)),
+        lambda: BatchDispatcher(create_batch_app(service), tenants),
+    )
+    _add_collectors(service, usage, by_tenant)
+    client.on_adapter_event(partial(_on_adapter_event, service))
+    return service
+
+
+def _add_collectors(service: Service, usage: AdapterUsage, by_tenant: AdapterUsage) -> None:
+    """Add the metrics that are read at every scrape."""
+    metrics = service.observer.metrics
     names = AdapterNames(
         service.adapters_by_digest,
         usage.recent_requests,
-        lambda: adapter_life.median_blocks(service),
+        partial(adapter_life.median_blocks, service),
         service.resolver.loader.pinned,
-        settings.server.metrics_max_adapters,
+        service.settings.metrics_max_adapters,
     )
-    metrics.add_collector(ReplicasCollector(client, metrics.labels, names))
-    metrics.add_collector(ClusterCollector(client, models.base))
+    base = service.models.base
+    metrics.add_collector(ReplicasCollector(service.client, metrics.labels, names))
+    metrics.add_collector(ClusterCollector(service.client, base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
     metrics.add_collector(TenantCollector(by_tenant, metrics.labels))
-    metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
-    metrics.add_collector(LengthCollector(lengths, metrics.labels))
+    metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": base}))
+    metrics.add_collector(LengthCollector(service.lengths, metrics.labels))
 
-    def names_of(digest: AdapterDigest) -> list[str]:
-        return [ref.name for ref in service.adapters_by_digest({digest}).get(digest, ())]
 
-    def on_adapter_event(event: AdapterEvent) -> None:
-        live.on_adapter_event(event, names_of)
-        if isinstance(event, AdapterLoaded):
-            if event.error is not None:
-                log.warning("adapter could not be loaded", digest=event.digest, error=event.error)
-            else:
-                metrics.adapter_load.observe(event.seconds)
-
-    client.on_adapter_event(on_adapter_event)
-    return service
+def _on_adapter_event(service: Service, event: AdapterEvent) -> None:
+    """Record a load or eviction of an adapter in the statistics, metrics and log."""
+    service.observer.live.on_adapter_event(event, service.names_of)
+    if isinstance(event, AdapterLoaded):
+        if event.error is not None:
+            log.warning("adapter could not be loaded", digest=event.digest, error=event.error)
+        else:
+            service.observer.metrics.adapter_load.observe(event.seconds)
 
 
 def _base_task(chats: AdapterChats) -> AdapterTask:

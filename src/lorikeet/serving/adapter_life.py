@@ -25,7 +25,7 @@ from lorikeet.http.errors import ApiError, hide_paths
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.service import Service
-from lorikeet.tenants.keys import Access
+from lorikeet.tenants.keys import OPERATOR, Access
 
 DRAIN_S = 30.0
 """Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
@@ -149,6 +149,19 @@ async def load_adapter(
             ),
             replaced_by,
         )
+
+
+async def load_on_demand(service: Service, name: str, source: str) -> None:
+    """Load an adapter that a request names, until the server stops. See :func:`load_adapter` for errors."""
+    await load_adapter(service, name, source, access=OPERATOR, replace=False, persistent=False)
+
+
+async def remove_unused(service: Service, name: str) -> None:
+    """Remove an expired adapter or mixture. An adapter that cannot be removed now stays registered."""
+    try:
+        await unload_adapter(service, name, OPERATOR)
+    except ApiError as error:
+        log.info("adapter not removed", adapter=name, reason=error.message)
 
 
 async def make_mixture(service: Service, name: str, parts: Sequence[Part]) -> None:

@@ -93,9 +93,7 @@ class Service:
     prompt_processes: PromptProcesses
     grammars: GrammarChecks
     observer: RequestObserver
-    resolver: ModelResolver
     responses: StoredResponses
-    batches: Batches
     base_task: AdapterTask = field(default_factory=AdapterTask)
     """Settings for making vectors with the base model."""
     tenants: Tenants | None = None
@@ -114,6 +112,10 @@ class Service:
     cache_epoch: str = ""
     """Text that changes with each reset of the prefix cache, so that later requests do not find earlier KV."""
     adapter_changes: AdapterChanges = field(default_factory=AdapterChanges)
+    resolver: ModelResolver = field(init=False)
+    """Finds the models of requests. It loads adapters through the service, so it is set after the service is built."""
+    batches: Batches = field(init=False)
+    """Files and batches, whose requests call the service's routes. Set after the service is built."""
     stats_streams: StatsStreams = field(init=False)
     shares_prefixes: bool = field(init=False)
     """Whether tenants reuse each other's KV: by the settings, or if the server has no keys."""
@@ -308,6 +310,10 @@ class Service:
             if record.digest in digests:
                 named.setdefault(record.digest, []).append(record.ref)
         return used | named
+
+    def names_of(self, digest: AdapterDigest) -> list[str]:
+        """Return the names of an adapter version; see :meth:`adapters_by_digest`."""
+        return [adapter.name for adapter in self.adapters_by_digest({digest}).get(digest, ())]
 
     def stop_all(self) -> None:
         """End all running requests with an error for their clients."""
