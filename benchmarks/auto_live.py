@@ -34,7 +34,7 @@ from lorikeet.bench.in_process import WorkloadRun, run_workload
 from lorikeet.core.request import Slo
 from lorikeet.workloads.adapter_choice import choose_adapters
 from lorikeet.workloads.arrivals import Rates, arrivals_until
-from lorikeet.workloads.function_trace import Call
+from lorikeet.workloads.function_trace import Invocation
 from lorikeet.workloads.predictors import make_predictor
 from lorikeet.workloads.recipe import Recipe
 from lorikeet.workloads.shapes import SHAPES, Dialogues, LengthRange
@@ -96,7 +96,7 @@ def conversations(rate: float, seconds: float, seed: int) -> list[WorkloadReques
     until_s = _BEFORE_S + seconds
     times_s = arrivals_until("poisson", until_s, Rates.constant(rate / _DIALOGUES.turns), of_arrivals)
     places = choose_adapters("zipf:1", range(ADAPTERS), times_s, of_adapters)
-    calls = [Call(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
+    calls = [Invocation(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
     turns = _DIALOGUES.requests(calls, NAMES, MADE_BLOCK_TOKENS, of_lengths)
     return [
         msgspec.structs.replace(turn, arrival_s=turn.arrival_s - _BEFORE_S)

@@ -32,7 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.papers.runs import Engine, run_engine, work_of
 from lorikeet.adapters.store import reference
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import FirstToken
@@ -99,7 +99,7 @@ def modelled_ttft_s(
     return float(statistics.fmean(figures["own_ttft_s"]))
 
 
-def _ttft(exchanges: Sequence[RequestRecord]) -> dict[str, list[float]]:
+def _ttft(exchanges: Sequence[RequestResult]) -> dict[str, list[float]]:
     return {"own_ttft_s": [each.token_times_s[0] - each.due_s for each in exchanges]}
 
 

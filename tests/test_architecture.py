@@ -1,8 +1,10 @@
 """What import rules cannot see: what is really loaded, and what each file may hold."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,12 @@ def test_only_the_commands_print() -> None:
     printing = re.compile(r"^\s*print\(", re.MULTILINE)
     files = [file for file in (ROOT / "src").rglob("*.py") if printing.search(file.read_text())]
     assert {file.relative_to(ROOT / "src" / "lorikeet").parts[0] for file in files} == {"cli"}
+
+
+def test_public_class_names_are_unique() -> None:
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(str(file.relative_to(ROOT)))
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}

@@ -17,7 +17,7 @@ from lorikeet.config import ConfigError
 from lorikeet.core.events import RequestTimings
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.exporters import Exporter, GuardedExporter
-from lorikeet.plugins import Plugin, Registry, split_options
+from lorikeet.plugins import Plugin, PolicyRegistry, split_options
 from lorikeet.policies import BATCHING, EVICTION, POLICIES
 from lorikeet.presets import PRESETS, resolve_preset
 from tests.api.test_apis_of_chats import ADAPTERS, prepare_default_model
@@ -175,7 +175,7 @@ def test_parameters_have_the_types_of_their_annotations() -> None:
         def __init__(self, view: object, *, share: float = 0.5, count: int = 1, deep: bool = False) -> None:
             self.given = (view, share, count, deep)
 
-    registry: Registry[Policy] = Registry("lorikeet.nothing", "policy", {"mine": Policy})
+    registry: PolicyRegistry[Policy] = PolicyRegistry("lorikeet.nothing", "policy", {"mine": Policy})
     assert registry["mine(share=1, count=2,deep=true)"]("view").given == ("view", 1.0, 2, True)
     assert registry["mine"]("view").given == ("view", 0.5, 1, False)
     assert registry.parameters("mine") == {"share": 0.5, "count": 1, "deep": False}

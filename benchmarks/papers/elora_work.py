@@ -15,7 +15,7 @@ from benchmarks.memory_bench import MemorySetting, modelled_rig, warm_replica
 from benchmarks.memory_watch import MemoryWatch
 from benchmarks.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.in_process import run_workload
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.core.clock import Clock
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterName
@@ -30,7 +30,7 @@ from lorikeet.memory.tree import NodeKind
 from lorikeet.papers.elora.cost_model import Elora
 from lorikeet.workloads.adapter_choice import choose_adapters
 from lorikeet.workloads.arrivals import Rates, arrivals_until, at_rate
-from lorikeet.workloads.function_trace import Call, popularity, unit_calls
+from lorikeet.workloads.function_trace import Invocation, popularity, unit_calls
 from lorikeet.workloads.shapes import Dialogues, LengthRange, Translation
 from lorikeet.workloads.synthetic import adapter_names, spread, synthetic_adapters
 from lorikeet.workloads.workload import WorkloadRequest
@@ -229,13 +229,13 @@ def _dataset(case: Case, rate: float, duration_s: float) -> list[WorkloadRequest
         units = unit_calls(
             popularity(case.adapters).tolist(), CALL_VARIATION, of_arrivals, until=calls_per_s * duration_s
         )
-        calls = [Call(call.at_s / calls_per_s, call.adapter) for call in units]
+        calls = [Invocation(call.at_s / calls_per_s, call.adapter) for call in units]
     else:
         times_s = arrivals_until("poisson", duration_s, Rates.constant(calls_per_s), of_arrivals)
         rule = "uniform" if case.choice == "distinct" else case.choice or service.choice
         ranks = spread(RANKS, case.adapters)
         places = choose_adapters(rule, range(case.adapters), times_s, of_adapters, ranks)
-        calls = [Call(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
+        calls = [Invocation(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
     requests = service.shape.requests(calls, names, BLOCK_TOKENS, of_lengths)
     return [each for each in requests if each.arrival_s < duration_s]
 
@@ -406,7 +406,7 @@ def run_case(preset: str, case: Case) -> dict[str, Any]:
     return _figures(preset, load, run.exchanges, watch, engine)
 
 
-def _figures(preset: str, load: Load, records: Sequence[RequestRecord], watch: Watch, engine: Engine) -> dict[str, Any]:
+def _figures(preset: str, load: Load, records: Sequence[RequestResult], watch: Watch, engine: Engine) -> dict[str, Any]:
     failed = [each for each in records if each.error is not None]
     if failed:
         raise RuntimeError(f"{preset}: {len(failed)} requests failed, the first with {failed[0].error}")

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.harness import ROOT
 from benchmarks.memory_bench import MemorySetting, modelled_rig, preset_figures, run_preset, settle
 from benchmarks.memory_work import MemoryWork, WorkOptions
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.bench.peak import find_peak
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
@@ -75,7 +75,7 @@ def run_engine(
     preset: str,
     engine: Engine,
     work: MemoryWork,
-    also: Callable[[Sequence[RequestRecord]], Figures] = lambda exchanges: {},
+    also: Callable[[Sequence[RequestResult]], Figures] = lambda exchanges: {},
 ) -> Figures:
     """Run a workload on a fresh modelled engine whose adapters lie on the host, and return its figures.
 
@@ -111,7 +111,7 @@ def run_engine(
     return figures | also(done.run.exchanges)
 
 
-def latencies(preset: str, exchanges: Sequence[RequestRecord], limits_s: Sequence[float] = ()) -> Figures:
+def latencies(preset: str, exchanges: Sequence[RequestResult], limits_s: Sequence[float] = ()) -> Figures:
     """Return what the papers count, from each request's arrival on.
 
     ``tpt`` is a request's latency divided by its output tokens (TOPPINGS), ``latency_per_token_s`` the sum of latencies

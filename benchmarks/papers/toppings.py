@@ -30,7 +30,7 @@ from benchmarks.papers.measure import (
     times,
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, run_cluster, run_engine, work_of
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.assist_costs import UNIT_MODULES
@@ -148,7 +148,7 @@ def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, reques
     return {name: value for name, value in figures.items() if name != "ttft_s"}
 
 
-def each_request(exchanges: Sequence[RequestRecord]) -> Figures:
+def each_request(exchanges: Sequence[RequestResult]) -> Figures:
     """Return each request's serving time, and how many others interrupted its decoding.
 
     Each request whose first token comes while another decodes interrupts it: "the i-th arrival interrupts the decoding

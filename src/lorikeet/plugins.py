@@ -92,7 +92,7 @@ def find(group: str, name: str, kind: str) -> Plugin | None:
     return found[0] if found else None
 
 
-class Registry(Mapping[str, Callable[..., T]], Generic[T]):
+class PolicyRegistry(Mapping[str, Callable[..., T]], Generic[T]):
     """Finds the policies of one kind by name, and reads their parameters.
 
     A value names a policy and may set parameters: ``dlora(patience=64)``. The keyword-only arguments of a class's

@@ -6,7 +6,7 @@ their entry points; see ``lorikeet.plugins``. A class is imported when a preset 
 
 from typing import TYPE_CHECKING, Any
 
-from lorikeet.plugins import Registry
+from lorikeet.plugins import PolicyRegistry
 
 if TYPE_CHECKING:
     from lorikeet.cluster.placement.base import PlacementPolicy
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from lorikeet.scheduling.admission import AdmissionQueue
     from lorikeet.scheduling.batching.mode import BatchingMode
 
-EVICTION: Registry["EvictionPolicy"] = Registry(
+EVICTION: PolicyRegistry["EvictionPolicy"] = PolicyRegistry(
     "lorikeet.eviction",
     "eviction policy",
     {"lru": "lorikeet.memory.policies.lru:Lru", "lru:reuse": "lorikeet.memory.policies.lru:LruWithReuse"},
 )
 """Which adapters and KV are evicted first."""
 
-PREFETCH: Registry["PrefetchPolicy"] = Registry(
+PREFETCH: PolicyRegistry["PrefetchPolicy"] = PolicyRegistry(
     "lorikeet.prefetch",
     "prefetch policy",
     {
@@ -34,7 +34,7 @@ PREFETCH: Registry["PrefetchPolicy"] = Registry(
 )
 """Which adapters and KV are loaded before a request waits for them."""
 
-ADMISSION: Registry["AdmissionQueue"] = Registry(
+ADMISSION: PolicyRegistry["AdmissionQueue"] = PolicyRegistry(
     "lorikeet.admission",
     "admission policy",
     {
@@ -47,7 +47,7 @@ ADMISSION: Registry["AdmissionQueue"] = Registry(
 )
 """Which of the waiting requests is tried next."""
 
-BATCHING: Registry["BatchingMode"] = Registry(
+BATCHING: PolicyRegistry["BatchingMode"] = PolicyRegistry(
     "lorikeet.batching",
     "batching mode",
     {
@@ -57,7 +57,7 @@ BATCHING: Registry["BatchingMode"] = Registry(
 )
 """Which requests run together, and whether their adapter is merged into the base weights."""
 
-PLACEMENT: Registry["PlacementPolicy"] = Registry(
+PLACEMENT: PolicyRegistry["PlacementPolicy"] = PolicyRegistry(
     "lorikeet.placement",
     "placement policy",
     {
@@ -68,7 +68,7 @@ PLACEMENT: Registry["PlacementPolicy"] = Registry(
 )
 """Which replicas of a cluster serve which adapter."""
 
-ROUTING: Registry["RoutingPolicy"] = Registry(
+ROUTING: PolicyRegistry["RoutingPolicy"] = PolicyRegistry(
     "lorikeet.routing",
     "routing policy",
     {
@@ -85,7 +85,7 @@ ROUTING: Registry["RoutingPolicy"] = Registry(
 )
 """Which of the replicas placed for its adapter gets a request."""
 
-POLICIES: dict[str, Registry[Any]] = {
+POLICIES: dict[str, PolicyRegistry[Any]] = {
     "eviction": EVICTION,
     "prefetch": PREFETCH,
     "admission": ADMISSION,

@@ -10,7 +10,7 @@ from sqlalchemy import create_engine, text
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
-from lorikeet.adapters.registry import Registry, RegistryRow, sqlite_url
+from lorikeet.adapters.registry import AdapterRegistry, RegistryRow, sqlite_url
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import geometry, write_adapter
 
@@ -34,18 +34,18 @@ def row(name: str, digest: str = "d", created_at: float = 1.0) -> RegistryRow:
 
 
 def test_rows_come_back_oldest_first_after_opening_again(url: str) -> None:
-    first = Registry(url, "base")
+    first = AdapterRegistry(url, "base")
     rows = [row("b", "1", 1.5), row("c", "2", 2.25), row("a", "1", 3.125)]
     for each in reversed(rows):
         first.add(each, replace=False)
     first.close()
-    second = Registry(url, "base")
+    second = AdapterRegistry(url, "base")
     assert second.load() == {"base": rows}
     second.close()
 
 
 def test_a_name_is_added_once_and_replaced_on_demand(url: str) -> None:
-    registry = Registry(url, "base")
+    registry = AdapterRegistry(url, "base")
     registry.add(row("a", "1"), replace=False)
     with pytest.raises(AdapterExists, match="'a'"):
         registry.add(row("a", "2"), replace=False)
@@ -61,8 +61,8 @@ def test_a_name_is_added_once_and_replaced_on_demand(url: str) -> None:
 
 
 def test_a_version_is_deleted_only_when_no_base_names_it(url: str) -> None:
-    one = Registry(url, "one")
-    other = Registry(url, "other")
+    one = AdapterRegistry(url, "one")
+    other = AdapterRegistry(url, "other")
     one.add(row("a"), replace=False)
     other.add(row("a"), replace=False)
     one.remove("a")
@@ -76,7 +76,7 @@ def test_a_version_is_deleted_only_when_no_base_names_it(url: str) -> None:
 
 
 def test_of_many_threads_that_add_one_name_one_wins(url: str) -> None:
-    registry = Registry(url, "base")
+    registry = AdapterRegistry(url, "base")
     outcomes: list[str] = []
 
     def add(number: int) -> None:
@@ -103,7 +103,7 @@ def test_servers_that_start_at_once_on_an_empty_database_share_it(url: str) -> N
     def start(number: int) -> None:
         together.wait(60)
         try:
-            registry = Registry(url, "base")
+            registry = AdapterRegistry(url, "base")
             registry.add(row(str(number)), replace=False)
             registry.close()
         except AdapterError as error:
@@ -115,13 +115,13 @@ def test_servers_that_start_at_once_on_an_empty_database_share_it(url: str) -> N
     for thread in threads:
         thread.join(60)
     assert failures == []
-    registry = Registry(url, "base")
+    registry = AdapterRegistry(url, "base")
     assert len(registry.load()["base"]) == 6
     registry.close()
 
 
 def test_adapters_of_more_than_two_gigabytes_are_kept(url: str) -> None:
-    registry = Registry(url, "base")
+    registry = AdapterRegistry(url, "base")
     large = row("large")._replace(weight_bytes=2**40)
     registry.add(large, replace=False)
     assert registry.load() == {"base": [large]}
@@ -129,7 +129,7 @@ def test_adapters_of_more_than_two_gigabytes_are_kept(url: str) -> None:
 
 
 def test_a_write_that_the_database_refuses_is_an_error_of_its_own(url: str) -> None:
-    registry = Registry(url, "base")
+    registry = AdapterRegistry(url, "base")
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE adapters"))
@@ -142,10 +142,10 @@ def test_a_write_that_the_database_refuses_is_an_error_of_its_own(url: str) -> N
 
 def test_an_unreadable_registry_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "registry.sqlite3"
-    Registry(sqlite_url(file), "base").close()
+    AdapterRegistry(sqlite_url(file), "base").close()
     with sqlite3.connect(file) as connection:
         connection.execute("ALTER TABLE adapters RENAME COLUMN source TO origin")
-    registry = Registry(sqlite_url(file), "base")
+    registry = AdapterRegistry(sqlite_url(file), "base")
     with pytest.raises(AdapterStoreError, match="the adapter registry cannot be read: no such column"):
         registry.load()
 
@@ -169,4 +169,4 @@ def test_a_catalog_survives_a_restart(url: str, tmp_path: Path) -> None:
 )
 def test_a_database_that_cannot_be_opened_is_reported(bad: str) -> None:
     with pytest.raises(AdapterError, match="the adapter registry"):
-        Registry(bad, "base")
+        AdapterRegistry(bad, "base")

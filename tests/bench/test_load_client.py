@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from lorikeet.bench.load_client import LoadTarget, drive
-from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
+from lorikeet.bench.load_report import LoadFigures, RequestResult, summarise
 from lorikeet.bench.load_run import LoadRunner
 from lorikeet.core.request import Slo
 from lorikeet.workloads.prompts import Prompts
@@ -26,7 +26,7 @@ def request(adapter: str | None = None, arrival_s: float = 0.0, **more: Any) -> 
     return WorkloadRequest(arrival_s, adapter, 5, 3, **more)
 
 
-def send(server: FakeServer, *requests: WorkloadRequest, **target: Any) -> list[RequestRecord]:
+def send(server: FakeServer, *requests: WorkloadRequest, **target: Any) -> list[RequestResult]:
     return drive(requests, LoadTarget(server.url, "base", **target), PROMPTS).exchanges
 
 
@@ -99,7 +99,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
 
 def test_a_limit_holds_requests_back_and_says_so(server: FakeServer) -> None:
-    ended: list[RequestRecord] = []
+    ended: list[RequestResult] = []
     run = drive([request()] * 6, LoadTarget(server.url, "base"), PROMPTS, concurrency=2, on_end=ended.append)
     assert server.most_at_once <= 2
     assert sum(exchange.held_s > 0 for exchange in run.exchanges) >= 4
@@ -160,7 +160,7 @@ def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: 
 def test_limits_that_no_overload_breaks_end_a_search(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come as quickly as ever, however many answers are asked for, and answers at most 50 times a second."""
 
-    def summarised(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
+    def summarised(exchanges: Sequence[RequestResult], slo: Slo) -> LoadFigures:
         return msgspec.structs.replace(summarise(exchanges, slo), request_rate=50.0, duration_s=31.0)
 
     monkeypatch.setattr("lorikeet.bench.load_run.summarise", summarised)

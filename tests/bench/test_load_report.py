@@ -7,22 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.load_report import RequestRecord, distribution, jain_index, most_under_way, summarise
+from lorikeet.bench.load_report import RequestResult, distribution, jain_index, most_under_way, summarise
 from lorikeet.bench.statistics import mean_of, median_interval, ratio_over_requests
 from lorikeet.core.request import Slo
 
 MODERATE = st.floats(1e-6, 1e6)
 
 
-def exchange(sent_s: float, *token_times_s: float, **more: Any) -> RequestRecord:
+def exchange(sent_s: float, *token_times_s: float, **more: Any) -> RequestResult:
     """An answer that ends with its last token, one token an event."""
     ended_s = token_times_s[-1] if token_times_s else sent_s
     count = len(token_times_s)
     given = {"due_s": sent_s, "ended_s": ended_s, "input_tokens": 10, "output_tokens": count, "asked_tokens": count}
-    return RequestRecord(**{"adapter": None, "sent_s": sent_s, "token_times_s": token_times_s, **given, **more})
+    return RequestResult(**{"adapter": None, "sent_s": sent_s, "token_times_s": token_times_s, **given, **more})
 
 
-def failed(sent_s: float, kind: str, message: str = "", **more: Any) -> RequestRecord:
+def failed(sent_s: float, kind: str, message: str = "", **more: Any) -> RequestResult:
     return exchange(sent_s, error=kind, message=message, **more)
 
 

@@ -4,15 +4,15 @@ import pytest
 
 from benchmarks.papers import toppings
 from benchmarks.papers.toppings import Cell, Place
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.core.plan import KernelForm
 
 CELL = (3.0, 50)
 
 
-def record(due_s: float, first_s: float, ended_s: float, tokens: int) -> RequestRecord:
+def record(due_s: float, first_s: float, ended_s: float, tokens: int) -> RequestResult:
     times_s = (first_s, ended_s)
-    return RequestRecord("a", due_s, due_s, ended_s, token_times_s=times_s, input_tokens=100, output_tokens=tokens)
+    return RequestResult("a", due_s, due_s, ended_s, token_times_s=times_s, input_tokens=100, output_tokens=tokens)
 
 
 def test_a_request_is_interrupted_by_those_that_begin_while_it_decodes() -> None:

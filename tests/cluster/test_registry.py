@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from lorikeet.adapters.registry import Registry, sqlite_url
+from lorikeet.adapters.registry import AdapterRegistry, sqlite_url
 from lorikeet.cluster.controller.registry import (
     ClusterRegistry,
     EpochConflict,
@@ -72,7 +72,7 @@ def test_copies_are_saved_whole_or_by_changes(registry: ClusterRegistry) -> None
 
 
 def test_heads_share_a_database_with_each_other_and_with_adapters(url: str) -> None:
-    one, other, adapters = ClusterRegistry(url, "one"), ClusterRegistry(url, "other"), Registry(url, "base")
+    one, other, adapters = ClusterRegistry(url, "one"), ClusterRegistry(url, "other"), AdapterRegistry(url, "base")
     for number, head in enumerate((one, other), 1):
         head.set_replicas([row(R0, number)])
         head.set_copies({(A, R0), (B, R0)})

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lorikeet.papers.dlora.merge_turns import CreditParams, Credits, MergeTurns
-from lorikeet.papers.dlora.mode_times import BreakEvenParams, BreakEvenThresholds, Iteration, ModeBatch
+from lorikeet.papers.dlora.merge_turns import CreditParams, MergeTurns, TurnCredits
+from lorikeet.papers.dlora.mode_times import BreakEvenParams, BreakEvenThresholds, ModeBatch, ModeIteration
 from lorikeet.scheduling.batching.mode import BatchWork
 from tests.support.batching import A, B, C, batch_of, ids, live_of, run, setup_of
 
@@ -29,23 +29,23 @@ def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
     thresholds = BreakEvenThresholds(times)
     thresholds.start_iteration(A, A)
     assert thresholds.steps_left == 32, "merged iterations tell nothing of the other mode"
-    thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 2)
+    thresholds.note(ModeIteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 2)
     thresholds.start_iteration(None, A)
     assert thresholds.steps_left == 1
     times.is_known = True
-    thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 1)
+    thresholds.note(ModeIteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 1)
     even = 50 / 100 + 100 / 32 / 100  # the longest period has 32 iterations, and each bears its share of a switch
     assert (thresholds.alpha, thresholds.beta) == pytest.approx((even * 1.1, even * 1.1 - 0.15))
     assert thresholds.steps_left == 32
-    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
+    thresholds.note(ModeIteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert thresholds.alpha == pytest.approx(even * 1.1 - 0.05), "from then on it moves"
     thresholds.recalibrate()
-    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 1)
+    thresholds.note(ModeIteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 1)
     assert thresholds.alpha == pytest.approx(even * 1.1), "until it is to be set anew"
 
 
 def test_repayment_is_at_most_the_credit_owed() -> None:
-    credits = Credits(CreditParams(initial=10, starves_above=14, normal_below=12, price=3))
+    credits = TurnCredits(CreditParams(initial=10, starves_above=14, normal_below=12, price=3))
     credits.update_types([A, B, C, None])
     credits.apply({A: -8, B: 6, C: 2}, 1)
     assert credits.repayments(live_of("AABBC-")) == {B: -6, C: -2, A: 8}
@@ -54,7 +54,7 @@ def test_repayment_is_at_most_the_credit_owed() -> None:
 
 
 def test_request_beside_many_short_lived_types_starves_no_longer() -> None:
-    credits = Credits(CreditParams(initial=8, starves_above=10, normal_below=9, turn_ends_below=4))
+    credits = TurnCredits(CreditParams(initial=8, starves_above=10, normal_below=9, turn_ends_below=4))
     for other in (B, C) * 4:
         credits.update_types((A, other))
         credits.apply({A: 5, other: -5}, 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lorikeet.bench.in_process import RunObserver, run_workload
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.bench.replicas import ModelledReplica, build_modelled
 from lorikeet.cluster.adapters.copy_times import CopyCosts, FetchForm
 from lorikeet.cluster.build import MigrationCosts
@@ -82,7 +82,7 @@ def single_steps(of: Settings, profile: CostProfile) -> ModelledReplica:
     return ModelledReplica(assemble(of, executor, sizes, clock), clock, executor, coalesced=False)
 
 
-def times(exchanges: Sequence[RequestRecord]) -> list[float]:
+def times(exchanges: Sequence[RequestResult]) -> list[float]:
     return [at_s for each in exchanges for at_s in (each.sent_s, *each.token_times_s, each.ended_s)]
 
 

@@ -4,10 +4,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lorikeet.workloads.function_trace import Call
+from lorikeet.workloads.function_trace import Invocation
 from lorikeet.workloads.shapes import SHAPES, Dialogues, LengthRange, Translation
 
-CALLS = [Call(float(number), number % 3) for number in range(300)]
+CALLS = [Invocation(float(number), number % 3) for number in range(300)]
 NAMES = ("a", "b", None)
 
 

@@ -24,9 +24,9 @@ from lorikeet.adapters.errors import (
 from lorikeet.adapters.registry import (
     NOBODY,
     AdapterRecord,
+    AdapterRegistry,
     Author,
     RegisteredAdapter,
-    Registry,
     RegistryRow,
     base_identity,
     check_name,
@@ -98,7 +98,7 @@ class StoredAdapters:
     """
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self.registry = Registry(registry_url(settings))
+        self.registry = AdapterRegistry(registry_url(settings))
         self._versions = versions_dir(_store_dir(settings))
         self.read()
 

@@ -249,7 +249,7 @@ class RegistryRow(NamedTuple):
     owner: str = ""
 
 
-class Registry:
+class AdapterRegistry:
     """The registered adapters of one base model.
 
     Thread-safe.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.bench.load_report import LoadFigures, RequestRecord, distribution, summarise
+from lorikeet.bench.load_report import LoadFigures, RequestResult, distribution, summarise
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import WaitableClock
 from lorikeet.core.events import Admitted, Finished, FinishReason
@@ -57,7 +57,7 @@ class WorkloadRun(NamedTuple):
         gaps_s: all gaps between two tokens of an answer (ITL).
     """
 
-    exchanges: list[RequestRecord]
+    exchanges: list[RequestResult]
     gaps_s: "array[float]"
 
     def figures(self, slo: Slo) -> LoadFigures:
@@ -96,7 +96,7 @@ def run_workload(
     """Run a workload with greedy sampling and answers of exactly the requested length.
 
     A turn of a conversation contains the generated answer to the turn before. The turn is sent when it is due and that
-    answer is complete. Its wait for the answer is ``RequestRecord.held_s``. All other requests are sent when they are
+    answer is complete. Its wait for the answer is ``RequestResult.held_s``. All other requests are sent when they are
     due, even if the engine is behind.
 
     Args:
@@ -261,7 +261,7 @@ class RecordCollector:
         self._arrivals = arrivals
         self._on_finished = on_finished
         self._answers: dict[RequestId, _Answer] = {}
-        self._exchanges: dict[int, RequestRecord] = {}
+        self._exchanges: dict[int, RequestResult] = {}
         self._gaps_s = array("d")
         self._budget = budget
         self._missed = 0
@@ -315,10 +315,10 @@ class RecordCollector:
 
     def _record(
         self, index: int, answer: _Answer, sent_s: float, ended_s: float, error: str | None, message: str
-    ) -> RequestRecord:
+    ) -> RequestResult:
         planned = self._workload[index]
         start_s = self._arrivals.start_s
-        return RequestRecord(
+        return RequestResult(
             adapter=planned.adapter,
             due_s=planned.arrival_s,
             sent_s=sent_s,
@@ -334,7 +334,7 @@ class RecordCollector:
             slo=planned.slo,
         )
 
-    def exchange(self, request_id: RequestId) -> RequestRecord:
+    def exchange(self, request_id: RequestId) -> RequestResult:
         """Return the record of a request that has ended."""
         return self._exchanges[int(request_id)]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.http.answer_stream import AnswerStream, EventLines, error_text
 from lorikeet.workloads.prompts import Prompts
 from lorikeet.workloads.workload import WorkloadRequest
@@ -92,7 +92,7 @@ class LoadDriveResult(NamedTuple):
         cpu_share: CPU time of this client per second of the run. Near 1, the client was the bottleneck.
     """
 
-    exchanges: list[RequestRecord]
+    exchanges: list[RequestResult]
     cpu_share: float
 
 
@@ -101,7 +101,7 @@ def drive(
     target: LoadTarget,
     prompts: Prompts,
     concurrency: int = 0,
-    on_end: Callable[[RequestRecord], None] = lambda exchange: None,
+    on_end: Callable[[RequestResult], None] = lambda exchange: None,
 ) -> LoadDriveResult:
     """Send every request when it is due, whether or not earlier ones have been answered.
 
@@ -124,11 +124,11 @@ async def _drive(
     target: LoadTarget,
     prompts: Prompts,
     concurrency: int,
-    on_end: Callable[[RequestRecord], None],
-) -> list[RequestRecord]:
+    on_end: Callable[[RequestResult], None],
+) -> list[RequestResult]:
     gate: AbstractAsyncContextManager[Any] = asyncio.Semaphore(concurrency) if concurrency else nullcontext()
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    tasks: list[asyncio.Task[RequestRecord]] = []
+    tasks: list[asyncio.Task[RequestResult]] = []
     async with (
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -155,7 +155,7 @@ class _Sender:
         http: aiohttp.ClientSession,
         target: LoadTarget,
         gate: AbstractAsyncContextManager[Any],
-        on_end: Callable[[RequestRecord], None],
+        on_end: Callable[[RequestResult], None],
     ) -> None:
         self._http = http
         self._target = target
@@ -167,7 +167,7 @@ class _Sender:
         """Return the seconds since the run began."""
         return time.perf_counter() - self._start_s
 
-    async def send(self, request: WorkloadRequest, body: bytes) -> RequestRecord:
+    async def send(self, request: WorkloadRequest, body: bytes) -> RequestResult:
         """Send one request and read its answer to the end. A failure is part of the record."""
         woken_s = self.now_s()
         async with self._gate:
@@ -175,7 +175,7 @@ class _Sender:
             answer = AnswerStream()
             failure = await self._stream(body, self._target.headers(request), answer)
             kind, message = failure if failure is not None else (None, "")
-            exchange = RequestRecord(
+            exchange = RequestResult(
                 adapter=request.adapter,
                 due_s=request.arrival_s,
                 sent_s=sent_s,

@@ -10,7 +10,7 @@ import numpy as np
 from lorikeet.core.request import Slo
 
 
-class RequestRecord(msgspec.Struct, frozen=True):
+class RequestResult(msgspec.Struct, frozen=True):
     """Records one request and its answer, with times in seconds since the run began.
 
     Attributes:
@@ -115,7 +115,7 @@ def jain_index(values: Sequence[float]) -> float | None:
     return float(x.sum()) ** 2 / (len(x) * squares) if squares else None
 
 
-class AdapterFigures(msgspec.Struct, frozen=True):
+class AdapterResults(msgspec.Struct, frozen=True):
     """Holds the figures of one adapter.
 
     Attributes:
@@ -193,10 +193,10 @@ class LoadFigures(msgspec.Struct, frozen=True):
     lateness_s: Distribution | None
     held_s: Distribution | None
     cached_share: float | None
-    adapters: list[AdapterFigures]
+    adapters: list[AdapterResults]
 
 
-def summarise(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
+def summarise(exchanges: Sequence[RequestResult], slo: Slo) -> LoadFigures:
     """Return the figures of a run.
 
     Args:
@@ -243,39 +243,39 @@ def summarise(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
     )
 
 
-def _fairness(adapters: Sequence[AdapterFigures]) -> float | None:
+def _fairness(adapters: Sequence[AdapterResults]) -> float | None:
     """Return Jain's index; None if an adapter has no complete answer, so that its time is unknown."""
     times = [each.normalised_s for each in adapters]
     known = [each for each in times if each is not None]
     return jain_index(known) if len(known) == len(times) else None
 
 
-def slo_attainment(exchanges: Sequence[RequestRecord], common: Slo) -> float | None:
+def slo_attainment(exchanges: Sequence[RequestResult], common: Slo) -> float | None:
     """Return the share of ``exchanges`` that met their limits; None without limits."""
     if common == Slo() and not any(exchange.slo for exchange in exchanges):
         return None
     return sum(exchange.meets(common) for exchange in exchanges) / len(exchanges)
 
 
-def by_adapter(exchanges: Iterable[RequestRecord]) -> dict[str | None, list[RequestRecord]]:
+def by_adapter(exchanges: Iterable[RequestResult]) -> dict[str | None, list[RequestResult]]:
     """Return the records of each adapter, in the order of sending."""
-    groups: dict[str | None, list[RequestRecord]] = {}
+    groups: dict[str | None, list[RequestResult]] = {}
     for exchange in sorted(exchanges, key=lambda exchange: exchange.sent_s):
         groups.setdefault(exchange.adapter, []).append(exchange)
     return groups
 
 
-def most_under_way(exchanges: Iterable[RequestRecord]) -> int:
+def most_under_way(exchanges: Iterable[RequestResult]) -> int:
     """Return the largest number of requests that were in flight at one time."""
     # At the same time, ends (-1) come before starts (+1).
     changes = sorted(change for each in exchanges for change in ((each.sent_s, 1), (each.ended_s, -1)))
     return int(np.cumsum([step for _, step in changes]).max(initial=0))
 
 
-def _adapter_figures(adapter: str | None, group: Sequence[RequestRecord], slo: Slo) -> AdapterFigures:
+def _adapter_figures(adapter: str | None, group: Sequence[RequestResult], slo: Slo) -> AdapterResults:
     whole = [exchange for exchange in group if exchange.error is None]
     per_token_s = [exchange.e2e_s / exchange.output_tokens for exchange in whole if exchange.output_tokens]
-    return AdapterFigures(
+    return AdapterResults(
         adapter=adapter,
         requests=len(group),
         failed=len(group) - len(whole),
@@ -288,14 +288,14 @@ def _adapter_figures(adapter: str | None, group: Sequence[RequestRecord], slo: S
     )
 
 
-def _error_figures(exchanges: Iterable[RequestRecord]) -> dict[str, ErrorFigures]:
+def _error_figures(exchanges: Iterable[RequestResult]) -> dict[str, ErrorFigures]:
     failed = [exchange for exchange in exchanges if exchange.error is not None]
     examples = {exchange.error: exchange.message for exchange in reversed(failed)}
     counts = Counter(exchange.error for exchange in failed)
     return {str(kind): ErrorFigures(count, examples[kind]) for kind, count in counts.most_common()}
 
 
-def _cached_share(whole: Iterable[RequestRecord]) -> float | None:
+def _cached_share(whole: Iterable[RequestResult]) -> float | None:
     known = [exchange for exchange in whole if exchange.cached_tokens is not None]
     tokens = sum(exchange.input_tokens for exchange in known)
     return sum(exchange.cached_tokens or 0 for exchange in known) / tokens if tokens else None

@@ -14,7 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorikeet.bench.load_client import LoadTarget, drive
-from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
+from lorikeet.bench.load_report import LoadFigures, RequestResult, summarise
 from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, min_probe_s
 from lorikeet.core.request import Slo
 from lorikeet.workloads.arrivals import Rates
@@ -49,7 +49,7 @@ class LoadRun(NamedTuple):
     figures: LoadFigures
     cpu_share: float
     server: dict[str, float]
-    exchanges: list[RequestRecord]
+    exchanges: list[RequestResult]
 
     @property
     def is_client_bound(self) -> bool:
@@ -91,7 +91,7 @@ class LoadRunner:
         self._show = show
         self._runs = 0
 
-    def warm_up(self, count: int) -> RequestRecord | None:
+    def warm_up(self, count: int) -> RequestResult | None:
         """Send ``count`` requests to the base model, one after the other.
 
         Return the first failure; None if there is none.
@@ -180,7 +180,7 @@ class LoadRunner:
         self._runs += 1
         done = 0
 
-        def count(exchange: RequestRecord) -> None:
+        def count(exchange: RequestResult) -> None:
             nonlocal done
             done += 1
             self._show(stage, done, len(requests))

@@ -15,7 +15,7 @@ from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.http.urls import server_root, unix_socket
 
 if TYPE_CHECKING:
-    from lorikeet.bench.load_report import RequestRecord
+    from lorikeet.bench.load_report import RequestResult
     from lorikeet.bench.load_run import LoadRun
     from lorikeet.bench.peak import Peak
 
@@ -258,6 +258,6 @@ def _report(setup: dict[str, Any], runs: "list[LoadRun]", peak: "Peak | None") -
     return {"setup": setup, **found}
 
 
-def _described(exchange: "RequestRecord") -> dict[str, Any]:
+def _described(exchange: "RequestResult") -> dict[str, Any]:
     derived = {"ttft_s": exchange.ttft_s, "tpot_s": exchange.tpot_s, "e2e_s": exchange.e2e_s}
     return msgspec.structs.asdict(exchange) | derived

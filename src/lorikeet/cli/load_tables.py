@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.bench.load_report import AdapterFigures, ErrorFigures, LoadFigures
+from lorikeet.bench.load_report import AdapterResults, ErrorFigures, LoadFigures
 from lorikeet.bench.peak import Peak
 
 _KEYS = ("mean", "p50", "p90", "p95", "p99")
@@ -60,7 +60,7 @@ def totals_table(figures: LoadFigures, cpu_share: float | None, server: Mapping[
     return table
 
 
-def adapters_table(adapters: Sequence[AdapterFigures], top: int) -> Table:
+def adapters_table(adapters: Sequence[AdapterResults], top: int) -> Table:
     """Return a table of the ``top`` adapters with the most requests."""
     more = f", {top} of {len(adapters)}" if len(adapters) > top else ""
     table = Table("adapter", title=f"Adapters with the most requests, ms{more}", title_justify="left", padding=(0, 0))

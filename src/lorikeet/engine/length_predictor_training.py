@@ -22,7 +22,7 @@ class LogError(ValueError):
     """Raised when a request log cannot be used for training. The message names the reason."""
 
 
-class LoggedRequest(msgspec.Struct, frozen=True):
+class TrainingRequest(msgspec.Struct, frozen=True):
     """The fields of a request log's line that training uses (``server.request_log`` with ``request_log_text``).
 
     Attributes:
@@ -42,14 +42,14 @@ class _AnyLine(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
 
-def read_logs(paths: Sequence[Path]) -> list[LoggedRequest]:
+def read_logs(paths: Sequence[Path]) -> list[TrainingRequest]:
     """Return the requests with complete answers (stopped, or at their length limit), in the order of the lines.
 
     Raises:
         LogError: a line does not belong to a request log, or has no prompt.
         OSError: a file cannot be read.
     """
-    decoder = msgspec.json.Decoder(LoggedRequest)
+    decoder = msgspec.json.Decoder(TrainingRequest)
     requests = []
     for path in paths:
         with path.open("rb") as file:
@@ -74,7 +74,7 @@ def _why(line: bytes, error: msgspec.DecodeError) -> str:
 
 
 def samples_of(
-    requests: Sequence[LoggedRequest],
+    requests: Sequence[TrainingRequest],
     tokenizer: Tokenizer,
     encoder: SentenceEncoder,
     on_progress: Callable[[int], None] = lambda done: None,
@@ -101,7 +101,7 @@ def samples_of(
 
 
 def train_from_logs(
-    requests: Sequence[LoggedRequest],
+    requests: Sequence[TrainingRequest],
     tokenizer_file: Path,
     threads: int,
     on_progress: Callable[[int], None] = lambda done: None,

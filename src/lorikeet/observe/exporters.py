@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import structlog
 
 from lorikeet.observe.ended_request import EndedRequest
-from lorikeet.plugins import Registry
+from lorikeet.plugins import PolicyRegistry
 
 log = structlog.get_logger("lorikeet")
 
@@ -30,7 +30,7 @@ class Exporter(ABC):
         """Send the remaining requests. The server calls this in a thread before it ends."""
 
 
-EXPORTERS: Registry[Exporter] = Registry("lorikeet.exporters", "exporter", {})
+EXPORTERS: PolicyRegistry[Exporter] = PolicyRegistry("lorikeet.exporters", "exporter", {})
 """All exporters by name."""
 
 

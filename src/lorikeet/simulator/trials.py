@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from lorikeet.bench.in_process import STOPPED
-from lorikeet.bench.load_report import RequestRecord
+from lorikeet.bench.load_report import RequestResult
 from lorikeet.core.request import Slo
 from lorikeet.simulator.scenario import Scenario
 from lorikeet.simulator.study import ScenarioResult, run_scenario
@@ -110,7 +110,7 @@ def summary(result: ScenarioResult) -> TrialResult:
     )
 
 
-def _missed(record: RequestRecord, limits: Slo) -> bool:
+def _missed(record: RequestResult, limits: Slo) -> bool:
     """Return whether a request has missed its limits. A stopped request may have missed its limit on TTFT."""
     if record.error != STOPPED:
         return not record.meets(limits)

@@ -124,14 +124,14 @@ def read_function_trace(path: Path, minutes: slice = slice(None)) -> np.ndarray:
     return np.stack(rows)
 
 
-class Call(NamedTuple):
+class Invocation(NamedTuple):
     """Holds the time of a call and the index of its adapter."""
 
     at_s: float
     adapter: int
 
 
-def calls_of_minutes(calls: np.ndarray, generator: np.random.Generator) -> list[Call]:
+def calls_of_minutes(calls: np.ndarray, generator: np.random.Generator) -> list[Invocation]:
     """Return single calls in order of time, at random times within the minutes of the trace.
 
     Args:
@@ -142,7 +142,7 @@ def calls_of_minutes(calls: np.ndarray, generator: np.random.Generator) -> list[
     for adapter, (counts, own) in enumerate(zip(calls, generator.spawn(len(calls)), strict=True)):
         minutes = np.repeat(np.arange(len(counts)), counts)
         times_s = (minutes + own.random(len(minutes))) * MINUTE_S
-        found += [Call(at_s, adapter) for at_s in np.sort(times_s).tolist()]
+        found += [Invocation(at_s, adapter) for at_s in np.sort(times_s).tolist()]
     return sorted(found)
 
 
@@ -153,7 +153,7 @@ def unit_calls(
     *,
     count: int | None = None,
     until: float = math.inf,
-) -> list[Call]:
+) -> list[Invocation]:
     """Return independent calls of adapters in order of time, in total one per unit of time.
 
     The gaps of an adapter are gamma distributed. Each adapter starts at a random moment and not with a call, because
@@ -180,7 +180,7 @@ def unit_calls(
         while sum(len(stream.until(until)) for stream in streams) < count:
             until *= 2
     times = [stream.until(until) for stream in streams]
-    found = (Call(at, adapter) for adapter, own in enumerate(times) for at in own.tolist())
+    found = (Invocation(at, adapter) for adapter, own in enumerate(times) for at in own.tolist())
     return sorted(found)[:count]
 
 

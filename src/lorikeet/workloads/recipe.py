@@ -16,7 +16,14 @@ from lorikeet.workloads.conversations import (
     scale_conversation,
     scale_lengths,
 )
-from lorikeet.workloads.function_trace import MINUTE_S, Call, calls_of_minutes, map_functions, popularity, unit_calls
+from lorikeet.workloads.function_trace import (
+    MINUTE_S,
+    Invocation,
+    calls_of_minutes,
+    map_functions,
+    popularity,
+    unit_calls,
+)
 from lorikeet.workloads.shapes import SHAPES, Dialogues
 from lorikeet.workloads.workload import MADE_BLOCK_TOKENS, OptionError, Range, WorkloadRequest, block_tokens_of
 
@@ -201,7 +208,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def _calls(
         self, names: Sequence[str | None], of_arrivals: np.random.Generator, of_adapters: np.random.Generator
-    ) -> list[Call]:
+    ) -> list[Invocation]:
         """Return the calls of each adapter. For dialogues, only the first turns are calls."""
         if self.arrivals == FUNCTION_ARRIVALS:
             return self._function_calls(len(names), of_arrivals)
@@ -212,9 +219,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         else:
             times_s = arrival_times(kind, self._call_count(), rates, of_arrivals, self.variation)
         places = choose_adapters(self.adapter_choice, range(len(names)), times_s, of_adapters, self.ranks)
-        return [Call(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
+        return [Invocation(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
 
-    def _function_calls(self, adapters: int, generator: np.random.Generator) -> list[Call]:
+    def _function_calls(self, adapters: int, generator: np.random.Generator) -> list[Invocation]:
         if self.function_minutes is not None:
             minutes = map_functions(self.function_minutes, adapters, self.function_chunk)
             calls = calls_of_minutes(minutes, generator)
@@ -234,9 +241,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 units = unit_calls(shares, self.variation, generator, count=self._call_count())
         rates = self._call_rates(self.rates)
         times_s = rates.stretch(np.array([call.at_s for call in units])).tolist()
-        return self._cut([Call(at_s, call.adapter) for at_s, call in zip(times_s, units, strict=True)])
+        return self._cut([Invocation(at_s, call.adapter) for at_s, call in zip(times_s, units, strict=True)])
 
-    def _cut(self, calls: list[Call]) -> list[Call]:
+    def _cut(self, calls: list[Invocation]) -> list[Invocation]:
         if self.duration_s is not None:
             return [call for call in calls if call.at_s < self.duration_s]
         return calls[: self._call_count()] if self.count is not None else calls

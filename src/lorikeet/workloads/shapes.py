@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from lorikeet.workloads.function_trace import Call
+from lorikeet.workloads.function_trace import Invocation
 from lorikeet.workloads.workload import WorkloadRequest
 
 
@@ -48,7 +48,7 @@ class Translation(msgspec.Struct, frozen=True):
     growth: float = 0.25
 
     def requests(
-        self, calls: Sequence[Call], names: Sequence[str | None], block_size: int, generator: np.random.Generator
+        self, calls: Sequence[Invocation], names: Sequence[str | None], block_size: int, generator: np.random.Generator
     ) -> list[WorkloadRequest]:
         """Return one request for each call.
 
@@ -100,7 +100,7 @@ class Dialogues(msgspec.Struct, frozen=True):
     pause_s: float = 15.0
 
     def requests(
-        self, calls: Sequence[Call], names: Sequence[str | None], block_size: int, generator: np.random.Generator
+        self, calls: Sequence[Invocation], names: Sequence[str | None], block_size: int, generator: np.random.Generator
     ) -> list[WorkloadRequest]:
         """Return the requests of all dialogues in the order of arrival.
 
@@ -119,7 +119,7 @@ class Dialogues(msgspec.Struct, frozen=True):
     def _dialogue(
         self,
         number: int,
-        call: Call,
+        call: Invocation,
         name: str | None,
         block_size: int,
         ids: Iterator[int],

@@ -18,7 +18,7 @@ from lorikeet.http.model_routes import BATCHABLE_PATHS
 from lorikeet.http.routes import BodySize, Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.batches.lines import LineError
-from lorikeet.serving.batches.storage import Batch, StoredFile, window_s
+from lorikeet.serving.batches.storage import BatchJob, StoredFile, window_s
 
 FORM_BYTES = 64 * 1024
 """Most bytes of a form beside its file."""
@@ -216,7 +216,7 @@ def _form_keep_s(anchor: object, seconds: object) -> int | None:
     return keep_s
 
 
-def _page(records: Sequence[StoredFile | Batch], limit: int, after: str) -> dict[str, Any]:
+def _page(records: Sequence[StoredFile | BatchJob], limit: int, after: str) -> dict[str, Any]:
     """Return one page of a list.
 
     Raises:

@@ -21,8 +21,8 @@ from lorikeet.papers.dlora.dynamic import Decision, decide, requests_of
 from lorikeet.papers.dlora.mode_times import (
     BreakEvenParams,
     BreakEvenThresholds,
-    Iteration,
     ModeBatch,
+    ModeIteration,
     ModeTimes,
 )
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
@@ -69,7 +69,7 @@ def default_credit_params(max_batch: int) -> CreditParams:
     )
 
 
-class Credits:
+class TurnCredits:
     """Holds the credit accounts of the types that have live requests.
 
     All accounts start with the same number of credits. Every gain of one type is paid by other types, so the mean never
@@ -194,7 +194,7 @@ class _Pending(NamedTuple):
     merged: AdapterDigest | None
     starving: Set[AdapterType]
     gains: dict[AdapterType, int]
-    iteration: Iteration | None
+    iteration: ModeIteration | None
     is_provisional: bool
 
 
@@ -223,7 +223,7 @@ class MergeTurns(BatchingMode):
         self.max_batch = setup.max_batch
         self.times = ModeTimes(setup.kernel_form, setup.rank)
         self.thresholds = BreakEvenThresholds(self.times, threshold_params)
-        self.credits = Credits(credit_params or default_credit_params(setup.max_batch))
+        self.credits = TurnCredits(credit_params or default_credit_params(setup.max_batch))
         self._merged: AdapterDigest | None = None
         # Adapter merged by Algorithm 1; a turn of a starving type interrupts it
         self._state: AdapterDigest | None = None
@@ -361,6 +361,6 @@ class MergeTurns(BatchingMode):
         counts = Counter(request.adapter for request in oldest)
         return {each for each in types if self.credits[each] >= len(oldest) - counts[each]}
 
-    def _iteration(self, candidates: int, oldest: Sequence[LiveRequest]) -> Iteration:
+    def _iteration(self, candidates: int, oldest: Sequence[LiveRequest]) -> ModeIteration:
         unmerged = self.times.batch(request.adapter for request in oldest)
-        return Iteration(ModeBatch(min(candidates, self.max_batch)), unmerged)
+        return ModeIteration(ModeBatch(min(candidates, self.max_batch)), unmerged)

@@ -214,7 +214,7 @@ class BreakEvenParams(NamedTuple):
     from_even: bool = True
 
 
-class IterationTimes(Protocol):
+class ModeIterationTimes(Protocol):
     """Defines the times that the tuning needs, in seconds."""
 
     @property
@@ -231,7 +231,7 @@ class IterationTimes(Protocol):
         ...
 
 
-class Iteration(NamedTuple):
+class ModeIteration(NamedTuple):
     """Holds the two possible batches of an iteration, one of which ran.
 
     Attributes:
@@ -243,14 +243,14 @@ class Iteration(NamedTuple):
     unmerged: ModeBatch
 
 
-def throughput(batches: Sequence[tuple[ModeBatch, int]], times: IterationTimes, switch_s: float = 0.0) -> float:
+def throughput(batches: Sequence[tuple[ModeBatch, int]], times: ModeIterationTimes, switch_s: float = 0.0) -> float:
     """Return requests per second over iterations (batch, number of steps), including a switch before the first."""
     taken_s = switch_s + _seconds(batches, times)
     served = sum(steps * batch.requests for batch, steps in batches)
     return served / taken_s if taken_s else 0.0
 
 
-def _seconds(batches: Sequence[tuple[ModeBatch, int]], times: IterationTimes) -> float:
+def _seconds(batches: Sequence[tuple[ModeBatch, int]], times: ModeIterationTimes) -> float:
     return sum(steps * times.batch_s(batch) for batch, steps in batches)
 
 
@@ -274,13 +274,13 @@ class BreakEvenThresholds:
         alpha, beta: arguments of ``dynamic.decide``.
     """
 
-    def __init__(self, times: IterationTimes, params: BreakEvenParams | None = None) -> None:
+    def __init__(self, times: ModeIterationTimes, params: BreakEvenParams | None = None) -> None:
         self._times = times
         self._params = params or BreakEvenParams()
         self.alpha, self.beta = self._params.alpha, self._params.beta
         self._merged: AdapterDigest | None = None
         self._candidate: AdapterDigest | None = None
-        self._log: list[tuple[Iteration, int]] = []
+        self._log: list[tuple[ModeIteration, int]] = []
         self.recalibrate()
 
     def recalibrate(self) -> None:
@@ -295,7 +295,7 @@ class BreakEvenThresholds:
         self._merged, self._candidate = merged, candidate
         return True
 
-    def note(self, iteration: Iteration, steps: int) -> None:
+    def note(self, iteration: ModeIteration, steps: int) -> None:
         """Log identical iterations, at most the remaining number of the period."""
         self._log.append((iteration, steps))
         if self.steps_left <= 0:

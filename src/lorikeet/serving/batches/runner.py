@@ -25,7 +25,7 @@ from lorikeet.serving.batches.lines import (
     numbered_lines,
     read_request,
 )
-from lorikeet.serving.batches.storage import Batch, BatchStorage
+from lorikeet.serving.batches.storage import BatchJob, BatchStorage
 
 _LINES_READ = 64
 """Most lines that are read from a file at once."""
@@ -60,7 +60,7 @@ class BatchRun:
         is_expired: whether a request was abandoned because the batch's time had passed.
     """
 
-    def __init__(self, batch: Batch, storage: BatchStorage) -> None:
+    def __init__(self, batch: BatchJob, storage: BatchStorage) -> None:
         self.batch = batch
         self.tasks: set[asyncio.Task[None]] = set()
         self.calls: set[asyncio.Task[LineAnswer]] = set()
@@ -174,7 +174,7 @@ class BatchRunner:
         for batch in self._storage.unfinished():
             self.add(batch)
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: BatchJob) -> None:
         """Start a batch."""
         run = self._runs[batch.id] = BatchRun(batch, self._storage)
         self._turns.append(run)
@@ -182,7 +182,7 @@ class BatchRunner:
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._take_turns())
 
-    async def cancel(self, batch: Batch) -> None:
+    async def cancel(self, batch: BatchJob) -> None:
         """Stop a batch: abort its running requests, and write an error for every request without an answer.
 
         Raises:
@@ -238,7 +238,7 @@ class BatchRunner:
                 return
             await asyncio.wait(self._answering, return_when=asyncio.FIRST_COMPLETED)
 
-    def _why_stopped(self, batch: Batch) -> str | None:
+    def _why_stopped(self, batch: BatchJob) -> str | None:
         if batch.status == "cancelling":
             return "batch_cancelled"
         return "batch_expired" if self._now() >= batch.expires_at else None
@@ -285,7 +285,7 @@ class BatchRunner:
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
 
-    async def _ask(self, batch: Batch, request: RequestLine, line_id: str) -> LineAnswer:
+    async def _ask(self, batch: BatchJob, request: RequestLine, line_id: str) -> LineAnswer:
         """Call the route and return its answer. Retry while the server is overloaded or has no engine.
 
         Raises:

@@ -68,7 +68,7 @@ class StoredFile(msgspec.Struct, tag="file"):
         }
 
 
-class Batch(msgspec.Struct, tag="batch"):
+class BatchJob(msgspec.Struct, tag="batch"):
     """A stored batch. Fields without a line below are the fields of OpenAI's batch object.
 
     Attributes:
@@ -127,8 +127,8 @@ class Batch(msgspec.Struct, tag="batch"):
         }
 
 
-_RECORD: msgspec.json.Decoder[StoredFile | Batch] = msgspec.json.Decoder(StoredFile | Batch)
-_Record = TypeVar("_Record", StoredFile, Batch)
+_RECORD: msgspec.json.Decoder[StoredFile | BatchJob] = msgspec.json.Decoder(StoredFile | BatchJob)
+_Record = TypeVar("_Record", StoredFile, BatchJob)
 
 
 class StorageTaken(RuntimeError):
@@ -159,7 +159,7 @@ class BatchStorage:
         self._now = now
         self._lock: int | None = None
         self._files: dict[str, StoredFile] = {}
-        self._batches: dict[str, Batch] = {}
+        self._batches: dict[str, BatchJob] = {}
 
     # --- the folder ----------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class BatchStorage:
         except (msgspec.DecodeError, OSError) as error:
             log.error("a file or batch cannot be read", file=path.name, error=str(error))
             return
-        if isinstance(record, Batch):
+        if isinstance(record, BatchJob):
             self._batches[record.id] = record
         else:
             self._files[record.id] = record
@@ -216,7 +216,7 @@ class BatchStorage:
         """Return the path of a file's content."""
         return self.folder / f"{file_id}.data"
 
-    def _save(self, record: StoredFile | Batch) -> None:
+    def _save(self, record: StoredFile | BatchJob) -> None:
         path = self.folder / f"{record.id}.json"
         new = path.with_suffix(".new")
         with new.open("wb") as file:
@@ -338,7 +338,7 @@ class BatchStorage:
         window_s: int,
         metadata: dict[str, str] | None,
         output_keep_s: int | None,
-    ) -> Batch:
+    ) -> BatchJob:
         """Store a new batch.
 
         Args:
@@ -358,7 +358,7 @@ class BatchStorage:
         self.check_space(0)
         now = int(self._now())
         most_s = int(self.settings.keep_s)
-        batch = Batch(
+        batch = BatchJob(
             id=self._new_id("batch_"),
             tenant=tenant,
             endpoint=endpoint,
@@ -377,7 +377,7 @@ class BatchStorage:
         self._batches[batch.id] = batch
         return batch
 
-    def batch(self, tenant: str, batch_id: str) -> Batch:
+    def batch(self, tenant: str, batch_id: str) -> BatchJob:
         """Return a batch.
 
         Raises:
@@ -385,15 +385,15 @@ class BatchStorage:
         """
         return _found(self._batches, tenant, batch_id, "batch", "batch_id")
 
-    def batches(self, tenant: str) -> list[Batch]:
+    def batches(self, tenant: str) -> list[BatchJob]:
         """Return all batches of a tenant, the newest first."""
         return _newest_first(self._batches.values(), tenant)
 
-    def unfinished(self) -> list[Batch]:
+    def unfinished(self) -> list[BatchJob]:
         """Return the batches of all tenants that have not ended, the oldest first."""
         return sorted(self._running(), key=lambda batch: batch.id)
 
-    def note(self, batch: Batch, status: str) -> None:
+    def note(self, batch: BatchJob, status: str) -> None:
         """Store a new status of a batch, with the present time.
 
         Raises:
@@ -404,7 +404,7 @@ class BatchStorage:
             setattr(batch, f"{status}_at", int(self._now()))
         self._save(batch)
 
-    def finish(self, batch: Batch, status: str) -> None:
+    def finish(self, batch: BatchJob, status: str) -> None:
         """Publish the output and error files of a batch, then store its end.
 
         Raises:
@@ -424,7 +424,7 @@ class BatchStorage:
             self._files[file_id] = record
         self.note(batch, status)
 
-    def _running(self) -> Iterable[Batch]:
+    def _running(self) -> Iterable[BatchJob]:
         return [batch for batch in list(self._batches.values()) if batch.is_running]
 
     def drop_old(self) -> None:
@@ -440,7 +440,7 @@ class BatchStorage:
                 del self._batches[batch.id]
 
 
-def _outputs(batch: Batch) -> tuple[str, str]:
+def _outputs(batch: BatchJob) -> tuple[str, str]:
     return batch.output_file_id, batch.error_file_id
 
 
