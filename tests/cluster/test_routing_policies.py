@@ -18,26 +18,14 @@ from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.memory.tree import block_keys
-from lorikeet.papers.dlora.routing import PendingTime
-from lorikeet.papers.loraserve.routing import FewestTokens, LeastAddedLatency
+from lorikeet.papers.loraserve.routing import FewestTokens
 from lorikeet.papers.toppings.first_fit import FirstFit
 from lorikeet.policies import ROUTING
 from lorikeet.presets import Preset
-from tests.support.fleets import ask, fleet_of, routed_to, run, send, several
+from tests.support.fleets import ask, fleet_of, routed_to, run, send, table
 from tests.support.policies import policy_values
 
 SETUP = PolicySetup(Preset(), None, ClusterOptions(costs=ReplicaCosts(0.01, 1e-4, 1e-4)))
-
-
-def table(**shares: dict[str, float]) -> RoutingTable:
-    """Shares by adapter and replica."""
-    return RoutingTable(
-        1,
-        {
-            AdapterDigest(adapter): tuple(ReplicaShare(ReplicaId(r), share) for r, share in its.items())
-            for adapter, its in shares.items()
-        },
-    )
 
 
 def routed(
@@ -120,26 +108,6 @@ def test_least_loaded_counts_running_queued_and_others_requests() -> None:
     assert routed_to(LeastLoaded(), ask("new"), fleet) == "d", "as many as b, but fewer tokens"
     send(fleet, "d", ask("5"))
     assert routed_to(LeastLoaded(), ask("new"), fleet) == "b"
-
-
-def test_first_fit_fills_batches_in_order_and_then_waits() -> None:
-    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=2) for name in "ab"))
-    policy, chosen = FirstFit(), []
-    for number in range(5):
-        chosen.append(replica := routed_to(policy, ask(str(number)), fleet))
-        if replica is not None:
-            fleet.dispatched(ask(str(number)), replica)
-    assert chosen == ["a", "a", "b", "b", None]
-    fleet.ended(ReplicaId("b"), ask("2").request_id, 1.0)
-    assert routed_to(policy, ask("4"), fleet) == "b"
-
-
-def test_first_fit_needs_room_for_kv_and_for_an_adapter_that_is_not_there() -> None:
-    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=250, kv_token_bytes=10) for name in "ab"))
-    send(fleet, "a", ask("1", 8, "x", 100, adapter_bytes=500))
-    assert routed_to(FirstFit(), ask("2", 8, "x", 150, adapter_bytes=500), fleet) == "a"
-    assert routed_to(FirstFit(), ask("2", 8, "y", 150, adapter_bytes=500), fleet) == "b"
-    assert routed_to(FirstFit(), ask("2", known_tokens=151), fleet) == "b"
 
 
 def test_an_idle_replica_has_all_its_room_whatever_it_reported() -> None:
@@ -305,17 +273,7 @@ def test_depths_are_exact_at_first_and_then_a_part_of_the_length() -> None:
     assert depths.of(5) == [1, 2, 3, 4, 5]
 
 
-# --- LoRAServe's readings of Toppings ----------------------------------------------------------------
-
-
-def test_fewest_tokens_gives_ties_to_the_first() -> None:
-    """The example of LoRAServe's Toppings: loads 3000, 1200, 1200."""
-    fleet = fleet_of("0", "1", "2")
-    send(fleet, "0", ask("x", known_tokens=2000, expected_tokens=1000))
-    for replica in "12":
-        send(fleet, replica, ask(replica, known_tokens=1000, expected_tokens=200))
-    assert fleet.loads.pending_tokens.tolist() == [3000, 1200, 1200]
-    assert routed_to(FewestTokens(), ask("new"), fleet) == "1"
+# --- work --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [FewestTokens(), LeastWork(), PlacedWork()])
@@ -332,32 +290,6 @@ def test_work_goes_only_to_replicas_that_the_table_names(policy: RoutingPolicy) 
     assert routed_to(policy, new, fleet, placed) == "0", "none that is named is open"
 
 
-def test_computed_tokens_no_longer_count() -> None:
-    fleet = fleet_of("a", "b")
-    run(fleet, "a", ask("x", known_tokens=1000, expected_tokens=100))
-    run(fleet, "b", ask("y", known_tokens=500, expected_tokens=100))
-    assert routed_to(FewestTokens(), ask("new"), fleet) == "b"
-    fleet.generated(ReplicaId("a"), ask("x").request_id, 40)
-    assert fleet.loads.pending_tokens.tolist() == [60, 600]
-    assert routed_to(FewestTokens(), ask("new"), fleet) == "a"
-
-
-def test_least_added_latency_separates_small_ranks_from_large_ones() -> None:
-    """m(r) = 1 + r / 8: rank 8 doubles the time of a token, rank 56 takes eight times as long."""
-    policy, fleet = LeastAddedLatency(1 / 8), fleet_of("small", "large")
-    run(fleet, "small", ask("s", 8, known_tokens=100, expected_tokens=100))
-    run(fleet, "large", ask("l", 56, known_tokens=80, expected_tokens=100))
-    # small: 2 * 400 = 800, and 400 more for the one there; large: 8 * 380 = 3040, and 1600 more.
-    assert routed_to(policy, ask("new", 8, known_tokens=100, expected_tokens=100), fleet) == "small"
-    # small: 8 * 400 = 3200, and 2800 more; large: 3040, and 1600 more.
-    assert routed_to(policy, ask("new", 56, known_tokens=100, expected_tokens=100), fleet) == "large"
-    # Without ranks only tokens count: 180 on large.
-    assert routed_to(FewestTokens(), ask("new", 8), fleet) == "large"
-    # With them, but without those that are there: 2 * 350 and 8 * 330; 8 * 350 and 8 * 330.
-    assert routed_to(LeastWork(1 / 8), ask("new", 8), fleet) == "small"
-    assert routed_to(LeastWork(1 / 8), ask("new", 56), fleet) == "large"
-
-
 def test_placed_work_ignores_placement_beyond_a_factor_of_the_least_cost() -> None:
     """A request of 100 tokens behind 51 and 50: more than 1.5 times the work of an idle replica, and just that."""
     for tokens, choice in ((51, "b"), (50, "a")):
@@ -367,58 +299,3 @@ def test_placed_work_ignores_placement_beyond_a_factor_of_the_least_cost() -> No
         run(fleet, "a", ask("x", known_tokens=tokens, expected_tokens=0))
         asked = ask("new", 8, "wanted", known_tokens=100, expected_tokens=0)
         assert routed_to(policy, asked, fleet, placed) == choice
-
-
-# --- dLoRA -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("queued_ms", "pending_ms", "choice"), [(5, [10, 8.5], "r1"), (8, [10, 11.5], "r0")])
-def test_ex_7b_the_adapters_load_time_counts_where_it_is_absent(
-    queued_ms: int, pending_ms: list[float], choice: str
-) -> None:
-    """56 MB at 16 GB/s take 3.5 ms (EX-6a)."""
-    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=1) for name in ("r0", "r1")))
-    fleet.loaded(ReplicaId("r0"), AdapterDigest("wanted"))
-    for replica, other, ms in (("r0", "slow", 10), ("r1", "fast", queued_ms)):
-        run(fleet, replica, ask("before", 8, other))
-        fleet.ended(ReplicaId(replica), ask("before").request_id, ms / 1000)
-        send(fleet, replica, ask(other, 8, other))
-    policy, asked = PendingTime(load_bytes_per_s=16e9), ask("new", 8, "wanted", adapter_bytes=56_000_000)
-    assert policy.pending_s(asked, fleet, fleet.is_warm(asked.adapter)) * 1000 == pytest.approx(pending_ms)
-    assert routed_to(policy, asked, fleet) == choice
-
-
-def test_pending_time_divides_the_queue_by_batch_without_running_requests() -> None:
-    fleet = fleet_of(ReplicaInfo(ReplicaId("a"), max_batch=4), execution_s=2.0)
-    run(fleet, "a", *several(4, 8))
-    send(fleet, "a", *several(6, 16))
-    assert PendingTime().pending_s(ask("new"), fleet, fleet.is_warm(None)).tolist() == [3.0]
-
-
-def test_pending_time_counts_evictions_and_prefers_holders_on_ties() -> None:
-    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=150, kv_token_bytes=10) for name in "ab"))
-    run(fleet, "a", ask("x"))
-    policy = PendingTime(load_bytes_per_s=1000)
-    assert policy.pending_s(ask("new"), fleet, fleet.is_warm(None)).tolist() == [0.5, 0.0]
-    fleet.ended(ReplicaId("a"), ask("x").request_id, 0.0, is_complete=False)
-    fleet.loaded(ReplicaId("b"), AdapterDigest("y"))
-    assert routed_to(policy, ask("new", 8, "y"), fleet) == "b", "both wait for nothing, but b has it"
-
-
-def test_pending_time_takes_the_most_room_among_equals() -> None:
-    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=150) for name in "abc"))
-    run(fleet, "a", ask("x", known_tokens=50))
-    run(fleet, "b", ask("y", known_tokens=40))
-    run(fleet, "c", ask("z", known_tokens=60))
-    assert routed_to(PendingTime(), ask("new", known_tokens=10), fleet) == "b"
-
-
-def test_pending_time_leaves_the_table_where_a_load_is_sooner_than_the_queue() -> None:
-    """Dynamic loading (5.1): the table only says where adapters are loaded ahead."""
-    fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), max_batch=1) for name in "ab"), execution_s=2.0)
-    policy = PendingTime(load_s=1.0)
-    placed = table(wanted={"a": 1.0})
-    fleet.loaded(ReplicaId("a"), AdapterDigest("wanted"))
-    assert routed_to(policy, ask("first", 8, "wanted"), fleet, placed) == "a"
-    send(fleet, "a", ask("first", 8, "wanted"))
-    assert routed_to(policy, ask("second", 8, "wanted"), fleet, placed) == "b"

@@ -22,7 +22,7 @@ from lorikeet.simulator.scenario import Scenario
 from lorikeet.workloads.predictors import Predictor
 from lorikeet.workloads.prompts import DEFAULT_IDS, Prompts
 from lorikeet.workloads.workload import WorkloadRequest
-from tests.scheduling.test_admission_rivals import View, made
+from tests.support.admission_queues import View, made
 
 
 class Timed(View):

@@ -5,7 +5,7 @@ from collections.abc import Set
 from lorikeet.cluster.routing.base import AdapterPlaces, RoutingPolicy
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo, RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
-from lorikeet.cluster.tables import RoutingTable
+from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 
 
@@ -63,3 +63,14 @@ def routed_to(
     """Return the replica that a policy chooses; None if the request should wait."""
     choice = policy.route(request, fleet, AdapterPlaces(table, holders), 0.0)
     return None if choice is None else choice.replica
+
+
+def table(**shares: dict[str, float]) -> RoutingTable:
+    """Shares by adapter and replica."""
+    return RoutingTable(
+        1,
+        {
+            AdapterDigest(adapter): tuple(ReplicaShare(ReplicaId(r), share) for r, share in its.items())
+            for adapter, its in shares.items()
+        },
+    )

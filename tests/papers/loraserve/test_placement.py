@@ -1,15 +1,14 @@
-"""Placements that are made once."""
+"""LoRAServe's placement with the paper's parameters, and its baselines, which place an adapter once."""
 
 from collections import Counter
 
 import pytest
 
-from lorikeet.cluster.placement.everywhere import FullReplication
-from lorikeet.cluster.placement.orchestrator import Orchestrator
+from lorikeet.cluster.placement.by_rank import PlacementByRank, RankPlacementParams
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.papers.loraserve.placement import ContiguousPlacement, RandomPlacement
-from tests.support.placement import DEMANDS_B, demand_of, replicas_of
+from lorikeet.papers.loraserve.placement import ContiguousPlacement, LoRAServe, RandomPlacement
+from tests.support.placement import DEMANDS_B, POINTS_B, demand_of, replicas_of
 
 
 def homes(table: RoutingTable) -> dict[AdapterDigest, ReplicaId]:
@@ -66,25 +65,7 @@ def test_homes_stay_whatever_the_demand_until_a_replica_leaves(
     assert third.shares.keys() == {demand.adapter for demand in DEMANDS_B[1:]}
 
 
-def test_full_replication_has_everything_everywhere() -> None:
-    placement = FullReplication()
-    table = placement.place(DEMANDS_B, replicas_of(4), 0.0)
-    assert all([share for _, share in shares] == [0.25] * 4 for shares in table.shares.values())
-    assert placement.place(DEMANDS_B, replicas_of(4), 1.0) is table
-    assert len(list(placement.place(DEMANDS_B, replicas_of(5), 2.0).pairs())) == 125
-
-
-def test_a_placement_needs_a_replica() -> None:
-    with pytest.raises(ValueError, match="needs a replica"):
-        Orchestrator(FullReplication(), [], 0.0)
-
-
-def test_full_replication_shares_one_tuple_with_the_placements_before() -> None:
-    placement = FullReplication()
-    first = placement.place(DEMANDS_B[:2], replicas_of(3), 0.0)
-    second = placement.place(DEMANDS_B, replicas_of(3), 1.0)
-    assert second.epoch > first.epoch
-    assert len({id(shares) for table in (first, second) for shares in table.shares.values()}) == 1
-    assert {
-        each.share for shares in placement.place(DEMANDS_B, replicas_of(2), 2.0).shares.values() for each in shares
-    } == {0.5}
+def test_loraserve_places_by_rank_with_the_parameters_of_the_paper() -> None:
+    table = LoRAServe(POINTS_B).place(DEMANDS_B, replicas_of(4), 0.0)
+    assert table.shares == PlacementByRank(POINTS_B, RankPlacementParams()).place(DEMANDS_B, replicas_of(4), 0.0).shares
+    assert RankPlacementParams().hysteresis is None

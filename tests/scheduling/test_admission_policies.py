@@ -1,132 +1,21 @@
-"""Shortest first, fair shares, priority classes and earliest deadlines: whom they name, and what comes of it."""
-
-from collections.abc import Mapping, Sequence
+"""Fair shares, priority classes and earliest deadlines, and what holds for every admission policy."""
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Admitted, Preempted
 from lorikeet.core.request import Request, Slo
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.papers.chameleon.sjf import ShortestFirst
 from lorikeet.policies import ADMISSION
 from lorikeet.presets import Preset
-from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
 from lorikeet.scheduling.policies.fair import FairShares, Owner
-from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
+from lorikeet.scheduling.state import SchedulerLimits
+from tests.support.admission_queues import View, admitted, filled, made, order
 from tests.support.scripted import Bench, adapter, request
 
 RIVALS = ("sjf", "sjf(gamma=10)", "fair", "fair(spare=0)", "fair(by=adapter)", "priority", "deadline")
-
-
-class View:
-    """An engine that runs what a test says."""
-
-    total_tokens = 1_000
-    max_model_len = 1_000
-    max_running = 1_000
-    step_times = StepTimeEstimator()
-
-    def __init__(self) -> None:
-        self.answers: dict[str, tuple[Request, int]] = {}
-        self.free = self.total_tokens
-
-    def free_tokens(self) -> int:
-        return self.free
-
-    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
-        return 0
-
-    def is_resident(self, adapter: AdapterRef | None) -> bool:
-        return True
-
-    def may_run(self, request: Request) -> bool:
-        return True
-
-    def running(self) -> Sequence[RunningRequest]:
-        return [RunningRequest(request, tokens, 0) for request, tokens in self.answers.values()]
-
-
-def made(
-    name: str, arrival_s: float = 0.0, *, prompt_tokens: int = 1, answer_tokens: int = 1, **more: object
-) -> Request:
-    """A request that differs from others only in what matters here."""
-    plain = request(name, [1] * prompt_tokens, arrival_s, max_tokens=answer_tokens)
-    return msgspec.structs.replace(plain, **more)
-
-
-def admitted(queue: AdmissionQueue, outcomes: Mapping[str, WaitReason] | None = None, most: int = 1_000) -> list[str]:
-    """Let a queue name whom it wants until it is done, or ``most`` are in; return who was admitted."""
-    found: list[str] = []
-    policy = queue.admit(0.0)
-    candidate = next(policy, None)
-    while candidate is not None and len(found) < most:
-        named = candidate.request
-        outcome = (outcomes or {}).get(named.request_id)
-        if outcome is None:
-            found.append(named.request_id)
-            if isinstance(queue.view, View):
-                queue.view.answers[named.request_id] = named, len(named.output_token_ids)
-        try:
-            candidate = policy.send(outcome)
-        except StopIteration:
-            break
-    policy.close()
-    return found
-
-
-def filled(queue: AdmissionQueue, requests: Sequence[Request]) -> AdmissionQueue:
-    """Add them all."""
-    for each in requests:
-        queue.add(each, each.arrival_s)
-    return queue
-
-
-def order(name: str, requests: Sequence[Request]) -> list[str]:
-    """Return in which order a policy admits requests that are all there."""
-    return admitted(filled(ADMISSION[name](View()), requests))
-
-
-# --- shortest first -----------------------------------------------------------------------------------
-
-
-def test_the_shortest_expected_answer_goes_first() -> None:
-    requests = [
-        made("long", 0.0, answer_tokens=50),
-        made("predicted", 1.0, answer_tokens=50, predicted_tokens=5),
-        made("short", 2.0, answer_tokens=10),
-        made("later", 3.0, answer_tokens=10),
-    ]
-    assert order("sjf", requests) == ["predicted", "short", "later", "long"]
-
-
-def test_aging_lets_a_long_one_be_overtaken_only_for_so_long() -> None:
-    queue = filled(
-        ShortestFirst(View(), gamma=2.0),
-        [
-            made("long", 0.0, answer_tokens=50),
-            made("before", 24.0, answer_tokens=1),
-            made("after", 25.0, answer_tokens=1),
-        ],
-    )
-    # 50 - 2 × 0 beside 1 - (-2) × 24 = 49 and 51.
-    assert admitted(queue) == ["before", "long", "after"]
-
-
-@pytest.mark.parametrize(("gamma", "waits"), [(0.0, 200), (1.0, 39)])
-def test_a_long_one_starves_without_aging_and_not_with_it(gamma: float, waits: int) -> None:
-    queue = ShortestFirst(View(), gamma=gamma)
-    queue.add(made("long", 0.0, answer_tokens=40), 0.0)
-    for second in range(200):
-        queue.add(made(f"short-{second}", float(second), answer_tokens=1), float(second))
-        if admitted(queue, most=1) == ["long"]:
-            break
-    else:
-        second = 200
-    assert second == waits
 
 
 # --- priority classes and deadlines -------------------------------------------------------------------

@@ -12,6 +12,7 @@ from lorikeet.cluster.placement.by_rank import (
     RANK_GROUPS,
     LoadPacking,
     PackingParams,
+    PlacementByRank,
     RankPlacementParams,
     budgets,
     floored,
@@ -23,7 +24,6 @@ from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.papers.loraserve.placement import LoRAServe
 from tests.support.placement import (
     DEMANDS_A,
     DEMANDS_B,
@@ -172,10 +172,10 @@ def test_silent_adapters_count_for_a_part_of_the_mean() -> None:
 
 @pytest.mark.parametrize("params", [RANK_GROUPS, RankPlacementParams()])
 def test_without_any_demand_the_placement_stays(params: RankPlacementParams) -> None:
-    placement = LoRAServe(POINTS_A, params)
+    placement = PlacementByRank(POINTS_A, params)
     silent = [demand._replace(tokens_per_s=0.0) for demand in DEMANDS_A]
     first = placement.place(silent, replicas_of(4), 0.0)  # nothing to keep: as if all asked for the same
-    assert first.shares == LoRAServe(POINTS_A, params).place(equal(DEMANDS_A), replicas_of(4), 0.0).shares
+    assert first.shares == PlacementByRank(POINTS_A, params).place(equal(DEMANDS_A), replicas_of(4), 0.0).shares
     second = placement.place(DEMANDS_A, replicas_of(4), 1.0)
     assert second.epoch == first.epoch + 1
     assert placement.place(silent, replicas_of(4), 2.0) is second
@@ -187,12 +187,12 @@ def equal(demands: list[AdapterDemand]) -> list[AdapterDemand]:
 
 def test_adapters_without_demand_are_placed() -> None:
     demands = demands_of({8: {"a": 100, "silent": 0}, 16: {"never": 0}})
-    table = LoRAServe(LEVEL).place(demands, replicas_of(2), 0.0)
+    table = PlacementByRank(LEVEL).place(demands, replicas_of(2), 0.0)
     assert table.shares.keys() == {"a", "silent", "never"}
 
 
 def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
-    placement = LoRAServe(POINTS_A, RANK_GROUPS)
+    placement = PlacementByRank(POINTS_A, RANK_GROUPS)
     first = placement.place(DEMANDS_A, replicas_of(4), 0.0)
     drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
     assert placement.place(drifted, replicas_of(4), 1.0) is first
@@ -202,7 +202,7 @@ def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
 
 def test_hysteresis_keeps_no_replica_idle_that_has_joined() -> None:
     demands = [demand_of(f"a{number:02}", 8, 100) for number in range(60)]
-    placement = LoRAServe(LEVEL, RANK_GROUPS)
+    placement = PlacementByRank(LEVEL, RANK_GROUPS)
     first = placement.place(demands, replicas_of(12), 0.0)
     silent = [demand._replace(tokens_per_s=0.0) for demand in demands]
     assert placement.place(silent, replicas_of(13), 1.0) is first
@@ -211,18 +211,18 @@ def test_hysteresis_keeps_no_replica_idle_that_has_joined() -> None:
     drifted = [demands[0]._replace(tokens_per_s=104.0), *demands[1:]]
     assert placement.place(drifted, replicas_of(13), 3.0) is second, "it counts again"
 
-    later = LoRAServe(LEVEL, RANK_GROUPS)
+    later = PlacementByRank(LEVEL, RANK_GROUPS)
     later.resume(second)
     assert {replica for _, replica in later.place(demands, replicas_of(14), 4.0).pairs()} == {*replicas_of(14)}, (
         "while nobody looked"
     )
-    again = LoRAServe(LEVEL, RANK_GROUPS)
+    again = PlacementByRank(LEVEL, RANK_GROUPS)
     again.resume(second)
     assert again.place(drifted, replicas_of(13), 4.0) is second
 
 
 def test_an_adapter_that_comes_or_goes_moves_no_other() -> None:
-    placement = LoRAServe(POINTS_A, RANK_GROUPS)
+    placement = PlacementByRank(POINTS_A, RANK_GROUPS)
     first = placement.place(DEMANDS_A, replicas_of(4), 0.0)
     more = placement.place([*DEMANDS_A, demand_of("b3", 32, 30)], replicas_of(4), 1.0)
     assert more.shares == {**first.shares, digest("b3"): more.shares[digest("b3")]}
@@ -239,7 +239,7 @@ def test_an_adapter_that_comes_or_goes_moves_no_other() -> None:
 
 
 def test_without_hysteresis_every_drift_is_followed() -> None:
-    placement = LoRAServe(POINTS_A, NO_HYSTERESIS)
+    placement = PlacementByRank(POINTS_A, NO_HYSTERESIS)
     first = placement.place(DEMANDS_A, replicas_of(4), 0.0)
     assert placement.place(DEMANDS_A, replicas_of(4), 1.0) is first
     drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
@@ -247,7 +247,7 @@ def test_without_hysteresis_every_drift_is_followed() -> None:
 
 
 def test_replicas_and_adapters_come_and_go() -> None:
-    placement = LoRAServe(POINTS_A)
+    placement = PlacementByRank(POINTS_A)
     placement.place(DEMANDS_A, replicas_of(4), 0.0)
     smaller = placement.place(DEMANDS_A, replicas_of(3), 1.0)
     assert {replica for _, replica in smaller.pairs()} == {*replicas_of(3)}
@@ -261,7 +261,7 @@ def test_movement_may_be_counted_from_the_actual_holders() -> None:
     replicas = replicas_of(2)
     demands = demands_of({8: {"a": 500}, 128: {"b": 500}})
     held = AdapterTable()
-    routed, actual = (LoRAServe(LEVEL, NO_HYSTERESIS, each) for each in (None, held))
+    routed, actual = (PlacementByRank(LEVEL, NO_HYSTERESIS, each) for each in (None, held))
     assert routed.place(demands, replicas, 0.0).shares == actual.place(demands, replicas, 0.0).shares
     # Nobody asked yet: each is still at the replica that the other was given.
     held.add(digest("b"), replicas[1])
@@ -287,7 +287,7 @@ def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
 def test_shares_add_up_to_one_and_every_adapter_has_a_home(
     periods: list[list[tuple[int, float]]], before: int, after: int, params: RankPlacementParams
 ) -> None:
-    placement = LoRAServe(POINTS_B, params)
+    placement = PlacementByRank(POINTS_B, params)
     for adapters, count in zip(periods, (before, after), strict=False):
         demands = numbered(adapters)
         # The table itself refuses shares that are not positive or do not add up to 1.
@@ -341,7 +341,7 @@ def test_no_permutation_moves_fewer_bytes(seed: int, count: int) -> None:
 
 @given(st.lists(st.floats(0.1, 2000), min_size=8, max_size=8), st.lists(st.floats(0.1, 2000), min_size=8, max_size=8))
 def test_a_placement_kept_by_hysteresis_is_within_its_margin(first: list[float], second: list[float]) -> None:
-    placement = LoRAServe(LEVEL, msgspec.structs.replace(RANK_GROUPS, hysteresis=0.2))
+    placement = PlacementByRank(LEVEL, msgspec.structs.replace(RANK_GROUPS, hysteresis=0.2))
     old = placement.place(
         [demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(first)], replicas_of(3), 0.0
     )
@@ -354,7 +354,7 @@ def test_a_placement_kept_by_hysteresis_is_within_its_margin(first: list[float],
 
 
 def test_the_same_demands_in_another_order_make_the_same_placement() -> None:
-    tables = [LoRAServe(POINTS_B).place(demands, replicas_of(4), 0.0) for demands in (DEMANDS_B, DEMANDS_B[::-1])]
+    tables = [PlacementByRank(POINTS_B).place(demands, replicas_of(4), 0.0) for demands in (DEMANDS_B, DEMANDS_B[::-1])]
     assert tables[0].shares == tables[1].shares
 
 
@@ -362,7 +362,7 @@ def test_few_of_a_thousand_adapters_move_when_demand_drifts() -> None:
     chance = random.Random(5)
     points = OperatingPoints({8: 1000.0, 128: 500.0})
     adapters = [(chance.choice([8, 16, 32, 64, 128]), chance.uniform(10, 100)) for _ in range(1000)]
-    placement = LoRAServe(points, NO_HYSTERESIS)
+    placement = PlacementByRank(points, NO_HYSTERESIS)
     first = placement.place(numbered(adapters), replicas_of(100), 0.0)
     drifted = [(rank, load * chance.uniform(0.98, 1.02)) for rank, load in adapters]
     second = placement.place(numbered(drifted), replicas_of(100), 1.0)
