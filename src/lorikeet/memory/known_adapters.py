@@ -10,7 +10,7 @@ from lorikeet.memory.blocks import BlockError
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import NodeKind, NodeTransfer
+from lorikeet.memory.tree import NodeKind, Nodes, NodeTransfer
 
 
 class AdapterSize(NamedTuple):
@@ -138,15 +138,16 @@ class KnownAdapters:
             return
         self._evict_all(reversed(list(tree.below(node))), now)
 
-    def evict_kv_without_parent(self, node: int, now: float) -> None:
+    def evict_kv_without_parents(self, nodes: Nodes, now: float) -> None:
         """Evict KV that arrived after its parent was evicted, with all its descendants, unless the preset allows it."""
         tree = self._tree
-        if not self._options.dependent or tree.kind[node] != NodeKind.KV or not tree.on_device[node]:
+        if not self._options.dependent:
             return
-        parent = int(tree.parent[node])
-        if tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN:
-            return
-        self._evict_all(reversed([node, *tree.descendants(node)]), now)
+        there = nodes[(tree.kind[nodes] == NodeKind.KV) & tree.on_device[nodes]]
+        parents = tree.parent[there]
+        for node in there[~tree.on_device[parents] & (tree.moving[parents] != NodeTransfer.IN)].tolist():
+            if tree.on_device[node]:  # it may have been evicted as a descendant
+                self._evict_all(reversed([node, *tree.descendants(node)]), now)
 
     def _evict_all(self, nodes: Iterable[int], now: float) -> None:
         """Evict the KV nodes that are neither pinned nor in flight. Later KV must come first in ``nodes``."""

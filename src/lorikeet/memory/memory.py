@@ -231,11 +231,11 @@ class Memory:
         self.kv_migration.transfer_ended(done.transfer_id)
         self.swapper.note_transfer_end(inflight, done.error, now)
         self._eviction.inserted(result.arrived, now)
-        self.evictor.rescore(np.asarray(inflight.nodes), now)
-        for node in inflight.nodes:
-            if tree.kind[node] == NodeKind.KV:
-                self.evictor.offer(int(tree.parent[node]))
-                self.adapters.evict_kv_without_parent(node, now)
+        self.evictor.rescore(np.asarray(inflight.nodes, np.int64), now)
+        nodes = np.asarray(inflight.nodes, np.int64)
+        parents = tree.parent[nodes[tree.kind[nodes] == NodeKind.KV]]
+        self.adapters.evict_kv_without_parents(nodes, now)
+        self.evictor.offer_all(np.unique(parents).astype(np.int64))
         self.evictor.remove_empty(list(reversed(inflight.nodes)))
         if inflight.transfer.adapter is not None:
             self.adapters.evict_kv_without_adapter(inflight.nodes[0], now)
@@ -475,8 +475,7 @@ class Memory:
         self.evictor.remove_empty(lease.path[::-1])
         self.adapters.evict_kv_without_adapter(lease.adapter, now)
         if not self.tree.on_device[lease.path].all():  # a transfer failed, so the KV after the gap is useless
-            for node in lease.path:
-                self.adapters.evict_kv_without_parent(node, now)
+            self.adapters.evict_kv_without_parents(np.asarray(lease.path, np.int64), now)
         self.swapper.wake()
 
     def _report_load(self, inflight: InflightTransfer, done: TransferDone, now: float) -> None:

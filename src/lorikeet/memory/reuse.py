@@ -54,12 +54,11 @@ class _Share:
         self._reused[top] += blocks
         self._all_reused += blocks
 
-    def of(self, tops: Nodes) -> Scores:
-        """Return the expected reused share of each adapter's blocks."""
-        if len(tops):
-            self._extend(int(tops.max()) + 1)
+    def by_top(self, nodes: int) -> Scores:
+        """Return the expected reused share of the blocks of each of the first ``nodes`` nodes as an adapter."""
+        self._extend(nodes)
         of_all = (self._all_reused + _PRIOR_BLOCKS * _PRIOR_SHARE) / (self._all_blocks + _PRIOR_BLOCKS)
-        shares: Scores = (self._reused[tops] + _PRIOR_BLOCKS * of_all) / (self._blocks[tops] + _PRIOR_BLOCKS)
+        shares: Scores = (self._reused[:nodes] + _PRIOR_BLOCKS * of_all) / (self._blocks[:nodes] + _PRIOR_BLOCKS)
         return shares
 
     def forget(self, top: int) -> None:
@@ -148,7 +147,12 @@ class KvReuse:
 
     def shares(self, tops: Nodes) -> Scores:
         """Return the expected share of each adapter's KV that will be reused."""
-        return np.minimum(self._of_computed.of(tops), self._of_evicted.of(tops))
+        if not len(tops):
+            return np.zeros(0)
+        # Thousands of blocks have few adapters, whose nodes come early.
+        nodes = int(tops.max()) + 1
+        shares: Scores = np.minimum(self._of_computed.by_top(nodes), self._of_evicted.by_top(nodes))[tops]
+        return shares
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""

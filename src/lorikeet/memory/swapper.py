@@ -1,8 +1,9 @@
 """Moves adapters and KV ahead of demand: periodic eviction and prefetch, and reads into the host tier.
 
-A tick (ELORA §VI-C) rescores all nodes. If the device is full, or an allocation has failed since the last tick, the
-tick evicts the lowest scores until ``EVICT_TO`` of the device is in use. If less than ``PREFETCH_BELOW`` is in use, the
-tick prefetches the highest scores. Otherwise the tick does nothing. The swapper never waits for a transfer.
+A tick (ELORA §VI-C) rescores all nodes, unless no score can have changed. If the device is full, or an allocation has
+failed since the last tick, the tick evicts the lowest scores until ``EVICT_TO`` of the device is in use. If less than
+``PREFETCH_BELOW`` is in use, the tick prefetches the highest scores. Otherwise the tick does nothing. The swapper never
+waits for a transfer.
 """
 
 import math
@@ -124,7 +125,8 @@ class Swapper:
             return
         self._due_s = now + self._options.tick_s
         started_s = time.perf_counter()
-        self._evictor.rescore_all(now)
+        if self._eviction.scores_changed():
+            self._evictor.rescore_all(now)
         in_flight = len(self._tiers.transfers)
         total = self._tiers.device.total
         unused = self._evictor.unused()

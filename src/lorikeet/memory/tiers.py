@@ -9,6 +9,7 @@ from itertools import count
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
@@ -97,7 +98,7 @@ class Tiers:
         self._kv -= len(nodes)
         self.cached_blocks[NodeKind.KV] += len(nodes)
 
-    def device_blocks(self, path: Sequence[int]) -> list[BlockId]:
+    def device_blocks(self, path: Sequence[int] | Nodes) -> list[BlockId]:
         """Return the device blocks of KV nodes that are on the device or in flight to it.
 
         Raises:
@@ -386,11 +387,15 @@ class Tiers:
         blocks = len(transfer.device_blocks or transfer.host_blocks) - transfer.kept
         self.totals.setdefault((transfer.source, transfer.target), RouteTotals()).note(blocks, done)
         result = TransferResult(inflight, done.error)
+        nodes = np.asarray(inflight.nodes, np.int64)
+        how = self.tree.moving[nodes]
         for node in inflight.nodes:
             del self.transfer_of[node]
-            moving = int(self.tree.moving[node])
-            self.tree.moving[node] = NodeTransfer.NO
-            self.tree.touched[node] += 1
+        self.tree.moving[nodes] = NodeTransfer.NO
+        self.tree.touched[nodes] += 1
+        if self._finish_together(nodes, how, result):
+            return result
+        for node, moving in zip(inflight.nodes, how.tolist(), strict=True):
             match moving:
                 case NodeTransfer.IN:
                     self._finish_in(node, result)
@@ -414,9 +419,39 @@ class Tiers:
 
     def _join(self, inflight: InflightTransfer, nodes: Sequence[int]) -> None:
         inflight.nodes += tuple(nodes)
-        for node in nodes:
-            self.transfer_of[node] = inflight
-            self.tree.touched[node] += 1
+        self.transfer_of.update(dict.fromkeys(nodes, inflight))
+        if nodes:
+            self.tree.touched[np.asarray(nodes, np.int64)] += 1
+
+    def _finish_together(self, nodes: Nodes, how: npt.NDArray[np.int8], result: TransferResult) -> bool:
+        """End the copies of KV to the host at once, if all of them succeeded and are alike. Return whether they did.
+
+        A transfer ends every few steps, with tens of blocks.
+        """
+        tree = self.tree
+        count = len(nodes)
+        if result.error is not None or not count or (how != how[0]).any():
+            return False
+        pinned = tree.pins[nodes] > 0
+        needed = pinned | (self._dependent & (tree.children_on_device[nodes] > 0))
+        if how[0] == NodeTransfer.COPY:
+            self.blocks_being_copied -= count
+            running = int(np.count_nonzero(pinned))
+            self._kv += running
+            self.cached_blocks[NodeKind.KV] += count - running
+        elif how[0] == NodeTransfer.OUT and not needed.any():
+            self.blocks_being_freed -= count
+            self.used_blocks[NodeKind.KV] -= count
+            self.device.release(self.device_blocks(nodes))
+            tree.device[nodes] = NO_BLOCK
+            tree.on_device[nodes] = False
+        else:
+            return False
+        self._inflight -= count
+        self._host_inflight -= count
+        self._host_kv += count
+        tree.on_host[nodes] = True
+        return True
 
     def _finish_in(self, node: int, result: TransferResult) -> None:
         tree = self.tree

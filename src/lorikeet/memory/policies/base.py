@@ -147,6 +147,13 @@ class EvictionPolicy:
         """
         raise NotImplementedError
 
+    def scores_changed(self) -> bool:
+        """Return whether scores may have changed since the last call, other than those of nodes that were used.
+
+        A tick of the swapper then scores all nodes again.
+        """
+        return True
+
     def adapter_offset(self, now: float) -> float:
         """Return the number to add to adapters' scores before they are compared with scores of KV for eviction."""
         return 0.0

@@ -4,8 +4,8 @@ from typing import Final
 
 import numpy as np
 
-from lorikeet.memory.policies.base import EvictionPolicy
-from lorikeet.memory.tree import NodeKind, Nodes, Scores
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView
+from lorikeet.memory.tree import BASE, NodeKind, Nodes, Scores
 
 _MIN_REUSED_SHARE: Final = 0.05
 """KV of an adapter is evicted first if a smaller share of the adapter's KV is reused."""
@@ -19,6 +19,10 @@ class Lru(EvictionPolicy):
         """Return the times of last use."""
         return self.view.tree.last_use_s[nodes]
 
+    def scores_changed(self) -> bool:
+        """Return False, because a node's score changes only when the node is used."""
+        return False
+
 
 class LruWithReuse(Lru):
     """Evicts by last use, except that KV of adapters whose KV is rarely reused (< 5 %) is evicted first.
@@ -27,6 +31,17 @@ class LruWithReuse(Lru):
     """
 
     worthless_below = -_EVICTED_FIRST_S / 2
+
+    def __init__(self, view: MemoryView) -> None:
+        super().__init__(view)
+        self._rarely_reused = b""
+
+    def scores_changed(self) -> bool:
+        """Return whether the KV of any adapter has become rarely reused, or no longer is."""
+        before = self._rarely_reused
+        tops = np.array([BASE, *self.view.tree.adapters], np.int64)
+        self._rarely_reused = np.packbits(self.view.kv_reuse(tops) < _MIN_REUSED_SHARE).tobytes() + tops.tobytes()
+        return self._rarely_reused != before
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the times of last use, minus a constant for KV that is rarely reused."""
