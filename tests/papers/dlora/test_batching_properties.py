@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.papers.dlora.batching import DLora
 from lorikeet.papers.dlora.merge_turns import CreditParams, MergeTurns, default_credit_params
-from lorikeet.papers.dlora.mode_times import BreakEvenParams
+from lorikeet.papers.dlora.mode_times import BREAK_EVEN
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchWork, LiveRequest
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
 from tests.support.step_counts import examples
@@ -28,7 +28,7 @@ def mode_of(
     initial = max_batch + spare
     mode = MergeTurns(
         setup_of(max_batch),
-        threshold_params=BreakEvenParams(alpha=alpha, beta=alpha / 2, period_steps=5),
+        threshold_params=BREAK_EVEN._replace(alpha=alpha, beta=alpha / 2, period_iterations=5),
         credit_params=CreditParams(
             initial,
             starves_above=initial + band + margin,
@@ -120,7 +120,7 @@ def check_several_at_once(mode: MergeTurns, traffic: Sequence[tuple[str, set[int
         assert all(mode.credits[each] == single.credits[each] for each in (A, B, C, None))
         assert mode.thresholds.alpha == pytest.approx(single.thresholds.alpha)
         assert mode.thresholds.beta == pytest.approx(single.thresholds.beta)
-        assert mode.thresholds.steps_left == single.thresholds.steps_left
+        assert mode.thresholds.iterations_left == single.thresholds.iterations_left
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.papers.dlora.merge_turns import CreditParams, MergeTurns, TurnCredits
 from lorikeet.papers.dlora.mode_times import (
-    BreakEvenParams,
+    BREAK_EVEN,
     BreakEvenThresholds,
     ModeBatch,
     ModeIteration,
@@ -38,15 +38,15 @@ def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
     times = LateTimes()
     thresholds = BreakEvenThresholds(times)
     thresholds.start_iteration(A, A)
-    assert thresholds.steps_left == 32, "merged iterations tell nothing of the other mode"
+    assert thresholds.iterations_left == 32, "merged iterations tell nothing of the other mode"
     thresholds.note(ModeIteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 2)
     thresholds.start_iteration(None, A)
-    assert thresholds.steps_left == 1
+    assert thresholds.iterations_left == 1
     times.is_known = True
     thresholds.note(ModeIteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 1)
     even = 50 / 100 + 100 / 32 / 100  # the longest period has 32 iterations, and each bears its share of a switch
     assert (thresholds.alpha, thresholds.beta) == pytest.approx((even * 1.1, even * 1.1 - 0.15))
-    assert thresholds.steps_left == 32
+    assert thresholds.iterations_left == 32
     thresholds.note(ModeIteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert thresholds.alpha == pytest.approx(even * 1.1 - 0.05), "from then on it moves"
     thresholds.recalibrate()
@@ -83,7 +83,7 @@ def starving_mode(types: str, lora_s: float, switch_s: float = 0.0) -> MergeTurn
     """Return a mode that knows how long steps and switches take, and in which B is about to starve beside a hot A."""
     mode = MergeTurns(
         setup_of(max_batch=4),
-        threshold_params=BreakEvenParams(alpha=0.4, beta=0.1, decrement=0.0, factor=1.0, from_even=False),
+        threshold_params=BREAK_EVEN._replace(alpha=0.4, beta=0.1, decrement=0.0, factor=1.0, from_even=False),
         credit_params=CreditParams(initial=6, starves_above=8, normal_below=7, turn_ends_below=3),
     )
     mode.times.note(8, BatchWork(0, 0, 4, {}), 0.01)
@@ -173,7 +173,7 @@ def test_where_merging_pays_alpha_falls_and_it_merges() -> None:
     share, tokens_per_s = DEAR.run(mode, hot=0.95, steps=4000)
     assert mode.thresholds.alpha < 0.8
     assert share > 0.5
-    never = BreakEvenParams(alpha=2.0, least_alpha=2.0, most_alpha=2.0, from_even=False)
+    never = BREAK_EVEN._replace(alpha=2.0, least_alpha=2.0, most_alpha=2.0, from_even=False)
     unmerged = MergeTurns(setup_of(max_batch=256), threshold_params=never)
     assert tokens_per_s > 1.15 * DEAR.run(unmerged, hot=0.95, steps=4000)[1]
 
@@ -235,7 +235,7 @@ def test_due_trial_does_not_shorten_plans_of_a_merged_adapter() -> None:
         run(mode, live)
     assert mode.times.lora_steps_due == 8
     assert mode.choose(live).merged == A
-    assert mode.steps_until_review() == mode.thresholds.steps_left == 22
+    assert mode.steps_until_review() == mode.thresholds.iterations_left == 22
     run(mode, live_of("BB"))
     assert mode.choose(live_of("BB")).merged is None, "nobody is left for whom A is merged"
     assert mode.steps_until_review() <= mode.times.lora_steps_due

@@ -9,7 +9,7 @@ Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters fo
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -19,9 +19,10 @@ from lorikeet.papers.dlora.credits import (
     AdapterType,
     Credits,
     credit_transfers,
+    merging_cost,
 )
 from lorikeet.papers.dlora.dynamic import decide, requests_of
-from lorikeet.papers.dlora.iteration_times import iteration_times
+from lorikeet.papers.dlora.iteration_times import iteration_times, note_run
 from lorikeet.papers.dlora.thresholds import Iteration, ThresholdParams, Thresholds
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
 
@@ -94,8 +95,8 @@ class DLora(BatchingMode):
             self._pending = _Pending(merged, credit_transfers(batch, oldest), {}, None, is_first)
             return allow(batch, live, merged)
         among_oldest = Counter(request.adapter for request in oldest)
-        costs = {each: len(oldest) - among_oldest[each] for each in counts}
-        legal = {request.adapter for request in live if request.is_legal and self._can_pay(request.adapter, costs)}
+        costs = {each: merging_cost(each, among_oldest) for each in counts}
+        legal = {each.adapter for each in live if each.is_legal and self.credits[each.adapter] >= costs[each.adapter]}
         merged, chosen, candidate = decide(
             live, self._merged, legal, self.max_batch, self.thresholds.alpha, self.thresholds.beta
         )
@@ -114,9 +115,7 @@ class DLora(BatchingMode):
         assert self._pending is not None
         # The state is set here, not in ``choose``, because a plan without sequences does not switch.
         self._merged = self._pending.merged
-        self.times.note(steps, work, step_s)
-        if switch_s:
-            self.times.note_switch(self._merged is not None, switch_s)
+        note_run(self.times, steps, work, step_s, self._merged is not None, switch_s)
         self.credits.apply(self._pending.gains, steps)
         if self._pending.iteration is not None:
             self.thresholds.note(self._pending.iteration, steps)
@@ -137,9 +136,6 @@ class DLora(BatchingMode):
         """
         has_ended = self._tuned and self.thresholds.start_iteration(merged, candidate)
         return has_ended or merged != self._merged
-
-    def _can_pay(self, adapter: AdapterType, costs: Mapping[AdapterType, int]) -> bool:
-        return self.credits[adapter] >= costs[adapter]
 
     def _iteration(self, candidate: AdapterDigest | None, live: Sequence[LiveRequest]) -> Iteration | None:
         """Return the log entry of an iteration; None without tuning, a candidate, or times of both states."""

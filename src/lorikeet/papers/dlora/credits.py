@@ -40,6 +40,16 @@ def credit_transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest
     return {each: gain for each, gain in gains.items() if gain}
 
 
+def merging_cost(each: AdapterType, among_oldest: Counter[AdapterType]) -> int:
+    """Return the credits that a merged iteration costs a type: one for each of the oldest requests of other types.
+
+    Args:
+        each: the type.
+        among_oldest: number of the oldest requests by type.
+    """
+    return among_oldest.total() - among_oldest[each]
+
+
 def apportioned(total: int, weights: Mapping[AdapterType, int]) -> dict[AdapterType, int]:
     """Split ``total`` in proportion to the weights into integers. No part exceeds its exact value rounded up."""
     parts: dict[AdapterType, int] = {}
@@ -64,9 +74,9 @@ class Credits:
         known_types: returns the number of types.
         patience: gain above which a type is starving, and runs first (T_starve is the initial credits plus the
             patience). So one request may be passed over in this many iterations. If infinite, no type ever starves.
-        max_batch: most requests in a batch. A starving type stops starving when its gain is below the largest cost of
-            one iteration (T_normal is the initial credits plus ``max_batch``, or plus half the patience if that is
-            less).
+        max_batch: largest number of requests in a batch. A starving type stops starving when its gain is below the
+            largest cost of one iteration (T_normal is the initial credits plus ``max_batch``, or plus half the patience
+            if that is less).
     """
 
     def __init__(self, known_types: Callable[[], int], patience: float, max_batch: int) -> None:

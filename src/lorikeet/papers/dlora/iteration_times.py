@@ -32,6 +32,22 @@ def iteration_times(setup: BatchingSetup) -> NotedTimes:
     return ModeTimes(setup.kernel_form, setup.rank)
 
 
+def note_run(times: NotedTimes, steps: int, work: BatchWork, step_s: float, is_merged: bool, switch_s: float) -> None:
+    """Record identical steps, and the switch before the first of them if there was one.
+
+    Args:
+        times: times that record the steps.
+        steps: number of steps.
+        work: work of each step.
+        step_s: mean seconds of a step, without the switch.
+        is_merged: whether an adapter is merged in the steps.
+        switch_s: seconds of the switch; 0 without a switch.
+    """
+    times.note(steps, work, step_s)
+    if switch_s:
+        times.note_switch(is_merged, switch_s)
+
+
 class ProfiledTimes:
     """Computes times from a profile, as if every request of a batch decodes.
 
@@ -47,7 +63,7 @@ class ProfiledTimes:
         self._costs, self._form, self._rank = costs, form, rank
 
     def merged_s(self, batch: Sequence[LiveRequest]) -> float:
-        """Return the time of an iteration of requests of one adapter, which is merged."""
+        """Return the time of an iteration of requests of one merged adapter."""
         return self._costs.base_s(len(batch), sum(request.tokens for request in batch))
 
     def unmerged_s(self, batch: Sequence[LiveRequest]) -> float:

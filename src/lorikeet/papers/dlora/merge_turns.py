@@ -16,15 +16,17 @@ from math import inf
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.papers.dlora.credits import AdapterType, apportioned, credit_transfers
+from lorikeet.papers.dlora.credits import AdapterType, apportioned, credit_transfers, merging_cost
 from lorikeet.papers.dlora.dynamic import Decision, decide, requests_of
+from lorikeet.papers.dlora.iteration_times import note_run
 from lorikeet.papers.dlora.mode_times import (
-    BreakEvenParams,
+    BREAK_EVEN,
     BreakEvenThresholds,
     ModeBatch,
     ModeIteration,
     ModeTimes,
 )
+from lorikeet.papers.dlora.thresholds import ThresholdParams
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
 
 
@@ -58,7 +60,7 @@ def default_credit_params(max_batch: int) -> CreditParams:
     With these values, no type can be charged more credits than it has: at most ``max_batch`` at a time.
 
     Args:
-        max_batch: most requests in a batch.
+        max_batch: largest number of requests in a batch.
     """
     initial = 4 * max_batch
     return CreditParams(
@@ -179,13 +181,13 @@ class TurnCredits:
 
 
 class _Pending(NamedTuple):
-    """The last choice, with what each of its iterations causes.
+    """Holds the last choice, with the effects of each of its iterations.
 
     Attributes:
-        merged: adapter that is merged for it, None for none.
+        merged: adapter that is merged for the choice; None for none.
         starving: starving types that the choice serves; empty if no type starves.
         gains: credits by type.
-        iteration: entry for the log of the tuning period; None if it does not count there.
+        iteration: entry for the log of the tuning period; None if the iteration does not count.
         is_provisional: whether measured times alone may change the next choice. This is true for the first choice of a
             merge state or period, because the thresholds may have moved, and for turns of starving types that may be
             served in two ways.
@@ -202,11 +204,12 @@ class MergeTurns(BatchingMode):
     """Chooses between merged and unmerged iterations, and serves starving types in turns.
 
     Args:
-        setup: of the replica.
-        threshold_params, credit_params: parameters; None for our defaults.
+        setup: facts about the replica.
+        threshold_params: parameters of the thresholds.
+        credit_params: parameters of the credits; None for our defaults.
 
     Attributes:
-        max_batch: most requests in a batch.
+        max_batch: largest number of requests in a batch.
         thresholds: alpha and beta, with their tuning.
         credits: credit accounts of the types.
         times: measured times of steps and switches.
@@ -217,7 +220,7 @@ class MergeTurns(BatchingMode):
     def __init__(
         self,
         setup: BatchingSetup,
-        threshold_params: BreakEvenParams | None = None,
+        threshold_params: ThresholdParams = BREAK_EVEN,
         credit_params: CreditParams | None = None,
     ) -> None:
         self.max_batch = setup.max_batch
@@ -231,7 +234,7 @@ class MergeTurns(BatchingMode):
         self._pending: _Pending | None = None
 
     def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
-        """Return requests of starving types if there are any, else what dynamic batching decides."""
+        """Return requests of starving types if there are any, otherwise the choice of dynamic batching."""
         self._pending = None
         counts = Counter(request.adapter for request in live)
         self.credits.update_types(counts)
@@ -268,18 +271,16 @@ class MergeTurns(BatchingMode):
             AssertionError: ``choose`` was not called before.
         """
         assert self._pending is not None
-        # Set here, not in ``choose``, since a plan without sequences switches nothing.
+        # The state is set here, not in ``choose``, because a plan without sequences does not switch.
         self._merged = self._pending.merged
         self._on_turn = self._merged if self._pending.starving else None
         if not self._pending.starving:
             self._state = self._merged
         is_trial, has_measured = self.times.lora_steps_due > 0, self.times.has_measured(len(work.rows))
-        self.times.note(steps, work, step_s)
+        note_run(self.times, steps, work, step_s, self._merged is not None, switch_s)
         has_learned = not has_measured and self.times.has_measured(len(work.rows))
         if has_learned or (is_trial and not self.times.lora_steps_due):
             self.thresholds.recalibrate()
-        if switch_s:
-            self.times.note_switch(self._merged is not None, switch_s)
         starving = self._pending.starving
         # Otherwise the starving types wait for their adapters and had no turn
         if not starving or starving & work.types:
@@ -299,7 +300,7 @@ class MergeTurns(BatchingMode):
         steps = self.credits.steps_until_review(self._pending.gains)
         if self._pending.merged is None:
             steps = min(steps, self.times.lora_steps_due or inf)
-        return steps if self._pending.iteration is None else min(steps, self.thresholds.steps_left)
+        return steps if self._pending.iteration is None else min(steps, self.thresholds.iterations_left)
 
     def _gains(
         self,
@@ -358,8 +359,8 @@ class MergeTurns(BatchingMode):
 
     def _solvent(self, types: Collection[AdapterType], oldest: Sequence[LiveRequest]) -> Collection[AdapterType]:
         """Return the types with enough credits to pay for the requests that a merged iteration passes over."""
-        counts = Counter(request.adapter for request in oldest)
-        return {each for each in types if self.credits[each] >= len(oldest) - counts[each]}
+        among_oldest = Counter(request.adapter for request in oldest)
+        return {each for each in types if self.credits[each] >= merging_cost(each, among_oldest)}
 
     def _iteration(self, candidates: int, oldest: Sequence[LiveRequest]) -> ModeIteration:
         unmerged = self.times.batch(request.adapter for request in oldest)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
+from lorikeet.papers.dlora.thresholds import PeriodicThresholds, ThresholdParams
 from lorikeet.scheduling.batching.mode import BatchWork, LiveRequest
 from lorikeet.scheduling.state import RobustFit, faded
 
@@ -80,7 +81,7 @@ class ModeTimes:
     the times of one mode stay known while the other mode runs for long.
 
     Args:
-        form: how mixed ranks are computed.
+        form: form in which kernels compute mixed ranks.
         rank: returns the rank of an adapter.
 
     Attributes:
@@ -148,7 +149,7 @@ class ModeTimes:
         return self._since_lora_s >= _TRIAL_INTERVAL * _TRIAL_STEPS * self._lora_s / lora_steps
 
     def note_switch(self, to_merged: bool, switch_s: float) -> None:
-        """Record the time of a switch to a merged adapter, or to none."""
+        """Record the time of a switch to a merged adapter, or to no merged adapter."""
         self._switches[to_merged].note(switch_s)
 
     def batch(self, adapters: Iterable[AdapterDigest | None]) -> ModeBatch:
@@ -189,29 +190,8 @@ class ModeTimes:
         return known or 0.0
 
 
-class BreakEvenParams(NamedTuple):
-    """Parameters of the thresholds: initial values and tuning.
-
-    Attributes:
-        alpha, beta: initial values.
-        decrement: step by which a threshold moves to make its switch more likely.
-        factor: factor by which a threshold moves to make its switch less likely.
-        least_alpha, most_alpha, least_beta: limits.
-        gap: least distance of beta below alpha. The threshold that moves pushes the other.
-        period_steps: largest number of iterations in a period.
-        from_even: whether alpha is set to the break-even ratio as soon as the times of both modes are known.
-    """
-
-    alpha: float = 0.8
-    beta: float = 0.65
-    decrement: float = 0.05
-    factor: float = 1.1
-    least_alpha: float = 0.2
-    most_alpha: float = 1.2
-    least_beta: float = 0.05
-    gap: float = 0.05
-    period_steps: int = 32
-    from_even: bool = True
+BREAK_EVEN = ThresholdParams(most_alpha=1.2, from_even=True)
+"""Default parameters of :class:`BreakEvenThresholds`."""
 
 
 class ModeIterationTimes(Protocol):
@@ -254,32 +234,24 @@ def _seconds(batches: Sequence[tuple[ModeBatch, int]], times: ModeIterationTimes
     return sum(steps * times.batch_s(batch) for batch, steps in batches)
 
 
-class BreakEvenThresholds:
-    """Tunes the thresholds alpha and beta of dynamic batching, period by period.
+class BreakEvenThresholds(PeriodicThresholds):
+    """Tunes alpha and beta from the break-even ratio, by times that are learned while serving.
 
-    A period ends with a switch, when another adapter has the most requests, or after ``period_steps`` iterations. At
-    its end, the throughput of both modes is compared over its iterations. An unmerged period moves alpha, and a merged
-    period moves beta. The mode that did not run is charged with the switch to it.
+    The first period in which both modes are known sets alpha to a factor above the break-even ratio. At break-even,
+    merged iterations, including their share of a switch per longest period, serve as many requests per second as
+    unmerged iterations. The paper's values suit one machine. If adapters cost several times as much as the base model,
+    break-even is many small moves away from these values.
 
-    The first period in which both modes are known sets alpha to a factor above the break-even ratio instead. At
-    break-even, merged iterations, including their share of a switch per longest period, serve as many requests per
-    second as unmerged iterations. The paper's values suit one machine. If adapters cost several times as much as the
-    base model, break-even is many small moves away from these values.
+    The threshold that moves pushes the other.
 
     Args:
         times: times of steps and switches.
-        params: initial values and tuning; None for the defaults.
-
-    Attributes:
-        alpha, beta: arguments of ``dynamic.decide``.
+        params: initial values and tuning.
     """
 
-    def __init__(self, times: ModeIterationTimes, params: BreakEvenParams | None = None) -> None:
+    def __init__(self, times: ModeIterationTimes, params: ThresholdParams = BREAK_EVEN) -> None:
+        super().__init__(params)
         self._times = times
-        self._params = params or BreakEvenParams()
-        self.alpha, self.beta = self._params.alpha, self._params.beta
-        self._merged: AdapterDigest | None = None
-        self._candidate: AdapterDigest | None = None
         self._log: list[tuple[ModeIteration, int]] = []
         self.recalibrate()
 
@@ -287,48 +259,40 @@ class BreakEvenThresholds:
         """Schedule alpha to be set to the break-even ratio again at the end of the current period."""
         self._is_calibrated = not self._params.from_even
 
-    def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
-        """End the period if the next iteration does not belong to it. Return whether the period ended."""
-        if (merged, candidate) == (self._merged, self._candidate):
-            return False
-        self._end_period()
-        self._merged, self._candidate = merged, candidate
-        return True
-
     def note(self, iteration: ModeIteration, steps: int) -> None:
         """Log identical iterations, at most the remaining number of the period."""
         self._log.append((iteration, steps))
-        if self.steps_left <= 0:
+        if self.iterations_left <= 0:
             self._end_period()
 
     @property
-    def steps_left(self) -> int:
+    def iterations_left(self) -> int:
         """Largest number of iterations until the period ends."""
-        first = self._merged is None and not self._is_calibrated  # thresholds are calibrated as soon as possible
-        return (1 if first else self._params.period_steps) - sum(steps for _, steps in self._log)
+        first = not self._is_merged and not self._is_calibrated  # thresholds are calibrated as soon as possible
+        return (1 if first else self._params.period_iterations) - sum(steps for _, steps in self._log)
 
-    def _end_period(self) -> None:
+    def _end_period(self) -> bool:
         log, self._log = self._log, []
-        if not log or not self._times.is_known:
-            return
+        if log and self._times.is_known:
+            self._tune(log)
+        return True
+
+    def _tune(self, log: Sequence[tuple[ModeIteration, int]]) -> None:
+        """Calibrate alpha, or move the threshold of the mode that ran."""
         merged = [(iteration.merged, steps) for iteration, steps in log]
         unmerged = [(iteration.unmerged, steps) for iteration, steps in log]
         rules = self._params
         if not self._is_calibrated and (unmerged_s := _seconds(unmerged, self._times)):
             self._is_calibrated = True
-            switch_s = self._times.switch_s(to_merged=True) / rules.period_steps * sum(steps for _, steps in log)
+            switch_s = self._times.switch_s(to_merged=True) / rules.period_iterations * sum(steps for _, steps in log)
             even = (_seconds(merged, self._times) + switch_s) / unmerged_s
             self.alpha = min(max(even * rules.factor, rules.least_alpha), rules.most_alpha)
             self.beta = max(self.alpha - (rules.alpha - rules.beta), rules.least_beta)
-        elif self._merged is None:
-            gain = throughput(merged, self._times, self._times.switch_s(to_merged=True))
-            pays = gain > throughput(unmerged, self._times)
-            self.alpha = self.alpha - rules.decrement if pays else self.alpha * rules.factor
-            self.alpha = min(max(self.alpha, rules.least_alpha), rules.most_alpha)
-            self.beta = max(min(self.beta, self.alpha - rules.gap), rules.least_beta)
-        else:
+        elif self._is_merged:
             gain = throughput(unmerged, self._times, self._times.switch_s(to_merged=False))
-            pays = gain > throughput(merged, self._times)
-            self.beta = self.beta + rules.decrement if pays else self.beta / rules.factor
-            self.beta = min(max(self.beta, rules.least_beta), rules.most_alpha - rules.gap)
+            beta = self._moved_beta(gain > throughput(merged, self._times))
+            self.beta = min(max(beta, rules.least_beta), rules.most_alpha - rules.gap)
             self.alpha = max(self.alpha, self.beta + rules.gap)
+        else:
+            gain = throughput(merged, self._times, self._times.switch_s(to_merged=True))
+            self._move_alpha(gain > throughput(unmerged, self._times))

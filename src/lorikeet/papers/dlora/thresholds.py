@@ -4,6 +4,7 @@ Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters fo
 Algorithm 2. It tunes alpha; the tuning of beta is "similar", and its details are omitted.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,8 @@ class ThresholdParams(NamedTuple):
         least_alpha, most_alpha, least_beta: limits.
         gap: least distance of beta below alpha, so that a state is not left as soon as it is entered.
         period_iterations: largest number of iterations in a period.
+        from_even: whether alpha is set to the break-even ratio as soon as the times of both states are known; see
+            ``mode_times.BreakEvenThresholds``.
     """
 
     alpha: float = 0.8
@@ -34,6 +37,7 @@ class ThresholdParams(NamedTuple):
     least_beta: float = 0.05
     gap: float = 0.05
     period_iterations: int = 32
+    from_even: bool = False
 
 
 class IterationTimes(Protocol):
@@ -73,30 +77,28 @@ class Iteration(NamedTuple):
     unmerged_s: float
 
 
-class Thresholds:
-    """Tunes the thresholds alpha and beta of dynamic batching, period by period.
+class PeriodicThresholds(ABC):
+    """Holds the thresholds alpha and beta of dynamic batching, which are tuned period by period.
 
     A period ends with a switch, when another adapter has the most requests, or after ``period_iterations``. At its end,
     the requests per second of both states are compared over its iterations. An unmerged period moves alpha, and a
     merged period moves beta. The state that did not run is charged with the switch to it.
 
     Args:
-        times: times of switches.
         params: initial values and tuning.
 
     Attributes:
         alpha, beta: arguments of ``dynamic.decide``.
     """
 
-    def __init__(self, times: IterationTimes, params: ThresholdParams) -> None:
-        self._times = times
+    def __init__(self, params: ThresholdParams) -> None:
         self._params = params
-        self.alpha, self.beta = params.alpha, params.beta
+        self.alpha = params.alpha
+        self.beta = params.beta
         self._state: tuple[AdapterDigest | None, AdapterDigest | None] = (None, None)
-        self._begin_period()
 
     def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
-        """End the period if the next iteration does not belong to it. Return whether a threshold may have moved.
+        """End the period if the next iteration does not belong to it. Return whether the next choice may differ.
 
         Args:
             merged: adapter that is merged for the iteration; None for none.
@@ -104,10 +106,43 @@ class Thresholds:
         """
         if (merged, candidate) == self._state:
             return False
-        has_period = self._iterations > 0
-        self._end_period()
+        may_differ = self._end_period()
         self._state = merged, candidate
-        return has_period
+        return may_differ
+
+    @property
+    def _is_merged(self) -> bool:
+        """Whether the current period runs merged."""
+        return self._state[0] is not None
+
+    @abstractmethod
+    def _end_period(self) -> bool:
+        """Tune a threshold and begin the next period. Return whether the next choice may differ."""
+
+    def _move_alpha(self, pays: bool) -> None:
+        """Move alpha after an unmerged period. ``pays`` is whether merging would have served more."""
+        rules = self._params
+        alpha = self.alpha - rules.decrement if pays else self.alpha * rules.factor
+        self.alpha = min(max(alpha, rules.least_alpha), rules.most_alpha)
+        self.beta = max(min(self.beta, self.alpha - rules.gap), rules.least_beta)
+
+    def _moved_beta(self, pays: bool) -> float:
+        """Return beta after a merged period, before its limits. ``pays`` is whether unmerging would serve more."""
+        return self.beta + self._params.decrement if pays else self.beta / self._params.factor
+
+
+class Thresholds(PeriodicThresholds):
+    """Tunes alpha and beta by the times that each iteration had when it was chosen.
+
+    Args:
+        times: times of switches.
+        params: initial values and tuning.
+    """
+
+    def __init__(self, times: IterationTimes, params: ThresholdParams) -> None:
+        super().__init__(params)
+        self._times = times
+        self._begin_period()
 
     def note(self, iteration: Iteration, count: int) -> None:
         """Log identical iterations, at most the remaining number of the period."""
@@ -129,24 +164,21 @@ class Thresholds:
         self._served = {True: 0, False: 0}
         self._seconds = {True: 0.0, False: 0.0}
 
-    def _end_period(self) -> None:
-        if self._iterations:
-            is_merged = self._state[0] is not None
-            pays = self._throughput(not is_merged, self._times.switch_s(not is_merged)) > self._throughput(is_merged)
-            self._tune(is_merged, pays)
+    def _end_period(self) -> bool:
+        has_period = self._iterations > 0
+        if has_period:
+            other, ran = not self._is_merged, self._is_merged
+            self._tune(self._throughput(other, self._times.switch_s(other)) > self._throughput(ran))
         self._begin_period()
+        return has_period
 
     def _throughput(self, merged: bool, switch_s: float = 0.0) -> float:
         """Return requests per second over the period, including a switch before its first iteration."""
         return self._served[merged] / (self._seconds[merged] + switch_s)
 
-    def _tune(self, is_merged: bool, pays: bool) -> None:
+    def _tune(self, pays: bool) -> None:
         """Move the threshold of the state that ran. ``pays`` is whether the other state would have served more."""
-        rules = self._params
-        if is_merged:
-            beta = self.beta + rules.decrement if pays else self.beta / rules.factor
-            self.beta = max(min(beta, self.alpha - rules.gap), rules.least_beta)
+        if self._is_merged:
+            self.beta = max(min(self._moved_beta(pays), self.alpha - self._params.gap), self._params.least_beta)
         else:
-            alpha = self.alpha - rules.decrement if pays else self.alpha * rules.factor
-            self.alpha = min(max(alpha, rules.least_alpha), rules.most_alpha)
-            self.beta = max(min(self.beta, self.alpha - rules.gap), rules.least_beta)
+            self._move_alpha(pays)
