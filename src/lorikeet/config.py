@@ -705,6 +705,6 @@ def _with_choices(text: str, to: Any) -> str:
         kind = kinds.get(found[2])
         types = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, StrEnum)]
         listed = types[0] if types else ()
-        return f"{found[1]} is none of {', '.join(listed)}"
+        return f"{found[1]} must be one of {', '.join(listed)}"
 
     return _WRONG_CHOICE.sub(choices, text)

@@ -68,8 +68,8 @@ def test_calls_of_functions_come_from_a_file_in_its_public_form(file: Path, tmp_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--shape round", "--shape 'round' is none of plain, chat, translation, agent"),
-        ("--arrivals often", "--arrivals 'often' is none of poisson, gamma, uniform, now, functions"),
+        ("--shape round", "--shape 'round' must be one of plain, chat, translation, agent"),
+        ("--arrivals often", "--arrivals 'often' must be one of poisson, gamma, uniform, now, functions"),
         ("--rate fast", "--rate: rate 'fast' is neither"),
         ("--arrivals now --rate 3", "--arrivals now has no --rate, not '3'"),
         ("--cv 0", "--cv 0 is not positive"),
@@ -78,7 +78,7 @@ def test_calls_of_functions_come_from_a_file_in_its_public_form(file: Path, tmp_
         ("--ranks 7-x --adapters 2", "--ranks: '7-x' is not a rank"),
         ("--prompt-tokens x", "--prompt-tokens: 'x' is neither"),
         ("--minutes 0-9 --arrivals functions --adapters 2", "--minutes '0-9' counts from 1"),
-        ("--adapters 2 --adapter-choice favourite", "adapter choice 'favourite' is none of uniform"),
+        ("--adapters 2 --adapter-choice favourite", "adapter choice 'favourite' must be one of uniform"),
         ("--adapters 2 --adapter-choice distinct", "1000 requests cannot have distinct adapters"),
         ("--shape chat", "needs a trace"),
         ("--most-tokens 512", "--most-tokens: needs a trace"),

@@ -90,7 +90,7 @@ def bench_serve(
     _check_effects(context, arrivals or "poisson", has_workload=workload is not None)
     for given, known in ((endpoint, tuple(ENDPOINTS)), (arrivals or "poisson", ARRIVALS)):
         if given not in known:
-            fail(f"{given!r} is none of {', '.join(known)}", code=2)
+            fail(f"{given!r} must be one of {', '.join(known)}", code=2)
     has_rate = rate is not None or find_peak
     if arrivals and (workload is not None or has_rate == (arrivals == "now")):
         fail("--arrivals goes with a --rate (or now, without one), and not with a --workload", code=2)

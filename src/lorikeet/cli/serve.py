@@ -110,4 +110,4 @@ def _check_parser(setting: str, name: str, known: Iterable[str]) -> None:
         ConfigError: the name is unknown.
     """
     if name and name not in known:
-        raise ConfigError(f"{setting}: {name!r} is none of {', '.join(known)}")
+        raise ConfigError(f"{setting}: {name!r} must be one of {', '.join(known)}")

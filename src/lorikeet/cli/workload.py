@@ -75,7 +75,7 @@ def workload(
         ("--arrivals", arrivals, (*ARRIVALS, FUNCTION_ARRIVALS)),
     ):
         if given not in known:
-            fail(f"{flag} {given!r} is none of {', '.join(known)}", code=2)
+            fail(f"{flag} {given!r} must be one of {', '.join(known)}", code=2)
     if function_trace is not None and arrivals != FUNCTION_ARRIVALS:
         fail("--function-trace goes with --arrivals functions", code=2)
     for flag, number in (("--length-scale", length_scale), ("--cv", cv), ("--duration-s", duration_s)):

@@ -46,7 +46,7 @@ def choose_adapters(
     """
     name, *texts = rule.split(":")
     if name not in RULES:
-        raise OptionError(f"adapter choice {rule!r} is none of {', '.join(ADAPTER_CHOICES)}")
+        raise OptionError(f"adapter choice {rule!r} must be one of {', '.join(ADAPTER_CHOICES)}")
     numbers = _numbers(rule, name, texts)
     if name.startswith("rank-") and ranks is None:
         raise OptionError(f"adapter choice {rule!r} needs the adapters' ranks")
