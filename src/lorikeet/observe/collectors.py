@@ -250,19 +250,40 @@ def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) 
     return [adapter.name for adapter in known.get(digest, ())]
 
 
-_PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
-    ("requests", "Requests ended.", lambda counts: counts.requests),
-    ("requests_aborted", "Requests whose client disconnected.", lambda counts: counts.aborted),
-    ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
-    ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
-    ("cached_tokens", "Prompt tokens found in KV.", lambda counts: counts.cached_tokens),
-    ("generation_tokens", "Tokens generated.", lambda counts: counts.completion_tokens),
-    ("time_to_first_token_seconds", "Sum of TTFT.", lambda counts: counts.ttft_s),
-    ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
-    ("e2e_seconds", "Sum of time from arrival to end.", lambda counts: counts.e2e_s),
-    ("load_wait_seconds", "Sum of time spent waiting for the adapter.", lambda counts: counts.adapter_wait_s),
-    ("kv_wait_seconds", "Sum of time spent waiting for KV beyond that.", lambda counts: counts.kv_wait_s),
-)
+_COUNTED: dict[str, tuple[str, Callable[[RequestCounts], float]]] = {
+    "requests": ("Requests ended.", lambda counts: counts.requests),
+    "requests_aborted": ("Requests whose client disconnected.", lambda counts: counts.aborted),
+    "requests_failed": ("Requests that ended with an error.", lambda counts: counts.failed),
+    "requests_refused": ("Requests that got a 429.", lambda counts: counts.refused),
+    "prompt_tokens": ("Prompt tokens.", lambda counts: counts.prompt_tokens),
+    "cached_tokens": ("Prompt tokens found in KV.", lambda counts: counts.cached_tokens),
+    "generation_tokens": ("Tokens generated.", lambda counts: counts.completion_tokens),
+    "time_to_first_token_seconds": ("Sum of TTFT.", lambda counts: counts.ttft_s),
+    "first_tokens": ("Requests that had a first token.", lambda counts: counts.ttft_count),
+    "e2e_seconds": ("Sum of time from arrival to end.", lambda counts: counts.e2e_s),
+    "load_wait_seconds": ("Sum of time spent waiting for the adapter.", lambda counts: counts.adapter_wait_s),
+    "kv_wait_seconds": ("Sum of time spent waiting for KV beyond that.", lambda counts: counts.kv_wait_s),
+}
+"""Text and value of each counter of requests by adapter or tenant, by the end of its name."""
+_NOT_OF_ADAPTERS = {"requests_refused"}
+_NOT_OF_TENANTS = {"requests_aborted", "cached_tokens", "e2e_seconds", "load_wait_seconds", "kv_wait_seconds"}
+
+
+def _request_counts(
+    make: MetricFamilies, label: str, omitted: Set[str], by_label: Mapping[str, RequestCounts]
+) -> Iterable[Metric]:
+    """Yield the counters ``lorikeet:LABEL_…`` of requests.
+
+    Args:
+        make: builds the metrics.
+        label: ``adapter`` or ``tenant``.
+        omitted: counters to leave out.
+        by_label: counts of each adapter or tenant.
+    """
+    for name, (text, value) in _COUNTED.items():
+        if name not in omitted:
+            values = [((each,), value(counts)) for each, counts in by_label.items()]
+            yield make.counts(f"lorikeet:{label}_{name}", text, (label,), values)
 
 
 class UsageCollector(Collector):
@@ -275,9 +296,7 @@ class UsageCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
         by_adapter = self._usage.labelled()
-        for name, text, value in _PER_ADAPTER:
-            values = [((adapter,), value(counts)) for adapter, counts in by_adapter.items()]
-            yield self._make.counts(f"lorikeet:adapter_{name}", text, ("adapter",), values)
+        yield from _request_counts(self._make, "adapter", _NOT_OF_ADAPTERS, by_adapter)
         yield self._ttft(by_adapter)
         with_base = {"": self._usage.base.total, **by_adapter}
         shed = [((adapter,), float(counts.shed)) for adapter, counts in with_base.items()]
@@ -304,17 +323,6 @@ class UsageCollector(Collector):
         return self._make.histograms("lorikeet:adapter_ttft_seconds", "TTFT.", ("adapter",), values)
 
 
-_PER_TENANT: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
-    ("requests", "Requests ended.", lambda counts: counts.requests),
-    ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
-    ("requests_refused", "Requests that got a 429.", lambda counts: counts.refused),
-    ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
-    ("generation_tokens", "Tokens generated.", lambda counts: counts.completion_tokens),
-    ("time_to_first_token_seconds", "Sum of TTFT.", lambda counts: counts.ttft_s),
-    ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
-)
-
-
 class TenantCollector(Collector):
     """Collects counts of the busiest and slowest tenants and the sum of all others, once a request has had a key."""
 
@@ -327,9 +335,7 @@ class TenantCollector(Collector):
         by_tenant = self._usage.labelled()
         if len(by_tenant) == 1:
             return
-        for name, text, value in _PER_TENANT:
-            values = [((tenant,), value(counts)) for tenant, counts in by_tenant.items()]
-            yield self._make.counts(f"lorikeet:tenant_{name}", text, ("tenant",), values)
+        yield from _request_counts(self._make, "tenant", _NOT_OF_TENANTS, by_tenant)
         running = [((tenant,), float(count)) for tenant, count in self._usage.running(by_tenant).items()]
         yield self._make.gauges("lorikeet:tenant_requests_running", "Requests not ended.", ("tenant",), running)
 
