@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
@@ -19,6 +19,14 @@ from lorikeet.http.logs import log
 from lorikeet.http.middleware import add_middleware
 from lorikeet.http.model_routes import MODEL_ROUTES
 from lorikeet.http.routes import BodySize, Callers, Forwarding, Route, RouteTable
+from lorikeet.http.vllm_adapter_answers import (
+    adapter_not_found,
+    already_loaded,
+    check_load,
+    check_unload,
+    load_answer,
+    unload_answer,
+)
 from lorikeet.http.web import page_file
 from lorikeet.observe.stats_stream import read_stats_query, stats_response
 from lorikeet.router.adapters import describe_adapter
@@ -128,8 +136,7 @@ class _Routes:
         body = await _read(http, _Load)
         name = body.lora_name
         catalog = self._parts.catalog
-        if not name or not body.lora_path:
-            raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type="InvalidUserInput")
+        check_load(name, body.lora_path)
         self._check_is_new(body)
         try:
             check_name(name, {card["id"] for card in catalog.base_cards()})
@@ -139,21 +146,21 @@ class _Routes:
         self._check_is_new(body)  # Another call may have added the adapter during the await.
         await catalog.add(adapter)
         log.info("adapter added", adapter=name, source=adapter.source, rank=adapter.rank)
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+        return load_answer(name)
 
     def _check_is_new(self, body: _Load) -> None:
         if body.lora_name in self._parts.catalog.adapters and not body.load_inplace:
-            said = f"The lora adapter '{body.lora_name}' has already been loaded. "
-            raise ApiError(400, said + "To replace it, set 'load_inplace' to True.", type="InvalidUserInput")
+            raise already_loaded(body.lora_name)
 
     async def unload(self, http: Request) -> Response:
         """Stop serving an adapter."""
         name = (await _read(http, _Unload)).lora_name
+        check_unload(name)
         if name not in self._parts.catalog.adapters:
-            raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
+            raise adapter_not_found(name)
         await self._parts.catalog.remove(name)
         log.info("adapter removed", adapter=name)
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+        return unload_answer(name)
 
     async def cluster(self, http: Request) -> Response:
         """Return the backends as replicas, in the form of a server's own ``/v1/cluster``."""

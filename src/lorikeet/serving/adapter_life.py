@@ -24,6 +24,7 @@ from lorikeet.costs.model import adapter_elements
 from lorikeet.http.errors import ApiError, hide_paths
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread
+from lorikeet.http.vllm_adapter_answers import adapter_not_found, already_loaded, invalid_input
 from lorikeet.serving.service import Service
 from lorikeet.tenants.keys import OPERATOR, Access
 
@@ -90,7 +91,7 @@ def check_owner(service: Service, access: Access, name: str) -> None:
     if owner is None or access.owns(owner):
         return
     if not access.may_see(name):
-        raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
+        raise adapter_not_found(name)
     raise ApiError(403, f"The adapter {name[:200]!r} is not this key's own.", param="name")
 
 
@@ -195,10 +196,7 @@ async def register_adapter(
     try:
         loaded = await in_daemon_thread(register)
     except AdapterExists:
-        raise invalid_input(
-            f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
-            f"set '{replaced_by}' to True."
-        ) from None
+        raise already_loaded(name, replaced_by) from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
     except AdapterQuotaExceeded as error:
@@ -317,7 +315,7 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
                 f"The adapter {name!r} is not registered: the folder of --adapter-dir serves it. Move its folder away "
                 "to serve it no longer.",
             ) from None
-        raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
+        raise adapter_not_found(name) from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
     except AdapterStoreError as error:
@@ -427,8 +425,3 @@ def _for_client(name: str, error: AdapterError) -> str:
     # Most folders have their adapter's name, which the text contains only once.
     cause, shown = hide_paths(str(error)).removeprefix(f"{name}: "), repr(name[:200])
     return cause if shown in cause else f"adapter {shown}: {cause}"
-
-
-def invalid_input(message: str) -> ApiError:
-    """Return a 400 with the error type of vLLM's adapter routes."""
-    return ApiError(400, message, type="InvalidUserInput")

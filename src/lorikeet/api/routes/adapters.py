@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import Query, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
 from lorikeet.adapters.chat import ChatOverrides, GenerationDefaults
@@ -22,13 +22,13 @@ from lorikeet.core.messages import EngineStats
 from lorikeet.http.errors import ApiError
 from lorikeet.http.routes import BodySize, Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
+from lorikeet.http.vllm_adapter_answers import check_load, check_unload, load_answer, unload_answer
 from lorikeet.serving.adapter_life import (
     alias_adapter,
     author_of,
     check_enabled,
     check_may_load,
     check_owner,
-    invalid_input,
     load_adapter,
     refuse_pin,
     register_adapter,
@@ -306,22 +306,19 @@ def _holds(stats: EngineStats | None, record: AdapterRecord) -> bool:
 @ROUTES.add(Route("POST /v1/load_lora_adapter", Callers.ADMINS_AND_TENANTS, note="vLLM's"))
 async def load_lora_adapter(body: LoadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Load an adapter as vLLM does."""
-    if not body.lora_name or not body.lora_path:
-        raise invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
+    check_load(body.lora_name, body.lora_path)
     loaded = await load_adapter(
         service, body.lora_name, body.lora_path, access=sender.access, replace=body.load_inplace
     )
-    lines = [f"Success: LoRA adapter '{body.lora_name}' added successfully."]
-    return PlainTextResponse("\n".join(lines + [f"Warning: {warning}" for warning in loaded.warnings]))
+    return load_answer(body.lora_name, *loaded.warnings)
 
 
 @ROUTES.add(Route("POST /v1/unload_lora_adapter", Callers.ADMINS_AND_TENANTS, note="vLLM's"))
 async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter as vLLM does."""
-    if not body.lora_name:
-        raise invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.")
+    check_unload(body.lora_name)
     await unload_adapter(service, body.lora_name, sender.access)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    return unload_answer(body.lora_name)
 
 
 # --- SGLang ---------------------------------------------------------------------------------------
