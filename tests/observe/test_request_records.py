@@ -102,9 +102,27 @@ async def test_the_log_has_the_decisions_and_why_reads_them(start: Start, tmp_pa
     assert figures["saved_s"]["prefix_reuse"] == {"saved": 0.5, "lost": 0.0, "requests": 2}
     assert figures["saved_s"]["assist"]["lost"] == 0.25
     assert figures["adapters"].keys() == {"(base)"}
-    only = CliRunner().invoke(app, ["why", str(path), "--request", "nobody"])
-    assert only.exit_code == 1
-    assert "no request matches" in only.output
+    for options, reason in (
+        (["--request", "nobody"], "has an id that begins with 'nobody'"),
+        (["--adapter", "sql"], "is for the adapter 'sql'"),
+        (["--request", "x", "--adapter", "sql"], "has an id that begins with 'x' and is for the adapter 'sql'"),
+    ):
+        none_found = CliRunner().invoke(app, ["why", str(path), *options])
+        assert none_found.exit_code == 1
+        assert none_found.output == f"error: no request in {path} {reason}\n"
+
+
+def test_why_explains_that_it_reads_a_log_and_not_a_request() -> None:
+    mistaken = CliRunner().invoke(app, ["why", "chatcmpl-12"])
+    assert mistaken.exit_code == 1
+    assert "there is no request log 'chatcmpl-12'" in mistaken.output
+    assert "--request ID" in mistaken.output
+
+
+def test_why_refuses_an_empty_log(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text("")
+    assert CliRunner().invoke(app, ["why", str(path)]).output == f"error: {path} has no requests\n"
 
 
 def test_unknown_savings_are_not_shown_as_zero(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ class LoggedRequest(msgspec.Struct, frozen=True):
 def why(
     file: Annotated[Path, typer.Argument(help="What `lorikeet serve --request-log` wrote.")],
     adapter: Annotated[str, typer.Option(help="Only requests for this adapter.", show_default="all")] = "",
-    request: Annotated[str, typer.Option(help="Only requests whose id begins so.", show_default="all")] = "",
+    request: Annotated[
+        str, typer.Option(help="Only requests whose id begins with this text.", show_default="all")
+    ] = "",
     top: Annotated[int, typer.Option(min=0, help="Slowest adapters and requests to show.")] = 10,
     json_file: JsonFile = None,
 ) -> None:
@@ -81,10 +83,15 @@ def why(
     check_json_file(json_file)
     try:
         found = [each for each in _read(file) if adapter in ("", each.name) and each.request_id.startswith(request)]
+    except FileNotFoundError:
+        fail(
+            f"there is no request log {str(file)!r}. Give the file of `lorikeet serve --request-log`, and --request ID "
+            "for one of its requests. Without a log, see GET /v1/requests/ID of the server."
+        )
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         fail(f"{file}: {error}")
     if not found:
-        fail(f"{file}: no request matches")
+        fail(_none_found(file, adapter, request))
     by_adapter = defaultdict[str, list[LoggedRequest]](list)
     for each in found:
         by_adapter[each.name].append(each)
@@ -108,6 +115,15 @@ def why(
         console.print(_adapters_table(_slowest(by_adapter, top)))
     if top:
         console.print(_requests_table(_slowest_requests(found, top)))
+
+
+def _none_found(file: Path, adapter: str, request: str) -> str:
+    """Return the error for a log in which no request fits the options."""
+    conditions = [
+        *([f"has an id that begins with {request!r}"] if request else []),
+        *([f"is for the adapter {adapter!r}"] if adapter else []),
+    ]
+    return f"no request in {file} {' and '.join(conditions)}" if conditions else f"{file} has no requests"
 
 
 def _read(file: Path) -> Iterator[LoggedRequest]:
