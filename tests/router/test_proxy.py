@@ -181,6 +181,9 @@ async def test_adapters_come_and_go_while_it_runs(start: Start, tmp_path: Any) -
         assert (await routing.http.post(COMPLETIONS, json=body("json"))).status_code == 404
         await until(lambda: "-json" in routing.all_calls, "the adapter is unloaded from a backend")
         assert (await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "json"})).status_code == 404
+        unnamed = await routing.http.post("/v1/unload_lora_adapter", json={})
+        assert unnamed.status_code == 400
+        assert unnamed.json()["error"]["type"] == "InvalidUserInput"
 
 
 @pytest.mark.slow
