@@ -187,3 +187,54 @@ def test_a_server_refuses_other_formats_with_the_command_to_convert(original: Pa
     folder = write_mlx(tmp_path / "mlx", read_lora(original).modules)
     with pytest.raises(AdapterError, match=r"adapters\.safetensors: this is not PEFT's format: convert it with"):
         describe_folder(folder, DescribeOptions())
+
+
+# --- pickles of older PEFT -------------------------------------------------------------------------------------------
+
+
+def pickled(folder: Path) -> dict[str, Tensor]:
+    """Save the weights of a folder as PEFT did before safetensors; return them."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    torch.save(tensors, folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    return tensors
+
+
+def test_a_pickle_is_rewritten_exactly_and_keeps_the_config(original: Path, tmp_path: Path) -> None:
+    before = describe_folder(original, DescribeOptions())
+    tensors = pickled(original)
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin is ignored.*`lorikeet adapters convert FOLDER OUT`"):
+        describe_folder(original, DescribeOptions())
+    done = CliRunner().invoke(app, ["adapters", "convert", str(original), str(tmp_path / "out"), "--base", "nowhere"])
+    assert done.exit_code == 0, done.output
+    assert f"{len(tensors)} tensors rewritten as safetensors" in done.output
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    after = describe_folder(tmp_path / "out", DescribeOptions())
+    assert [each.scaling for each in after.modules] == [each.scaling for each in before.modules]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"version https://git-lfs.github.com/spec/v1\n", {"a": 1}, [torch.zeros(1)], Path("x")]
+)
+def test_a_pickle_of_anything_else_is_refused_and_its_code_is_not_run(
+    original: Path, tmp_path: Path, content: object
+) -> None:
+    pickled(original)
+    if isinstance(content, bytes):
+        (original / "adapter_model.bin").write_bytes(content)
+    else:
+        torch.save(content, original / "adapter_model.bin")
+    done = CliRunner().invoke(app, ["adapters", "convert", str(original), str(tmp_path / "out")])
+    assert done.exit_code == 1, done.output
+    assert done.output.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_names_the_adapters_in_the_folders_of_a_folder(original: Path) -> None:
+    with pytest.raises(AdapterError, match="there is an adapter in peft: name that folder"):
+        describe_folder(original.parent, DescribeOptions())
+    (original.parent / "second").symlink_to(original)
+    with pytest.raises(AdapterError, match=r"adapters are in peft, second$"):
+        describe_folder(original.parent, DescribeOptions())

@@ -25,6 +25,7 @@ from lorikeet.adapters.description import (
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.experts import check_parameters, describe_experts, parameter_of
 from lorikeet.adapters.extra_tensors import LowRankTensors, Named, find_extras, is_of_vocabulary, named, summary
+from lorikeet.adapters.folder_hints import inner_adapters, other_formats
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.peft_config import (
@@ -310,9 +311,8 @@ def _check_present(folder: Path) -> None:
         return
     if folder.is_dir() and (foreign := [*folder.glob("adapters.safetensors"), *folder.glob("*.gguf")]):
         raise AdapterError(f"{foreign[0].name}: this is not PEFT's format: {CONVERT}")
-    others = [file.name for file in folder.glob("adapter_model.*")] if folder.is_dir() else []
-    found = f"; {', '.join(sorted(others))} is ignored, since only safetensors is supported" if others else ""
-    raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{found}")
+    hint = (other_formats(os.listdir(folder)) or inner_adapters(folder)) if folder.is_dir() else ""
+    raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{hint}")
 
 
 def _check_weights(

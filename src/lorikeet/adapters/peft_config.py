@@ -339,8 +339,8 @@ def _check_supported(raw: dict[str, Any]) -> list[str]:
     return warnings
 
 
-def check_convertible(file: Path) -> None:
-    """Check that PEFT can merge the type of an ``adapter_config.json`` into linear layers.
+def check_convertible(file: Path) -> str:
+    """Check that PEFT can merge the type of an ``adapter_config.json`` into linear layers; return the type.
 
     Raises:
         AdapterError: PEFT cannot merge the type, or the file cannot be read.
@@ -350,6 +350,7 @@ def check_convertible(file: Path) -> None:
         _check_linear(kind)
     except AdapterError as error:
         raise AdapterError(f"{file.name}: {error}") from error
+    return str(kind)
 
 
 def _check_linear(kind: Any) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from lorikeet.adapters.chat_files import CHAT_FILES
 from lorikeet.adapters.description import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
+from lorikeet.adapters.folder_hints import inner_adapters, other_formats
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES
 from lorikeet.adapters.reader import list_shards
 from lorikeet.adapters.url_reader import (
@@ -29,7 +30,6 @@ from lorikeet.adapters.url_reader import (
     UrlRead,
     check_below,
     copy_stream,
-    other_formats,
     read_url,
     segments,
 )
@@ -204,7 +204,8 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
     except FileNotFoundError as error:
         if not os.path.isdir(folder):
             raise AdapterNotFound(_no_folder(folder, allowed)) from error
-        raise AdapterNotFound(f"{folder}: {name} is not there{other_formats(os.listdir(folder))}") from error
+        hint = other_formats(os.listdir(folder)) or inner_adapters(folder)
+        raise AdapterNotFound(f"{folder}: {name} is not there{hint}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError means circular links.
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
     try:

@@ -27,6 +27,7 @@ import msgspec
 
 from lorikeet.adapters.description import LENGTH_BYTES, MAX_HEADER_BYTES
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
+from lorikeet.adapters.folder_hints import other_formats
 from lorikeet.adapters.source_plugin import AdapterSource, source_of
 from lorikeet.core.text import install_command
 
@@ -146,12 +147,6 @@ def _check_start(name: str, start: bytes, max_bytes: int) -> None:
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if name.endswith(".safetensors") and MAX_HEADER_BYTES < length <= max_bytes:
         raise AdapterError(f"{name}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read")
-
-
-def other_formats(names: list[str]) -> str:
-    """Return a hint for an error message that lists files of other formats than safetensors."""
-    others = sorted(name for name in names if name.startswith("adapter_model.") and not name.endswith(".safetensors"))
-    return f"; {', '.join(others)} is ignored, since only safetensors is supported" if others else ""
 
 
 def check_below(source: str, url: str, allowed: tuple[str, ...]) -> None:

@@ -190,11 +190,13 @@ def convert(
     """Write a PEFT LoRA adapter for one of another type or program. Needs no server.
 
     Types of PEFT (LoHa, LoKr, OFT, VeRA, PiSSA, ...) are loaded by PEFT, and split to the rank that --tolerance needs.
-    Adapters of mlx, GGUF files and those with lora_up and lora_down are rewritten as they are.
+    Adapters of mlx, GGUF files, those with lora_up and lora_down, and LoRA in an adapter_model.bin are rewritten as
+    they are.
     """
     from lorikeet.adapters.description import CONFIG_FILE
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.adapters.peft_config import check_convertible
+    from lorikeet.adapters.peft_config import SERVED_TYPES, check_convertible
+    from lorikeet.convert import folder as adapter_folder
     from lorikeet.convert import foreign as foreign_adapters
 
     check_json_file(json_file)
@@ -203,17 +205,18 @@ def convert(
     try:
         form = foreign_adapters.recognise(folder)
         if form is not None:
-            if given := {"rank", "tolerance"}.intersection(given_options(context)):
-                fail(
-                    f"--{min(given)}: {form.name} is rewritten as it is; for a lower rank afterwards: `lorikeet "
-                    "adapters compress FOLDER --into OUT --rank RANK`",
-                    code=2,
-                )
+            _refuse_rank(context, form.name)
             modules = foreign_adapters.rewrite(form, target, _base_folder(base))
             if write_json(json_file, {"format": form.name, "modules": modules}):
                 print(f"{target}: {form.name} rewritten as PEFT's LoRA on {len(modules)} modules, exactly")
             return
-        check_convertible(folder / CONFIG_FILE)
+        kind = check_convertible(folder / CONFIG_FILE)
+        if kind in SERVED_TYPES and adapter_folder.is_pickled(folder):
+            _refuse_rank(context, adapter_folder.PICKLED_FILE)
+            number = adapter_folder.rewrite_pickled(folder, target)
+            if write_json(json_file, {"format": adapter_folder.PICKLED_FILE, "tensors": number}):
+                print(f"{target}: {number} tensors rewritten as safetensors, exactly")
+            return
         base_folder = _base_folder(base)
         served = _served(folder, base_folder)
         if served is not None and not served.extras:
@@ -383,6 +386,16 @@ def _compare(folder: Path, base: Path, prompt: str, tokens: int) -> dict[str, An
     found = compare(folder, base, prompt, tokens)
     same = found.own == found.by_peft
     return {"same": same, **found._asdict()}
+
+
+def _refuse_rank(context: typer.Context, form: str) -> None:
+    """End the command if it has options of a rank, which a format that is rewritten exactly has no use for."""
+    if given := {"rank", "tolerance"}.intersection(given_options(context)):
+        fail(
+            f"--{min(given)}: {form} is rewritten as it is; for a lower rank afterwards: `lorikeet adapters compress "
+            "FOLDER --into OUT --rank RANK`",
+            code=2,
+        )
 
 
 def _served(folder: Path, base: Path) -> "AdapterDescription | None":

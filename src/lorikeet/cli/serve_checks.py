@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from lorikeet.adapters.description import CONFIG_FILE
+from lorikeet.adapters.folder_hints import inner_adapters
 from lorikeet.config import (
     DEVICES,
     DTYPES,
@@ -241,7 +242,7 @@ def _check_folders(preload: Iterable[str]) -> None:
                 hint = f"; did you mean {similar}?" if similar else ""
                 raise ConfigError(f"adapter {name!r}: there is no folder {source!r}{hint}")
             if not (folder / CONFIG_FILE).is_file():
-                raise ConfigError(f"adapter {name!r}: folder {source!r} has no {CONFIG_FILE}")
+                raise ConfigError(f"adapter {name!r}: folder {source!r} has no {CONFIG_FILE}{inner_adapters(folder)}")
         except (
             OSError,
             RuntimeError,

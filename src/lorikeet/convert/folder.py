@@ -4,15 +4,18 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lorikeet.adapters.chat_files import CHAT_FILES
-from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet.adapters.description import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.folder_hints import PICKLED_FILE
 from lorikeet.adapters.mixture import config_of
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, read_json
 from lorikeet.adapters.reader import describe
@@ -90,6 +93,61 @@ def read_lora(folder: Path) -> LoraFolder:
         name = a.rpartition(".lora_A")[0].removeprefix(PREFIX)
         modules[name] = LowRank(tensors.pop(a).float(), tensors.pop(b).float(), scaling)
     return LoraFolder(config, modules, tensors)
+
+
+def is_pickled(folder: Path) -> bool:
+    """Return whether a folder has its weights only in the pickle that old versions of PEFT write."""
+    return (folder / PICKLED_FILE).is_file() and not any(
+        (folder / each).is_file() for each in (WEIGHTS_FILE, INDEX_FILE)
+    )
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read all tensors of a folder of PEFT: of one file, of shards, or of a pickle, whose code is not run.
+
+    Raises:
+        AdapterError: there is no such file, or it cannot be read, or holds more than tensors.
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        if is_pickled(folder):
+            found = torch.load(folder / PICKLED_FILE, map_location="cpu", weights_only=True)
+            if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+                raise AdapterError(f"{folder / PICKLED_FILE}: it holds more than tensors by their names")
+            return {name: value.clone().contiguous() for name, value in found.items()}
+        shards = [WEIGHTS_FILE]
+        if (folder / INDEX_FILE).is_file():
+            index = read_json(folder / INDEX_FILE, MAX_CONFIG_BYTES).get("weight_map")
+            shards = sorted(set(index.values())) if isinstance(index, dict) else shards
+        for name in shards:
+            tensors |= load_file(folder / name)
+    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        raise AdapterError(f"{folder}: its weights cannot be read: {_first_line(error)}") from error
+    return tensors
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def rewrite_pickled(folder: Path, target: Path) -> int:
+    """Write a folder with the tensors of a pickle as safetensors, exactly; return their number.
+
+    Args:
+        folder: folder of PEFT.
+        target: a folder that must not exist.
+
+    Raises:
+        AdapterError: the pickle cannot be read, or the target exists.
+    """
+    check_free(target)
+    tensors = read_weights(folder)
+    config = read_json(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
+    with whole_folder(target) as whole:
+        save_file(tensors, whole / WEIGHTS_FILE)
+        (whole / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+    copy_chat_files(folder, target)
+    return len(tensors)
 
 
 def write_lora(

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet.adapters.description import CONFIG_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.convert.folder import PREFIX, LowRank, check_free, copy_chat_files, write_lora
+from lorikeet.convert.folder import PREFIX, LowRank, check_free, copy_chat_files, read_weights, write_lora
 from lorikeet.models.default import whole_folder
 
 _ROUNDING = 1e-6
@@ -114,7 +113,7 @@ def _convert(folder: Path, target: Path, base: Path, rank: int, tolerance: float
     if not found:
         raise AdapterError(f"{folder}: it changes no linear layer")
     given = json.loads((folder / CONFIG_FILE).read_text())
-    others = {key: value for key, value in load_file(folder / WEIGHTS_FILE).items() if _is_whole(key, given)}
+    others = {key: value for key, value in read_weights(folder).items() if _is_whole(key, given)}
     if biases:
         for name, each in modules.items():
             others[f"{PREFIX}{name}.lora_B.bias"] = biases.get(name, torch.zeros(len(each.b)))
