@@ -115,6 +115,33 @@ def test_a_saved_base_embedding_with_lora_on_it_is_ignored(tmp_path: Path) -> No
     assert "those from 24 on are not used" in found.warnings[0]
 
 
+@pytest.mark.parametrize("tokens", [[3, VOCABULARY], [VOCABULARY, VOCABULARY + 1], {"embed_tokens": [2, VOCABULARY]}])
+def test_trained_tokens_of_a_resized_vocabulary_are_those_of_the_base(tokens: Any, tmp_path: Path) -> None:
+    head = EMBEDDING.replace("model.embed_tokens", "lm_head")
+    shapes = {}
+    for name in (EMBEDDING, head):  # PEFT saves both of a tied base, and may name the embedding alone.
+        shapes[f"{name}.token_adapter.base_layer.weight"] = (VOCABULARY + 2, HIDDEN)
+        shapes[f"{name}.token_adapter.trainable_tokens_delta"] = (2, HIDDEN)
+    folder = write_adapter(tmp_path, with_ones(**shapes), trainable_token_indices=tokens)
+    found = describe_folder(folder, DescribeOptions(BASE))
+    below = tuple(
+        token for token in (tokens if isinstance(tokens, list) else tokens["embed_tokens"]) if token < VOCABULARY
+    )
+    assert [each.tokens for each in found.extras if each.kind == "rows"] == ([below, below] if below else [])
+    assert [each.rows for each in found.extras if each.kind == "weight"] == [VOCABULARY, VOCABULARY]
+    assert sum("tokens that are not used" in warning for warning in found.warnings) == 2
+
+
+def test_trained_tokens_of_the_base_behind_others_are_refused(tmp_path: Path) -> None:
+    shapes = {
+        f"{EMBEDDING}.token_adapter.base_layer.weight": (VOCABULARY + 2, HIDDEN),
+        f"{EMBEDDING}.token_adapter.trainable_tokens_delta": (2, HIDDEN),
+    }
+    folder = write_adapter(tmp_path, with_ones(**shapes), trainable_token_indices=[VOCABULARY, 3])
+    with pytest.raises(AdapterError, match="has tokens of the base model after others, which it lacks: it has 24"):
+        describe_folder(folder, DescribeOptions(BASE))
+
+
 def test_an_untrained_copy_is_left_out_and_alone_refused(tmp_path: Path) -> None:
     copy = f"{EMBEDDING}.original_module.weight"
     saved = {f"{EMBEDDING}.{ending}": (VOCABULARY + 1, HIDDEN) for ending in ("weight", "modules_to_save.weight")}

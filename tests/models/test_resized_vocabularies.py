@@ -102,10 +102,16 @@ def test_lora_on_a_resized_layer_without_the_layer_itself_is_refused_in_one_sent
     assert "of the base model has 96: a resized vocabulary needs" in str(refused.value)
 
 
-def test_trained_tokens_beyond_the_base_are_refused_in_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [[3, 100], [100], {"embed_tokens": [3, 100]}], ids=str)
+@pytest.mark.parametrize("tie", BASES)
+def test_added_tokens_that_were_trained_are_left_out_and_the_others_answer_as_peft(
+    tmp_path: Path, tie: str, tokens: Any
+) -> None:
     base = tmp_path / "base"
-    make_checkpoint(base, "llama", vocab_size=VOCABULARY)
-    config = lora(target_modules=["q_proj"], trainable_token_indices=[3, 100])
-    make(load(base), tmp_path / "adapter", config, vocabulary=128)
-    with pytest.raises(AdapterError, match="names tokens beyond the 96 of the base model"):
-        describe_folder(tmp_path / "adapter", DescribeOptions(read_model_config(base).geometry(4)))
+    make_checkpoint(base, BASES[tie], vocab_size=VOCABULARY)
+    config = lora(target_modules=["q_proj"], trainable_token_indices=tokens)
+    peft = make(load(base), tmp_path / "adapter", config, vocabulary=128)
+    assert worst_difference(peft, base, tmp_path / "adapter", "lorikeet") < TOLERANCE
+    found = describe_folder(tmp_path / "adapter", DescribeOptions(read_model_config(base).geometry(4)))
+    assert any("1 tokens that are not used" in warning for warning in found.warnings)

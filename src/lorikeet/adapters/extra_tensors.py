@@ -246,13 +246,7 @@ class _Finder:
             kept = entry if needs_all else self._kept(entry)
             return [self._extra("weight", module, 0, kept, kept.shape[0], hidden)]
         if kind == "rows" and len(shape) == 2:
-            tokens = tuple(self._config.tokens_of(each.name))
-            if len(tokens) != shape[0]:
-                raise _refusal(entry, f"has {shape[0]} rows; {CONFIG_FILE} names {len(tokens)} trained tokens")
-            vocabulary, hidden = self._sizes(0, shape[1])
-            if not all(token >= 0 for token in tokens) or (vocabulary and max(tokens) >= vocabulary):
-                raise _refusal(entry, f"{CONFIG_FILE} names tokens beyond the {vocabulary} of the base model")
-            return [self._extra("rows", module, 0, entry, len(tokens), hidden, tokens=tokens)]
+            return self._trained_rows(each, module)
         if kind == "a" and len(shape) == 2 and module == EMBEDDING:
             self._check_tokens(entry, module, shape[1])
             return [self._extra("a", module, 0, entry, shape[1], rank, is_transposed=True)]
@@ -265,6 +259,27 @@ class _Finder:
         if kind in ("bias", "lora_bias") and module == HEAD:
             return [self._head_vector(each, scaling if kind == "lora_bias" else 1.0)]
         raise _refusal(entry, f"is {kind} of the {module}, which is not supported")
+
+    def _trained_rows(self, each: Named, module: str) -> list[ExtraTensor]:
+        """Return the trained tokens of a module, without those beyond the base if the file resizes the vocabulary."""
+        entry = each.entry
+        tokens = tuple(self._config.tokens_of(each.name, is_tied=module == HEAD))
+        if len(tokens) != entry.shape[0]:
+            raise _refusal(entry, f"has {entry.shape[0]} rows; {CONFIG_FILE} names {len(tokens)} trained tokens")
+        vocabulary, hidden = self._sizes(0, entry.shape[1])
+        below = tuple(token for token in tokens if token < vocabulary or not vocabulary)
+        is_resized = self._rows.get(module, 0) > max(tokens, default=0)
+        if min(tokens, default=0) < 0 or (below != tokens and not is_resized):
+            raise _refusal(entry, f"{CONFIG_FILE} names tokens beyond the {vocabulary} of the base model")
+        if below != tokens:
+            if below != tokens[: len(below)]:
+                raise _refusal(entry, f"has tokens of the base model after others, which it lacks: it has {vocabulary}")
+            self.warnings.append(
+                f"{WEIGHTS_FILE}: tensor {entry.name} has {len(tokens) - len(below)} tokens that are not used: "
+                f"the base model has tokens below {vocabulary} only"
+            )
+            entry = entry.row_range(0, len(below))
+        return [self._extra("rows", module, 0, entry, len(below), hidden, tokens=below)] if below else []
 
     def _head_vector(self, each: Named, scaling: float = 1.0) -> ExtraTensor:
         """Return the extra for a vector with an element for each token."""

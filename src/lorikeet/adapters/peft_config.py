@@ -110,12 +110,20 @@ class LoraConfig(msgspec.Struct, frozen=True):
         given = self.layers_pattern or [r"[^.]*"]
         return [given] if isinstance(given, str) else given
 
-    def tokens_of(self, name: str) -> list[int]:
-        """Return the tokens whose rows are trained, for an embedding with this full name."""
+    def tokens_of(self, name: str, *, is_tied: bool = False) -> list[int]:
+        """Return the tokens whose rows are trained, for an embedding with this full name.
+
+        Args:
+            name: the full name of the module.
+            is_tied: whether the module may be an output layer that is trained with the embedding, which is named alone.
+        """
         trained = self.trainable_token_indices or {}
         if isinstance(trained, list):
             return trained
-        return next((tokens for ending, tokens in trained.items() if _is_in(name, [ending])), [])
+        found = next((tokens for ending, tokens in trained.items() if _is_in(name, [ending])), None)
+        if found is None and is_tied and len(trained) == 1:
+            (found,) = trained.values()
+        return found or []
 
     def digest_fields(self) -> bytes:
         """Return the keys that change the meaning of the weights, in a canonical form. The order of patterns counts."""
