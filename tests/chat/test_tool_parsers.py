@@ -183,6 +183,15 @@ def test_parser_reads_calls_that_models_have_written(
     assert (found_content, meaning(found)) == (content, calls)
 
 
+@each_format
+def test_a_tag_that_is_cut_off_behind_a_call_is_no_content(tool_format: ToolFormat) -> None:
+    text = tool_format.write([Call("get_weather", '{"city": "Oslo"}')])
+    for end in range(len(text) + 1):
+        content, calls = read(tool_format, [text[:end]])
+        if calls:
+            assert content in ("", "<"), text[:end]
+
+
 def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
     content, calls = read(TOOL_FORMATS["hermes"], ['<tool_call>{"name": "now", "arguments": {"a": "b'])
     assert (content, calls) == ("", [Call("now", '{"a": "b')])

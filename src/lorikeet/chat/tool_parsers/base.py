@@ -385,6 +385,22 @@ def rest_of(first: str, *markers: str) -> Reads[str]:
     return found
 
 
+def end_tag(first: str, *markers: str) -> Reads[str]:
+    """Return the marker that ``first``, already read, and the next letters form, or its beginning if the text ends.
+
+    The result is empty if they form none, and for one letter, which may be text.
+    """
+    found = first
+    while found not in markers:
+        if not any(marker.startswith(found) for marker in markers):
+            return ""
+        letter = yield
+        if not letter:
+            return found if len(found) > 1 else ""
+        found += letter
+    return found
+
+
 def json_string() -> Reads[str]:
     """Return a JSON string with its quotes, the first already read; at the end of the text, its beginning."""
     text: list[str] = []

@@ -17,8 +17,8 @@ from lorikeet.chat.tool_parsers.base import (
     call_as_json,
     call_object,
     content_until,
+    end_tag,
     literal,
-    rest_of,
     structure_until,
 )
 
@@ -43,7 +43,7 @@ def _calls(output: Output) -> Reads[None]:
             continue
         marker = ""
         if letter == "<":
-            marker = yield from rest_of(letter, _BEGIN, _END)
+            marker = yield from end_tag(letter, _BEGIN, _END)
         if marker or not letter:
             output.forget()
         else:
@@ -51,6 +51,8 @@ def _calls(output: Output) -> Reads[None]:
             marker = yield from structure_until(output, _BEGIN, _END)  # A model may forget to close a call.
         if marker == _END:
             marker = yield from content_until(output, _BEGIN)
+        elif marker != _BEGIN:  # The text ends, maybe within a tag.
+            return
 
 
 def _write(calls: Sequence[Call]) -> str:

@@ -26,6 +26,7 @@ from lorikeet.chat.tool_parsers.base import (
     after_space,
     as_object,
     content_until,
+    end_tag,
     literal,
     passed_until,
     rest_of,
@@ -226,7 +227,7 @@ class _Reader:
         if marker == _FUNCTION_END:
             output.suspect()
             letter = yield from after_space()
-            if not letter or (yield from rest_of(letter, _END)):
+            if not letter or (yield from end_tag(letter, _END)):
                 output.forget()
             else:
                 output.give_back()
