@@ -195,6 +195,7 @@ def convert(
     """
     from lorikeet.adapters.description import CONFIG_FILE
     from lorikeet.adapters.errors import AdapterError
+    from lorikeet.adapters.folder_hints import PICKLED_FILE
     from lorikeet.adapters.peft_config import SERVED_TYPES, check_convertible
     from lorikeet.convert import folder as adapter_folder
     from lorikeet.convert import foreign as foreign_adapters
@@ -212,9 +213,9 @@ def convert(
             return
         kind = check_convertible(folder / CONFIG_FILE)
         if kind in SERVED_TYPES and adapter_folder.is_pickled(folder):
-            _refuse_rank(context, adapter_folder.PICKLED_FILE)
+            _refuse_rank(context, PICKLED_FILE)
             number = adapter_folder.rewrite_pickled(folder, target)
-            if write_json(json_file, {"format": adapter_folder.PICKLED_FILE, "tensors": number}):
+            if write_json(json_file, {"format": PICKLED_FILE, "tensors": number}):
                 print(f"{target}: {number} tensors rewritten as safetensors, exactly")
             return
         base_folder = _base_folder(base)
