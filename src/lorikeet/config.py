@@ -90,25 +90,26 @@ class AdapterDirMode(StrEnum):
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The base model, and how it is loaded.
+    """Selects the base model, and sets the way to load it.
 
     Attributes:
         model: local folder, GGUF file or hub id; empty for the default model, SmolLM2-135M-Instruct.
-        served_names: names that clients may use; the first is reported. Empty: derived from ``model``.
+        served_names: names that clients may use. Answers report the first. Empty: the name is derived from ``model``.
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
         load_format: ``auto`` (safetensors or GGUF) or ``dummy`` (random weights of the right shapes).
-        quantization: ``auto`` (as the checkpoint is), ``int8`` or ``int4`` (quantise its linear weights when they are
-            loaded), ``none`` (dequantise them), or the method of a checkpoint that is quantised: ``gguf``, ``awq``,
-            ``gptq``, ``compressed-tensors``, ``bitsandbytes`` or ``fp8``.
-        tokenizer: local folder or hub id of the tokenizer for a GGUF file; empty for the one in the file.
-        model_impl: implementation of the model: ``lorikeet`` (the own decoder), ``transformers`` (the modules of that
-            library, over Lorikeet's cache and adapters), or ``auto``: the own decoder where it supports the model.
+        quantization: ``auto`` (like the checkpoint), ``int8`` or ``int4`` (quantise the linear weights while loading),
+            ``none`` (dequantise them), or the method of a quantised checkpoint: ``gguf``, ``awq``, ``gptq``,
+            ``compressed-tensors``, ``bitsandbytes`` or ``fp8``.
+        tokenizer: local folder or hub id of the tokenizer for a GGUF file; empty for the file's tokenizer.
+        model_impl: implementation of the model: ``lorikeet`` (Lorikeet's decoder), ``transformers`` (the modules of
+            that library, with Lorikeet's cache and adapters), or ``auto``: Lorikeet's decoder if it supports the model,
+            otherwise ``transformers``.
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
-        tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
-            ``pythonic`` or ``granite``); empty: the format of its chat template.
-        reasoning_parser: how the model marks its thoughts (``deepseek_r1``, ``qwen3``, ``mistral`` or ``granite``);
-            empty: they stay in the text of an answer.
+        tool_call_parser: format of the model's tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
+            ``pythonic`` or ``granite``); empty: the format of the chat template.
+        reasoning_parser: format of the model's thoughts (``deepseek_r1``, ``qwen3``, ``mistral`` or ``granite``);
+            empty: thoughts stay in the text of an answer.
         cache_dir: folder for converted weights; empty for the user's cache folder.
     """
 
@@ -127,65 +128,65 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine: preset, memory, step limits, device and threads.
+    """Sets the engine's preset, memory, step limits, device and threads.
 
     Attributes:
         preset: name of the preset (see ``lorikeet presets``), or ``auto``.
-        executor: ``torch``, or ``paced``: an engine that computes nothing, to test everything else.
-        profile: name or file of the hardware profile, which sets the step times of a paced executor and which some
-            cluster policies need.
-        memory_bytes: size of the device arena. 0: on a CPU 40 % of the free memory, but no more than 4 GiB (or than
-            the minimum that works, if that is larger); on a GPU what ``gpu_memory_utilization`` leaves beside weights
+        executor: ``torch``, or ``paced``: an engine without computation, for tests of everything else.
+        profile: name or file of the hardware profile. It sets the step times of a paced executor, and some cluster
+            policies need it.
+        memory_bytes: size of the device arena. 0: on a CPU 40 % of the free memory, but at most 4 GiB or the smallest
+            working size, whichever is larger; on a GPU the rest of the share ``gpu_memory_utilization`` after weights
             and steps.
-        gpu_memory_utilization: share of a GPU's memory for weights, arena and steps together, other users of the GPU
-            included. The memory of the largest step is measured at start-up, and as much again is reserved for CUDA
-            graphs. Not used with ``memory_bytes``, or on a CPU.
-        host_memory_bytes: size of the host arena, which caches adapters and KV that are not on the device; 0 for none.
-            Not set: twice the device arena, but no more than a quarter of the free memory of the machine or
-            container for all ranks and replicas together. Pages are allocated when they are first used.
-        touch_memory: allocate all pages of both arenas at start-up instead of when they are first used. Start-up takes
-            longer, and requests do not wait for new pages, which can be slow on a virtual machine.
-        link_bytes_per_s: declared bandwidth between host and device, in each direction. Copies of the CPU backend,
-            which are faster than any real link, are slowed down to it; 0 does not limit them.
-        block_size: tokens of KV in a block.
-        lora_dtype: how adapters are kept in memory: ``auto`` (in the model's dtype) or ``int8`` (A and B in 8 bits with
-            a scale for each rank row: half the bytes of 16 bits on every tier, and on CPUs only).
-        kv_cache_dtype: how KV is kept: ``auto`` (in the model's dtype) or ``int8`` (in 8 bits with a scale for each
-            token and head; on CPUs, with Lorikeet's own decoder).
-        max_num_seqs: most sequences in a step. Those that a batching mode lets wait keep their blocks beside them.
-        max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
-        num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are returned after each step, and
-            an arriving request ends the plan; there, plans have up to 32 steps while no request waits, unless this
-            is 1.
-        multi_step_limit_s: time in seconds after which a plan of several steps ends; on a GPU only if requests wait.
-        draft_tokens: most tokens of a sequence that a step verifies beside its newest one, guessed from its prompt and
-            its adapter's latest answers; 0 for none. Answers in float32 do not depend on it; in 16 bits sums may
-            differ, as between any two batches. On a GPU, and with several ranks, there are none.
-        tensor_parallel: number of ranks that each have some of every layer.
-        pipeline_parallel: number of stages that each have some of the layers, one after the other; each has
-            ``tensor_parallel`` ranks. It makes room for larger models, not speed: one stage computes at a time.
-        rank_address: HOST:PORT at which the engine waits for ranks on other machines, which ``lorikeet rank`` starts
-            there; empty: all ranks are processes of this machine.
+        gpu_memory_utilization: share of a GPU's memory for weights, arena and steps together, including other users of
+            the GPU. The memory of the largest step is measured at start-up, and the same amount is reserved for CUDA
+            graphs. The setting has no effect with ``memory_bytes`` or on a CPU.
+        host_memory_bytes: size of the host arena, which caches adapters and KV that are not on the device; 0 for no
+            host arena. Not set: twice the device arena, but for all ranks and replicas together at most a quarter of
+            the free memory of the machine or container. Pages are allocated on first use.
+        touch_memory: allocate all pages of both arenas at start-up instead of on first use. Start-up takes longer, but
+            requests do not wait for new pages, which can be slow on a virtual machine.
+        link_bytes_per_s: declared bandwidth between host and device, in each direction. Copies of the CPU backend are
+            faster than any real link and are slowed down to this bandwidth; 0 for no limit.
+        block_size: number of tokens whose KV fits in a block.
+        lora_dtype: dtype of adapters in memory: ``auto`` (the model's dtype) or ``int8`` (A and B in 8 bits with a
+            scale for each rank row: half the bytes of 16 bits on every tier; only on CPUs).
+        kv_cache_dtype: dtype of KV in memory: ``auto`` (the model's dtype) or ``int8`` (8 bits with a scale for each
+            token and head; only on CPUs, with Lorikeet's decoder).
+        max_num_seqs: most sequences in a step. Further sequences may wait for a batching mode and keep their blocks.
+        max_num_batched_tokens: most tokens in one step. Longer prompts are prefilled in chunks.
+        num_scheduler_steps: most identical decode steps in one plan. On a GPU, tokens are returned after each step and
+            an arriving request ends the plan. While no request waits, plans on a GPU have up to 32 steps, unless this
+            setting is 1.
+        multi_step_limit_s: seconds after which a plan of several steps ends; on a GPU only if requests wait.
+        draft_tokens: most draft tokens of a sequence that a step verifies. Drafts come from the prompt and the
+            adapter's latest answers; 0 for no drafts. Answers in float32 do not depend on this setting; in 16 bits sums
+            may differ, as between any two batches. A GPU and several ranks have no drafts.
+        tensor_parallel: number of ranks, each with a part of every layer.
+        pipeline_parallel: number of stages, each with a part of the layers and ``tensor_parallel`` ranks. Stages make
+            room for larger models but do not add speed, since one stage computes at a time.
+        rank_address: HOST:PORT at which the engine waits for ranks on other machines, which ``lorikeet rank`` starts;
+            empty: all ranks are processes of this machine.
         rank_key_file: file with the key of ranks on other machines, 16 bytes or more.
         device: ``cpu`` or ``cuda``.
-        kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` takes native on a CPU and Triton on a GPU
-            if they are installed and support dtype and device; with Triton, steps without CUDA graphs use FlashInfer's
-            attention for bfloat16 and float16 if that is installed.
+        kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` chooses native on a CPU and Triton on a GPU
+            if these are installed and support dtype and device. With Triton, steps without CUDA graphs use FlashInfer's
+            attention for bfloat16 and float16 if FlashInfer is installed.
         enforce_eager: launch every kernel of every step. Otherwise pure decode steps are captured as CUDA graphs and
             replayed, on a GPU with one rank.
-        threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else an equal share of the cores among the ranks.
-        load_threads: adapters that each rank reads at the same time; prefetches do not delay an adapter that a request
-            waits for.
-        host_lora_workers: processes that compute LoRA for prefills while the adapter is copied from the host, for
-            presets that use this, on an x86-64 CPU and with at most one GPU. Each is one thread, and works only during
-            such prefills. With ``threads``, and on a GPU, it gets its own core if enough are left, else it shares
-            cores. 0 for none: requests then wait for their adapters.
-        record: file to which everything that the engine does is recorded, prompts included; empty for none.
-        heartbeat_timeout_s: an engine process that has sent no heartbeat for so long is killed and replaced, and its
-            requests continue; the server is not ready after a third of the time. A long step does not delay
+        threads: number of threads of one rank; 0 for ``OMP_NUM_THREADS``, or else an equal share of the cores.
+        load_threads: number of adapters that each rank reads at the same time. Prefetches do not delay an adapter that
+            a request waits for.
+        host_lora_workers: number of processes that compute LoRA for prefills while the adapter is copied from the host,
+            for presets with cold assist, on an x86-64 CPU and with at most one GPU. Each process has one thread and
+            works only during such prefills. With ``threads``, and on a GPU, each gets a separate core if enough cores
+            are left. 0 for no processes: requests then wait for their adapters.
+        record: file to which the engine's work is recorded, including prompts; empty for no recording.
+        heartbeat_timeout_s: seconds without a heartbeat after which an engine process is killed and replaced. Its
+            requests continue. After a third of this time, the server is not ready. A long step does not delay
             heartbeats. 0 for never.
-        step_timeout_s: the same for an engine that still runs the same step after so long. Choose several times the
-            longest prefill step. 0 for never.
+        step_timeout_s: seconds after which an engine that still runs the same step is killed and replaced. Choose
+            several times the longest prefill step. 0 for never.
     """
 
     preset: str = "auto"
@@ -239,28 +240,27 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sources of adapters, and where they are stored.
+    """Sets the sources and the storage of adapters.
 
     Attributes:
-        enabled: False serves the base model alone; registered adapters stay in the registry.
-        preload: ``name=source`` pairs, registered at every start, also if another version was loaded under such a name
-            at run time.
-        adapter_dir: the only folder from which local adapters may be loaded at run time; empty allows none.
-        adapter_dir_mode: ``serve``: requests may also name every adapter in it by its folder's name; it is loaded
-            then. ``allow``: only adapter routes load from it.
-        resolvers: URL prefixes (``hf://org/``, ``s3://bucket/team/``) below which an adapter is looked for when a
-            request names one that is not registered; sources below them are allowed, too.
-        ttl_s: an adapter that was loaded because a request named it is removed after this time without requests; 0:
-            never.
+        enabled: whether adapters are served. If not, registered adapters stay in the registry.
+        preload: ``name=source`` pairs, which are registered at every start. They replace versions that were loaded
+            under these names at run time.
+        adapter_dir: the only folder from which local adapters may be loaded at run time; empty for no folder.
+        adapter_dir_mode: ``serve``: requests may name every adapter in ``adapter_dir`` by the name of its subfolder,
+            and load it. ``allow``: only adapter routes load from the folder.
+        resolvers: URL prefixes (``hf://org/``, ``s3://bucket/team/``) below which an unregistered adapter is searched
+            when a request names it. Adapter routes may load from them, too.
+        ttl_s: seconds without requests after which an adapter that a request has loaded is removed; 0 for never.
         allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) from which adapters may be loaded.
         store_dir: folder for the files of registered adapters; empty for the user's data folder.
         registry_url: SQLAlchemy URL of the registry; empty for SQLite in ``store_dir``.
-        max_rank: adapters of a larger rank are refused; 0 for no limit.
-        max_bytes: larger weight files are refused.
-        source_timeout_s: a URL that is not read completely within this time is given up; 0 for no limit.
-        strict_base: whether an adapter whose config names another base model is refused. Else it is served with a
-            warning if its shapes fit.
-        base_aliases: further names of the base model in configs of adapters, such as that of its 4-bit sibling.
+        max_rank: largest rank of an adapter; 0 for no limit.
+        max_bytes: largest size of an adapter's weight files.
+        source_timeout_s: most seconds for reading a source from a URL; 0 for no limit.
+        strict_base: whether an adapter whose config names another base model is refused. Otherwise the adapter is
+            served with a warning if its shapes fit.
+        base_aliases: further names of the base model in configs of adapters, such as the name of a 4-bit version.
     """
 
     enabled: bool = True
@@ -280,68 +280,70 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The HTTP server: access, limits, targets, logs and length prediction.
+    """Sets the HTTP server's access, limits, targets, logs and length prediction.
 
     Attributes:
         host: address to listen on.
         port: port to listen on; 0 picks a free one.
         uds: path of a Unix socket to listen on instead of a port; only the user of the server may connect.
-        ssl_certfile: PEM file of a certificate and of the authorities between it and the root, for HTTPS. It
-            is read again when it changes.
-        ssl_keyfile: PEM file of its key, without a password; empty if the key is in ``ssl_certfile``.
-        root_path: prefix, such as ``/llm``, that a proxy in front puts before the routes; they answer with and without.
+        ssl_certfile: PEM file of the certificate for HTTPS, followed by the certificates of authorities below the root.
+            A changed file is read again.
+        ssl_keyfile: PEM file of the certificate's key, without a password; empty if the key is in ``ssl_certfile``.
+        root_path: prefix, such as ``/llm``, that a proxy adds to all paths. Routes answer with and without the prefix.
         api_keys: bearer keys for all routes except health, ping, version, load and metrics; empty for open access.
-        admin_keys: keys for the routes that change adapters; empty: the API keys allow that too.
-        allowed_origins: origins (``https://example.org``) whose web pages may use the server; ``*`` for any, empty for
-            none.
-        max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
-            sequence for each prompt and choice.
-        max_logprobs: most alternatives that a request may have with each token; -1 for the whole vocabulary.
-        return_tokens_as_token_ids: name tokens ``token_id:ID`` in log probabilities, unless a request sets it.
-        force_include_usage: every chunk of a stream has the tokens so far, unless ``stream_options`` sets it.
-        request_metrics: answers to completions and chats have the times of the request, in ``metrics``.
-        max_body_bytes: larger request bodies are answered with 413.
-        max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
-            does not allow as many.
-        max_head_bytes: size of a request line with headers beyond which the answer is 431.
-        head_timeout_s: time for the request line and headers, from the first byte or the start of the connection; then
-            the answer is 408.
-        body_timeout_s: time for a body, beside the time that it takes at 16 KiB per second; then the answer is 408.
-        write_timeout_s: time for which a client may leave its answer unread; then the connection is closed.
-        request_timeout_s: time after which a request ends with an error; 0 for never.
-        drain_timeout_s: time for which accepted requests may continue after SIGTERM.
+        admin_keys: keys for the routes that change adapters; empty: the API keys allow these routes, too.
+        allowed_origins: origins (``https://example.org``) whose web pages may use the server; ``*`` for all pages,
+            empty for no pages.
+        max_queued: most accepted and unfinished sequences. Further requests get 429. A request counts as one sequence
+            for each prompt and choice.
+        max_logprobs: most alternatives that a request may get for each token; -1 for the whole vocabulary.
+        return_tokens_as_token_ids: default of the field that names tokens ``token_id:ID`` in log probabilities.
+        force_include_usage: whether every chunk of a stream has the token counts so far, unless ``stream_options`` sets
+            it.
+        request_metrics: whether answers to completions and chats have the times of the request, in ``metrics``.
+        max_body_bytes: largest request body. Larger bodies get 413.
+        max_connections: most open connections. Further connections get 503. The system's limit on open files may allow
+            fewer.
+        max_head_bytes: largest request line with headers. Larger heads get 431.
+        head_timeout_s: most seconds for the request line and headers, from the first byte or the start of the
+            connection. Slower requests get 408.
+        body_timeout_s: most seconds for a body, in addition to its time at 16 KiB per second. Slower bodies get 408.
+        write_timeout_s: most seconds for which a client may leave its answer unread. The connection is then closed.
+        request_timeout_s: seconds after which a request ends with an error; 0 for never.
+        drain_timeout_s: seconds for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         metrics_max_adapters: most adapters that ``vllm:lora_requests_info`` and ``vllm:lora_adapter_loaded`` name; the
             busiest are named.
-        otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
-            ``http://collector:4318/v1/traces``; empty for none.
-        exporters: plug-ins that get every request that has ended, each with its parameters: ``mine(path=/tmp/log)``.
-        tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
-            then needs a key; needs ``admin_keys``.
-        tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
-            it: the API key of the request names the tenant.
-        shared_prefix_cache: requests of all API keys reuse each other's KV, so that ``cached_tokens`` and the time
-            reveal whether another has sent the same prompt. Otherwise only requests of the same tenant do. Without API
-            keys it is always shared.
-        stored_responses: most answers of the responses API that are stored; 0 stores none.
-        stored_responses_bytes: most memory that they take; the oldest of the tenant with the most are dropped first.
-        stored_responses_s: time for which one is stored.
-        slo_ttft_s: target for the time to first token; 0 for none.
-        slo_tpot_s: target for the mean time per output token after the first; 0 for none.
-        adapter_slos: targets of single adapters, which override the server's: ``name=ttft=0.5,tpot=0.1``, or one
-            entry for each; 0 for none.
-        shed: answer 429 immediately to requests whose first token is predicted to miss its target.
-        request_log: file for the request log; empty for none.
-        request_log_text: also log prompts and answers.
+        otlp_traces_endpoint: URL for OpenTelemetry traces by OTLP over HTTP, such as
+            ``http://collector:4318/v1/traces``; empty for no traces.
+        exporters: plug-ins that get every ended request, with their parameters: ``mine(path=/tmp/log)``.
+        tenants: whether the server also accepts keys of the registry's database, with scopes and limits (`lorikeet
+            keys`). Every request then needs a key. The setting needs ``admin_keys``.
+        tenant_header: header that names the tenant of a request. Its value is trusted. Without the header, the
+            request's API key names the tenant.
+        shared_prefix_cache: whether requests of different API keys reuse each other's KV. ``cached_tokens`` and the
+            latency then reveal whether another client has sent the same prompt. Otherwise only requests of the same
+            tenant share KV. Without API keys, KV is always shared.
+        stored_responses: most stored answers of the responses API; 0 for no storage.
+        stored_responses_bytes: most bytes of memory for stored answers. The oldest answers of the tenant with the most
+            memory are dropped first.
+        stored_responses_s: seconds for which an answer is stored.
+        slo_ttft_s: target for the time to first token, in seconds; 0 for no target.
+        slo_tpot_s: target for the mean time per output token after the first, in seconds; 0 for no target.
+        adapter_slos: targets of single adapters, which override the server's: ``name=ttft=0.5,tpot=0.1``, or one entry
+            for each target; 0 for no target.
+        shed: whether requests whose first token is predicted to miss its target get 429 immediately.
+        request_log: file for the request log; empty for no log.
+        request_log_text: whether the log includes prompts and answers.
         request_log_max_bytes: size beyond which the request log is rotated.
         request_log_keep: number of rotated logs to keep.
-        length_predictor: how output lengths are predicted, for policies that use them: ``none``, ``history`` (recent
+        length_predictor: source of predicted output lengths, for policies that use them: ``none``, ``history`` (recent
             answers of the adapter), ``learned`` (from the prompt, with ``length_predictor_file``) or ``auto``: learned
             if the file's model was better than history on held-out requests, else history.
-        length_predictor_file: model file written by `lorikeet train-predictor`; empty for none.
-        length_predictor_timeout_s: a learned prediction that takes longer is replaced by history.
-        log_level: level of the server's own log.
-        log_json: write log lines as JSON.
+        length_predictor_file: model file of `lorikeet train-predictor`; empty for no file.
+        length_predictor_timeout_s: most seconds for a learned prediction. History replaces a later one.
+        log_level: level of the server's log.
+        log_json: whether log lines are JSON.
     """
 
     host: str = "127.0.0.1"
@@ -392,16 +394,17 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Files and batches of requests, which are answered when no other request waits.
+    """Sets the storage and limits of batches, whose requests are answered when no other request waits.
 
     Attributes:
-        dir: folder for them, with one folder for each base model; empty for the user's data folder. One server uses it.
-        concurrency: most requests of batches that are answered at once; 0: ``max_num_seqs`` of all replicas.
+        dir: folder for files and batches, with a subfolder for each base model; empty for the user's data folder. Only
+            one server may use the folder.
+        concurrency: most requests of batches that run at the same time; 0 for ``max_num_seqs`` of all replicas.
         max_file_bytes: largest file.
         max_requests: most requests in a file.
-        max_files: most files and batches that are stored.
-        storage_bytes: most bytes of all files; output of batches that were accepted may exceed it.
-        keep_s: time for which files and ended batches are kept, and the longest that a batch may take.
+        max_files: most stored files and batches.
+        storage_bytes: most bytes of all files. The output of accepted batches may exceed the limit.
+        keep_s: seconds for which files and ended batches are kept, and the longest duration of a batch.
     """
 
     dir: str = ""
@@ -414,17 +417,17 @@ class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Several engines behind one address. The preset decides which of them serves which adapter and request.
+    """Sets the number and place of engines behind one address. The preset places adapters and routes requests.
 
     Attributes:
         replicas: number of engines, each with the settings of ``[engine]``.
         start: ``ray``: Ray starts them; ``local``: they are processes of this machine, without Ray.
         ray_address: address of a Ray cluster to join; empty starts one here, which ends with the server.
-        pool_dir: folder on each machine for its replicas' copies of adapters; empty for a temporary one.
+        pool_dir: folder on each machine for its replicas' copies of adapters; empty for a temporary folder.
         registry_url: SQLAlchemy URL of the state that several servers of one cluster share; empty for
             ``adapters.registry_url``.
-        min_replicas: least number of replicas, if it follows the load.
-        max_replicas: largest number of replicas, if it follows the load; 0: the number is fixed.
+        min_replicas: smallest number of replicas, if the number follows the load.
+        max_replicas: largest number of replicas, if the number follows the load; 0 for a fixed number.
     """
 
     replicas: Positive = 1

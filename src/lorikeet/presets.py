@@ -118,7 +118,7 @@ class PreemptedKv(StrEnum):
     """Treatment of the KV of a preempted sequence."""
 
     KEPT = "kept"
-    """The KV stays cached. If evicted, it is copied to the host and later copied back."""
+    """The KV stays cached. Evicted KV is copied to the host and later copied back."""
     DROPPED = "dropped"
     """The KV is freed and computed again."""
     CHEAPER = "cheaper"

@@ -21,7 +21,7 @@ class ProgressDisplay:
 
     Args:
         bars: whether to draw bars on a terminal.
-        lines: whether to print a line at the begin of each stage if there are no bars.
+        lines: whether to print a line at the begin of each stage without bars.
     """
 
     def __init__(self, *, bars: bool = True, lines: bool = True) -> None:

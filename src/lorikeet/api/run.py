@@ -223,7 +223,7 @@ def _open_traces(endpoint: str, model_name: str, stack: AsyncExitStack) -> "Requ
     except ImportError as error:
         raise ConfigError(f"server.otlp_traces_endpoint: run `{install_command('tracing')}` ({error})") from error
     traces = RequestTraces(model_name, open_exporter(endpoint))
-    # Closing sends the last spans, which takes seconds if nobody listens.
+    # Closing sends the last spans, which takes seconds if the collector cannot be reached.
     stack.push_async_callback(in_daemon_thread, traces.close)
     return traces
 
@@ -341,7 +341,7 @@ def _open_tenants(settings: Settings, base: str) -> Tenants | None:
 
 
 class _Server(ListeningServer):
-    """Runs uvicorn, which drains after the first signal: it goes on until all accepted requests have ended."""
+    """Runs uvicorn, and drains after the first signal: the server runs until accepted requests have ended."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ def plain_message(message: ChatMessage, index: int) -> Plain:
     """Return a message for the template, with its content as text or as parts of the type ``text``.
 
     Null fields, which clients return with earlier answers, are dropped, since templates test whether a field is
-    defined. Arguments of calls become objects, which templates expect, whatever text a model has written.
+    defined. Arguments of calls become objects, which templates expect, even if the model's text is not valid JSON.
 
     Args:
         message: the message of a body.

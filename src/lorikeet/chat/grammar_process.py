@@ -190,11 +190,11 @@ class GrammarReader:
 
 
 def can_have_bytes(spec: GrammarSpec, grammar: str) -> bool:
-    """Return whether an answer may have a byte for each of ``least_tokens``; True if this is not known.
+    """Return whether an answer may have at least ``least_tokens`` bytes; True if unknown.
 
     Args:
         spec: the grammar in the form of a request.
-        grammar: the same in llguidance's notation.
+        grammar: the grammar in llguidance's notation.
     """
     least = spec.least_tokens
     if spec.thoughts is not None or spec.kind is GrammarKind.LARK:  # Special tokens have no bytes.
@@ -209,7 +209,7 @@ def can_have_bytes(spec: GrammarSpec, grammar: str) -> bool:
 
 
 def _may_match(spec: GrammarSpec, other: str) -> bool:
-    """Return whether a text may match the regex of a grammar and another regex; True if this is not known."""
+    """Return whether a text may match both a grammar's regex and another regex; True if unknown."""
     grammar = f"start: BOTH\nBOTH: /{_as_lark(spec.text)}/ & /{other}/"
     matcher = LLMatcher(_of_bytes(), grammar, log_level=0)
     if matcher.is_error():
@@ -219,7 +219,7 @@ def _may_match(spec: GrammarSpec, other: str) -> bool:
 
 
 def _reaches(grammar: str, least: int) -> bool:
-    """Return whether a text of so many bytes may begin an answer; True if this is not known soon."""
+    """Return whether a text of this many bytes may begin an answer; True if a short search does not decide it."""
     began_s = time.thread_time()
     paths = [_next_bytes(LLMatcher(_of_bytes(), grammar, log_level=0))]
     while paths:

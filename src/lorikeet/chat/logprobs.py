@@ -74,9 +74,9 @@ def completion_logprobs(
 
     Args:
         names: names the tokens.
-        tokens: tokens of the prompt, if it is echoed, and of the answer. A prompt's first has no log probability.
+        tokens: tokens of the answer, after the tokens of an echoed prompt, whose first token has no log probability.
         offsets: counts the offsets from the first token on.
-        echoed: number of tokens that are the prompt's.
+        echoed: number of tokens that belong to the prompt.
     """
     return {
         "tokens": [names.name(token.token_id) for token in tokens],

@@ -26,7 +26,7 @@ _SPELLED = re.compile(r"\s*([^*+\s]+)\s*(?:\*\s*(-?[0-9]*\.?[0-9]+(?:[eE]-?[0-9]
 def spelled(model: str) -> list[tuple[str, float]] | None:
     """Return the names and weights of ``a*0.7+b*0.3``; None for any other text.
 
-    The weight is 1 if it is not written. No adapter's name may contain ``*`` or ``+``.
+    A missing weight is 1. An adapter's name cannot contain ``*`` or ``+``.
 
     Raises:
         ApiError: 400, the adapters are too many, or a weight is too large.

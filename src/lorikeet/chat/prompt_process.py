@@ -404,7 +404,7 @@ def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
 
 
 def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
-    # Each error is dropped at once. Kept beside its own frames, it would keep the body until a collection.
+    # Each error is dropped immediately, since its frames would keep the body until a garbage collection.
     try:
         return read()
     except ApiError as error:

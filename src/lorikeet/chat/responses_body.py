@@ -125,7 +125,7 @@ class ResponsesRequest(GenerationBody):
 
     @property
     def ignored(self) -> list[str]:
-        """The parts of the body that are left out: tools that the server cannot run, beside those that clients run."""
+        """The parts of the body that are left out: tools that neither the server nor the client runs."""
         return ignored_tools(kinds_of_tools(self.tools or ()))
 
     @property

@@ -302,7 +302,7 @@ class _StopString:
         self._borders = [0]  # Entry i: length of the longest proper prefix of text[: i + 1] that is its suffix.
 
     def find(self, text: str, ends_after: int) -> int:
-        """Return its first position in ``text`` that ends after ``ends_after`` characters; -1 if it is not found."""
+        """Find the stop string in ``text``. Return the first position that ends after ``ends_after``, or -1."""
         return text.find(self.text, max(0, ends_after - len(self.text) + 1))
 
     def advance(self, letters: str) -> None:
@@ -662,7 +662,7 @@ _BYTE_OF_LETTER = _letters_of_bytes()
 
 
 def _length(messages: Sequence[ChatMessage], style: PromptStyle) -> int:
-    """Return the size of a template's input in characters and values; counting stops once it is large."""
+    """Return the size of a template's input in characters and values. Counting stops when the size is large."""
     length = 0
     left = [style.extra, *style.tools, *messages]
     while left and length < THREAD_LENGTH:

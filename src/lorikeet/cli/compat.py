@@ -246,10 +246,10 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _kv_event_flags(text: str) -> list[str]:
-    """Return our flags for a value of vLLM's ``--kv-events-config``, a JSON object.
+    """Return Lorikeet's flags for a value of vLLM's ``--kv-events-config``, a JSON object.
 
     Raises:
-        CompatError: the value is not such an object, or has a key or publisher that is not known.
+        CompatError: the value is not a JSON object, or has an unknown key or publisher.
     """
     try:
         config = json.loads(text)

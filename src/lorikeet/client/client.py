@@ -216,7 +216,7 @@ class Streams:
         """Count the death of the engine that ran a request.
 
         Returns:
-            Whether the request goes on. After ``DEATHS_PER_REQUEST`` deaths it ends with an error.
+            Whether the request continues. After ``DEATHS_PER_REQUEST`` deaths the request ends with an error.
         """
         handle.deaths += 1
         handle.replica = None
@@ -295,7 +295,7 @@ class Engines(Protocol):
         ...
 
     def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
-        """Send all engines, and those that start later, the names of all versions. Engines use them in events of KV."""
+        """Send the names of all adapter versions to all present and later engines, which use the names in KV events."""
         ...
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
@@ -337,7 +337,7 @@ class Engines(Protocol):
                 recompute them.
 
         Raises:
-            KeyError: there is no such replica.
+            KeyError: the replica does not exist.
             EngineError: the replica is the only one, or became the only one while it drained. It then stays.
         """
         ...

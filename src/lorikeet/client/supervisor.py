@@ -113,7 +113,7 @@ class EngineListener(Protocol):
 
         Args:
             supervisor: supervisor of the engine.
-            code: exit code, negative for a signal; None if it is not known.
+            code: exit code, negative for a signal; None if unknown.
         """
         ...
 
@@ -205,7 +205,7 @@ class EngineSupervisor:
         return self.host.address
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine. Without a running engine it is dropped, and ``on_restart`` resends state."""
+        """Queue a message to the engine. Without an engine, it is dropped, and ``on_restart`` resends the state."""
         if self._connection is not None:
             self._connection.send(message)
 

@@ -9,7 +9,7 @@ class AdmissionGate:
     """Counts accepted sequences and closes for a drain.
 
     Args:
-        max_queued: most sequences that are accepted and unfinished at once.
+        max_queued: most accepted sequences that are unfinished at the same time.
     """
 
     def __init__(self, max_queued: int) -> None:
@@ -37,7 +37,7 @@ class AdmissionGate:
 
 
 class Ticket:
-    """Place of a request among the accepted requests; it is released once."""
+    """Place of a request among the accepted requests. The place is released once."""
 
     def __init__(self, gate: AdmissionGate, sequences: int) -> None:
         self._gate = gate

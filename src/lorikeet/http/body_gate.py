@@ -1,4 +1,4 @@
-"""Bounds the bytes of large request bodies that a process holds at once, and checks content types of bodies."""
+"""Limits the total size of large request bodies in the process, and checks the content types of bodies."""
 
 import asyncio
 from collections import deque
@@ -18,7 +18,7 @@ _WAIT_S = 30.0
 
 
 class BodyGate:
-    """Bounds the bytes of all large bodies that are held at once. Bodies that must wait enter in order of arrival.
+    """Limits the total size of all large bodies in the process. Bodies that must wait enter in order of arrival.
 
     Args:
         max_body_bytes: most bytes of one body.

@@ -43,7 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """Open a Unix socket that listens, and replace a socket on which nobody listens any more.
+    """Open a Unix socket that listens, and replace an unused socket at the same path.
 
     Raises:
         ConfigError: another server listens there, the path is another file, or the socket cannot be created.
@@ -62,7 +62,7 @@ def listen_unix(path: str) -> socket.socket:
 
 
 def _is_left_behind(path: str) -> bool:
-    """Return whether a path is a Unix socket on which nobody listens any more."""
+    """Return whether a path is a Unix socket that no server listens on."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False

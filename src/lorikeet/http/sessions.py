@@ -22,7 +22,7 @@ class Sessions:
         self._until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def begin(self, tenant: str) -> tuple[str, datetime]:
-        """Begin a session; return its id and the time at which it ends unless it is used."""
+        """Begin a session. Return its id, and the time at which it ends without use."""
         session = secrets.token_hex(16)
         self._until_s[tenant, session] = time.monotonic() + LASTS_S
         while len(self._until_s) > _MOST:

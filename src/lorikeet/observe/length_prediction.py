@@ -265,7 +265,7 @@ class AnswerLengthPredictor:
 def open_length_predictor(settings: ServerSettings, tokenizer_file: Path) -> tuple[AnswerLengthPredictor, str]:
     """Return the predictor that the settings choose, and a line for the log with its name.
 
-    A predictor process starts in the background; until it is ready, history predicts.
+    A predictor process starts in the background. History predicts until the process is ready.
 
     Args:
         settings: the server's settings.

@@ -54,7 +54,7 @@ class Ask(Protocol):
 
 
 class ServerApi:
-    """The API of vLLM and Lorikeet: a call loads an adapter, which is then a model of its own.
+    """The API of vLLM and Lorikeet: a call loads an adapter, which is then a separate model.
 
     Args:
         base: the base model's name at the server; empty for the listed name.

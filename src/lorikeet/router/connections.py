@@ -98,7 +98,7 @@ class AnswerWatch:
             self._before_s += time.monotonic() - self._began_s
 
     def heard(self) -> None:
-        """Record a sign of life of the server."""
+        """Record that the server has sent something."""
         self._before_s = 0.0
         self._began_s = time.monotonic()
         self._heard_s = self._began_s

@@ -35,7 +35,7 @@ def open_source(text: str) -> Find:
     """Parse a value of ``--backend`` as a source of backends.
 
     Args:
-        text: an address (``http://host:port``), ``dns://name:port``, ``file:PATH`` with one of these in each line, or
+        text: an address (``http://host:port``), ``dns://name:port``, ``file:PATH`` with an address in each line, or
             ``kubernetes://namespace/service:port``; all except files may have the options of a backend.
 
     Raises:

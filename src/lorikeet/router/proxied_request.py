@@ -295,7 +295,9 @@ class ProxiedRequest:
         """
         self._losses += 1
         if self._losses == MAX_LOSSES:
-            raise ApiError(502, f"The backend of this request was lost {MAX_LOSSES} times; it is not tried again.")
+            raise ApiError(
+                502, f"The backend of this request was lost {MAX_LOSSES} times; the router does not try it again."
+            )
 
     def mark_lost(self) -> None:
         """Raise ``BackendLost`` in everything that awaits the request's backend, because the backend was lost."""

@@ -89,11 +89,11 @@ class TokenUsage(msgspec.Struct):
 class PassthroughAnswer:
     """Passes a streamed answer through line by line.
 
-    The answer cannot be resumed once it has begun. The interface is the same as of :class:`ResumableAnswer`.
+    The answer cannot be resumed once it has begun. The interface is that of :class:`ResumableAnswer`.
 
     Args:
         body: body of the request.
-        why: why the answer cannot be resumed.
+        why: the reason why the answer cannot be resumed.
     """
 
     is_whole = False

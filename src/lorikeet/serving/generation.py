@@ -212,7 +212,7 @@ class Generation:
             choice.handle.listen(partial(self._receive, choice))
 
     def provenance(self, index: int = 0) -> Provenance:
-        """Return the weights that make a choice; a request keeps its version until its end, whatever is loaded."""
+        """Return the weights that generate a choice. A request keeps its adapter version until its end."""
         return self.choices[index].provenance
 
     def weight_versions(self, index: int, tokens: int) -> list[dict[str, Any]]:

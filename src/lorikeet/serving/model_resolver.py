@@ -126,7 +126,11 @@ class ModelResolver:
         if part in names:
             return part
         if int(part) >= len(names):
-            raise ApiError(404, f"There is no adapter {part}: /v1/adapters lists {len(names)}, from 0.", param="lora")
+            raise ApiError(
+                404,
+                f"The adapter {part} does not exist: /v1/adapters lists {len(names)}, counted from 0.",
+                param="lora",
+            )
         return names[int(part)]
 
     async def _mixed(self, text: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:

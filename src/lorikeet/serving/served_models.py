@@ -47,7 +47,7 @@ class ServedModels:
         root: hub id of the base model, or name of its folder.
         catalog: the registered adapters.
         max_model_len: longest sequence, in tokens.
-        base_digest: hex SHA-256 of the base as it is served.
+        base_digest: hex SHA-256 of the served base model.
     """
 
     def __init__(
@@ -97,7 +97,9 @@ class ServedModels:
         if not lora_path:
             return target
         if target.adapter is not None and target.name != self._unversioned(lora_path):
-            raise bad_request(f"model asks for adapter {target.name!r}, lora_path for {lora_path!r}.", "lora_path")
+            raise bad_request(
+                f"model names the adapter {target.name!r}, but lora_path names {lora_path!r}.", "lora_path"
+            )
         return self._adapter(lora_path, lora_path, access)
 
     def mixture(self, model: str | None) -> tuple[str, list[tuple[str, float]]] | None:

@@ -1,4 +1,4 @@
-"""Routes that list, load and unload adapters: Lorikeet's own, and those of vLLM, SGLang and Dynamo."""
+"""Lists, loads and unloads adapters by the routes of Lorikeet, vLLM, SGLang and Dynamo."""
 
 import bisect
 from collections.abc import Sequence

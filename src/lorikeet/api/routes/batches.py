@@ -1,4 +1,4 @@
-"""Routes of OpenAI's files and batches: ``/v1/files`` and ``/v1/batches``."""
+"""Serves OpenAI's files and batches: ``/v1/files`` and ``/v1/batches``."""
 
 from collections.abc import Sequence
 from functools import partial

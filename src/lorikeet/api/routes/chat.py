@@ -204,7 +204,7 @@ class ChatBatchRequest(Body):
 
 @ROUTES.add(CHAT_BATCH)
 async def chat_batch(http: Request, body: ChatBatchRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Answer several conversations at once, each in one choice of the answer, as vLLM does."""
+    """Answer several conversations in one answer, with a choice for each, as vLLM does."""
     chats = body.chats()
     for chat in chats:
         _check_chat(chat)

@@ -1,7 +1,8 @@
 """Answers with labels or scores: ``/classify``, ``/score``, ``/rerank`` and ``/v1/moderations``.
 
-A classification adapter has a score head: one logit for each of its labels. ``/score`` and ``/rerank`` read a pair of
-texts at once with an adapter of one label, as a cross-encoder does; other models compare the embeddings of the two.
+A classification adapter has a score head: one logit for each of its labels. With an adapter of one label, ``/score``
+and ``/rerank`` read both texts of a pair in one prompt, like a cross-encoder. With other models, they compare the
+embeddings of the two texts.
 """
 
 import time

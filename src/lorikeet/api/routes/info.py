@@ -113,7 +113,7 @@ async def load(service: ServiceDep) -> dict[str, int]:
     )
 )
 async def metrics(http: Request, service: ServiceDep) -> Response:
-    """Return all metrics in the format of Prometheus or, if it is accepted, of OpenMetrics."""
+    """Return all metrics in Prometheus's format, or in OpenMetrics for clients that accept it."""
     return service.observer.metrics.page(http.headers.get("accept", ""))
 
 

@@ -229,7 +229,7 @@ class ResponseWriter:
         return msgspec.json.encode(self.response())
 
     def response(self) -> dict[str, Any]:
-        """Return the response as it is now."""
+        """Return the present state of the response."""
         body = self._body
         sampling = self.answer.generation.choices[0].handle.request.sampling
         form = None if body.text is None else body.text.model_dump(exclude_unset=True)

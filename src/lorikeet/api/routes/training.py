@@ -30,7 +30,7 @@ async def pause(
             generation.abort()
     if mode != "keep":
         await _all_ended(service)
-    if not service.resolver.unpaused.is_set():  # It may have been resumed meanwhile.
+    if not service.resolver.unpaused.is_set():  # Another request may have resumed generation during the wait.
         service.client.set_paused(True)
     log.info("generation paused", mode=mode)
     return {"status": "paused"}

@@ -87,7 +87,7 @@ class _Value:
         return grammar.terminal(rf"/(.|\n)*{last}/ & ~/(.|\n)*({markers})(.|\n)*{last}/")
 
     def is_text(self, begin: str) -> bool:
-        """Return whether a value is a string, however it goes on after its ``begin``."""
+        """Return whether every value that starts with ``begin`` is a string."""
         if self._kinds in (frozenset(KINDS), frozenset({"string"})):
             return True
         if self._fixed is not None or "string" not in self._kinds or not self._kinds <= _PLAIN_KINDS:
@@ -125,7 +125,7 @@ def _may_be_plain(begin: str) -> bool:
 
 
 class _Argument:
-    """Passes a parameter on as JSON: a string as it is written, any other value at its end.
+    """Passes a parameter on as JSON: a string while it is written, any other value at its end.
 
     Args:
         output: takes the JSON text.

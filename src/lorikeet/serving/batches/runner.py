@@ -212,7 +212,7 @@ class BatchRunner:
             try:
                 request = await run.next()
             except (OSError, ValueError) as error:
-                log.error("a batch cannot go on before the next start", batch=run.batch.id, error=str(error))
+                log.error("a batch cannot continue before the next start", batch=run.batch.id, error=str(error))
                 self._forget(run)
                 continue
             if request is None:

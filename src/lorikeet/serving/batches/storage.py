@@ -241,7 +241,7 @@ class BatchStorage:
             raise _full(f"{settings.max_files} files and batches are stored")
         if self.used_bytes + size_bytes > settings.storage_bytes:
             raise _full(
-                f"there is no space for {format_size(size_bytes)}: {format_size(settings.storage_bytes)} is the most"
+                f"there is no space for {format_size(size_bytes)}: {format_size(settings.storage_bytes)} is the limit"
             )
 
     @property
