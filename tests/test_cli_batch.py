@@ -13,11 +13,11 @@ import pytest
 
 from lorikeet.cli.batch_sender import BatchCounts, BatchError, BatchFiles, send_batch
 from lorikeet.serving.batches.lines import LineError, error_line
-from tests.api.test_serve import COMMAND, make_model
-from tests.serving.test_batches import MESSAGES, line
 from tests.support.api_server import Start, sources, start  # noqa: F401 - fixtures
+from tests.support.batch_lines import MESSAGES, line
 from tests.support.fakes import write_adapter
 from tests.support.live import has_ended
+from tests.support.served import COMMAND, make_model
 from tests.support.waiting import until
 
 

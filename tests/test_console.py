@@ -14,13 +14,13 @@ import pytest
 from playwright.async_api import Page, async_playwright, expect
 
 from lorikeet.http.web import FILES
-from tests.api.test_chat import CHAT
-from tests.api.test_serve import Server, make_model, serving
 from tests.router.conftest import adapters, events, routing
 from tests.router.scripted import ScriptedBackend
+from tests.support.chat_requests import CHAT
+from tests.support.documents import ROOT
 from tests.support.live import write_adapter
+from tests.support.served import Server, make_model, serving
 from tests.support.waiting import until
-from tests.test_docs import ROOT
 
 pytestmark = pytest.mark.slow
 

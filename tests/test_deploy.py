@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from lorikeet.core.messages import AssistCounters
-from tests.observe.test_metrics import STATS, page
 from tests.support.api_server import Running, sources, start  # noqa: F401 - fixtures
 from tests.support.api_server import server as a_server
-from tests.test_docs import ROOT, headings, script
+from tests.support.documents import ROOT, headings
+from tests.support.metrics_pages import STATS, page
+from tests.support.scripts import script
 
 DEPLOY = ROOT / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yml"

@@ -20,20 +20,15 @@ from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.known_adapters import AdapterSize
 from lorikeet.memory.memory import Memory
 from lorikeet.policies import EVICTION
+from tests.support.documents import ROOT, SOURCES, code_blocks, headings
 from tests.support.scripts import script
 
-ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DECISIONS = ROOT / "docs" / "decisions"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-SOURCES = {file: file.read_text() for file in (ROOT / "src" / "lorikeet").rglob("*.py")}
-
-
-def code_blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def readme_commands(start: str) -> Iterator[list[str]]:
@@ -52,12 +47,6 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None
         if not file.exists() or (anchor and anchor not in headings(file)):
             missing.append(target)
     assert not missing
-
-
-def headings(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives to the headings of a page."""
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.core.text import DISTRIBUTION, install_command
-from tests.test_docs import ROOT, SOURCES, script
+from tests.support.documents import ROOT, SOURCES
+from tests.support.scripts import script
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

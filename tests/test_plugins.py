@@ -15,15 +15,15 @@ from lorikeet import plugins
 from lorikeet.cli.serve_checks import check_policies
 from lorikeet.config import ConfigError
 from lorikeet.core.events import RequestTimings
+from lorikeet.models.default import prepare_default_model
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.exporters import Exporter, GuardedExporter
 from lorikeet.plugins import Plugin, PolicyRegistry, split_options
 from lorikeet.policies import BATCHING, EVICTION, POLICIES
 from lorikeet.presets import PRESETS, resolve_preset
-from tests.api.test_apis_of_chats import ADAPTERS, prepare_default_model
-from tests.api.test_serve import COMMAND, serving
+from tests.support.documents import code_blocks
 from tests.support.scripted import request
-from tests.test_docs import code_blocks
+from tests.support.served import ADAPTERS, COMMAND, serving
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "plugin"

@@ -17,10 +17,10 @@ from lorikeet.adapters.catalog import RegisteredAdapter
 from lorikeet.config import AdapterDirMode
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.serving.adapter_changes import LOADS_AT_ONCE
-from tests.api.test_chat import CHAT, body
-from tests.http.test_middleware import until
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, body
 from tests.support.fakes import write_adapter
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 

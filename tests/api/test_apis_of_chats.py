@@ -9,13 +9,11 @@ import pytest
 import pytest_asyncio
 
 from lorikeet.models.default import prepare_default_model
-from tests.api.test_messages import events, merged
-from tests.api.test_responses import text_of
-from tests.api.test_serve import Server, serving
+from tests.api.streams import events, merged, text_of
+from tests.support.served import ADAPTERS, Server, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 BASE = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France?"
 SHORT = {"type": "string", "maxLength": 12}

@@ -1,10 +1,8 @@
 """Chat completions over HTTP."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import pytest
 
 from lorikeet.core.chat_template import ChatTemplate
@@ -12,31 +10,11 @@ from lorikeet.http import errors
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError
 from tests.support.api_server import END, TOKENIZER, Running, Start, count_calls_off_the_loop
+from tests.support.chat_requests import CHAT, MESSAGES, body, events, text_of
 
 pytestmark = pytest.mark.slow
 
-CHAT = "/v1/chat/completions"
 BATCH = f"{CHAT}/batch"
-MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {"model": "base", "messages": MESSAGES, **fields}
-
-
-async def events(http: httpx.AsyncClient, url: str, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Read a stream to its end, which must be [DONE]."""
-    async with http.stream("POST", url, json={**content, "stream": True}) as reply:
-        assert reply.status_code == 200
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        lines = [line.removeprefix("data: ") async for line in reply.aiter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
-    choices = [choice for chunk in chunks for choice in chunk.get("choices", ()) if choice["index"] == index]
-    return "".join(choice["delta"].get("content", "") for choice in choices)
 
 
 async def test_answer_has_openais_shape(server: Running) -> None:

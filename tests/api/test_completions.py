@@ -5,12 +5,10 @@ from typing import Any
 import pytest
 
 from lorikeet.chat.text_processor import TextProcessor
-from tests.api.test_chat import events
 from tests.support.api_server import END, TOKENIZER, Running, count_calls_off_the_loop
+from tests.support.chat_requests import COMPLETIONS, events
 
 pytestmark = pytest.mark.slow
-
-URL = "/v1/completions"
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -18,7 +16,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 async def test_answer_has_openais_shape(server: Running) -> None:
-    answer = (await server.http.post(URL, json=body())).json()
+    answer = (await server.http.post(COMPLETIONS, json=body())).json()
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
     assert answer["choices"] == [
@@ -47,7 +45,7 @@ async def test_answer_has_openais_shape(server: Running) -> None:
     ],
 )
 async def test_a_prompt_comes_in_four_forms(server: Running, prompt: Any, expected: list[list[int]]) -> None:
-    answer = (await server.http.post(URL, json=body(prompt=prompt, n=2))).json()
+    answer = (await server.http.post(COMPLETIONS, json=body(prompt=prompt, n=2))).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(expected)))
     sent = [request.prompt_token_ids for request in server.engine.submitted]
     assert sent == [prompt for prompt in expected for _ in range(2)]
@@ -56,22 +54,22 @@ async def test_a_prompt_comes_in_four_forms(server: Running, prompt: Any, expect
 
 @pytest.mark.parametrize("prompt", [[], "", [[]], [""], [5, "x"], [100_000], 7, None])
 async def test_missing_prompt_is_refused(server: Running, prompt: Any) -> None:
-    reply = await server.http.post(URL, json=body(prompt=prompt))
+    reply = await server.http.post(COMPLETIONS, json=body(prompt=prompt))
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "prompt"
     assert server.service.gate.active == 0
 
 
 async def test_default_limit_is_sixteen_tokens(server: Running) -> None:
-    await server.http.post(URL, json=body())
-    await server.http.post(URL, json=body(prompt=[5] * 250))
+    await server.http.post(COMPLETIONS, json=body())
+    await server.http.post(COMPLETIONS, json=body(prompt=[5] * 250))
     assert [request.sampling.max_tokens for request in server.engine.submitted] == [16, 6]
 
 
 async def test_the_prompt_is_echoed_on_request(server: Running) -> None:
-    answer = (await server.http.post(URL, json=body(prompt="the ", echo=True))).json()
+    answer = (await server.http.post(COMPLETIONS, json=body(prompt="the ", echo=True))).json()
     assert answer["choices"][0]["text"] == "the hello world"
-    chunks = await events(server.http, URL, body(prompt="the ", echo=True))
+    chunks = await events(server.http, COMPLETIONS, body(prompt="the ", echo=True))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "the hello world"
 
 
@@ -88,12 +86,12 @@ async def test_echo_is_decoded_once_per_prompt_of_accepted_requests(
     monkeypatch.setattr(TextProcessor, "decode", counting)
     prompts = [TOKENIZER.encode(text).ids for text in ("the ", "a ")]
     for outside in ([5] * 300, [100_000]):
-        assert (await server.http.post(URL, json=body(prompt=outside, echo=True, n=3))).status_code == 400
+        assert (await server.http.post(COMPLETIONS, json=body(prompt=outside, echo=True, n=3))).status_code == 400
     server.service.gate.draining = True
-    assert (await server.http.post(URL, json=body(prompt=prompts, echo=True))).status_code == 503
+    assert (await server.http.post(COMPLETIONS, json=body(prompt=prompts, echo=True))).status_code == 503
     assert decoded == []
     server.service.gate.draining = False
-    answer = (await server.http.post(URL, json=body(prompt=prompts, echo=True, n=2))).json()
+    answer = (await server.http.post(COMPLETIONS, json=body(prompt=prompts, echo=True, n=2))).json()
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == ["the hello world"] * 2 + ["a hello world"] * 2
     assert decoded == prompts
@@ -104,7 +102,7 @@ async def test_failed_echo_releases_the_ticket(server: Running, monkeypatch: pyt
         raise RuntimeError("broken")
 
     monkeypatch.setattr(TextProcessor, "decode", broken)
-    assert (await server.http.post(URL, json=body(prompt=[5], echo=True))).status_code == 500
+    assert (await server.http.post(COMPLETIONS, json=body(prompt=[5], echo=True))).status_code == 500
     assert server.service.gate.active == 0
 
 
@@ -112,9 +110,9 @@ async def test_prompts_long_in_total_are_encoded_at_once_off_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = count_calls_off_the_loop(monkeypatch)
-    assert (await server.http.post(URL, json=body(prompt=["hello"] * 3))).status_code == 200
+    assert (await server.http.post(COMPLETIONS, json=body(prompt=["hello"] * 3))).status_code == 200
     assert not calls
-    assert (await server.http.post(URL, json=body(prompt=["hello " * 20] * 40))).status_code == 200
+    assert (await server.http.post(COMPLETIONS, json=body(prompt=["hello " * 20] * 40))).status_code == 200
     assert len(calls) == 1
     long = [5] * 5000
     assert (await server.http.post("/detokenize", json={"tokens": long})).json() == {"prompt": TOKENIZER.decode(long)}
@@ -128,19 +126,21 @@ async def test_prompts_long_in_total_are_encoded_at_once_off_the_event_loop(
 async def test_max_completion_tokens_counts_here_too_and_before_max_tokens(server: Running) -> None:
     for fields in ({"max_tokens": 1}, {"max_completion_tokens": 1}, {"max_tokens": 9, "max_completion_tokens": 1}):
         content = {"model": "base", "prompt": "hello", **fields}
-        answer = (await server.http.post(URL, json=content)).json()
+        answer = (await server.http.post(COMPLETIONS, json=content)).json()
         assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 1)
-    refused = await server.http.post(URL, json={"model": "base", "prompt": "hello", "max_completion_tokens": 300})
+    refused = await server.http.post(
+        COMPLETIONS, json={"model": "base", "prompt": "hello", "max_completion_tokens": 300}
+    )
     assert refused.json()["error"]["param"] == "max_completion_tokens"
 
 
 async def test_logprobs_say_where_each_token_lies(server: Running) -> None:
-    whole = (await server.http.post(URL, json=body(logprobs=2))).json()["choices"][0]["logprobs"]
+    whole = (await server.http.post(COMPLETIONS, json=body(logprobs=2))).json()["choices"][0]["logprobs"]
     assert whole["text_offset"][0] == 0
     for offset, token in zip(whole["text_offset"], whole["tokens"], strict=True):
         assert "hello world<|im_end|>"[offset:].startswith(token)
     assert all(len(top) == 2 for top in whole["top_logprobs"])
-    chunks = await events(server.http, URL, body(logprobs=2))
+    chunks = await events(server.http, COMPLETIONS, body(logprobs=2))
     offsets = [offset for chunk in chunks for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
     assert offsets == whole["text_offset"]
 
@@ -154,7 +154,7 @@ async def test_logprobs_may_be_false_and_an_empty_list_of_embeddings_is_none(ser
 
 
 async def test_suffixes_are_not_supported(server: Running) -> None:
-    assert (await server.http.post(URL, json=body(suffix="x"))).status_code == 501
+    assert (await server.http.post(COMPLETIONS, json=body(suffix="x"))).status_code == 501
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest_asyncio
 
 from lorikeet.http.errors import ApiError
 from lorikeet.serving.served_models import ServedModels
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, body
 from tests.support.fakes import write_adapter
 from tests.support.hub import hub
 

@@ -15,8 +15,8 @@ import pytest_asyncio
 from lorikeet.http import sessions
 from lorikeet.http.errors import ApiError
 from lorikeet.models.default import prepare_default_model
-from tests.api.test_serve import Server, serving
 from tests.support.api_server import END, TOKENIZER, Running, Start
+from tests.support.served import Server, serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

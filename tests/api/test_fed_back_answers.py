@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.chat.tool_parsers import TOOL_FORMATS
 from lorikeet.core.chat_template import ChatTemplate
-from tests.chat.test_fuzzed_tool_calls import broken_answer
+from tests.chat.broken_answers import broken_answer
 from tests.support.api_server import END, TEMPLATE, TOKENIZER, Running, Start
 from tests.support.fuzzing import Fuzzing
 

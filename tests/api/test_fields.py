@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from lorikeet.chat.protocol import _FIELDS, Body, ChatCompletionRequest, CompletionRequest
-from tests.api.test_chat import MESSAGES
-from tests.chat.test_prompt_embeds import saved, tensor
+from tests.chat.embeds import saved, tensor
 from tests.support.api_server import Running
+from tests.support.chat_requests import MESSAGES
 from tests.support.scripts import script
 
 _PAGE = script("docs/make_api.py")

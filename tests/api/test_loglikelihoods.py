@@ -7,11 +7,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.api.test_serve import make_model, serving
-from tests.support.api_server import TOKENIZER
+from tests.support.api_server import TOKENIZER, Running
+from tests.support.chat_requests import COMPLETIONS
 from tests.support.live import write_adapter
-
-pytestmark = pytest.mark.slow
+from tests.support.served import make_model, serving
 
 QUESTIONS = [("hello the world, ", ("the lorikeet", "a small parrot", "日本語")), ("the", (" lorikeet", " world"))]
 
@@ -25,6 +24,19 @@ def expected(model: torch.nn.Module, context: list[int], continuation: list[int]
     return float(logprobs[range(len(chosen)), chosen].sum()), bool((logprobs.argmax(dim=-1) == chosen).all())
 
 
+async def test_the_tokens_of_a_continuation_are_found_among_the_echoed_ones(server: Running) -> None:
+    for question, choices in QUESTIONS:
+        context = TOKENIZER.encode(question).ids
+        for continuation in (TOKENIZER.encode(choice).ids for choice in choices):
+            asked = {"model": "base", "prompt": context + continuation, "echo": True, "max_tokens": 1, "logprobs": 1}
+            reply = await server.http.post(COMPLETIONS, json=asked)
+            logprobs = reply.json()["choices"][0]["logprobs"]
+            assert len(logprobs["tokens"]) == len(context) + len(continuation) + 1
+            places = range(len(context), len(context) + len(continuation))
+            assert logprobs["token_logprobs"][len(context) : -1] == [-float(place) for place in places]
+
+
+@pytest.mark.slow
 @pytest.mark.long
 async def test_multiple_choice_equals_transformers_on_base_and_adapter(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")

@@ -12,9 +12,9 @@ import pytest
 
 from lorikeet.core.provenance import DIGEST_HEADER, Provenance
 from lorikeet.observe.request_log import RequestLog
-from tests.api.test_chat import CHAT, MESSAGES, events
-from tests.api.test_messages import events as message_events
+from tests.api.streams import events as message_events
 from tests.support.api_server import BASE_DIGEST, Running, Start
+from tests.support.chat_requests import CHAT, MESSAGES, events
 from tests.support.fakes import write_adapter, write_classifier
 
 pytestmark = pytest.mark.slow

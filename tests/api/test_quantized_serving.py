@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from lorikeet.kernels.quantized import quantize
 from lorikeet.models import default
 from lorikeet.models.default import prepare_default_model
-from tests.api.test_serve import Server, make_model, serving
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import MIXED, write_model
 from tests.support.api_server import TOKENIZER
 from tests.support.fakes import write_adapter
+from tests.support.served import Server, make_model, serving
 
 pytestmark = pytest.mark.slow
 

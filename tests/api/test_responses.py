@@ -11,10 +11,10 @@ from lorikeet.chat.responses_body import joined
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.http.errors import ApiError
 from lorikeet.serving.stored_responses import StoredResponse, StoredResponses
-from tests.api.test_messages import events
-from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
-from tests.http.test_middleware import bearer
+from tests.api.streams import events, text_of
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import bearer
+from tests.support.tool_calls import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -43,10 +43,6 @@ async def create(server: Running, key: str = "", **fields: Any) -> dict[str, Any
 async def get(server: Running, path: str, key: str = "", **params: Any) -> Any:
     reply = await server.http.get(f"{RESPONSES}/{path}", params=params, headers=bearer(key) if key else {})
     return reply.json() if reply.status_code == 200 else reply.status_code
-
-
-def text_of(response: dict[str, Any]) -> str:
-    return "".join(part["text"] for item in response["output"] for part in item.get("content", ()))
 
 
 def plain(response: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from lorikeet.tenants.keys import ApiKey, KeySettings
 from lorikeet.tenants.ledger import DAY_S, MINUTE_S, Ended
 from lorikeet.tenants.store import StoreUnavailable, UnknownKey
 from lorikeet.tenants.tenants import Tenants
-from tests.api.test_chat import CHAT, body
-from tests.http.test_middleware import bearer
 from tests.support.api_server import TOKENIZER, Running, Start
+from tests.support.chat_requests import CHAT, bearer, body
 from tests.support.waiting import until
 
 ADMIN = {"api_keys": ("plain",), "admin_keys": ("boss",)}

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.test_chat import CHAT, MESSAGES, events
 from tests.support.api_server import END, TOKENIZER, Running, Start
+from tests.support.chat_requests import CHAT, MESSAGES, events
 
 pytestmark = pytest.mark.slow
 

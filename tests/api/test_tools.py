@@ -1,6 +1,5 @@
 """Tools and reasoning in chat completions over HTTP."""
 
-import dataclasses
 import json
 from typing import Any
 
@@ -12,29 +11,12 @@ from lorikeet.chat.sampling import ModelLimits
 from lorikeet.chat.structured_output import GrammarChecks
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
-from tests.api.test_chat import CHAT, MESSAGES, body, events
-from tests.support.api_server import END, TEMPLATE, TOKENIZER, Running, Start
+from tests.support.api_server import END, TEMPLATE, Running, Start
+from tests.support.chat_requests import CHAT, MESSAGES, body, events
 from tests.support.fakes import byte_level_tokenizer
+from tests.support.tool_calls import CALL, LONG, NOW, TOOLS, TWO_CALLS, WEATHER, prompt_of, set_reasoning
 
 pytestmark = pytest.mark.slow
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-NOW = {"type": "function", "function": {"name": "now"}}
-TOOLS = [WEATHER, NOW]
-LONG = 2048
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-TWO_CALLS = f'Let me see.\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
-
-
-def prompt_of(server: Running, at: int = -1) -> str:
-    return TOKENIZER.decode(server.engine.submitted[at].prompt_token_ids, skip_special_tokens=False)
 
 
 def merged(chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -222,10 +204,6 @@ async def test_large_bodies_have_tools_too(start: Start) -> None:
         assert small.status_code == 200
         first, second = server.engine.submitted
         assert first.prompt_token_ids == second.prompt_token_ids
-
-
-def set_reasoning(server: Running, parser: str) -> None:
-    server.service.chats.base = dataclasses.replace(server.service.chats.base, reasoning_parser=parser)
 
 
 async def test_thoughts_are_reported_apart(start: Start) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lorikeet.models.default import NAME
-from tests.api.test_chat import CHAT
-from tests.api.test_serve import serving
-from tests.api.test_tools import NOW, WEATHER
+from tests.support.chat_requests import CHAT
+from tests.support.served import serving
+from tests.support.tool_calls import NOW, WEATHER
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save
 
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, body
 from tests.support.fakes import write_adapter
 from tests.support.waiting import until
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-from tests.api.test_serve import Server, serving
-from tests.models.library_bases import make_base
-from tests.models.test_library_bases import make_peft_adapter
-from tests.models.test_transformers_experts import EXPERTS
+from tests.models.library_bases import EXPERTS, make_base
+from tests.models.library_runs import make_peft_adapter
 from tests.support import sampling
 from tests.support.api_server import TOKENIZER
+from tests.support.served import Server, serving
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from lorikeet.adapters.content import compare, read_content
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.cli.app import app
 from lorikeet.verification import ServerDiffers, compare_with_server
-from tests.api.test_serve import make_model, serving
 from tests.support.live import write_adapter
+from tests.support.served import make_model, serving
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

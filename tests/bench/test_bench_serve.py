@@ -13,11 +13,11 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import memory, offline
 from lorikeet.cli.app import app
-from tests.api.test_serve import serving
 from tests.bench.fake_server import FakeServer, running
 from tests.models.checkpoints import make_checkpoint
 from tests.support.api_server import TOKENIZER
 from tests.support.live import write_adapter
+from tests.support.served import serving
 
 SMALL = ("--prompt-tokens", "4-8", "--output-tokens", "3")
 

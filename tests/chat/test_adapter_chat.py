@@ -15,15 +15,11 @@ from lorikeet.adapters.chat import AddedToken
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.chat.added_tokens import with_tokens
 from lorikeet.chat.text_processor import TextProcessor
-from tests.api.test_chat import CHAT, MESSAGES, body
-from tests.api.test_tools import LONG, TOOLS
+from tests.chat.templates import OWN_TEMPLATE
 from tests.support.api_server import TEMPLATE, TOKENIZER, Running, Start
+from tests.support.chat_requests import CHAT, MESSAGES, body
 from tests.support.fakes import write_adapter
-
-OWN_TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if tools %}<|tool_call|>{{ tools | length }}{% endif %}{{ eos_token }}"
-)
+from tests.support.tool_calls import LONG, TOOLS
 
 
 def make(server: Running, name: str, files: dict[str, Any], seed: int = 1) -> Path:

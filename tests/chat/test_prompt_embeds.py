@@ -12,23 +12,13 @@ import httpx
 import pytest
 import torch
 
+from tests.chat.embeds import saved, tensor
 from tests.support.api_server import Running
 from tests.support.fakes import HIDDEN
 
 pytestmark = pytest.mark.slow
 
 COMPLETIONS = "/v1/completions"
-
-
-def saved(value: Any, **more: Any) -> str:
-    """What a client sends."""
-    file = io.BytesIO()
-    torch.save(value, file, **more)
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def tensor(tokens: int, hidden: int = HIDDEN, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 async def ask(server: Running, embeds: Any, **more: Any) -> httpx.Response:

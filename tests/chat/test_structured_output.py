@@ -11,8 +11,8 @@ from lorikeet.chat.grammar_process import GrammarKind
 from lorikeet.chat.protocol import CompletionRequest
 from lorikeet.chat.structured_output import TaggedPart, grammar_spec, tagged_text
 from lorikeet.http.errors import ApiError
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import END, TOKENIZER, Running, Start
+from tests.support.chat_requests import CHAT, body
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from lorikeet.chat.text_processor import IncrementalDetokenizer, StopScanner, Te
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.plan import Token
 from lorikeet.models.json_section import ModelConfigError
-from tests.api.test_chat import CHAT
 from tests.support.api_server import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
+from tests.support.chat_requests import CHAT
 from tests.support.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from lorikeet.config import (
 )
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.messages import EngineInput, Fatal, FromEngine
-from tests.client.test_supervisor import FakeListener
+from tests.client.listeners import FakeListener
 from tests.support.fake_engines import HELLO, FakeEngine, FakeHost
 from tests.support.links import LinkedHost, notice_quickly
 from tests.support.live import greedy, live_settings, make_model, prompt

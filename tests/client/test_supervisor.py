@@ -35,6 +35,7 @@ from lorikeet.core.messages import (
     ToEngine,
     TokenOutput,
 )
+from tests.client.listeners import FakeListener
 from tests.support.waiting import until
 
 READY = EngineReady("0", ModelGeometry(1, 1, 1, {}, 4), 8, 4, 16, 32, 4, "native", boot_id(), 0.0)
@@ -96,25 +97,6 @@ class FakeHost:
 
     def close(self) -> None:
         pass
-
-
-class FakeListener:
-    """Says that three requests were resumed."""
-
-    def __init__(self) -> None:
-        self.failure = asyncio.get_running_loop().create_future()
-        self.received: list[StepOutputs] = []
-
-    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
-        self.received.append(outputs)
-
-    def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None: ...
-
-    def on_restart(self, supervisor: EngineSupervisor) -> int:
-        return 3
-
-    def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
-        self.failure.set_result(failure)
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from lorikeet.core.machine import free_memory_bytes, memory_limit_bytes
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.proxied_request import COMPLETIONS
-from tests.api.test_serve import Server, serving
 from tests.models.checkpoints import make_checkpoint
 from tests.router.conftest import Routing, events, routing, text_of
 from tests.support.live import TIE, write_adapter
+from tests.support.served import Server, serving
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]

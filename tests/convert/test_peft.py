@@ -18,9 +18,9 @@ from lorikeet.convert.peft import convert, low_rank
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import random_ids
+from tests.models.library_runs import log_probabilities
 from tests.models.peft_family import CONVERTED, LINEAR, LLAMA_LIKE, lora, make
-from tests.models.test_library_bases import log_probabilities
-from tests.models.test_peft_adapters import load
+from tests.models.peft_runs import load
 from tests.support import sampling
 
 runner = CliRunner()

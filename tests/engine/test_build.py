@@ -10,7 +10,7 @@ from lorikeet.engine.build import assemble
 from lorikeet.presets import resolve_preset
 from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.engine_load import EngineLoad
-from tests.costs.test_assist_costs import COSTS, LLAMA_2_7B, _adapter
+from tests.costs.assist_cases import COSTS, LLAMA_2_7B, adapter_of_rank
 from tests.support.scripted_executor import ScriptedExecutor
 
 LONG, RANK = 8192, 64
@@ -19,12 +19,16 @@ SIZES = EngineSizes(LLAMA_2_7B, LLAMA_2_7B, 1000, 1000, 16, LONG, 500, "none", C
 
 def test_assistance_is_planned_for_the_first_chunk_of_a_prompt() -> None:
     _, preset = resolve_preset("lorikeet:assist")
-    assert COSTS.pays(_adapter(RANK), 512)
-    assert not COSTS.pays(_adapter(RANK), LONG)
+    assert COSTS.pays(adapter_of_rank(RANK), 512)
+    assert not COSTS.pays(adapter_of_rank(RANK), LONG)
     planner = AssistPlanner(COSTS, SIZES, 512, preset.cold_start, EngineLoad())
-    assert planner.load_order(_adapter(RANK), LONG) == planner.load_order(_adapter(RANK), 512) != PACKING_ORDER
+    assert (
+        planner.load_order(adapter_of_rank(RANK), LONG)
+        == planner.load_order(adapter_of_rank(RANK), 512)
+        != PACKING_ORDER
+    )
     planner = AssistPlanner(COSTS, SIZES, LONG, preset.cold_start, EngineLoad())
-    assert planner.load_order(_adapter(RANK), LONG) == PACKING_ORDER
+    assert planner.load_order(adapter_of_rank(RANK), LONG) == PACKING_ORDER
 
 
 @pytest.mark.parametrize(

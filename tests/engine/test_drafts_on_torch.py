@@ -19,7 +19,7 @@ from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
 from lorikeet.scheduling.drafts import Drafter
 from lorikeet.scheduling.state import Sequence
-from tests.engine.test_structured_answers import CLOSING, VOCABULARY, cases_of, model, owners  # noqa: F401
+from tests.engine.grammar_cases import CLOSING, VOCABULARY, cases_of
 from tests.support.api_server import END
 from tests.support.live import live_settings
 
@@ -52,7 +52,7 @@ class Guesses(Drafter):
         self.kept_tokens += kept
 
 
-def asked(owners: list[AdapterRef | None]) -> list[Request]:  # noqa: F811
+def asked(owners: list[AdapterRef | None]) -> list[Request]:
     """Requests that ask for everything that changes what a step yields."""
     wishes: list[dict[str, Any]] = [
         {},
@@ -114,7 +114,7 @@ def check_same(answers: dict[RequestId, Answer], expected: dict[RequestId, Answe
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, owners: list[AdapterRef | None]) -> Iterator[dict[RequestId, Answer]]:  # noqa: F811
+def expected(model: Path, owners: list[AdapterRef | None]) -> Iterator[dict[RequestId, Answer]]:
     engine = build_replica(live_settings(model, draft_tokens=0)).engine
     try:
         yield run(engine, asked(owners))
@@ -126,8 +126,8 @@ def expected(model: Path, owners: list[AdapterRef | None]) -> Iterator[dict[Requ
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_do_not_depend_on_drafts(
-    model: Path,  # noqa: F811
-    owners: list[AdapterRef | None],  # noqa: F811
+    model: Path,
+    owners: list[AdapterRef | None],
     expected: dict[RequestId, Answer],
     seed: int,
 ) -> None:
@@ -144,8 +144,8 @@ def test_answers_do_not_depend_on_drafts(
 
 @pytest.mark.slow
 def test_adapter_with_repeated_answers_takes_fewer_steps(
-    model: Path,  # noqa: F811
-    owners: list[AdapterRef | None],  # noqa: F811
+    model: Path,
+    owners: list[AdapterRef | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

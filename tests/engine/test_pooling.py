@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import RequestId
-from lorikeet.core.request import Pooling, PoolingKind, Request
+from lorikeet.core.request import Pooling, PoolingKind
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.loop import Engine
+from tests.engine.vectors import collect, pooled
 from tests.support.live import greedy, live_settings, make_adapter, make_model, prompt, run
 
 KINDS = tuple(PoolingKind)
@@ -23,24 +23,6 @@ KINDS = tuple(PoolingKind)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-def pooled(name: str, token_ids: list[int], pooling: Pooling, adapter: AdapterRef | None = None) -> Request:
-    return msgspec.structs.replace(greedy(name, token_ids, 1, adapter, logprobs=None), pooling=pooling)
-
-
-def collect(engine: Engine) -> dict[str, np.ndarray]:
-    """Run until nothing is left; return the vectors, and check that their requests got no tokens."""
-    found = {}
-    sampled = set[str]()
-    while engine.has_requests:
-        outputs = engine.step()
-        found |= {each.request_id: np.frombuffer(each.data, "<f4") for each in outputs.pooled}
-        sampled |= {each.request_id for each in outputs.tokens}
-        if not engine.is_busy:
-            engine.wait_for_transfer()
-    assert not sampled & found.keys()
-    return found
 
 
 @cache

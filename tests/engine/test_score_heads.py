@@ -15,7 +15,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Pooling, Request
 from lorikeet.engine.build import build_replica
 from lorikeet.models.config import read_model_config
-from tests.engine.test_pooling import collect, pooled
+from tests.engine.vectors import collect, pooled
 from tests.models.checkpoints import make_checkpoint
 from tests.support.live import CONTEXT_TOKENS, greedy, live_settings, make_adapter, prompt, run
 

@@ -8,9 +8,9 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream
-from tests.api.test_chat import CHAT, body
-from tests.observe.test_metrics import page, value
 from tests.support.api_server import Start
+from tests.support.chat_requests import CHAT, body
+from tests.support.metrics_pages import page, value
 from tests.support.waiting import until
 
 

@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -17,13 +16,9 @@ import uvicorn
 
 from lorikeet.config import ConfigError
 from lorikeet.http.listening import ListeningServer, listen, listen_unix
+from tests.http.answers import answer
 from tests.support.api_server import Start
 from tests.support.waiting import until
-
-
-async def answer(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 204, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
 
 
 def has_ipv6() -> bool:

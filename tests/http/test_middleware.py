@@ -12,8 +12,8 @@ import structlog
 from lorikeet.chat.text_processor import IncrementalDetokenizer
 from lorikeet.config import ConfigError
 from lorikeet.http.auth import KeyRing
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import TOKENIZER, Running, Start
+from tests.support.chat_requests import CHAT, bearer, body
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -29,10 +29,6 @@ ADMIN_CALLS = [
     ("POST", "/v1/loras", {"lora_name": "x", "source": {"uri": "nowhere"}}),
     ("DELETE", "/v1/loras/x", None),
 ]
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 async def test_with_api_keys_only_their_holders_are_answered(start: Start) -> None:

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from lorikeet.config import ConfigError
 from lorikeet.http.listening import ListeningServer, listen
 from lorikeet.http.tls import Certificate, open_certificate
-from tests.http.test_listening import answer
+from tests.http.answers import answer
 from tests.support.waiting import until
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.interface import Batch, HostMetadata
 from lorikeet.kernels.triton.kernels import TritonKernels
-from tests.kernels import test_native_attention as attention
-from tests.kernels.test_triton import FEW, shapes
+from tests.kernels import attention_cases as attention
+from tests.kernels.triton_cases import FEW, shapes
 
 CPU = torch.device("cpu")
 

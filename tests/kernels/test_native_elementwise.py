@@ -8,23 +8,15 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from lorikeet.kernels.interface import Batch, HeadNorms, RotaryPairs, Rotation, kv_view
 from lorikeet.kernels.native import load_library, supported_instruction_sets
-from lorikeet.kernels.reference import ReferenceKernels, split_heads
+from tests.kernels.elementwise_cases import REFERENCE, ExactNorms, Heads, head_norms, kinds_of_pairs, random
 from tests.kernels.exactness import check_error
-from tests.kernels.test_native_linear import DTYPES, kernels
+from tests.kernels.linear_cases import DTYPES, kernels
 
-REFERENCE = ReferenceKernels()
 instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 dtypes = st.sampled_from(DTYPES)
 rows = st.one_of(st.integers(1, 9), st.just(64))
 gates = st.sampled_from(["silu_mul", "gelu_mul"])
-head_norms = st.sampled_from(["", "heads", "heads with offset", "whole"])
-kinds_of_pairs = st.sampled_from(["halves", "partial halves", "neighbours", "partial neighbours"])
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.slow
@@ -86,41 +78,6 @@ def test_a_norm_may_be_written_over_its_input(instruction_set: str, dtype: torch
     assert torch.equal(x, expected)
 
 
-class Heads:
-    """Random queries, keys and values of some rows, and where they go."""
-
-    def __init__(
-        self, rows: int, heads: int, kv_heads: int, head_dim: int, norms: str, pairs: str, dtype: torch.dtype, seed: int
-    ) -> None:
-        self.kv_heads = kv_heads
-        self.head_dim = head_dim
-        self.qkv = random(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=4 * seed)
-        dims = max(2, head_dim // 4 * 2) if "partial" in pairs else head_dim
-        angle = random(rows, head_dim // 2, dtype=torch.float32, seed=4 * seed + 1) * 3
-        angle[:, dims // 2 :] = 0
-        angle = angle.repeat(1, 2)
-        self.pairs = RotaryPairs(dims, "neighbours" in pairs)
-        self.cos = angle.cos().to(dtype)
-        self.sin = angle.sin().to(dtype)
-        sizes = (heads * head_dim, kv_heads * head_dim) if "whole" in norms else (head_dim, head_dim)
-        weights = (random(size, dtype=dtype, seed=4 * seed + i) for i, size in zip((2, 3), sizes, strict=True))
-        self.norms = HeadNorms(*weights, 1e-5, float("offset" in norms), "whole" in norms) if norms else None
-        none = torch.zeros(0, dtype=torch.int64)
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(4))
-        self.batch = Batch(none, none, order // 4, order % 4, none, none, none, none)
-
-    def run(self, backend: ReferenceKernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the rotated queries, and the arena."""
-        blocks = len(self.qkv) // 4 + 1
-        arena = torch.zeros(blocks, 2 * 2 * 4 * self.kv_heads * self.head_dim, dtype=dtype)
-        kv = kv_view(arena, 2, 4, self.kv_heads, self.head_dim)
-        qkv = self.qkv.to(dtype, copy=True)
-        norms = self.norms and self.norms._replace(q=self.norms.q.to(dtype), k=self.norms.k.to(dtype))
-        rotation = Rotation(self.cos.to(dtype), self.sin.to(dtype), self.pairs)
-        backend.rotary_store(qkv, rotation, kv[1], self.batch, norms)
-        return qkv[:, : qkv.shape[1] - 2 * self.kv_heads * self.head_dim], arena
-
-
 @pytest.mark.slow
 @instruction_sets
 @given(
@@ -135,19 +92,7 @@ def test_rotary_store(
     def draw(seed: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
         heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, norms, pairs, dtype, seed)
         found = heads.run(native, dtype)  # type: ignore[arg-type]
-        return found[part], heads.run(REFERENCE, dtype)[part], heads.run(_ExactNorms(), torch.float64)[part]
+        return found[part], heads.run(REFERENCE, dtype)[part], heads.run(ExactNorms(), torch.float64)[part]
 
     for part, name in enumerate(("rotary", "store_kv")):
         check_error(name, partial(draw, part=part))
-
-
-class _ExactNorms(ReferenceKernels):
-    """The reference in fp64, its norms too."""
-
-    def rotary_store(self, qkv, rotation, kv, batch, norms) -> None:  # type: ignore[no-untyped-def]
-        if norms is not None:
-            for heads, weight in zip(split_heads(qkv, kv)[:2], (norms.q, norms.k), strict=True):
-                x = heads.flatten(1) if norms.is_whole else heads
-                normed = x / (x.square().mean(-1, keepdim=True) + norms.eps).sqrt() * (weight + norms.offset)
-                heads[:] = normed.view(heads.shape)
-        super().rotary_store(qkv, rotation, kv, batch, None)

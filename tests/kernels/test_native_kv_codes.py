@@ -8,7 +8,7 @@ import torch
 from lorikeet.kernels.interface import Batch, RotaryPairs, Rotation, kv_view
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from lorikeet.kernels.reference import ReferenceKernels, kv_codes, kv_from_codes
-from tests.kernels.test_native_attention import DTYPES, Case, Shape
+from tests.kernels.attention_cases import DTYPES, Case, Shape
 
 SETS = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 BOTH_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,21 +7,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-from lorikeet.kernels.native import NativeKernels, PanelWeight, load_library, supported_instruction_sets
+from lorikeet.kernels.native import PanelWeight, load_library, supported_instruction_sets
 from tests.kernels.exactness import check_error
+from tests.kernels.linear_cases import DTYPES, kernels, sizes
 from tests.support.step_counts import examples
 
-DTYPES = (torch.bfloat16, torch.float32)
 instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
-# On both sides of every size that the kernel cuts at: tiles of 4, 8 and 16 rows, blocks of 32 and 64, panels of 32
-# or 48 columns, steps of 32 inputs.
-sizes = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 130, 257]))
-
-
-def kernels(instruction_set: str, threads: int = 2) -> NativeKernels:
-    made = NativeKernels(instruction_set, load_library(instruction_set))
-    made.threads = threads
-    return made
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Native sampling, on every instruction set of this machine, against plain torch."""
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from lorikeet.kernels.native import load_library, native_choose, supported_instruction_sets
 from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
 from tests.kernels.choices import check_chosen
+from tests.kernels.sampling_cases import parameters
 from tests.support.step_counts import examples
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library can be used here")
@@ -20,30 +20,6 @@ pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no nat
 @pytest.fixture(params=supported_instruction_sets(), scope="module")
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     return load_library(request.param)
-
-
-def parameters(
-    rows: int,
-    temperature: float | Sequence[float] = 1.0,
-    top_k: int | Sequence[int] = 0,
-    top_p: float | Sequence[float] = 1.0,
-    min_p: float | Sequence[float] = 0.0,
-    seed: int = 0,
-) -> SamplingTensors:
-    """One value for all rows, or one each; every row has another seed and position."""
-
-    def tensor(values: float | Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).expand(rows).contiguous()
-
-    random = np.random.default_rng(seed)
-    return SamplingTensors(
-        tensor(temperature, torch.float32),
-        tensor(top_k, torch.int64),
-        tensor(top_p, torch.float32),
-        tensor(min_p, torch.float32),
-        torch.from_numpy(random.integers(-(2**63), 2**63, rows)),
-        torch.from_numpy(random.integers(0, 2**40, rows)),
-    )
 
 
 def assert_as_reference(library: ctypes.CDLL, logits: torch.Tensor, asked: SamplingTensors) -> None:

@@ -28,29 +28,21 @@ from lorikeet.kernels.triton import lora as triton_lora
 from lorikeet.kernels.triton import sampling as triton_sampling
 from lorikeet.kernels.triton.kernels import _parts
 from lorikeet.kernels.triton.launch import INTERPRETED
-from tests.kernels import test_native_attention as attention
-from tests.kernels import test_native_lora as lora
-from tests.kernels import test_quantized as quantized
+from tests.kernels import attention_cases as attention
+from tests.kernels import lora_cases as lora
+from tests.kernels import quantized_cases as quantized
 from tests.kernels.choices import check_chosen
+from tests.kernels.elementwise_cases import REFERENCE, ExactNorms, Heads, head_norms, kinds_of_pairs, random
 from tests.kernels.exactness import check_error
-from tests.kernels.test_native_elementwise import (
-    REFERENCE,
-    Heads,
-    _ExactNorms,
-    head_norms,
-    kinds_of_pairs,
-    random,
-)
-from tests.kernels.test_native_sampling import parameters
+from tests.kernels.sampling_cases import parameters
+from tests.kernels.triton_cases import FEW, lengths, shapes
 from tests.support.interpreter import round_to_nearest, spare_needless_work
 from tests.support.on_gpu import triton_kernels
-from tests.support.step_counts import examples
 
 round_to_nearest()
 spare_needless_work()
 TRITON = triton_kernels()
 DTYPES = (torch.bfloat16, torch.float32)
-FEW = settings(max_examples=examples(4))
 dtypes = st.sampled_from(DTYPES)
 rows = st.integers(1, 9)
 
@@ -118,7 +110,7 @@ def test_rotary_store(
     def run(seed: int) -> list[tuple[Tensor, Tensor]]:
         heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, norms, pairs, dtype, seed)
         found = heads.run(TRITON, dtype)  # type: ignore[arg-type]
-        return [found, heads.run(REFERENCE, dtype), heads.run(_ExactNorms(), torch.float64)]
+        return [found, heads.run(REFERENCE, dtype), heads.run(ExactNorms(), torch.float64)]
 
     def draw(seed: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
         found, by_torch, exact = (each[part] for each in run(seed))
@@ -163,27 +155,6 @@ def nan_where_nothing_is_written() -> Iterator[None]:
     assert torch.empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-lengths = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 33, 64, 65]))
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> attention.Shape:
-    """Decodes, prefills and what lies between, on both sides of the sizes that the kernel cuts at."""
-    sequences = []
-    for _ in range(draw(st.integers(1, 2))):
-        rows = draw(lengths)
-        sequences.append((rows, rows + draw(st.one_of(st.just(0), lengths))))
-    return attention.Shape(
-        sequences,
-        kv_heads=draw(st.integers(1, 2)),
-        group=draw(st.sampled_from([1, 2, 3, 4, 7])),
-        head_dim=draw(st.sampled_from([16, 32, 64, 80, 128, 7])),
-        block_size=draw(st.sampled_from([1, 5, 16, 64])),
-        window=draw(st.sampled_from([0, 0, 1, 17, 100])),
-        softcap=draw(st.sampled_from([0.0, 1.5])),
-    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.prefix_insertion import ComputedTokens
 from lorikeet.scheduling.state import SchedulerLimits
-from tests.memory.test_memory import ask, cached_tokens, words
+from tests.memory.asks import ask, cached_tokens, words
 from tests.support.scripted import BLOCK_TOKENS, Bench, request
 
 

@@ -22,19 +22,11 @@ from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 from lorikeet.policies import EVICTION, PREFETCH
 from lorikeet.presets import PRESETS, HostKv, KvAfterFinish, Preset
 from lorikeet.scheduling.state import SchedulerLimits
+from tests.memory.asks import ask, cached_tokens, words
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
 ELORA, PLAIN = PRESETS["elora"], Preset()
 NO_KV = Preset(kv_after_finish=KvAfterFinish.DROPPED)
-
-
-def ask(
-    bench: Bench, name: str, prompt: list[int], adapter_name: str | None = None, blocks: int = 2, **more: object
-) -> None:
-    """Let one request run to its end, alone."""
-    ref = None if adapter_name is None else adapter(adapter_name, blocks)
-    bench.engine.submit(request(name, prompt, bench.clock.now(), ref, **{"max_tokens": 2, **more}))
-    bench.run()
 
 
 def fill_host(bench: Bench) -> None:
@@ -43,19 +35,9 @@ def fill_host(bench: Bench) -> None:
         bench.step()
 
 
-def cached_tokens(bench: Bench) -> dict[str, int]:
-    """What each request found."""
-    return {e.request_id: e.cached_tokens for e in bench.events if isinstance(e, Admitted)}
-
-
 def routes(bench: Bench) -> dict[str, int]:
     """Transfers so far, by route."""
     return {route: total.transfers for route, total in bench.engine.memory_stats().transfers.items()}
-
-
-def words(first: int, blocks: int) -> list[int]:
-    """A prompt of whole blocks and one token more."""
-    return [first + index for index in range(blocks * BLOCK_TOKENS + 1)]
 
 
 # --- tiers ------------------------------------------------------------------------------------------

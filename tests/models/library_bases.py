@@ -17,6 +17,8 @@ from lorikeet.models.architectures import ARCHITECTURES
 from lorikeet.models.transformers_older import OLDER
 
 VOCABULARY = 96
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+"""The parameters of experts, as PEFT's target_parameters names them."""
 NOT_TRIED = "not tried: "
 """Begins the reason why no tiny checkpoint can be made here."""
 

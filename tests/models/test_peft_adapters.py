@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lorikeet.adapters.store import reference
 from lorikeet.config import Settings
@@ -23,8 +22,9 @@ from lorikeet.models.config import read_model_config
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import make_base, random_ids
+from tests.models.library_runs import MAX_MODEL_LEN, log_probabilities, request, run, settings_of
 from tests.models.peft_family import GPT2_LIKE, LLAMA_LIKE, SAMPLE, make
-from tests.models.test_library_bases import MAX_MODEL_LEN, log_probabilities, request, run, settings_of
+from tests.models.peft_runs import load
 from tests.support import sampling
 
 TOKENS = 8
@@ -36,12 +36,6 @@ class Family(NamedTuple):
     requests: Sequence[Request]
     answers: Sequence[list[int]]
     pefts: Sequence[PeftModel]
-
-
-def load(folder: Path) -> PreTrainedModel:
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model: PreTrainedModel = loaded.eval()
-    return model
 
 
 def serve(

@@ -17,9 +17,9 @@ from lorikeet.adapters.store import reference
 from lorikeet.core.request import Request
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
+from tests.models.library_runs import MAX_MODEL_LEN, geometry_of, request, run, settings_of
 from tests.models.peft_family import lora, make
-from tests.models.test_library_bases import MAX_MODEL_LEN, geometry_of, request, run, settings_of
-from tests.models.test_peft_adapters import load
+from tests.models.peft_runs import load
 
 VOCABULARY = 96
 TOKENS = 4

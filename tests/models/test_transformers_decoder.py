@@ -25,7 +25,7 @@ from lorikeet.models.transformers_modules import AdaptedLinear, replaceable_weig
 from lorikeet.worker.rank_setup import load_rank
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import make_base
-from tests.models.test_library_bases import make_peft_adapter
+from tests.models.library_runs import make_peft_adapter
 
 CPU = torch.device("cpu")
 

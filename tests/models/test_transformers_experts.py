@@ -17,10 +17,8 @@ from lorikeet.adapters.store import reference
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
-from tests.models.library_bases import make_base, random_ids
-from tests.models.test_library_bases import MAX_MODEL_LEN, check, make_peft_adapter, request, run, settings_of
-
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+from tests.models.library_bases import EXPERTS, make_base, random_ids
+from tests.models.library_runs import MAX_MODEL_LEN, check, make_peft_adapter, request, run, settings_of
 
 
 def geometry_of(folder: Path) -> ModelGeometry:

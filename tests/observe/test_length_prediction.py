@@ -19,8 +19,8 @@ from lorikeet.scheduling.prediction.history import LengthHistory
 from lorikeet.scheduling.prediction.learned import LengthModel, LengthModelInfo, PredictionErrors
 from lorikeet.scheduling.prediction.messages import PredictorSetup
 from lorikeet.scheduling.prediction.training import Samples, train
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import TOKENIZER, Running, Start
+from tests.support.chat_requests import CHAT, body
 from tests.support.waiting import until
 
 LEARNED = 40

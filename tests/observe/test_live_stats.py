@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from lorikeet.cli.app import app
 from lorikeet.config import AdapterDirMode
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
     AdapterArrived,
     AdapterLoaded,
@@ -23,8 +22,7 @@ from lorikeet.core.events import (
     Queued,
     RequestTimings,
 )
-from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.request import Request, SamplingParams
+from lorikeet.core.ids import RequestId
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.live_stats import (
     ERRORS_PER_ADAPTER,
@@ -37,17 +35,13 @@ from lorikeet.observe.live_stats import (
 from lorikeet.observe.sort_by import SortBy
 from lorikeet.observe.stats_stream import MOST_STREAMS
 from lorikeet.observe.waits import parts_of
-from tests.api.test_chat import CHAT, body
-from tests.observe.test_metrics import STATS
+from tests.observe.tenant_requests import sequence
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, body
+from tests.support.metrics_pages import STATS
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
-
-
-def sequence(name: str, adapter: str, tenant: str = "") -> Request:
-    ref = AdapterRef(AdapterName(adapter), AdapterDigest(adapter), "", {}, 0)
-    return Request(RequestId(name), [1, 2, 3], SamplingParams(4), 0.0, ref, tenant=tenant)
 
 
 def timed(*, queue_s: float, adapter_s: float, prefill_s: float, waited_for: str = "") -> RequestTimings:

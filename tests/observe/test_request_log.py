@@ -12,8 +12,8 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.request_log import RequestLog
-from tests.api.test_chat import CHAT, body, events
 from tests.support.api_server import Start
+from tests.support.chat_requests import CHAT, body, events
 from tests.support.waiting import wait_until
 
 

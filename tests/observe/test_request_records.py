@@ -13,9 +13,8 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.observe.request_records import RequestRecords
-from tests.api.test_chat import CHAT, body
-from tests.http.test_middleware import bearer
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, bearer, body
 
 SAVED = ((Mechanism.PREFIX_REUSE, 0.25, "KV of 64 of 80 tokens was there"), (Mechanism.ASSIST, -0.125, "it was slow"))
 

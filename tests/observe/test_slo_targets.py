@@ -16,11 +16,10 @@ from lorikeet.observe.request_log import RequestLog
 from lorikeet.observe.slo_targets import attainment, missed, read_targets
 from lorikeet.observe.traffic import RequestCounts
 from lorikeet.workloads.workload import read_workload
-from tests.api.test_chat import CHAT, body
-from tests.api.test_completions import URL as COMPLETIONS
-from tests.http.test_middleware import bearer, until
-from tests.observe.test_metrics import page
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, COMPLETIONS, bearer, body
+from tests.support.metrics_pages import page
+from tests.support.waiting import until
 
 
 def met(samples: dict[str, Any], target: str, adapter: str = "") -> tuple[float, float]:

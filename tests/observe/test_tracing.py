@@ -15,9 +15,9 @@ from lorikeet.core.events import Admitted, RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.tracing import RequestTraces, open_exporter
-from tests.api.test_chat import CHAT, body
-from tests.observe.test_live_stats import sequence
+from tests.observe.tenant_requests import sequence
 from tests.support.api_server import Running
+from tests.support.chat_requests import CHAT, body
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

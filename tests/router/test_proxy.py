@@ -15,16 +15,13 @@ from lorikeet.core.ids import RequestId
 from lorikeet.http import body_gate
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, ProxiedRequest, RequestBody
+from tests.router.calls import body
 from tests.router.conftest import Routing, Start, adapters, events, requests_at, text_of, write_files
 from tests.router.scripted import chat_text, words
 from tests.support.waiting import until
 
 JSON = "application/json"
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-def body(model: str = "base", **fields: Any) -> dict[str, Any]:
-    return {"model": model, "prompt": "once", "max_tokens": 5, **fields}
 
 
 async def test_bodies_and_answers_are_passed_on_as_they_come(start: Start) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
-from tests.api.test_serve import make_model, serving
 from tests.router.conftest import requests_at, routing, text_of
 from tests.support.api_server import TOKENIZER
 from tests.support.fakes import write_adapter
+from tests.support.served import make_model, serving
 
 TOKENS = 3000
 """So many that an answer is under way for seconds, and is not over when its server is killed."""

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lorikeet.cli.app import app
+from tests.router.calls import body
 from tests.router.conftest import Routing, Start, events
-from tests.router.test_proxy import body
 from tests.support.waiting import until
 
 COMPLETIONS = "/v1/completions"

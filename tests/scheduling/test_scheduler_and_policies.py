@@ -1,53 +1,17 @@
 """What the scheduler does for admission policies, and what becomes of sequences that give way."""
 
-from collections.abc import Iterable
-
 import msgspec
 import numpy as np
 import pytest
 
 from lorikeet.core.events import Admitted, FinishReason, Preempted
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.policies import ADMISSION
 from lorikeet.presets import PreemptedKv, Preset
-from lorikeet.scheduling.admission import Admission, AdmissionCandidate, AdmissionView
-from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
+from tests.scheduling.worlds import Telling
 from tests.support.scripted import Bench, adapter, request
-
-
-class Telling(Fifo):
-    """FIFO that remembers all it was told, sends requests back when asked to, and prefers high priorities."""
-
-    def __init__(self, view: AdmissionView) -> None:
-        super().__init__(view)
-        self.outcomes: list[tuple[str, WaitReason | None]] = []
-        self.ends: list[str] = []
-        self.back: set[str] = set()
-        self.review_at: int | None = None
-
-    def admit(self, now: float) -> Admission:
-        for one in tuple(self._waiting):
-            outcome = yield AdmissionCandidate(one)
-            self.outcomes.append((one.request_id, outcome))
-            if outcome is None:
-                self._waiting.remove(one)
-
-    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
-        self.ends.append(request.request_id)
-
-    def review(self, now: float) -> list[Request]:
-        found = [each.request for each in self.view.running() if each.request.request_id in self.back]
-        self.back.clear()
-        return found
-
-    def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
-        return float("inf") if self.review_at is None else self.review_at - max(made for _, made in running)
-
-    def precedence(self, request: Request) -> object:
-        return request.priority, request.arrival_s
 
 
 @pytest.fixture

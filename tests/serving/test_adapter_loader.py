@@ -18,9 +18,9 @@ from lorikeet.serving.adapter_life import follow_registry
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.tenants.keys import KeySettings
 from lorikeet.tenants.tenants import Tenants
-from tests.api.test_chat import CHAT, body
-from tests.chat.test_adapter_chat import OWN_TEMPLATE
+from tests.chat.templates import OWN_TEMPLATE
 from tests.support.api_server import END, TOKENIZER, Running, Start
+from tests.support.chat_requests import CHAT, body
 from tests.support.fakes import write_adapter
 from tests.support.scripted import Bench
 from tests.support.waiting import until

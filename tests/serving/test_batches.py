@@ -9,18 +9,11 @@ import pytest
 
 from lorikeet.core.request import Request
 from tests.support.api_server import Running, Start
+from tests.support.batch_lines import MESSAGES, line
 from tests.support.fakes import HIDDEN
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
-
-MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-def line(name: str, body: dict[str, Any] | None = None, url: str = "/v1/chat/completions", **more: Any) -> bytes:
-    """One line of a file of requests."""
-    body = {"messages": MESSAGES} if body is None else body
-    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body, **more}).encode() + b"\n"
 
 
 def client_of(server: Running, key: str = "none") -> openai.AsyncOpenAI:

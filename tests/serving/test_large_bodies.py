@@ -16,8 +16,8 @@ from lorikeet.http.body_structure import BodyStructure, check_structure, count_s
 from lorikeet.http.errors import ApiError
 from lorikeet.router.proxied_request import RequestBody
 from lorikeet.serving import large_bodies
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, body
 from tests.support.waiting import until
 
 COMPLETIONS = "/v1/completions"

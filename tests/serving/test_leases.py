@@ -12,8 +12,8 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
 from lorikeet.serving.leases import AdapterLeases, VersionChanged
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import Running
+from tests.support.chat_requests import CHAT, body
 from tests.support.waiting import until
 
 COMPLETION = {"model": "formal", "prompt": "hello", "max_tokens": 4}

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.api.test_chat import CHAT, body
-from tests.api.test_serve import make_model, serving
-from tests.http.test_middleware import bearer
 from tests.support.api_server import TOKENIZER, Start
+from tests.support.chat_requests import CHAT, bearer, body
 from tests.support.live import write_adapter
+from tests.support.served import make_model, serving
 
 
 async def salts(start: Start, settings: dict[str, Any], asked: list[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -16,7 +16,7 @@ from lorikeet.core.executor import ExecutorError
 from lorikeet.worker.remote_ranks import RemoteRankError, _authenticated, read_key
 from tests.support import sampling
 from tests.support.driver import driving
-from tests.worker.test_tensor_parallel import make_model, run_everything
+from tests.worker.rank_runs import make_model, run_everything
 
 pytestmark = pytest.mark.slow
 

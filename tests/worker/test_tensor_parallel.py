@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lorikeet.adapters.store import reference
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import Tier
@@ -41,40 +40,11 @@ from tests.support.driver import (
     peer_tokens,
     random_tokens,
 )
+from tests.worker.rank_runs import make_model, run_everything
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-
-
-def make_model(folder: Path, **overrides: int) -> tuple[Path, dict[str, AdapterRef]]:
-    """Save a tiny model and two adapters for it."""
-    make_checkpoint(folder / "base", "llama", **overrides)
-    geometry = read_model_config(folder / "base").geometry(4)
-    return folder / "base", {
-        "narrow": make_adapter(
-            folder / "base", folder / "narrow", geometry, 1, r=3, target_modules=["q_proj", "o_proj"]
-        ),
-        "wide": make_adapter(folder / "base", folder / "wide", geometry, 2, r=16, target_modules=ALL),
-    }
-
-
-def run_everything(driver: Driver, adapters: dict[str, AdapterRef]) -> dict[str, list[int]]:
-    """Chunked prefill, mixed adapters, repeats, seeded sampling, a resumed sequence; return all tokens."""
-    assert [done.error for done in driver.load(*adapters.values())] == [None, None]
-    names = ["base", "narrow", "wide", "sampled"]
-    for index, name in enumerate(names):
-        params: dict[str, Any] = {"temperature": 1.0, "seed": 5} if name == "sampled" else {}
-        driver.add(name, random_tokens(8 + index, seed=index), adapters.get(name), **params)
-    driver.step({"base": 8, "narrow": 4})
-    driver.step({"base": 1, "narrow": 5, "wide": 10, "sampled": 11})
-    driver.decode(names, 4)
-    driver.decode(names, 8, repeat=4)
-    driver.drop("wide")
-    driver.add("wide", random_tokens(10, seed=2), adapters["wide"], driver.token_ids("wide"))
-    driver.step({"wide": 10 + len(driver.token_ids("wide"))})
-    driver.decode(names, 6, repeat=3)
-    return {name: driver.token_ids(name) for name in names}
 
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(2, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.long)])

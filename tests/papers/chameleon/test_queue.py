@@ -4,7 +4,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -15,98 +15,26 @@ from hypothesis import strategies as st
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.memory.blocks import WaitReason
 from lorikeet.papers.chameleon.options import MultilevelOptions
 from lorikeet.papers.chameleon.queue import ChameleonQueue, InitialClasses, wait_in_steps
 from lorikeet.papers.chameleon.quotas import class_load
 from lorikeet.papers.chameleon.size_aware import SIZE_AWARE, SizeAwareQueue
 from lorikeet.papers.chameleon.size_classes import OUTPUT_ONLY_WEIGHTS, RequestSize, SizeClasses
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView
 from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.state import StepTimeEstimator
+from tests.scheduling.worlds import World, admit
 from tests.support.scripted import adapter as make_adapter
 from tests.support.step_counts import STEPS_VARIABLE, count, examples
 
 RUN_STEPS = 150
 RUNS = max(examples(3), 2 * int(os.environ.get(STEPS_VARIABLE, "0")) // RUN_STEPS)
-BLOCK = 4
-"""Tokens of a block of an adapter in the builders' measure."""
-
-
-@dataclass
-class World:
-    """An engine in a few lines: room in tokens, adapters that stay until their room is needed."""
-
-    total_tokens: int = 1000
-    held_back_tokens: int = 0
-    max_model_len: int = 400
-    step_times: StepTimeEstimator = field(default_factory=StepTimeEstimator)
-    running_now: dict[RequestId, tuple[Request, int]] = field(default_factory=dict)
-    resident: dict[str, AdapterRef] = field(default_factory=dict)
-    out_of_turn: set[str] = field(default_factory=set)
-
-    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
-        return 0 if adapter is None else adapter.max_rank * BLOCK
-
-    def is_resident(self, adapter: AdapterRef | None) -> bool:
-        return adapter is None or adapter.digest in self.resident
-
-    def running(self) -> list[RunningRequest]:
-        return [
-            RunningRequest(request, made, len(request.prompt_token_ids) + made)
-            for request, made in self.running_now.values()
-        ]
-
-    def may_run(self, request: Request) -> bool:
-        return request.request_id not in self.out_of_turn
-
-    def free_tokens(self) -> int:
-        used = {request.digest for request, _ in self.running_now.values()}
-        pinned = sum(self.adapter_tokens(ref) for digest, ref in self.resident.items() if digest in used)
-        room = self.total_tokens - self.held_back_tokens
-        return room - pinned - sum(each.kv_tokens for each in self.running())
-
-    def try_admit(self, request: Request) -> WaitReason | None:
-        if not self.may_run(request):
-            return WaitReason.SLOT
-        kv, free = len(request.prompt_token_ids) + len(request.output_token_ids), self.free_tokens()
-        used = {each.digest for each, _ in self.running_now.values()}
-        adapter = 0 if request.digest in used else self.adapter_tokens(request.adapter)
-        if kv + adapter > free:
-            return WaitReason.ADAPTER_BLOCKS if adapter and kv <= free else WaitReason.KV_BLOCKS
-        if request.adapter is not None:
-            self.resident[request.adapter.digest] = request.adapter
-        self.running_now[request.request_id] = request, len(request.output_token_ids)
-        room = self.total_tokens - self.held_back_tokens - sum(each.kv_tokens for each in self.running())
-        over = sum(map(self.adapter_tokens, self.resident.values())) - room
-        for digest in [digest for digest in self.resident if digest not in used and digest != request.digest]:
-            if over > 0:
-                over -= self.adapter_tokens(self.resident.pop(digest))
-        return None
 
 
 def ask(name: str, prompt: int, output: int, arrival_s: float = 0.0, adapter: AdapterRef | None = None) -> Request:
     """A request of so many tokens, predicted to answer with ``output`` of at most 400."""
     params = SamplingParams(max_tokens=400)
     return Request(RequestId(name), [1] * prompt, params, arrival_s, adapter, predicted_tokens=output)
-
-
-def admit(queue: AdmissionQueue, world: World, now: float = 0.0, slots: int = 1000) -> list[str]:
-    """One step's admission, which ends when so many run; return who was admitted."""
-    admitted: list[str] = []
-    policy = queue.admit(now)
-    try:
-        candidate = next(policy)
-        while True:
-            if len(world.running_now) >= slots:
-                policy.close()
-                return admitted
-            outcome = world.try_admit(candidate.request)
-            if outcome is None:
-                admitted.append(candidate.request.request_id)
-            candidate = policy.send(outcome)
-    except StopIteration:
-        return admitted
 
 
 def with_quotas(

@@ -12,8 +12,7 @@ from lorikeet.papers.rivals.s_lora import Reservation
 from lorikeet.policies import ADMISSION
 from lorikeet.presets import PRESETS, PrefillApart, Preset
 from lorikeet.scheduling.state import SchedulerLimits
-from tests.papers.chameleon.test_queue import World, admit
-from tests.scheduling.test_scheduler_and_policies import Telling
+from tests.scheduling.worlds import Telling, World, admit
 from tests.support.scripted import Bench, adapter, request
 
 

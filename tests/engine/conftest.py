@@ -1,0 +1,5 @@
+"""Fixtures of tests with grammars."""
+
+from tests.engine.grammar_cases import model, owners
+
+__all__ = ["model", "owners"]
