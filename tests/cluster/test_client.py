@@ -17,6 +17,8 @@ from lorikeet.client.local_host import LocalHost
 from lorikeet.client.supervisor import EngineError
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
+from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import DemandReport, Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable
@@ -86,7 +88,10 @@ async def cluster(
     transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, there, 0.0))
     routing = routing or RoundRobin()
     client = ClusterClient(
-        settings, lambda replica: LocalHost(), transport, service, routing, period_s=0.05, times=KV_STAYS
+        settings,
+        ClusterProcesses(lambda replica: LocalHost(), transport, service),
+        ClusterPolicies(routing, 0.05),
+        ClusterCosts(KV_STAYS, KvBandwidth()),
     )
     try:
         await client.start(lambda progress: None)

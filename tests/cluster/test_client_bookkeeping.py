@@ -17,6 +17,8 @@ from lorikeet.cluster.adapters.folder import PoolFolderUnwritableError
 from lorikeet.cluster.adapters.transport import LocalTransport, copy_error
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
+from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
@@ -93,13 +95,9 @@ class Cluster:
         cluster = ClusterSettings(replicas=replicas, pool_dir=str(pool_dir) if stays else "")
         self.client = ClusterClient(
             Settings(ModelSettings("none"), cluster=cluster),
-            self.host,
-            self.transport,
-            self.service,
-            RoundRobin(),
-            period_s=3600.0,
-            prefetch=prefetch,
-            times=KV_STAYS,
+            ClusterProcesses(self.host, self.transport, self.service),
+            ClusterPolicies(RoundRobin(), 3600.0, prefetch),
+            ClusterCosts(KV_STAYS, KvBandwidth()),
         )
 
     def host(self, replica: ReplicaId) -> FakeHost:

@@ -39,6 +39,8 @@ from lorikeet.client.client import DEATHS_PER_REQUEST, EngineClient, RequestHand
 from lorikeet.client.supervisor import MAX_FAILED_STARTS, EngineError
 from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
+from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.everywhere import FullReplication
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
@@ -634,7 +636,9 @@ class World:
         )  # KV stays, or moves if it is long, or always
         times = MoveTimes(lambda tokens: tokens**2 / 20_000, math.inf, 1.0, speed)
         hosts = partial(SimulatedHost, self)
-        return ClusterClient(settings, hosts, transport, placement, routing, 3.0, prefetch=prefetch, times=times)
+        processes = ClusterProcesses(hosts, transport, placement)
+        policies = ClusterPolicies(routing, 3.0, prefetch)
+        return ClusterClient(settings, processes, policies, ClusterCosts(times, KvBandwidth()))
 
     # --- what is planned ---
 

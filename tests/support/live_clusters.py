@@ -11,6 +11,8 @@ from lorikeet.client.local_host import LocalHost
 from lorikeet.client.supervisor import EngineHost
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
+from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.open import open_cluster
 from lorikeet.cluster.placement.service import PlacementService
@@ -54,4 +56,5 @@ def local_client(
     times: MoveTimes = KV_STAYS,
 ) -> ClusterClient:
     """Return a client that starts its replicas here, with short periods."""
-    return ClusterClient(settings, hosts, LocalTransport(pool_dir), service, routing, period_s=0.05, times=times)
+    processes = ClusterProcesses(hosts, LocalTransport(pool_dir), service)
+    return ClusterClient(settings, processes, ClusterPolicies(routing, 0.05), ClusterCosts(times, KvBandwidth()))

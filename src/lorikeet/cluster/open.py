@@ -6,7 +6,6 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -28,13 +27,14 @@ from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.co_migration import CoMigrationController
 from lorikeet.cluster.controller.learned_costs import LearnedCosts
+from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
 from lorikeet.cluster.controller.registry import ClusterRegistry
 from lorikeet.cluster.controller.registry_writer import RegistryWriter
 from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.placement.operating_points import EstimatedPoints
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
-from lorikeet.cluster.placement.service import LocalPlacementService, PlacementService
+from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.cluster.setup import GENERIC, ClusterOptions
 from lorikeet.config import ReplicaStart, Settings
 from lorikeet.core.ids import ReplicaId
@@ -142,47 +142,47 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
     make = _MakeOrchestrator(preset, replicas, profile, options, bool(cluster.max_replicas))
     orchestrator = make(time.monotonic())  # Wrong settings are reported before any process is started.
-    make_client = partial(
-        ClusterClient,
-        settings,
-        routing=routing,
-        period_s=preset.placement_period_s,
-        prefetch=preset.pool_prefetch,
-        kv_bandwidth=kv_bandwidth,
-        times=times,
-        held_share=preset.pool_share,
-        learned=learned,
-    )
     pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX)))
     clear_abandoned_pools(pool_dir)
     url = cluster.registry_url or registry_url(settings.adapters)
     identity = _identity(settings)
     registry = ClusterRegistry(url, identity)
     stack.callback(registry.close)
-    placement: PlacementService
     if cluster.start is ReplicaStart.LOCAL:
-        unused = [] if host is None else [host]
-
-        def next_host(replica: ReplicaId) -> LocalHost:
-            return unused.pop() if unused else LocalHost()
-
-        transport = LocalTransport(pool_dir)
-        placement = LocalPlacementService(orchestrator)
-        stack.callback(transport.close)
-        client = make_client(hosts=next_host, transport=transport, placement=placement)
+        processes = _local_processes(pool_dir, orchestrator, host, stack)
     else:
         from lorikeet.cluster.ray.open import open_ray  # Ray is optional, and its import takes a second
 
-        ray_parts = open_ray(settings, pool_dir, make, url, identity, stack)
-        placement = ray_parts.placement
-        client = make_client(hosts=ray_parts.host, transport=ray_parts.transport, placement=placement)
+        processes = open_ray(settings, pool_dir, make, url, identity, stack)
+    client = ClusterClient(
+        settings,
+        processes,
+        ClusterPolicies(routing, preset.placement_period_s, preset.pool_prefetch, preset.pool_share),
+        ClusterCosts(times, kv_bandwidth, learned),
+    )
     client.add_background_task(RegistryWriter(client, registry).run)
     if migration is not None:
         client.add_background_task(CoMigrationController(client, migration).run)
     if cluster.max_replicas:
         scaling = ScalingPolicy(max(1, cluster.min_replicas), cluster.max_replicas)
-        client.add_background_task(Autoscaler(client, placement, scaling, settings.server.drain_timeout_s).run)
+        client.add_background_task(
+            Autoscaler(client, processes.placement, scaling, settings.server.drain_timeout_s).run
+        )
     return client
+
+
+def _local_processes(
+    pool_dir: Path, orchestrator: Orchestrator, host: LocalHost | None, stack: AsyncExitStack
+) -> ClusterProcesses:
+    """Return the parts of a cluster whose replicas are processes of this machine; ``host`` runs the first replica."""
+    unused = [] if host is None else [host]
+
+    def next_host(replica: ReplicaId) -> LocalHost:
+        return unused.pop() if unused else LocalHost()
+
+    transport = LocalTransport(pool_dir)
+    stack.callback(transport.close)
+    return ClusterProcesses(next_host, transport, LocalPlacementService(orchestrator))
 
 
 def _identity(settings: Settings) -> str:

@@ -17,19 +17,16 @@ import zmq.asyncio
 
 from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.client.state import ClusterState, ReplicaView
-from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor, EngineTimeouts
-from lorikeet.cluster.adapters.transport import Transport
+from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts
 from lorikeet.cluster.controller.adapter_files import AdapterFiles
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher
-from lorikeet.cluster.controller.learned_costs import LearnedCosts
+from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.cluster.controller.replica_joiner import ReplicaJoiner
-from lorikeet.cluster.controller.request_moves import HandOver, KvBandwidth, RequestMoves
+from lorikeet.cluster.controller.request_moves import HandOver, RequestMoves
 from lorikeet.cluster.controller.snapshot import cluster_state
-from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
-from lorikeet.cluster.placement.service import PlacementClient, PlacementService
-from lorikeet.cluster.routing.base import RoutingPolicy
+from lorikeet.cluster.placement.service import PlacementClient
 from lorikeet.cluster.routing.fleet import Fleet, replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
@@ -62,16 +59,9 @@ class ClusterClient:
 
     Args:
         settings: settings of every replica.
-        hosts: returns the host that runs a replica's engines.
-        transport: copies adapters between replicas.
-        placement: decides which replicas serve an adapter.
-        routing: chooses the replica of a request.
-        period_s: time between two placements.
-        times: times of moves.
-        prefetch: whether replicas fetch the adapters of a new placement immediately.
-        kv_bandwidth: estimate of the KV bandwidth, updated by every transfer.
-        held_share: see ``Dispatcher``.
-        learned: measured costs of steps and loads; None if no policy needs costs.
+        processes: starts and connects the replicas and the orchestrator.
+        policies: policies of the preset.
+        costs: costs of moves, and measured costs.
 
     Attributes:
         wanted: number of replicas that the load needs; None without autoscaling.
@@ -82,32 +72,25 @@ class ClusterClient:
     def __init__(
         self,
         settings: Settings,
-        hosts: Callable[[ReplicaId], EngineHost],
-        transport: Transport,
-        placement: PlacementService,
-        routing: RoutingPolicy,
-        period_s: float,
-        times: MoveTimes,
-        prefetch: bool = False,
-        kv_bandwidth: KvBandwidth | None = None,
-        held_share: float = 1.0,
-        learned: LearnedCosts | None = None,
+        processes: ClusterProcesses,
+        policies: ClusterPolicies,
+        costs: ClusterCosts,
     ) -> None:
-        self._learned = learned
+        self._learned = costs.learned
         self.wanted: int | None = None
         self._is_paused = False
         self._settings = settings
-        self._hosts = hosts
+        self._hosts = processes.hosts
         self._context = zmq.asyncio.Context()
         self._replicas: dict[ReplicaId, LiveReplica] = {}
         self._numbers = count()
         self._streams = Streams()
-        self._dispatcher = Dispatcher(routing, prefetch=prefetch, held_share=held_share)
-        self._placement = PlacementClient(placement, period_s, self._on_table)
-        self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._apply)
+        self._dispatcher = Dispatcher(policies.routing, prefetch=policies.prefetch, held_share=policies.held_share)
+        self._placement = PlacementClient(processes.placement, policies.period_s, self._on_table)
+        self._files = AdapterFiles(processes.transport, self._dispatcher, self._replicas, self._apply)
         self._joining = ReplicaJoiner(self._dispatcher, self._files, settings.engine, self._apply)
-        self._moves = RequestMoves(self._streams, self._replicas, self._redispatch, kv_bandwidth or KvBandwidth())
-        self._hand_over = HandOver(self._streams, self._moves, self._dispatcher.fleet, times)
+        self._moves = RequestMoves(self._streams, self._replicas, self._redispatch, costs.kv_bandwidth)
+        self._hand_over = HandOver(self._streams, self._moves, self._dispatcher.fleet, costs.times)
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
         self._background: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placement.run]

@@ -1,11 +1,10 @@
 """Builds the parts of a cluster that run on Ray."""
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 from lorikeet.cluster.adapters.peer import make_peer_key
+from lorikeet.cluster.controller.parts import ClusterProcesses
 from lorikeet.cluster.ray.host import RayHost, ReplicaResources
 from lorikeet.cluster.ray.orchestrator_actor import MakeOrchestrator, RayPlacement
 from lorikeet.cluster.ray.start import start_ray, stop_ray
@@ -18,23 +17,9 @@ _CPU_OVERCOMMIT = 16
 """CPUs that Ray assumes. Engines share cores, so the number is high enough that no added replica is refused."""
 
 
-class RayParts(NamedTuple):
-    """Holds the parts of a cluster that run on Ray.
-
-    Attributes:
-        host: returns the host that runs a replica's engines.
-        transport: copies adapters between replicas.
-        placement: client of the orchestrator's actor.
-    """
-
-    host: Callable[[ReplicaId], RayHost]
-    transport: RayTransport
-    placement: RayPlacement
-
-
 def open_ray(
     settings: Settings, pool_dir: Path, make: MakeOrchestrator, registry_url: str, identity: str, stack: AsyncExitStack
-) -> RayParts:
+) -> ClusterProcesses:
     """Start Ray or join a Ray cluster, and start the orchestrator.
 
     Args:
@@ -64,7 +49,7 @@ def open_ray(
 
     placement = RayPlacement(make, registry_url, identity)
     stack.callback(placement.close)
-    return RayParts(host, transport, placement)
+    return ClusterProcesses(host, transport, placement)
 
 
 def resources_of(settings: Settings, cores: int | None) -> ReplicaResources:
