@@ -80,6 +80,8 @@ def parameters(choose: random.Random) -> dict[str, Any]:
         {"$ref": "#/$defs/point"},
         {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "string"}]},
         {"type": "string"},
+        {"type": "string", "minLength": 2, "maxLength": 9},
+        {"type": "string", "pattern": r"^[a-z]+(-\d{2})?$|x$", "maxLength": 20},
         {"type": "number"},
         True,
         {},

@@ -275,6 +275,33 @@ def follows(text: str, grammar: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ({"minLength": 2, "maxLength": 3}, ["ab", "a\nb"], ["a", "abcd"]),
+        ({"pattern": "^[a-z]+$"}, ["ab"], ["a1", "", "a\n"]),
+        ({"pattern": "[0-9]", "minLength": 3}, ["ab1", "1\nb"], ["abc", "1"]),
+        ({"maxLength": 10_000}, ["a" * 600], []),
+        ({"pattern": "(?=a)b"}, ["anything"], []),
+    ],
+)
+def test_plain_text_between_tags_keeps_the_limits_of_its_schema(
+    schema: dict[str, object], texts: list[str], others: list[str]
+) -> None:
+    functions = {"f": {"type": "object", "properties": {"x": {"type": "string", **schema}}, "required": ["x"]}}
+    grammar = TOOL_FORMATS["qwen3_coder"].grammar(CallGrammar(functions, True, {}.get))
+    for text in (*texts, *others):
+        call = TOOL_FORMATS["qwen3_coder"].write([Call("f", json.dumps({"x": text}))])
+        assert follows(call, grammar) == (text in texts), text
+
+
+def test_a_length_that_no_text_has_is_refused() -> None:
+    schema = {"type": "string", "minLength": 3, "maxLength": 2}
+    functions = {"f": {"type": "object", "properties": {"x": schema}}}
+    with pytest.raises(ValueError, match="the argument 'x' has a minLength above its maxLength"):
+        TOOL_FORMATS["qwen3_coder"].grammar(CallGrammar(functions, True, {}.get))
+
+
 WEATHER = Call("get_weather", '{"city": "Oslo"}')
 WRONG = Call("get_weather", '{"town": "Oslo"}')
 

@@ -3,13 +3,18 @@
 Schemas come from strangers, so every function here takes any JSON and ends.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _MAX_DEPTH = 24
 _IN_ONE = ("additionalProperties", "items", "not", "if", "then", "else", "contains", "unevaluatedProperties")
 _IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 _IN_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_REGEX_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?:|\(\?|.", re.DOTALL)
+_NO_GRAMMAR = re.compile(r"\(\?|\\[bBAzZGk1-9]")
+_ANY_TEXT = r"(.|\n)*"
 
 KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 """Kinds of JSON values; an integer is a number, too."""
@@ -100,6 +105,64 @@ def fixed_values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[A
     if isinstance(all_of, list) and len(all_of) == 1:
         return fixed_values(all_of[0], root, depth + 1)
     return None
+
+
+class TextLimits(NamedTuple):
+    """Limits of a string.
+
+    Attributes:
+        shortest, longest: numbers of letters; ``longest`` is None without a limit.
+        pattern: regex that a part of the string matches; empty without one.
+    """
+
+    shortest: int = 0
+    longest: int | None = None
+    pattern: str = ""
+
+
+def text_limits(schema: Any, root: Mapping[str, Any], depth: int = 0) -> TextLimits:
+    """Return the limits of a schema of strings, even behind a reference; keywords of other forms are no limits."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return TextLimits()
+    if "$ref" in schema:
+        return text_limits(resolved(schema["$ref"], root), root, depth + 1)
+    all_of = schema.get("allOf")
+    if isinstance(all_of, list) and len(all_of) == 1:
+        return text_limits(all_of[0], root, depth + 1)
+    shortest, longest = (schema.get(key) for key in ("minLength", "maxLength"))
+    pattern = schema.get("pattern")
+    return TextLimits(
+        shortest if type(shortest) is int and shortest > 0 else 0,
+        longest if type(longest) is int and longest >= 0 else None,
+        pattern if isinstance(pattern, str) else "",
+    )
+
+
+def whole_pattern(pattern: str) -> str:
+    """Return a regex of whole strings for a schema's ``pattern``, which a part of a string matches.
+
+    The result is empty for a pattern that no grammar can follow: with anchors inside it, look-around or references.
+    """
+    tokens = _REGEX_TOKEN.findall(pattern)
+    ways: list[list[str]] = [[]]
+    depth = 0
+    for token in tokens:
+        if _NO_GRAMMAR.fullmatch(token):
+            return ""
+        depth += token.startswith("(") - (token == ")")
+        if token == "|" and not depth:
+            ways.append([])
+        else:
+            ways[-1].append(token)
+    whole = []
+    for way in ways:
+        begins = way[:1] == ["^"]
+        ends = way[-1:] == ["$"]
+        inner = way[begins : len(way) - ends]
+        if {"^", "$"}.intersection(inner):
+            return ""
+        whole.append(f"{'' if begins else _ANY_TEXT}({''.join(inner)}){'' if ends else _ANY_TEXT}")
+    return "|".join(whole)
 
 
 def objects_in(schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:

@@ -11,10 +11,12 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lorikeet.chat.json_schema import KINDS, fixed_values, kind_of, kinds_of
+from llguidance import regex_to_lark
+
+from lorikeet.chat.json_schema import KINDS, fixed_values, kind_of, kinds_of, text_limits, whole_pattern
 from lorikeet.chat.json_text import write_json
 from lorikeet.chat.tool_parsers.base import (
     Call,
@@ -50,6 +52,8 @@ _PLAIN_WORDS = ("null", "None", "true", "True", "false", "False")
 _PLAIN_NUMBER = re.compile(r"[\d.][\w.+-]*")
 _AROUND_PLAIN = re.compile(r"#[^\n]*|[\\()]")
 """Comments, continued lines and brackets, with which Python may write a constant."""
+_LONGEST_COUNTED = 512
+"""Letters up to which a grammar limits a text; more take too long to compile together with a pattern."""
 _MOST_PLAIN = 200
 """Letters of a value after which it is no longer compared with null, booleans and numbers."""
 
@@ -70,6 +74,7 @@ class _Value:
         schema = properties.get(key, True) if isinstance(properties, Mapping) else True
         self._key = key
         self._function = function
+        self._schema = schema
         self._kinds = kinds_of(schema, function)
         self._fixed = fixed_values(schema, function)
 
@@ -84,7 +89,22 @@ class _Value:
         # The value and its end are one lexeme, since a text would include the newline before the end.
         last = r"\n<\/parameter>\n"
         markers = "|".join(re.escape(each).replace("/", r"\/") for each in _ENDS)
-        return grammar.terminal(rf"/(.|\n)*{last}/ & ~/(.|\n)*({markers})(.|\n)*{last}/")
+        parts = [rf"/(.|\n)*{last}/", rf"~/(.|\n)*({markers})(.|\n)*{last}/"]
+        return grammar.terminal(" & ".join([*parts, *self._limits(last)]))
+
+    def _limits(self, last: str) -> Iterator[str]:
+        """Yield regexes of the schema's length and pattern, for a value that is always a string, and ``last``."""
+        if self._kinds != {"string"}:
+            return
+        limits = text_limits(self._schema, self._function)
+        shortest = min(limits.shortest, _LONGEST_COUNTED)
+        longest = limits.longest if limits.longest is not None and limits.longest <= _LONGEST_COUNTED else None
+        if longest is not None and shortest > longest:
+            raise ValueError(f"the argument {self._key[:100]!r} has a minLength above its maxLength")
+        if shortest or longest is not None:
+            yield rf"/(.|\n){{{shortest},{'' if longest is None else longest}}}{last}/"
+        if limits.pattern and (pattern := whole_pattern(limits.pattern)):
+            yield f"/({regex_to_lark(pattern, 'dws')}){last}/"
 
     def is_text(self, begin: str) -> bool:
         """Return whether every value that starts with ``begin`` is a string."""
