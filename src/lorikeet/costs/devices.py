@@ -39,8 +39,8 @@ class Device:
     """Describes an accelerator.
 
     Attributes:
-        name: as in the names of profiles.
-        full_name: for people.
+        name: name of the device or model in the names of profiles.
+        full_name: name that commands print.
         memory_bytes: memory of one device.
         bandwidth_bytes_per_s: bandwidth of its memory.
         flops: dense bf16 operations per second.
@@ -72,8 +72,8 @@ class Model:
     """Describes a base model in bf16.
 
     Attributes:
-        name: as in the names of profiles.
-        full_name: for people.
+        name: name of the device or model in the names of profiles.
+        full_name: name that commands print.
         geometry: geometry of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.

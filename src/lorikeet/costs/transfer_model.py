@@ -163,7 +163,7 @@ class MergeModel:
     """Predicts the seconds of switching the merged adapter from a profile.
 
     Args:
-        profile: its ``switching`` costs.
+        profile: profile with ``switching`` costs.
         by: the way to switch: the weights are recomputed, or a whole merged model replaces another.
         transfers: predicts the load of that model from the host.
     """

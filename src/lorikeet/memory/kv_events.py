@@ -1,7 +1,7 @@
 """Finds changes of the cached KV, as events in vLLM's format, for routers that score replicas by the prompt's blocks.
 
-Events are found by comparing the tree with the state at the last call, so that no part of the memory has to report
-changes. A comparison of two arrays costs microseconds; only changed nodes are looked at one by one.
+Events are found by comparing the tree with the state at the last call, so that no part of the memory must report
+changes. Comparing two arrays takes microseconds, and only changed nodes are examined one by one.
 
 Format: https://docs.vllm.ai/en/latest/api/vllm/distributed/kv_events/
 """
@@ -67,7 +67,7 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class BlockTokens:
-    """Keeps the tokens of the blocks in the tree, which the tree itself knows only by keys.
+    """Keeps the tokens of the blocks in the tree, which stores only keys.
 
     Args:
         block_size: tokens in a block.
@@ -93,15 +93,15 @@ class BlockTokens:
             self._new.append(key)
 
     def get(self, key: bytes) -> tuple[Sequence[int], str] | None:
-        """Return a block's tokens and salt; None if they are not known."""
+        """Return a block's tokens and salt; None if they are unknown."""
         return self._tokens.get(key)
 
     def forget(self, key: bytes) -> None:
-        """Forget a block that has left the tree."""
+        """Remove a block that has left the tree."""
         self._tokens.pop(key, None)
 
     def forget_lost(self, tree: DependencyTree) -> None:
-        """Forget the blocks noted since the last call that the tree does not contain."""
+        """Remove the blocks that were noted since the last call and that the tree does not contain."""
         for key in self._new:
             if tree.find(key) is None:
                 self.forget(key)
@@ -110,15 +110,15 @@ class BlockTokens:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A block that was reported, or would be if its version had a name.
+    """Describes a block that was reported, or that would be reported if its version had a name.
 
     Attributes:
         key: the node's key.
-        digest: the adapter version; None for the base model.
-        parent: the block before; None at the start of a prompt.
-        token_ids: its tokens.
+        digest: digest of the adapter version; None for the base model.
+        parent: previous block; None at the start of a prompt.
+        token_ids: tokens of the block.
         salt: the cache salt of the first block of a prompt; empty for the others.
-        media: bits of the media that it is on.
+        media: bits of the media that hold the block.
     """
 
     key: bytes
@@ -132,8 +132,8 @@ class _Block:
 class KvEvents:
     """Compares the tree with its state at the last call, and returns the changes as events.
 
-    A version with several names is reported under each, since routers look blocks up by the name in a request. Events
-    of one name have hashes of their own. A version without a name is not reported.
+    A version with several names is reported under each name, because routers look blocks up by the name in a request.
+    Each name has different hashes. A version without a name is not reported.
 
     Args:
         tree: the memory's tree.
@@ -151,7 +151,7 @@ class KvEvents:
         self._events: list[KvEvent] = [AllBlocksCleared()]
 
     def set_names(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
-        """Take the names of all adapter versions, and report KV whose version lost or got a name."""
+        """Set the names of all adapter versions, and report KV whose version has lost or gained a name."""
         self._compare()
         new: dict[AdapterDigest, frozenset[AdapterName]] = {}
         for name, digest in names.items():
@@ -172,7 +172,7 @@ class KvEvents:
                 self._store(there, sorted(now - before), medium)
 
     def learn(self, request: Request) -> None:
-        """Note the tokens of a request whose KV came from another engine."""
+        """Record the tokens of a request whose KV came from another engine."""
         if self._unknown:
             token_ids = request.prompt_token_ids + request.output_token_ids
             keys = block_keys(
@@ -204,7 +204,7 @@ class KvEvents:
         self._states[:end] = states
         self._touched[:end] = tree.touched[:end]
         at = np.flatnonzero(changed)
-        # A parent comes before its children, so that a router knows it.
+        # A parent is reported before its children, so that routers know the parent.
         nodes = at[np.argsort(tree.depth[at], kind="stable")].tolist()
         self._apply(nodes, states)
         self._tokens.forget_lost(tree)
@@ -247,7 +247,7 @@ class KvEvents:
             self._store(blocks, self._names_of(digest), medium)
 
     def _new(self, node: int, key: bytes) -> _Block | None:
-        """Return a new block for a node; None if its tokens or its parent are not known."""
+        """Return a new block for a node; None if its tokens or its parent are unknown."""
         known = self._tokens.get(key)
         if known is None:
             return None

@@ -424,7 +424,9 @@ class Tiers:
             self.tree.touched[np.asarray(nodes, np.int64)] += 1
 
     def _finish_together(self, nodes: Nodes, how: npt.NDArray[np.int8], result: TransferResult) -> bool:
-        """End the copies of KV to the host at once, if all of them succeeded and are alike. Return whether they did.
+        """End the copies of KV to the host together, if all of them succeeded and are alike.
+
+        Return whether they were ended.
 
         A transfer ends every few steps, with tens of blocks.
         """

@@ -126,7 +126,7 @@ def build_plan(
         length: limits of the plan's length.
         step: number of the step.
         memory: memory that returns the transfers and evictions.
-        kernel_form: how mixed ranks are computed.
+        kernel_form: form in which kernels compute mixed ranks.
         drops: sequences that the executor may delete.
         merged: adapter that is merged for the step; None for none.
     """

@@ -31,7 +31,7 @@ class CopyCosts(msgspec.Struct, frozen=True):
     engine takes that time (``local_s``) itself, so it is not part of the copy.
 
     Attributes:
-        form: how adapters are sent between machines.
+        form: form in which adapters are sent between machines.
         host_bytes_per_s: bandwidth between a host and each rank's device. The default is PCI Express 4.0 with 16 lanes,
             which reaches about 25 of its 32 GB/s. The engines must use the same value.
         network_bytes_per_s: bandwidth between two machines. The default is InfiniBand HDR: 200 Gbit/s less protocol

@@ -69,7 +69,7 @@ class Offer(msgspec.Struct, frozen=True):
     """Describes an adapter that a peer is about to send.
 
     Attributes:
-        error: why the peer cannot send the adapter; empty if it can.
+        error: reason why the peer cannot send the adapter; empty if it can.
         config: content of the adapter's config file.
         manifest: content of the adapter's manifest; empty if there is no manifest.
         weight_bytes: size of the weights file, which follows.

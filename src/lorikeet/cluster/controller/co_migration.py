@@ -54,8 +54,8 @@ class CoMigrationController:
     async def review(self) -> MigrationPlan:
         """Review the cluster, carry out the plan, and return it.
 
-        The plan is made on another thread, from a snapshot. If a request has ended or moved meanwhile, or its target
-        has left, its move is skipped.
+        The plan is made on another thread, from a snapshot. If a request ends or moves during the planning, or its
+        target leaves, its move is skipped.
         """
         fleet = self._client.fleet
         self._moved_s = {each: moved_s for each, moved_s in self._moved_s.items() if fleet.entry(each) is not None}

@@ -269,7 +269,7 @@ class FleetRequest:
 
     Attributes:
         request: the request as it was sent to the replica.
-        replica: its replica.
+        replica: replica of the request.
         execution_s: expected execution time, which never changes, so that sums over requests stay consistent.
         is_running: whether the request has been admitted.
         is_prefilled: whether the request has generated a token since it was last queued.

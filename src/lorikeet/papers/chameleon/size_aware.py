@@ -54,8 +54,8 @@ class SizeAwareQueue(ChameleonQueue):
     See docs/decisions/chameleon-queues.md for the gains and costs compared with ``ChameleonQueue`` and FIFO.
 
     Args:
-        view: of the engine.
-        options: how sizes, classes and quotas are computed.
+        view: state of the engine.
+        options: options for computing sizes, classes and quotas.
         initial: classes to start with; None for one class that has all tokens.
     """
 

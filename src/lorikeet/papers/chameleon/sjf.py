@@ -19,7 +19,7 @@ class ShortestFirst(OrderedQueue):
     the predicted length. Chameleon's authors ran it with aging and do not print the rate.
 
     Args:
-        view: of the engine.
+        view: state of the engine.
         gamma: tokens per second, not negative. With 10 an answer of a thousand tokens is overtaken only by requests
             that arrive within 100 s after it.
     """

@@ -15,7 +15,7 @@ class OneAdapter(BatchingMode):
     too, because only the choice loads it. The adapter is merged after it has arrived.
 
     Args:
-        setup: of the replica.
+        setup: facts about the replica.
         merged: whether the adapter is merged into the base weights for its turn. Unmerged is how PEFT serves adapters.
         even_shares: whether the running requests are limited to an equal share of the memory for each registered
             adapter, as if each adapter had a separate engine. The oldest request runs even if it exceeds the share.

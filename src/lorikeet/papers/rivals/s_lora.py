@@ -46,7 +46,7 @@ class Reservation:
     answer. So the number is largest just before a request ends. Adapters count throughout.
 
     Args:
-        view: of the engine.
+        view: state of the engine.
         running: requests with their numbers of generated tokens.
     """
 

@@ -17,7 +17,7 @@ class LiveRequest(NamedTuple):
     """Describes a waiting or running request of the replica.
 
     Attributes:
-        request_id: its id.
+        request_id: id of the request.
         adapter: adapter version of the request; None for the base model, which is never merged.
         is_legal: whether the adapter is on the device, so that it could be merged now.
         tokens: number of tokens of the prompt and the output so far.
