@@ -101,8 +101,11 @@ FIELDS = (
     ),
     BodyField(
         ("logprobs",),
-        "≤ `--max-logprobs` (20), -1: the vocabulary; of the distribution before temperature, penalties and grammars; "
+        "≤ `--max-logprobs` (20), -1: the vocabulary; of the distribution that `logprobs_mode` names; "
         "a part of a character is `bytes:\\xe2\\x80`, as at OpenAI. Chat: true, with `top_logprobs`",
+    ),
+    BodyField(
+        ("logprobs_mode",), "`raw_logprobs` or `processed_logprobs` instead of the [server's](#training-loops) mode"
     ),
     BodyField(("top_logprobs",), "as `logprobs` of completions", (CHAT,)),
     BodyField(("logprob_token_ids",), "≤ 1,024 tokens to report with each token instead of the likeliest"),
@@ -138,7 +141,8 @@ FIELDS = (
     ),
     BodyField(
         ("chat_template", "documents"),
-        "name of one of the model's [templates](#chat-templates), and documents for a template that reads them",
+        "name of one of the model's [templates](#chat-templates), or a template's text; documents for a template that "
+        "reads them",
         (CHAT,),
     ),
     BodyField(("priority",), "lower runs earlier, with presets that use it: [below](#tenants-priorities-and-targets)"),

@@ -422,7 +422,8 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--stream-interval 10", "sent at once"),
         ("--api-server-count 1 --chat-template-content-format auto --response-role assistant --nnodes 1", None),
         ('--limit-mm-per-prompt {"image":0}', "only text"),
-        ("--enable-sleep-mode", "/pause"),
+        ("--enable-sleep-mode --enable-scale-out --trust-request-chat-template", None),
+        ('--weight-transfer-config {"backend":"nccl"}', "AsyncGRPOTrainer"),
         ('--structured-outputs-config {"backend":"auto"}', "llguidance"),
         ("--show-hidden-metrics-for-version=0.32", "no metric is hidden"),
         ("-O3", "--kernels"),
@@ -432,7 +433,6 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--attention-backend FLASHINFER", "--kernels"),
         ('--compilation-config {"level":3}', "--kernels"),
         ("--revision main", None),
-        ("--generation-config auto", None),
     ],
 )
 def test_common_vllm_flags_are_ignored_with_a_note(arguments: str, said: str | None) -> None:
@@ -519,7 +519,6 @@ def test_a_prompt_that_the_template_refuses_ends_the_command_with_one_line(tmp_p
 def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
     for flag, value, reason in (
         ("--revision", "v2", "the hub's main revision is served"),
-        ("--generation-config", "vllm", "comes from the generation_config.json"),
         ("--override-generation-config", '{"temperature": 0}', "change the generation_config.json"),
         ("--hf-overrides", '{"vocab_size": 9}', "change the config.json"),
         ("--runner", "pooling", "only models that generate text"),

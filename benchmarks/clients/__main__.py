@@ -1,4 +1,4 @@
-"""Twelve clients, pinned and unchanged, against the base and two adapters: ``python -m benchmarks.clients``.
+"""Fifteen clients, pinned and unchanged, against the base and two adapters: ``python -m benchmarks.clients``.
 
 Each client has an environment of its own below ``.venvs/clients``, since their requirements exclude each other. The
 first run installs them, about 2 GB. The server has SmolLM2-135M-Instruct in float32 and the sample adapters.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.environments import environment, pip_install
-from benchmarks.harness import ROOT, default_model, print_setup, print_table, running_server, sample_adapters
+from benchmarks.harness import LORIKEET, ROOT, default_model, print_setup, print_table, running_server, sample_adapters
 from lorikeet.models.default import NAME
 
 FOLDER = ROOT / ".venvs" / "clients"
@@ -33,9 +33,14 @@ PYTHON: dict[str, Sequence[str]] = {
     "guidellm": ("guidellm==0.8.1",),
     "lorax-client": ("lorax-client==0.6.3",),
     "trl": ("trl==1.16.0",),
+    "skyrl": ("skyrl==0.3.0",),
+    "renderers": ("renderers==0.1.12", "prime-pydantic-config==0.4.0", "openai==3.57.0", "openai-harmony", "tiktoken"),
+    "art": ("openpipe-art==0.5.18",),
 }
-WITH_TORCH = ("lm-eval", "guidellm", "trl")
+WITH_TORCH = ("lm-eval", "guidellm", "trl", "skyrl", "renderers", "art")
 """They also see the packages of this environment: torch, transformers and PEFT."""
+ALONE = ("skyrl", "renderers", "art")
+"""They are installed without their requirements, which include CUDA; their clients need few of these."""
 NODE: dict[str, Sequence[str]] = {
     "openai-npm": ("openai@7.59.0", "zod@4.6.7"),
     "ai-sdk-npm": ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"),
@@ -89,7 +94,7 @@ def prepare(client: str) -> None:
         if client in WITH_TORCH:
             asked = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True)
             Path(asked.stdout.strip(), "lorikeet.pth").write_text(sysconfig.get_path("purelib"))
-        pip_install(python, *PYTHON[client])
+        pip_install(python, *(["--no-deps"] if client in ALONE else []), *PYTHON[client])
 
     if client in PYTHON:
         environment(f"clients/{client}", PYTHON[client], fill)
@@ -119,6 +124,7 @@ def run(client: str, url: str, model: str) -> dict[str, str]:
         "BASE_FOLDER": str(default_model()),
         "ADAPTER_FOLDER": str(samples.get(model, "")),
         "SAMPLE_ADAPTER": str(samples["terse"]),
+        "LORIKEET": LORIKEET,
     }
     ran = subprocess.run(
         command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_CLIENT_S, check=False

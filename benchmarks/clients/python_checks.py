@@ -643,5 +643,174 @@ def trl_training_loop() -> None:
     _trl().reset_prefix_cache()
 
 
+# --- SkyRL, renderers, ART ----------------------------------------------------------------------------
+
+
+def _skyrl() -> Any:
+    import typing
+
+    import typing_extensions
+
+    typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses typing's before Python 3.12
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+
+    return RemoteInferenceClient(proxy_url=URL, server_urls=[URL], data_parallel_size=1, model_name=MODEL)
+
+
+PROMPTS = [[504, 3575, 314], [504, 3575]]
+
+
+@check("skyrl")
+async def skyrl_generate() -> None:
+    async with _skyrl() as client:
+        sampling = {"max_tokens": 6, "temperature": 1.0, "logprobs": 1, "seed": 3}
+        batch = {"prompt_token_ids": PROMPTS, "sampling_params": sampling, "session_ids": ["a", "b"]}
+        answer = await client.generate(batch, model=MODEL)
+        assert (
+            [len(ids) for ids in answer["response_ids"]]
+            == [6, 6]
+            == [len(each) for each in answer["response_logprobs"]]
+        )
+        assert all(answer["responses"]) and answer["stop_reasons"] == ["length", "length"]
+        await client.finish_session("a")
+
+
+@check("skyrl")
+async def skyrl_sample() -> None:
+    async with _skyrl() as client:
+        body = {
+            "model": MODEL,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPTS[0]}]},
+            "num_samples": 2,
+            "sampling_params": {"max_tokens": 4, "temperature": 0.7, "seed": 1, "stop_strings": ["zzz"]},
+            "include_prompt_logprobs": True,
+            "topk_prompt_logprobs": 2,
+            "session_id": "a",
+        }
+        answer = await client.sample({"json": body})
+        assert [len(each["tokens"]) for each in answer["sequences"]] == [4, 4]
+        assert answer["prompt_logprobs"][0] is None and all(each < 0 for each in answer["prompt_logprobs"][1:])
+        assert [len(each) for each in answer["topk_prompt_logprobs"][1:]] == [2, 2]
+
+
+@check("skyrl")
+async def skyrl_chat_and_texts() -> None:
+    async with _skyrl() as client:
+        chat = {"json": {"model": MODEL, "messages": MESSAGES, "max_tokens": 4, "session_id": "a"}}
+        assert (await client.chat_completion(chat))["choices"][0]["message"]["content"]
+        assert (await client.render_chat_completion(chat))["token_ids"]
+        plain = {"json": {"model": MODEL, "prompt": "The sky is", "max_tokens": 4}}
+        assert (await client.completion(plain))["choices"][0]["text"]
+        assert await client.detokenize(await client.tokenize(["The sky"])) == ["The sky"]
+
+
+@check("skyrl")
+async def skyrl_control() -> None:
+    async with _skyrl() as client:
+        assert await client.get_world_size() == (1, 1)
+        await client.pause()
+        await client.load_lora_adapter("skyrl-lora", os.environ["SAMPLE_ADAPTER"])
+        await client.resume()
+        await client.load_lora_adapter("skyrl-lora", os.environ["SAMPLE_ADAPTER"])  # each step has the same name
+        batch = {"prompt_token_ids": PROMPTS, "sampling_params": {"max_tokens": 2}}
+        assert all((await client.generate(batch, model="skyrl-lora"))["response_ids"])
+        await client.reset_prefix_cache(reset_running_requests=True)
+        await client.sleep(level=2, tags=["weights", "kv_cache"])
+        await client.wake_up(tags=["weights"])
+        await client.wake_up(tags=["kv_cache"])
+        assert all((await client.generate(batch, model="skyrl-lora"))["response_ids"])
+        await client.unload_lora_adapter("skyrl-lora")
+
+
+@check("renderers")
+async def renderers_generate() -> None:
+    from openai import AsyncOpenAI
+    from renderers import create_renderer
+    from renderers.client import generate
+    from transformers import AutoTokenizer
+
+    renderer = create_renderer(AutoTokenizer.from_pretrained(os.environ["BASE_FOLDER"]))
+    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
+    sampling = {"max_tokens": 6, "temperature": 1.0}
+    extra = {"X-Session-ID": "a"}
+    answer = await generate(
+        client=client,
+        renderer=renderer,
+        messages=MESSAGES,
+        model=MODEL,
+        sampling_params=sampling,
+        cache_salt="salt",
+        extra_headers=extra,
+    )
+    assert 0 < len(answer["completion_ids"]) == len(answer["completion_logprobs"]) <= 6
+    assert all(each <= 0 for each in answer["completion_logprobs"])
+    assert answer["finish_reason"] in ("stop", "length") and answer["prompt_ids"]
+
+
+@check("art")
+async def art_dedicated_lora() -> None:
+    """ART's own launcher starts a server; the calls after each step are made as its service makes them."""
+    import importlib.util
+    import shlex
+    import shutil
+    import socket
+
+    import httpx
+
+    (folder,) = importlib.util.find_spec("art").submodule_search_locations
+    spec = importlib.util.spec_from_file_location("vllm_runtime", Path(folder, "vllm_runtime.py"))
+    runtime = importlib.util.module_from_spec(spec)
+    sys.modules["vllm_runtime"] = runtime
+    spec.loader.exec_module(runtime)
+    os.environ["ART_VLLM_RUNTIME_BIN"] = f"{shlex.quote(os.environ['LORIKEET'])} art-runtime"
+    with socket.socket() as free, tempfile.TemporaryDirectory() as steps:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        for step in ("0000", "0001"):
+            shutil.copytree(os.environ["SAMPLE_ADAPTER"], Path(steps, step))
+        config = runtime.VllmRuntimeLaunchConfig(
+            base_model=os.environ["BASE_FOLDER"],
+            port=port,
+            cuda_visible_devices="",
+            lora_path=str(Path(steps, "0000")),
+            served_model_name="agent@0",
+            rollout_weights_mode="lora",
+            engine_args={
+                **{"generation_config": "vllm", "enable_lora": True, "max_loras": 2, "enable_sleep_mode": False},
+                **{
+                    "lora_target_modules": ["q_proj", "v_proj"],
+                    "max_model_len": 512,
+                    "store_dir": str(Path(steps, "s")),
+                },
+            },
+            server_args={
+                **{"return_tokens_as_token_ids": True, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+                "api_key": "default",
+            },
+        )
+        free.close()
+        process = subprocess.Popen(runtime.build_vllm_runtime_server_cmd(config), start_new_session=True)
+        try:
+            await runtime.wait_for_vllm_runtime(process=process, host="127.0.0.1", port=port, timeout=300)
+            key = {"Authorization": "Bearer default"}
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=key, timeout=60) as client:
+                load = {"lora_name": "agent@1", "lora_path": str(Path(steps, "0001")), "load_inplace": True}
+                assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+                names = {each["id"] for each in (await client.get("/v1/models")).json()["data"]}
+                assert {"agent@0", "agent@1"} <= names
+                chat = {"model": "agent@1", "messages": MESSAGES, "max_tokens": 4, "logprobs": True}
+                answer = (await client.post("/v1/chat/completions", json=chat)).json()
+                assert answer["choices"][0]["logprobs"]["content"][0]["token"].startswith("token_id:")
+                unload = await client.post("/v1/unload_lora_adapter", json={"lora_name": "agent@0"})
+                assert unload.status_code == 200
+                slept = await client.post("/sleep", params={"level": 1, "mode": "wait"})
+                woken = await client.post("/wake_up")
+                assert (slept.status_code, woken.status_code) == (200, 200)
+                assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
 if __name__ == "__main__":
     main()

@@ -71,6 +71,15 @@ class LengthPredictor(StrEnum):
     """``learned`` if the file's model was better than history on held-out requests, otherwise ``history``."""
 
 
+class LogprobsMode(StrEnum):
+    """The distribution whose log probabilities answers report."""
+
+    RAW = "raw_logprobs"
+    """The model's distribution."""
+    PROCESSED = "processed_logprobs"
+    """The distribution that was sampled from, after bias, penalties, temperature and filters."""
+
+
 class ReplicaStart(StrEnum):
     """The starter of a cluster's engines."""
 
@@ -106,6 +115,9 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             otherwise ``transformers``.
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
+        generation_config: source of the sampling fields that a request leaves open: ``auto`` (the
+            ``generation_config.json`` in the model's folder), ``vllm`` (the API's defaults), or another folder with
+            such a file.
         tool_call_parser: format of the model's tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
             ``pythonic`` or ``granite``); empty: the format of the chat template.
         reasoning_parser: format of the model's thoughts (``deepseek_r1``, ``qwen3``, ``mistral`` or ``granite``);
@@ -122,6 +134,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_impl: str = "auto"
     max_model_len: Count = 0
     chat_template: str = ""
+    generation_config: str = "auto"
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     cache_dir: str = ""
@@ -297,6 +310,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_queued: most accepted and unfinished sequences. Further requests get 429. A request counts as one sequence
             for each prompt and choice.
         max_logprobs: most alternatives that a request may get for each token; -1 for the whole vocabulary.
+        logprobs_mode: log probabilities that answers report: ``raw_logprobs``, the model's, or ``processed_logprobs``,
+            those of the distribution that was sampled from. A request may set it, too.
         return_tokens_as_token_ids: default of the field that names tokens ``token_id:ID`` in log probabilities.
         force_include_usage: whether every chunk of a stream has the token counts so far, unless ``stream_options`` sets
             it.
@@ -357,6 +372,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_origins: tuple[str, ...] = ()
     max_queued: Positive = 1024
     max_logprobs: Annotated[int, msgspec.Meta(ge=-1)] = 20
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
     return_tokens_as_token_ids: bool = False
     force_include_usage: bool = False
     request_metrics: bool = False

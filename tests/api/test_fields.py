@@ -68,6 +68,7 @@ EXAMPLES: dict[str, Any] = {
     "return_weight_versions": True,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
+    "logprobs_mode": "processed_logprobs",
     "truncate_prompt_tokens": 3,
     "truncation_side": "right",
     "skip_special_tokens": False,

@@ -16,6 +16,8 @@ from tests.support.api_server import Running
 ROWS = [route.row for route in all_routes()]
 CALLS = [(row.is_supported, method, path) for row in ROWS for path in row.paths for method in row.methods]
 ENDLESS = {"/v1/stats/stream"}
+ENDS = {"/pause": "/resume", "/sleep": "/wake_up"}
+"""Routes after which requests wait, with those that end the wait."""
 
 
 def shape(path: str) -> str:
@@ -38,8 +40,8 @@ async def test_every_route_answers(server: Running) -> None:
         async with server.http.stream(method, named, json=body) as reply:
             if path not in ENDLESS:
                 await reply.aread()
-        if path == "/pause":
-            await server.http.post("/resume")
+        if path in ENDS:
+            await server.http.post(ENDS[path])
         if not is_supported:
             assert reply.status_code == 501, path
             assert reply.headers["x-should-retry"] == "false"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save
 
+from lorikeet.config import LogprobsMode
 from tests.support.api_server import Running, Start
 from tests.support.chat_requests import CHAT, body
 from tests.support.fakes import write_adapter
@@ -67,7 +68,7 @@ async def test_a_pause_waits_for_running_requests_and_new_ones_get_the_new_weigh
         await server.http.post("/v1/adapters", json={"name": "policy", "source": "pirate"})
         running = await halfway(server)
         pausing = asyncio.create_task(call(server, "/pause", mode="wait"))
-        await until(lambda: not server.service.resolver.unpaused.is_set(), "it is being paused")
+        await until(lambda: server.service.resolver.pauses.everything, "it is being paused")
         late = ask(server, model="policy")
         server.engine.open.set()
         assert (await running).json()["choices"][0]["finish_reason"] == "stop"
@@ -79,6 +80,97 @@ async def test_a_pause_waits_for_running_requests_and_new_ones_get_the_new_weigh
         await call(server, "/resume")
         assert (await late).status_code == 200
         assert server.engine.submitted[-1].digest == new["digest"]
+
+
+async def test_a_sleeping_server_gives_its_engine_back_and_requests_wait(start: Start) -> None:
+    async with start() as server:
+        assert await call(server, "/sleep", level=1, tags=["weights", "kv_cache"]) == {
+            "status": "asleep",
+            "asleep": ["kv_cache", "weights"],
+        }
+        assert not server.engine.alive
+        assert (await server.http.get("/is_sleeping")).json()["is_sleeping"]
+        assert (await server.http.get("/health")).json()["status"] == "asleep"
+        assert (await server.http.get("/health/ready")).status_code == 503
+        late = ask(server)
+        assert (await call(server, "/wake_up", tags=["weights"]))["asleep"] == ["kv_cache"]
+        assert not server.engine.alive
+        assert not late.done()
+        assert (await call(server, "/wake_up", tags=["kv_cache"]))["status"] == "awake"
+        assert (await late).status_code == 200
+
+
+async def test_a_pause_outlasts_a_sleep_within_it(start: Start) -> None:
+    async with start() as server:
+        await call(server, "/pause", mode="keep")
+        await call(server, "/sleep", mode="wait")
+        await call(server, "/wake_up")
+        assert server.engine.alive
+        assert await is_paused(server)
+        assert not server.engine.open.is_set()
+
+
+async def test_level_0_keeps_the_engine(start: Start) -> None:
+    async with start() as server:
+        await call(server, "/sleep", level=0)
+        assert server.engine.alive
+        assert not server.engine.open.is_set()
+        await call(server, "/wake_up", tags=["scheduling"])
+        assert server.engine.open.is_set()
+        wrong = await server.http.post("/sleep?tags=kv")
+        assert (wrong.status_code, "kv_cache" in wrong.text) == (400, True)
+
+
+async def test_requests_are_aborted_by_id_or_all_together(start: Start) -> None:
+    async with start() as server:
+        server.engine.open.clear()
+        named = [
+            asyncio.create_task(server.http.post(CHAT, json=body(), headers={"X-Request-Id": each})) for each in "ab"
+        ]
+        await until(lambda: len(server.service.generations) == 2, "they run")
+        one = await server.http.post("/abort_requests", json={"request_ids": ["chatcmpl-a", "unknown"]})
+        assert one.json() == {"status": "aborted", "aborted": 1}
+        assert (await named[0]).json()["choices"][0]["finish_reason"] == "abort"
+        assert not named[1].done()
+        assert (await server.http.post("/abort_requests", json={})).json()["aborted"] == 1
+        assert (await named[1]).json()["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("given", "recomputes"),
+    [
+        ({}, False),
+        ({"json": {"reset_running_requests": True}}, True),
+        ({"params": {"reset_running_requests": 1}}, True),
+    ],
+)
+async def test_a_reset_of_the_cache_recomputes_running_requests_on_demand(
+    start: Start, given: dict[str, Any], recomputes: bool
+) -> None:
+    async with start() as server:
+        reply = await server.http.post("/reset_prefix_cache", **given)
+        assert reply.json() == {"success": True}
+        assert bool(server.engine.recomputed) == recomputes
+        assert (await server.http.post("/reset_prefix_cache", content=b"[")).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/update_weights", "/collective_rpc"])
+async def test_pushed_weights_of_the_base_get_an_error_that_names_the_way(server: Running, path: str) -> None:
+    reply = await server.http.post(path, json={"init_info": {}})
+    assert reply.status_code == 501
+    assert "AsyncGRPOTrainer" in reply.json()["error"]["message"]
+
+
+async def test_server_info_has_what_trainers_compare(start: Start) -> None:
+    async with start(adapters={"max_rank": 16}, logprobs_mode=LogprobsMode.PROCESSED, max_logprobs=-1) as server:
+        config = (await server.http.get("/server_info?config_format=json")).json()["vllm_config"]
+        assert config["parallel_config"]["data_parallel_size"] == 1
+        assert config["lora_config"]["max_lora_rank"] == 16
+        assert config["lora_config"]["max_loras"] > 1000
+        assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+        assert config["weight_transfer_config"] is None
+    async with start(lora=False) as server:
+        assert (await server.http.get("/server_info")).json()["vllm_config"]["lora_config"] is None
 
 
 async def test_pausing_needs_an_admin_key_if_set(start: Start) -> None:
@@ -114,7 +206,7 @@ async def test_weights_in_a_body_are_registered_and_replaced(start: Start) -> No
         assert first.json()["source"] == "upload"
         by_route = await server.http.post("/v1/adapters", json={"name": "same", "source": "pirate"})
         assert by_route.json()["digest"] == first.json()["digest"]
-        assert (await upload(weights.read_bytes(), config=config)).status_code == 400
+        assert (await upload(weights.read_bytes(), config=config)).status_code == 200, "the same again"
 
         write_adapter(folder, seed=77)
         second = await upload(weights.read_bytes(), replace=True)

@@ -118,6 +118,56 @@ async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
     await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
+async def test_a_sleeping_engine_has_no_memory_and_its_streams_go_on_when_it_wakes(
+    client: EngineClient, adapters: dict[str, AdapterRef]
+) -> None:
+    asked = greedy("a", prompt(20), 300, adapters["a"])
+    undisturbed = client.submit(asked)
+    await finish(undisturbed)
+    handle = client.submit(asked)
+    reading = asyncio.create_task(finish(handle))
+    await begun(handle, tokens=3)
+    restarts = client.restarts
+    pid = client.process_id
+    assert pid is not None
+    await client.sleep()
+    assert client.is_asleep
+    assert not psutil.pid_exists(pid)
+    assert not client.alive
+    assert await client.drop_adapter(adapters["b"].digest) == 0
+    dropping = asyncio.create_task(client.drop_adapter(adapters["a"].digest))
+    late = client.submit(greedy("late", prompt(10), 5, adapters["c"]))
+    assert not reading.done()
+    await client.sleep()
+    await client.wake()
+    finished, gaps = await reading
+    assert finished.reason is FinishReason.LENGTH
+    assert len(gaps) == len(handle.token_ids) == 300
+    assert handle.token_ids == undisturbed.token_ids
+    assert handle.deaths == 0
+    assert (await finish(late))[0].reason is FinishReason.LENGTH
+    assert await dropping > 0, "the request that slept has used it"
+    assert client.restarts == restarts, "waking is no restart"
+    await until(lambda: is_idle(client.stats), "the engine holds nothing")
+
+
+async def test_requests_are_computed_again_under_another_salt(
+    client: EngineClient, adapters: dict[str, AdapterRef]
+) -> None:
+    asked = greedy("a", prompt(40), 300, adapters["a"])
+    undisturbed = client.submit(asked)
+    await finish(undisturbed)
+    handle = client.submit(asked)
+    reading = asyncio.create_task(finish(handle))
+    await begun(handle, tokens=3)
+    client.recompute("salt")
+    finished, gaps = await reading
+    assert finished.reason is FinishReason.LENGTH
+    assert len(gaps) == len(handle.token_ids) == 300, "each token came once"
+    assert handle.token_ids == undisturbed.token_ids
+    assert handle.attempt == 1
+
+
 @pytest.mark.long
 async def test_streams_of_an_engine_that_is_stopped_go_on_with_another(model: Path) -> None:
     async with engine_process(live_settings(model, num_scheduler_steps=1, heartbeat_timeout_s=6.0)) as client:

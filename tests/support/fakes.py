@@ -137,6 +137,7 @@ class FakeEngine:
         self.dropped: list[AdapterDigest] = []
         self.pinned: tuple[AdapterDigest, ...] = ()
         self.names: dict[AdapterName, AdapterDigest] = {}
+        self.recomputed: list[str] = []
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
         self.state = ClusterState(())
         self.size_error: str | None = None
@@ -144,6 +145,7 @@ class FakeEngine:
         self.removed: list[tuple[ReplicaId, float]] = []
         self.stats: EngineStats | None = None
         self.alive = True
+        self.is_asleep = False
         self.restarts = 0
         self.trouble = ""
         self.engine_info = EngineReady(
@@ -173,6 +175,17 @@ class FakeEngine:
             self.open.clear()
         else:
             self.open.set()
+
+    def recompute(self, salt: str) -> None:
+        self.recomputed.append(salt)
+
+    async def sleep(self) -> None:
+        self.alive = False
+        self.is_asleep = True
+
+    async def wake(self) -> None:
+        self.alive = True
+        self.is_asleep = False
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         self.callbacks.append(callback)

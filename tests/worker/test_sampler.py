@@ -137,6 +137,31 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
     assert token.top == tuple(zip(expected.topk(2).indices.tolist(), expected.topk(2).values.tolist(), strict=True))
 
 
+@given(st.integers(0, 2**32), token_lists, temperatures, penalties, filters)
+def test_processed_logprobs_are_of_the_distribution_that_is_sampled(
+    seed: int, outputs: list[int], temperature: float, edits: dict[str, Any], kept_by: dict[str, Any]
+) -> None:
+    logits = random_logits(seed)
+    asked = row([1, 2], outputs, seed=seed, temperature=temperature, logprobs=VOCAB, processed_logprobs=True)
+    asked.sampling = msgspec.structs.replace(asked.sampling, **edits, **kept_by)
+    scaled = [each / temperature for each in edited_slowly(logits[0].tolist(), [1, 2], outputs, asked.sampling)]
+    kept = kept_slowly(scaled, **kept_by)
+    mass = math.log(sum(math.exp(scaled[token]) for token in kept))
+    (token,) = sample(logits, [asked])
+    reported = {token_id: logprob for token_id, logprob in token.top if logprob > -math.inf}
+    # Rounding may part the two where a token is at the edge of a filter.
+    assert abs(len(reported) - len(kept)) <= 1
+    if reported.keys() == set(kept):
+        for token_id, logprob in [*reported.items(), (token.token_id, token.logprob)]:
+            assert logprob == pytest.approx(scaled[token_id] - mass, abs=1e-4)
+
+
+def test_processed_logprobs_of_a_greedy_token_are_not_scaled() -> None:
+    logits = random_logits(1)
+    (token,) = sample(logits, [row(logprobs=0, processed_logprobs=True)])
+    assert token.logprob == pytest.approx(float(logits[0].log_softmax(dim=-1).max()))
+
+
 def test_zero_alternatives_still_report_the_token_itself() -> None:
     (token,) = sample(random_logits(1), [row(logprobs=0)])
     assert token.logprob is not None
@@ -318,6 +343,16 @@ def test_prompt_logprobs_equal_transformers_for_any_chunks(model: Path, budget: 
             best = logprobs.topk(2).values.tolist() if name != "again" else []
             assert [logprob for _, logprob in token.top] == pytest.approx(best, abs=1e-4)
     assert not scored(outputs, "plain")
+
+
+def test_processed_logprobs_of_a_prompt_have_its_temperature(model: Path) -> None:
+    ids = prompt(20)
+    asked = greedy("a", ids, 1, prompt_logprobs=0, processed_logprobs=True, temperature=0.5)
+    found = scored(answer(model, [asked]), "a")
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([ids])).logits[0] / 0.5
+    for position, logprobs in enumerate(logits.log_softmax(dim=-1)[:-1], start=1):
+        assert found[position].logprob == pytest.approx(float(logprobs[ids[position]]), abs=1e-4)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -81,6 +82,7 @@ async def respond(
     answer: AnswerFormat,
     model: str,
     settings: ServerSettings,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> Response:
     """Return the answer of ``generation``, and close the generation at the end.
 
@@ -93,6 +95,7 @@ async def respond(
         answer: the route's format.
         model: name to report.
         settings: the server's settings.
+        fields: further fields of the answer, and of every chunk.
     """
     if settings.force_include_usage and body.stream and body.stream_options is None:
         body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
@@ -105,6 +108,7 @@ async def respond(
         "object": answer.chunk_object if body.stream else answer.object,
         "created": int(time.time()),
         "model": model,
+        **fields,
     }
 
     async def make() -> Response:

@@ -6,6 +6,7 @@ from fastapi import Depends
 from fastapi import Request as HttpRequest
 
 from lorikeet.http.logs import ANSWER_HEADERS
+from lorikeet.http.sessions import SESSION_HEADER, session_of
 from lorikeet.http.tenancy import RateReport
 from lorikeet.serving.requests import Sender
 from lorikeet.serving.service import Service
@@ -34,6 +35,7 @@ async def _sender(request: HttpRequest) -> Sender:
         state.get("rate_report", RateReport()),
         state.get("is_admin", False),
         state.get(ANSWER_HEADERS),
+        session_of(request.headers.get(SESSION_HEADER), state["tenant"]),
     )
 
 

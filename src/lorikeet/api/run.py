@@ -28,7 +28,7 @@ from lorikeet.chat.text_processor import TextProcessor, read_generation_config
 from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.local_host import LocalHost
 from lorikeet.client.supervisor import EngineError
-from lorikeet.config import ConfigError, ExecutorKind, ServerSettings, Settings
+from lorikeet.config import ConfigError, ExecutorKind, LogprobsMode, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.chat_template import TemplateError
 from lorikeet.core.logs import configure_logs
@@ -138,7 +138,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         chats = AdapterChats(
             ChatSettings(
                 text_processor,
-                _limits(model.path, engine_info, settings.server.max_logprobs, text_processor.eos_token_id),
+                _limits(model.path, engine_info, settings, text_processor.eos_token_id),
                 tool_parser=settings.model.tool_call_parser,
                 reasoning_parser=settings.model.reasoning_parser,
             )
@@ -420,17 +420,42 @@ def _with_folder(settings: Settings, folder: Path) -> Settings:
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
 
 
-def _limits(folder: Path, engine_info: EngineReady, max_logprobs: int, eos_token_id: int | None) -> ModelLimits:
+def _limits(folder: Path, engine_info: EngineReady, settings: Settings, eos_token_id: int | None) -> ModelLimits:
     """Return the limits and defaults of the base model; the tokenizer's end token ends answers, too."""
     base = engine_info.base
     assert base is not None, "an engine that serves has a model"
-    try:
-        defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
-    except msgspec.ValidationError as error:
-        raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
+    defaults = _sampling_defaults(folder, settings.model.generation_config)
     of_tokenizer = () if eos_token_id is None or eos_token_id >= base.vocab_size else (eos_token_id,)
     ends = tuple(dict.fromkeys((*base.eos_token_ids, *of_tokenizer)))
-    return ModelLimits(engine_info.max_model_len, base.vocab_size, ends, defaults, max_logprobs, base.embed_size)
+    return ModelLimits(
+        engine_info.max_model_len,
+        base.vocab_size,
+        ends,
+        defaults,
+        settings.server.max_logprobs,
+        base.embed_size,
+        settings.server.logprobs_mode is LogprobsMode.PROCESSED,
+    )
+
+
+def _sampling_defaults(folder: Path, source: str) -> SamplingDefaults:
+    """Return the sampling defaults.
+
+    Args:
+        folder: the model's folder.
+        source: ``generation_config`` of the model's settings.
+
+    Raises:
+        ModelConfigError: the file holds a wrong value.
+    """
+    if source == "vllm":
+        return SamplingDefaults()
+    if source != "auto":
+        folder = Path(source).expanduser()
+    try:
+        return SamplingDefaults.from_generation_config(read_generation_config(folder))
+    except msgspec.ValidationError as error:
+        raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
 
 
 def _base_digest(files: str, settings: Settings, engine_info: EngineReady) -> str:

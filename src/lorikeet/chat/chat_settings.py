@@ -1,7 +1,9 @@
 """Writes and reads the conversations with one model, by its chat settings."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.chat.chat_output import AnswerReader, ToolUse
@@ -30,8 +32,8 @@ class ChatSettings:
         system_prompt: the system prompt of conversations without one.
         tool_parser: name of the format of tool calls; empty for the template's format.
         reasoning_parser: name of the format of thoughts; empty if thoughts stay in the content.
-        own: an adapter's own settings, if they include a chat template or tokens; else None. Another process then
-            renders its prompts, since its template comes from a stranger.
+        own: settings that include a chat template or tokens of an adapter's or a request's own; else None. Another
+            process then renders the prompts, since the template comes from a stranger.
     """
 
     text_processor: TextProcessor
@@ -53,6 +55,12 @@ class ChatSettings:
     def reasoning(self) -> ReasoningFormat | None:
         """Format of the model's thoughts; None if they stay in the content."""
         return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
+
+    def for_body(self, body: ChatOptions) -> "ChatSettings":
+        """Return the settings of a conversation, whose body may have its own chat template."""
+        if not body.own_template:
+            return self
+        return replace(self, own=with_template(self.own or AdapterChat(), body, self.system_prompt, self.tool_parser))
 
     def style(self, body: ChatOptions) -> PromptStyle:
         """Return the style in which the messages of ``body`` become a prompt."""
@@ -165,6 +173,25 @@ class ChatSettings:
         return "" if self.reasoning is None else self.text_processor.decode(prompt[-_PROMPT_END_TOKENS:])
 
 
+def with_template(chat: AdapterChat, body: ChatOptions, system_prompt: str, tool_parser: str) -> AdapterChat:
+    """Return the settings of a conversation whose body has its own chat template.
+
+    Args:
+        chat: the settings of its model that differ from the base's.
+        body: the body.
+        system_prompt: the system prompt of conversations without one.
+        tool_parser: name of the format of tool calls; empty for the template's format.
+    """
+    return msgspec.structs.replace(
+        chat,
+        chat_template=body.own_template,
+        knows_tools="tools" in body.own_template,
+        other_templates={},
+        system_prompt=system_prompt,
+        tool_call_parser=tool_parser,
+    )
+
+
 def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> PromptStyle:
     """Return the style in which the messages of ``body`` become a prompt, given the settings of its model."""
     return PromptStyle(
@@ -174,5 +201,5 @@ def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> Pro
         tools=() if getattr(body, "tool_choice", None) == "none" else body.tools or (),
         system_prompt=system_prompt,
         tool_parser=tool_parser,
-        template=body.chat_template or "",
+        template="" if body.own_template else body.chat_template or "",
     )

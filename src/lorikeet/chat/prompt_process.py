@@ -11,7 +11,8 @@ import json
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.chat.adapter_chat import AdapterChats
-from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.chat_settings import ChatSettings, with_template
 from lorikeet.chat.conversation import content_text
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.chat.prompt_embeds import read_prompt_embeds, token_count
@@ -44,7 +45,8 @@ from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
 from lorikeet.chat.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, of_prompt, truncated
 from lorikeet.chat.structured_output import grammar_spec
 from lorikeet.chat.text_processor import TextProcessor
-from lorikeet.core.chat_template import ChatTemplate
+from lorikeet.chat.tokens_body import TokensRequest
+from lorikeet.core.chat_template import ChatTemplate, TemplateError
 from lorikeet.core.request import PromptEmbeds
 from lorikeet.http.admission import AdmissionGate
 from lorikeet.http.body_structure import BodyStructure, check_structure
@@ -59,6 +61,7 @@ KINDS: tuple[type[Body], ...] = (
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
+    TokensRequest,
 )
 """Kinds of bodies that may be large. A message to the process is a body after the number of its kind, one byte."""
 MODEL = b"\xff"
@@ -72,12 +75,22 @@ _MAX_DEPTH = 100
 _MAX_CONTAINERS = 2**16
 _LONGEST_NAME = 512
 _MAX_TEMPLATES = 64
-"""Number of compiled templates of adapters that are kept."""
+"""Number of compiled templates of adapters and requests that are kept."""
 _TEMPLATE_CPU_S = 2.0
-"""Most CPU time for one prompt from an adapter's template."""
+"""Most CPU time to compile a template that is not the server's, and as much for one prompt from it."""
 _MEMORY_BYTES = 2**30
 """Most address space that a body may take."""
-_APART = {"prompt", "prompt_embeds", "messages", "system", "input", "tokens", "chat_template_kwargs", "user"}
+_APART = {
+    "prompt",
+    "prompt_embeds",
+    "messages",
+    "system",
+    "input",
+    "tokens",
+    "token_ids",
+    "chat_template_kwargs",
+    "user",
+}
 """Fields that are returned in another form, or have no effect."""
 
 
@@ -206,10 +219,13 @@ class PromptReader:
         """
         body = self._body
         self._body = None
-        self._set_model(needs.chat)
+        self._set_model(self._settings_for(body, needs.chat))
         match body:
             case CompletionRequest():
                 return self._completion(body)
+            case TokensRequest():
+                read = self._completion(body.completion())
+                return BodyRead(_fields(body, token_ids=[0]), read.prompts)
             case ChatCompletionRequest():
                 return self._chat(body)
             case MessagesRequest():
@@ -232,6 +248,13 @@ class PromptReader:
                 assert isinstance(body, DetokenizeRequest)
                 return self._detokenized(body)
 
+    def _settings_for(self, body: Body | None, chat: AdapterChat) -> AdapterChat:
+        """Return the settings of a body's model, with the body's own chat template if it has one."""
+        if not isinstance(body, ChatOptions) or not body.own_template:
+            return chat
+        settings = self._chats.settings(chat)
+        return with_template(chat, body, settings.system_prompt, settings.tool_parser)
+
     def _set_model(self, chat: AdapterChat) -> None:
         settings = self._chats.settings(chat)
         texts = settings.text_processor
@@ -240,7 +263,11 @@ class PromptReader:
             inherited = {} if texts.template is None else texts.template.special_tokens
             tokens = tuple(sorted((inherited | chat.special_tokens).items()))
             others = tuple(sorted(chat.other_templates.items()))
-            texts = texts.with_template(self._template(chat.chat_template, tokens, others))
+            try:
+                with _limited_time():
+                    texts = texts.with_template(self._template(chat.chat_template, tokens, others))
+            except (TemplateError, RecursionError) as error:
+                raise bad_request(f"chat_template: {error}.", "chat_template") from error
         self._settings = settings
         self._text_processor = texts
 
@@ -288,12 +315,8 @@ class PromptReader:
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
         if not self._is_own:
             return self._text_processor.chat_prompt(messages, self._settings.style(body))
-        # The signal ends the process, since nothing else would interrupt a template that runs for ever.
-        signal.setitimer(signal.ITIMER_PROF, _TEMPLATE_CPU_S)
-        try:
+        with _limited_time():
             return self._text_processor.chat_prompt(messages, self._settings.style(body))
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def _check(self, body: GenerationBody, prompts: int) -> None:
         sequences = prompts * body.choices_per_prompt
@@ -347,6 +370,16 @@ class PromptReader:
             raise bad_request(f"Token id {outside} is out of vocabulary.", "tokens")
         answer = msgspec.json.encode({"prompt": self._text_processor.decode(body.tokens)})
         return BodyRead(_fields(body, tokens=[]), answer=answer)
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """End the process if a template takes too long, since nothing else would interrupt it."""
+    signal.setitimer(signal.ITIMER_PROF, _TEMPLATE_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _template(

@@ -27,6 +27,10 @@ ExpectedDigest = Annotated[str, Field(pattern=EXPECTED)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
+MAX_TEMPLATE = 2**18
+"""Most characters of a chat template in a body, as in the files of an adapter."""
+
+
 class Body(BaseModel):
     """Base of all bodies. It keeps unknown fields, so that the ones that change the answer can be refused by name.
 
@@ -130,6 +134,7 @@ class GenerationBody(Body):
     prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
     logprob_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
@@ -359,10 +364,18 @@ class ChatOptions(Body):
 
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
-    chat_template: str | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def own_template(self) -> str:
+        """The Jinja source in ``chat_template``; empty if the field is missing, or names one of the model's templates.
+
+        A source without braces would write the same prompt for every conversation.
+        """
+        return self.chat_template if self.chat_template and "{" in self.chat_template else ""
 
     @model_validator(mode="before")
     @classmethod
@@ -522,7 +535,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "Logits processors are not supported."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
-    "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
+    "chat_template": ((), "A chat template is for chats."),
     "documents": (([],), "Documents are for chat completions; put them into a message."),
     "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
     # The base model would answer instead of the adapter if these three were ignored.

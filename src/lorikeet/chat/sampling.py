@@ -59,6 +59,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
         eos_token_ids: tokens that end an answer.
         defaults: defaults of the sampling fields.
         max_logprobs: most alternatives that a request may have for each token; -1 for no limit.
+        processed_logprobs: whether log probabilities are those of the sampled distribution, unless a request sets it.
         hidden: size of an embedding; 0 for a model that takes only token ids.
     """
 
@@ -68,6 +69,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     defaults: SamplingDefaults = SamplingDefaults()
     max_logprobs: int = 20
     hidden: int = 0
+    processed_logprobs: bool = False
 
 
 def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> None:
@@ -177,6 +179,9 @@ def sampling_params(
         logprobs=alternatives,
         logprob_token_ids=logprob_token_ids,
         prompt_logprobs=_alternatives(prompt_logprobs, limits, "prompt_logprobs"),
+        processed_logprobs=(
+            limits.processed_logprobs if body.logprobs_mode is None else body.logprobs_mode == "processed_logprobs"
+        ),
         allowed_token_ids=_known_ids(body.allowed_token_ids, limits, "allowed_token_ids"),
         bad_words=bad_words,
         grammar=grammar,

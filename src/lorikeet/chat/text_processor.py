@@ -32,7 +32,7 @@ from lorikeet.core.chat_template import (
     template_files,
     templates_in,
 )
-from lorikeet.http.errors import bad_request, not_supported
+from lorikeet.http.errors import bad_request
 from lorikeet.http.threads import THREAD_LENGTH, off_the_loop
 from lorikeet.models.json_section import ModelConfigError, read_json_object
 
@@ -613,7 +613,7 @@ class TextProcessor:
         """Return the template of a conversation.
 
         Raises:
-            ApiError: 400, the model has no template that takes the request; 501, the request has its own template.
+            ApiError: 400, the model has no template that takes the request.
         """
         if self.template is None:
             raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
@@ -621,8 +621,8 @@ class TextProcessor:
         try:
             template = self.template.choose(name=style.template, tools=bool(style.tools), documents=has_documents)
         except TemplateError as error:
-            only = "A template per request is not supported; start the server with --chat-template."
-            raise not_supported(f"{str(error)[:1].upper()}{str(error)[1:]}. {only}", "chat_template") from error
+            other = "A template of the request's own is Jinja text, which has braces."
+            raise bad_request(f"{str(error)[:1].upper()}{str(error)[1:]}. {other}", "chat_template") from error
         if has_documents and not template.knows_documents:
             why = "The chat template of this model reads no documents; put them into a message."
             raise bad_request(why, "documents")

@@ -9,6 +9,7 @@ from typer.core import TyperCommand, TyperOption
 
 from lorikeet import __version__
 from lorikeet.cli import adapters, bench, compat, keys, profiles
+from lorikeet.cli.art_runtime import art_runtime
 from lorikeet.cli.batch import batch, run_batch
 from lorikeet.cli.chat import chat
 from lorikeet.cli.console import fail, note
@@ -52,6 +53,7 @@ app.command()(replay)
 app.command()(rank)
 app.command("router")(router)
 app.command("route", hidden=True)(router)
+app.command("art-runtime")(art_runtime)
 app.command()(status)
 app.command()(top)
 app.command()(roll)

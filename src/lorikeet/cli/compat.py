@@ -119,11 +119,11 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--allowed-headers": ForeignFlag(_ORIGINS, same=('["*"]',)),
     "--distributed-executor-backend": ForeignFlag("ranks are processes of one machine", same=("mp",)),
     "--revision": ForeignFlag(_MAIN, same=("main",), refuse=True),
-    "--generation-config": ForeignFlag(
-        "what requests leave open comes from the generation_config.json in the model's folder",
-        same=("auto",),
-        refuse=True,
+    "--weight-transfer-config": ForeignFlag(
+        "trainers send adapters only, by folder or upload: use TRL's AsyncGRPOTrainer with a peft_config; GRPOTrainer "
+        "in server mode pushes the weights of the base model over NCCL"
     ),
+    "--enable-scale-out": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--speculative-config": ForeignFlag("speculative decoding is not supported", refuse=True),
     "--default-mm-loras": ForeignFlag(_TEXT_ONLY, refuse=True),
     "--enable-tower-connector-lora": ForeignFlag(_TEXT_ONLY, value=False, refuse=True),
@@ -132,7 +132,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-multimodal": ForeignFlag(_TEXT_ONLY, value=False, refuse=True),
     "--language-model-only": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--kv-transfer-config": ForeignFlag("KV is not handed over to other servers", refuse=True),
-    "--enable-sleep-mode": ForeignFlag("/pause and /resume stop generation, and keep the memory", value=False),
+    "--enable-sleep-mode": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--api-server-count": ForeignFlag("one process answers, and has others to read large bodies", same=("1",)),
     "--disable-frontend-multiprocessing": ForeignFlag("the engine is always a process of its own", value=False),
     "--structured-outputs-config": ForeignFlag(_GRAMMARS),
@@ -144,7 +144,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         "set per request (chat_template_kwargs), or change the template", same=("{}",), refuse=True
     ),
     "--response-role": ForeignFlag("answers have the role assistant", same=("assistant",), refuse=True),
-    "--trust-request-chat-template": ForeignFlag("a chat_template in a request is refused", value=False),
+    "--trust-request-chat-template": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--reasoning-config": ForeignFlag("--reasoning-parser knows how thoughts begin and end"),
     "--tool-parser-plugin": ForeignFlag(f"{_OWN_CODE}; use --tool-call-parser", refuse=True),
     "--reasoning-parser-plugin": ForeignFlag(f"{_OWN_CODE}; use --reasoning-parser", refuse=True),

@@ -15,3 +15,7 @@ def main() -> None:
         run()
     finally:
         close_first_host()
+
+
+if __name__ == "__main__":
+    main()

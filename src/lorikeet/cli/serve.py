@@ -15,7 +15,7 @@ from lorikeet.chat.tool_parsers import TOOL_FORMATS
 from lorikeet.cli import serve_flags
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.serve_checks import check_settings
-from lorikeet.config import SECRET_VARIABLES, ConfigError, EngineSettings, Settings, load_settings
+from lorikeet.config import SECRET_VARIABLES, AdapterDirMode, ConfigError, EngineSettings, Settings, load_settings
 from lorikeet.observe.slo_targets import read_targets
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
@@ -30,6 +30,9 @@ PrefixCaching = Annotated[
         show_default=False,
     ),
 ]
+
+_LOAD_FROM_ANYWHERE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Variable with which vLLM's routes load adapters from any local folder; documents of trainers set it."""
 
 
 def serve(model: Model = None, config: ConfigFile = None, prefix_caching: PrefixCaching = None, **flags: Any) -> None:
@@ -76,7 +79,8 @@ def build_settings(
         config: TOML file.
         prefix_caching: false chooses the preset that drops KV, unless another preset is named. True changes nothing.
         flags: values by the names of ``serve_flags.parameters``.
-        environment: the process's environment. ``VLLM_API_KEY`` is used if no other key is given.
+        environment: the process's environment. ``VLLM_API_KEY`` is used if no other key is given, and
+            ``VLLM_ALLOW_RUNTIME_LORA_UPDATING`` if no folder of adapters is given.
 
     Raises:
         ConfigError: a setting is wrong. The message names the setting's source.
@@ -94,6 +98,9 @@ def build_settings(
         settings = load_settings(tables, config, environment)
     if not settings.server.api_keys and "VLLM_API_KEY" in environment:
         tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
+        settings = load_settings(tables, config, environment)
+    if not settings.adapters.adapter_dir and environment.get(_LOAD_FROM_ANYWHERE, "").lower() in ("1", "true"):
+        tables["adapters"] |= {"adapter_dir": "/", "adapter_dir_mode": AdapterDirMode.ALLOW}
         settings = load_settings(tables, config, environment)
     if settings.adapters.adapter_dir and not Path(settings.adapters.adapter_dir).expanduser().is_dir():
         raise ConfigError(f"adapter_dir: there is no folder {settings.adapters.adapter_dir!r}")

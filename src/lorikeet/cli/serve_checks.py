@@ -45,6 +45,7 @@ def check_settings(settings: Settings) -> None:
         EXPORTERS[name]  # The look-up imports the exporter.
     _check_device(settings)
     _check_template(settings.model.chat_template)
+    _check_generation_config(settings.model.generation_config)
     _check_folders(settings.adapters.preload)
     _check_memory_dtypes(settings)
     _check_merging(settings)
@@ -226,6 +227,18 @@ def _check_template(file: str) -> None:
         ChatTemplate(Path(file).read_text(encoding="utf-8"), {})
     except (OSError, TemplateError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"chat_template: {file}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_generation_config(source: str) -> None:
+    """Check that another folder has sampling defaults; without them it was named by mistake.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if source not in ("auto", "vllm") and not (Path(source).expanduser() / "generation_config.json").is_file():
+        raise ConfigError(
+            f"generation_config: {source!r} is neither auto, vllm nor a folder with generation_config.json"
+        )
 
 
 def _check_folders(preload: Iterable[str]) -> None:

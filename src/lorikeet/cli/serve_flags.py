@@ -129,6 +129,14 @@ FLAGS = (
         "NUMBER",
     ),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
+    Flag(
+        "--generation-config",
+        "model.generation_config",
+        str,
+        "Sampling defaults: auto (the model's), vllm (the API's), or a folder with generation_config.json.",
+        None,
+        "TEXT",
+    ),
     Flag("--tool-call-parser", "model.tool_call_parser", str, "How the model writes tool calls; else by its template."),
     Flag("--reasoning-parser", "model.reasoning_parser", str, "Parser of the model's reasoning, such as qwen3."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
@@ -292,6 +300,12 @@ FLAGS = (
         "--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished sequences before 429 is answered."
     ),
     Flag("--max-logprobs", "server.max_logprobs", int, "Most alternatives with each token; -1: the vocabulary."),
+    Flag(
+        "--logprobs-mode",
+        "server.logprobs_mode",
+        str,
+        "raw_logprobs (the model's) or processed_logprobs (those of the distribution that is sampled from).",
+    ),
     Flag(
         "--return-tokens-as-token-ids",
         "server.return_tokens_as_token_ids",

@@ -109,6 +109,10 @@ class RequestHandle:
         """The number of tokens of the prompt and of the answer so far."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
+    def salt(self, salt: str) -> None:
+        """Separate the KV of later attempts from that of all earlier ones."""
+        self.request = msgspec.structs.replace(self.request, cache_salt=f"{salt}\0{self.request.cache_salt}")
+
     def next_attempt(self) -> Request:
         """Begin the next attempt: return the request for an engine, with all tokens that have arrived."""
         self.attempt += 1
@@ -262,6 +266,11 @@ class Engines(Protocol):
         ...
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the engines were put to sleep."""
+        ...
+
+    @property
     def views(self) -> Mapping[ReplicaId, ReplicaView]:
         """The replicas by id."""
         ...
@@ -308,6 +317,26 @@ class Engines(Protocol):
 
     def set_paused(self, paused: bool) -> None:
         """Pause or resume the engines. During a pause, requests wait and their streams stay open."""
+        ...
+
+    def recompute(self, salt: str) -> None:
+        """Compute the KV of all requests in flight again, from the tokens that they have.
+
+        Args:
+            salt: separates the new KV from the present KV.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """End the engine processes, which frees all their memory, until :meth:`wake`. Requests wait meanwhile."""
+        ...
+
+    async def wake(self) -> None:
+        """Start the engines again, and wait until they are ready; requests go on with the tokens that they have.
+
+        Raises:
+            EngineError: an engine cannot be started any more.
+        """
         ...
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
@@ -392,6 +421,11 @@ class EngineClient:
         return self._supervisor.alive
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the engine was put to sleep."""
+        return self._supervisor.is_asleep
+
+    @property
     def restarts(self) -> int:
         """The number of restarts of the engine."""
         return self._supervisor.restarts
@@ -441,6 +475,8 @@ class EngineClient:
         if self._failure is not None:
             raise self._failure
         self._registered.pop(digest, None)
+        if self._supervisor.is_asleep and digest not in self._used():
+            return 0
         freed = self._drops.begin(digest)
         self._supervisor.drop_adapter(digest)
         return await freed
@@ -448,6 +484,22 @@ class EngineClient:
     def set_paused(self, paused: bool) -> None:
         """Pause or resume the engine."""
         self._supervisor.set_paused(paused)
+
+    def recompute(self, salt: str) -> None:
+        """Send all requests in flight to the engine again, under a salt."""
+        for handle in self._streams:
+            handle.salt(salt)
+            if self._supervisor.is_connected:  # Otherwise on_restart sends it.
+                self._supervisor.send(Abort(handle.request.request_id))
+                self._supervisor.send(Submit(handle.next_attempt()))
+
+    async def sleep(self) -> None:
+        """End the engine process until :meth:`wake`."""
+        await self._supervisor.sleep()
+
+    async def wake(self) -> None:
+        """Start the engine again."""
+        await self._supervisor.wake()
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every load and eviction of an adapter."""
@@ -488,7 +540,19 @@ class EngineClient:
                 on_event(event)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
-        """Count the engine's death for every request. End requests that were in flight at too many deaths."""
+        """Count the engine's death for every request. End requests that were in flight at too many deaths.
+
+        An engine that sleeps holds no version, so pending drops have ended, except for versions of requests that go on
+        when it wakes.
+        """
+        if supervisor.is_asleep:
+            for handle in self._streams:
+                handle.replica = None
+            used = self._used()
+            for digest in self._drops:
+                if digest not in used:
+                    self._drops.end(digest, 0)
+            return
         for handle in self._streams:
             self._streams.count_death(handle, code)
 
@@ -510,6 +574,10 @@ class EngineClient:
     def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
         """End all requests and drops with an error."""
         self._fail(failure)
+
+    def _used(self) -> set[AdapterDigest | None]:
+        """Return the versions of the requests in flight."""
+        return {handle.request.digest for handle in self._streams}
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure

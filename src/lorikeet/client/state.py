@@ -28,6 +28,11 @@ class ReplicaView(Protocol):
         ...
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the engine was put to sleep."""
+        ...
+
+    @property
     def restarts(self) -> int:
         """The number of restarts of the engine."""
         ...

@@ -111,6 +111,8 @@ class EngineListener(Protocol):
     def on_exit(self, supervisor: "EngineSupervisor", code: int | None) -> None:
         """Handle the end of the engine process. All its state is lost, and another process is about to be started.
 
+        If the supervisor was put to sleep, the end is no death, and the other process starts when it is woken.
+
         Args:
             supervisor: supervisor of the engine.
             code: exit code, negative for a signal; None if unknown.
@@ -175,9 +177,13 @@ class EngineSupervisor:
         self._timeouts = timeouts
         self._connection: Connection | None = None
         self._backlog = Backlog()
+        self._failure: EngineError | None = None
         self._started_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._settled = asyncio.Condition()
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
         """Start the engine and wait until it is ready.
@@ -231,6 +237,38 @@ class EngineSupervisor:
         """Pause or resume the engine and its successors."""
         self.is_paused = paused
         self.send(SetPaused(paused))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine was ended to free its memory, and starts again when it is woken."""
+        return not self._awake.is_set()
+
+    async def sleep(self) -> None:
+        """End the engine, which frees its weights and its pool on all tiers, until :meth:`wake`."""
+        self._awake.clear()
+        self.trouble = "it is asleep"
+        if self._connection is not None:
+            self._connection.shut_down()
+            killing = asyncio.get_running_loop().call_later(_SHUTDOWN_TIMEOUT_S, self._connection.process.kill)
+            try:
+                async with self._settled:
+                    await self._settled.wait_for(lambda: self._connection is None or not self.is_asleep)
+            finally:
+                killing.cancel()
+
+    async def wake(self) -> None:
+        """Start the engine again, and wait until it is ready.
+
+        Raises:
+            EngineError: the engine cannot be started any more.
+        """
+        if self.is_asleep:
+            self.trouble = "it is being started"
+        self._awake.set()
+        async with self._settled:
+            await self._settled.wait_for(lambda: self.is_connected or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
 
     async def close(self) -> None:
         """Stop the engine and do not restart it."""
@@ -286,14 +324,26 @@ class EngineSupervisor:
                 return
             died_s = time.monotonic()
             code = connection.process.returncode
-            uptime_s = round(died_s - self._started_s, 1)
-            self.trouble = connection.hung or f"its engine died ({describe_exit(code)})"
-            _log.warning("engine died", replica=self.replica, exit=describe_exit(code), uptime_s=uptime_s)
-            self._listener.on_exit(self, code)
-            restarted = await self._restart()
+            woken = self.is_asleep
+            if woken:
+                _log.info("engine sleeps", replica=self.replica)
+                self._listener.on_exit(self, code)
+                await self._settle()
+                await self._awake.wait()
+                died_s = time.monotonic()
+            else:
+                uptime_s = round(died_s - self._started_s, 1)
+                self.trouble = connection.hung or f"its engine died ({describe_exit(code)})"
+                _log.warning("engine died", replica=self.replica, exit=describe_exit(code), uptime_s=uptime_s)
+                self._listener.on_exit(self, code)
+            restarted = await self._restart(is_death=not woken)
             if restarted is None:
+                await self._settle()
                 return
             connection = restarted
+            if self.is_asleep:  # It was put to sleep while it started.
+                connection.shut_down()
+                continue
             if self.is_paused:
                 self.send(SetPaused(True))
             requests = self._listener.on_restart(self)
@@ -303,6 +353,12 @@ class EngineSupervisor:
                 seconds=round(time.monotonic() - died_s, 1),
                 requests_resumed=requests,
             )
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """Inform those who wait that the engine has started or ended."""
+        async with self._settled:
+            self._settled.notify_all()
 
     def _add_to_backlog(self, outputs: StepOutputs) -> None:
         """Pass outputs on in parts, with a turn of the event loop between two parts.
@@ -331,8 +387,12 @@ class EngineSupervisor:
     def _pass_on(self) -> None:
         self._listener.on_outputs(self, self._backlog.take(REQUESTS_AT_ONCE))
 
-    async def _restart(self) -> "Connection | None":
-        """Start the engine again. Return None if the supervisor has given up or is closing."""
+    async def _restart(self, *, is_death: bool) -> "Connection | None":
+        """Start the engine again. Return None if the supervisor has given up or is closing.
+
+        Args:
+            is_death: whether the start counts as a restart; the start of a woken engine does not.
+        """
         for attempt in range(MAX_FAILED_STARTS):
             _log.info("restarting engine", replica=self.replica, attempt=attempt + 1, max_attempts=MAX_FAILED_STARTS)
             try:
@@ -342,7 +402,7 @@ class EngineSupervisor:
                 _log.warning("engine did not start", replica=self.replica, attempt=attempt + 1, reason=str(error))
                 await asyncio.sleep(2.0**attempt)
             else:
-                self.restarts += 1
+                self.restarts += is_death
                 return connection
             if self._closing:
                 return None
@@ -350,6 +410,7 @@ class EngineSupervisor:
         return None
 
     def _give_up(self, failure: EngineError) -> None:
+        self._failure = failure
         self.is_connected = False
         _log.error("engine gave up", replica=self.replica, reason=str(failure))
         self._listener.on_failed(self, failure)

@@ -74,6 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
         logprob_token_ids: tokens to report as alternatives; empty for the most likely ones.
         prompt_logprobs: number of alternatives to report for the tokens of the prompt, from the second on; None for
             none.
+        processed_logprobs: whether log probabilities are those of the distribution that was sampled from, after bias,
+            penalties, forbidden tokens, temperature and filters. Those of a prompt have only the temperature. Otherwise
+            they are the model's.
         allowed_token_ids: the only tokens that may be chosen; empty for all.
         bad_words: token sequences that may not occur in the output.
         grammar: grammar of the answer in llguidance's notation (see ``chat.structured_output``); empty for none.
@@ -94,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    processed_logprobs: bool = False
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""
@@ -166,6 +170,7 @@ class Request(msgspec.Struct, frozen=True):
         pooling: options of a request for one vector; None for a request for tokens.
         adapter_start: position of the first token on which the adapter acts (aLoRA). The KV before it is the base
             model's.
+        session: name of a conversation or trajectory whose requests go to the same replica; empty for none.
     """
 
     request_id: RequestId
@@ -186,6 +191,7 @@ class Request(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
     adapter_start: int = 0
     tenant_weight: float = 1.0
+    session: str = ""
 
     @property
     def digest(self) -> AdapterDigest | None:

@@ -27,6 +27,20 @@ COMPLETIONS = Route(
     forwarding=Forwarding.GENERATED,
     note="prompt: string, strings, token ids, lists of token ids",
 )
+TOKENS = Route(
+    "POST /inference/v1/generate",
+    Callers.KEYS,
+    BodySize.PROMPT,
+    forwarding=Forwarding.GENERATED,
+    note="vLLM's: token ids in and out, see [training loops](#training-loops)",
+)
+RENDER_CHAT = Route(
+    "POST /v1/chat/completions/render",
+    Callers.KEYS,
+    BodySize.PROMPT,
+    forwarding=Forwarding.COUNTED,
+    note="vLLM's: the body of `/inference/v1/generate` for a chat",
+)
 CHAT_BATCH = Route(
     "POST /v1/chat/completions/batch",
     Callers.KEYS,
@@ -96,7 +110,7 @@ MODERATIONS = Route(
 POOLING = Route("POST /pooling", Callers.OPERATOR, BodySize.POOLED, forwarding=Forwarding.POOLED, is_supported=False)
 
 MODEL_ROUTES = (
-    *(CHAT, COMPLETIONS, CHAT_BATCH),
+    *(CHAT, COMPLETIONS, TOKENS, RENDER_CHAT, CHAT_BATCH),
     *(RESPONSES, RETRIEVE_RESPONSE, DELETE_RESPONSE, CANCEL_RESPONSE, RESPONSE_INPUT),
     *(MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE),
     *(EMBEDDINGS, CLASSIFY, SCORE, RERANK, MODERATIONS, POOLING),

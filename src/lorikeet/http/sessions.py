@@ -1,6 +1,7 @@
-"""Keeps sessions of SageMaker, whose front sends the requests of one session to the same instance.
+"""Names the sessions of trainers, and keeps those of SageMaker.
 
-A session is only an id. It saves time by the KV of its earlier requests, which is found by their tokens.
+A session is only an id. SageMaker's front, and a router, send its requests to the same instance. That saves time by the
+KV of its earlier requests, which is found by their tokens.
 """
 
 import secrets
@@ -10,9 +11,18 @@ from datetime import UTC, datetime, timedelta
 
 from lorikeet.http.errors import ApiError, bad_request
 
+SESSION_HEADER = "X-Session-ID"
+"""Header of trainers such as SkyRL: the requests of one trajectory go to the replica that has its KV."""
+_MAX_HEADER = 256
+
 LASTS_S = 1200.0
 """Life of a session after its latest request."""
 _MOST = 10_000
+
+
+def session_of(header: str | None, tenant: str) -> str:
+    """Return the name of a request's session, which no other tenant shares; empty without the header."""
+    return f"{tenant}\0{header[:_MAX_HEADER]}" if header else ""
 
 
 class Sessions:

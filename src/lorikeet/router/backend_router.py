@@ -273,6 +273,7 @@ class BackendRouter:
             request.output_tokens,
             self.dispatcher.fleet.averages,
             wants_keys=self._routing.wants_keys,
+            session=request.session,
         )
         self._apply(self.dispatcher.arrive(body, time.monotonic()))
 

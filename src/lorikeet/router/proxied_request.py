@@ -27,8 +27,9 @@ from lorikeet.router.backends import Backend
 COMPLETIONS = model_routes.COMPLETIONS.path
 CHAT = model_routes.CHAT.path
 RESPONSES = model_routes.RESPONSES.path
+TOKENS = model_routes.TOKENS.path
 _FORWARDING = {path: row.forwarding for row in model_routes.MODEL_ROUTES for path in row.paths}
-_PROMPTS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), MESSAGES_PATH: ("messages",)}
+_PROMPTS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), TOKENS: ("token_ids",), MESSAGES_PATH: ("messages",)}
 _OTHER_PROMPTS = ("input", "documents", "text_2", "text_1", "messages", "prompt", "tokens")
 """Fields that may hold the prompt; the first one in the body counts."""
 _LIMITS = {CHAT: ("max_completion_tokens", "max_tokens"), RESPONSES: ("max_output_tokens",)}
@@ -131,9 +132,12 @@ class RequestBody:
         """The most tokens of the answer; None if the body sets no limit."""
         if _FORWARDING[self.path] in (Forwarding.POOLED, Forwarding.COUNTED):
             return 1
-        limits = [self.fields.get(name) for name in _LIMITS.get(self.path, ("max_tokens",))]
+        fields = self.fields.get("sampling_params") if self.path == TOKENS else self.fields
+        if not isinstance(fields, dict):
+            return DEFAULT_MAX_TOKENS
+        limits = [fields.get(name) for name in _LIMITS.get(self.path, ("max_tokens",))]
         said = next((limit for limit in limits if isinstance(limit, int) and not isinstance(limit, bool)), None)
-        return DEFAULT_MAX_TOKENS if said is None and self.path == COMPLETIONS else said
+        return DEFAULT_MAX_TOKENS if said is None and self.path in (COMPLETIONS, TOKENS) else said
 
 
 class PromptLengths:
@@ -186,6 +190,7 @@ def routing_request(
     averages: RequestAverages,
     *,
     wants_keys: bool,
+    session: str = "",
 ) -> RoutingRequest:
     """Return the part of a request that routing needs.
 
@@ -197,6 +202,7 @@ def routing_request(
         output_tokens: number of tokens that other backends have generated.
         averages: average lengths of answers, for the expected length of this one.
         wants_keys: whether to compute the hashes of the prompt's blocks.
+        session: name of a conversation whose requests go to the same backend.
     """
     expected = averages.output_tokens
     if body.max_tokens is not None:
@@ -211,6 +217,7 @@ def routing_request(
         expected_tokens=max(1, round(expected) - output_tokens),
         keys=_keys(body, adapter) if wants_keys else (),
         generated_tokens=output_tokens,
+        session=session,
     )
 
 
@@ -250,6 +257,7 @@ class ProxiedRequest:
         body: body of the request.
         adapter: adapter of the request; None for the base model.
         prompt_tokens: tokens of the prompt, counted or estimated.
+        session: name of a conversation whose requests go to the same backend; empty for none.
 
     Attributes:
         placed: future of the chosen backend, which is set once the backend has the adapter.
@@ -265,8 +273,14 @@ class ProxiedRequest:
     placed: "asyncio.Future[Backend]"
 
     def __init__(
-        self, request_id: RequestId, body: RequestBody, adapter: RoutedAdapter | None, prompt_tokens: int
+        self,
+        request_id: RequestId,
+        body: RequestBody,
+        adapter: RoutedAdapter | None,
+        prompt_tokens: int,
+        session: str = "",
     ) -> None:
+        self.session = session
         self.request_id = request_id
         self.body = body
         self.adapter = adapter

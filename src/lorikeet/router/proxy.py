@@ -15,6 +15,7 @@ from lorikeet.http.answer_stream import error_text
 from lorikeet.http.anthropic_errors import MESSAGES_PATH, anthropic_error
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
 from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.sessions import SESSION_HEADER, session_of
 from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream
 from lorikeet.http.threads import off_the_loop
 from lorikeet.router.adapters import RoutedAdapter
@@ -140,7 +141,8 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         adapter = parts.catalog.find(body.model)
         prompt_tokens = parts.lengths.tokens(body)
         request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
-        request = ProxiedRequest(request_id, body, adapter, prompt_tokens)
+        session = session_of(http.headers.get(SESSION_HEADER), http.state.tenant)
+        request = ProxiedRequest(request_id, body, adapter, prompt_tokens, session)
         if body.previous_response:
             keeper = _keeper(parts, body.previous_response, http.state.tenant, "previous_response_id")
             if not keeper.is_open:

@@ -91,7 +91,7 @@ async def start_chat(
     else:
         target, lease = await service.resolver.lease(body.model, body.lora_path, access=sender.access)
     with lease:
-        chat = await service.chats.settings_of(target.chat)
+        chat = (await service.chats.settings_of(target.chat)).for_body(body)
         use: ToolUse | None = None
         if body.tools:
             use = tool_use(body)

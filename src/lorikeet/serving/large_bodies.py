@@ -23,6 +23,7 @@ from lorikeet.chat.prompt_process import (
     WhichModel,
 )
 from lorikeet.chat.protocol import Body, GenerationBody
+from lorikeet.chat.tokens_body import TokensRequest
 from lorikeet.core.request import PromptEmbeds
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate, check_content_type
 from lorikeet.http.errors import ApiError, bad_request
@@ -71,7 +72,7 @@ class PromptProcesses:
             kind: the body's kind, one of ``KINDS``.
             body: the body's bytes.
             resolve: returns the model's data that reading the body needs.
-            is_large: whether the body is large. In errors, a body that is not large blames the adapter's chat template.
+            is_large: whether the body is large. In errors, a body that is not large blames the chat template.
 
         Raises:
             ApiError: the body is not valid, or takes too much memory or time. Errors of ``resolve`` pass through.
@@ -89,7 +90,7 @@ class PromptProcesses:
         except (EOFError, OSError, TimeoutError) as error:
             log.warning("a body was not read", kind=kind.__name__, bytes=len(body), reason=repr(error))
             if not is_large:
-                raise bad_request("The chat template of this adapter takes too much memory or time.") from error
+                raise bad_request("The chat template takes too much memory or time.") from error
             raise ApiError(413, "Reading the body takes too much memory or time.") from error
         if isinstance(answer, BodyRefused):
             raise ApiError(answer.status, answer.message, param=answer.param, type=answer.kind)
@@ -195,8 +196,8 @@ class PromptRoute(APIRoute):
                     is_batch = request.scope["state"].get("is_batch", False)
                     # A request that the gate would refuse is refused before its body is read.
                     service.gate_of(is_batch=is_batch).enter(1).release()
-                    if issubclass(kind, GenerationBody):
-                        await service.resolver.unpaused.wait()
+                    if issubclass(kind, GenerationBody | TokensRequest):
+                        await service.resolver.pauses.wait("", request.scope["state"]["access"].actor)
                     state = request.scope["state"]
                     prepared, body = await prepare(service, kind, body, state["tenant"], state["access"], holding)
                     request.scope["state"][_PREPARED] = prepared

@@ -1,6 +1,5 @@
 """Finds the model that a request names: loads adapters on demand, makes mixtures, and leases versions."""
 
-import asyncio
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -17,6 +16,7 @@ from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.leases import AdapterLeases, Lease, VersionChanged
+from lorikeet.serving.pauses import Pauses
 from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
 from lorikeet.tenants.keys import Access
 
@@ -37,7 +37,7 @@ class ModelResolver:
 
     Attributes:
         leases: the versions that requests use.
-        unpaused: cleared while generation is paused.
+        pauses: the requests that wait before their model is resolved.
     """
 
     def __init__(
@@ -48,8 +48,7 @@ class ModelResolver:
         self.loader = loader
         self.mixtures = mixtures
         self.leases = AdapterLeases(catalog)
-        self.unpaused = asyncio.Event()
-        self.unpaused.set()
+        self.pauses = Pauses()
 
     async def resolve(
         self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
@@ -66,7 +65,15 @@ class ModelResolver:
             ApiError: see ``ServedModels.resolve`` and ``AdapterLoader.load``.
         """
         if generates:
-            await self.unpaused.wait()
+            await self.pauses.wait("", access.actor)
+        target = await self._resolved(model, lora_path, access)
+        while generates and self.pauses.holds(target.name, access.actor):
+            await self.pauses.wait(target.name, access.actor)
+            target = await self._resolved(model, lora_path, access)
+        return target
+
+    async def _resolved(self, model: str | None, lora_path: str | None, access: Access) -> ResolvedModel:
+        """Return the model that a request names now."""
         mixture = self.models.mixture(model)
         if mixture is not None:
             if lora_path:

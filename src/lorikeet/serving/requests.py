@@ -36,6 +36,7 @@ class Sender(NamedTuple):
         report: receives the remaining limits of the sender's key.
         is_admin: whether the sender has an admin key, which shows requests of all tenants.
         answer_headers: receives headers of the answer; None where no header is sent.
+        session: name of a conversation whose requests go to the same replica; empty for none.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Sender(NamedTuple):
     report: RateReport
     is_admin: bool = False
     answer_headers: MutableMapping[str, str] | None = None
+    session: str = ""
 
     def may_see(self, tenant: str) -> bool:
         """Return whether the sender may see the requests of a tenant."""
@@ -179,6 +181,7 @@ def engine_requests(
                     background=shared.background,
                     prompt_embeds=embeds,
                     pooling=spec.pooling,
+                    session=sender.session,
                 )
             )
     return requests

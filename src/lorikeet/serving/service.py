@@ -135,6 +135,13 @@ class Service:
         """Limits and defaults of the base model."""
         return self.chats.base.limits
 
+    @property
+    def engine_status(self) -> str:
+        """``ready``, ``asleep`` or ``engine down``."""
+        if self.client.alive:
+            return "ready"
+        return "asleep" if self.client.is_asleep else "engine down"
+
     async def warm(self, model: str | None, sender: Sender) -> None:
         """Load an adapter onto the device of a replica by a request of one token. Routing chooses the replica.
 
@@ -339,9 +346,15 @@ class Service:
             self.tenants.ledger.release(grant, used)
         lease.close()
 
-    def reset_prefix_cache(self) -> None:
-        """Exclude the present KV from reuse by later requests. Its blocks are evicted when memory is needed."""
+    def reset_prefix_cache(self, *, recompute: bool = False) -> None:
+        """Exclude the present KV from reuse by later requests. Its blocks are evicted when memory is needed.
+
+        Args:
+            recompute: whether requests in flight compute their KV again, from the tokens that they have.
+        """
         self.cache_epoch = secrets.token_hex(8)  # The epoch is random, so that a client's salt cannot equal it.
+        if recompute:
+            self.client.recompute(self.cache_epoch)
 
     def _shed(self, requests: list[Request], forecast: TtftForecast) -> None:
         """Refuse a request whose first token is predicted to miss its target, so that it does not delay other requests.

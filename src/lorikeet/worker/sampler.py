@@ -1,8 +1,9 @@
 """Samples tokens from logits: edits logits on the host for requests that need it, and calls ``Kernels.choose``.
 
-The order is: log probabilities to report (of the unmodified distribution), bias, penalties, forbidden tokens (by
+The order is: raw log probabilities to report (of the unmodified distribution), bias, penalties, forbidden tokens (by
 ``allowed_token_ids``, ``bad_words``, ``min_tokens`` and the grammar), and then, in ``Kernels.choose``, temperature,
-min-p, top-k, top-p, noise. vLLM's V1 sampler has the same order, except that it forbids tokens before the penalties.
+min-p, top-k, top-p, noise. Processed log probabilities are those before the noise. vLLM's V1 sampler has the same
+order, except that it forbids tokens before the penalties.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 from lorikeet.core.plan import NOT_FINITE, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.devices import to_device
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.sampling import GREEDY_BELOW, SamplingTensors, lowest_kept
 from lorikeet.worker.batch import GrowingInts, Ints
 from lorikeet.worker.grammars import GrammarMasks, Masks
 
@@ -147,6 +148,7 @@ class Sampler:
             chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
         token_ids = list(chosen)
         reasons: dict[int, str] = {}
+        edited: Tensor | None = None
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
@@ -167,7 +169,15 @@ class Sampler:
         ]
         reported = [i for i in rows.reported if token_ids[i] >= 0]
         wanted = [(token_ids[i], sequences[i].sampling) for i in reported]
-        told = [unmasked[i] if i in unmasked else logits[i] for i in reported]
+        told = []
+        for i in reported:
+            params = sequences[i].sampling
+            if not params.processed_logprobs:
+                told.append(unmasked[i] if i in unmasked else logits[i])
+            elif edited is not None and i in rows.edited:
+                told.append(_processed(edited[rows.edited.index(i)], params))
+            else:
+                told.append(_processed(logits[i], params))
         for i, token in zip(reported, _with_logprobs(told, wanted), strict=True):
             tokens[i] = token
         return tokens
@@ -296,6 +306,24 @@ def _is_held(sequence: Sampled) -> bool:
     """Whether ``min_tokens`` still forbids stop tokens."""
     params = sequence.sampling
     return bool(params.stop_token_ids) and len(sequence.token_ids) - sequence.prompt_tokens < params.min_tokens
+
+
+def _processed(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the logits of the distribution that one row was sampled from, in fp32; ``-inf`` for filtered tokens.
+
+    A greedy row is not scaled or filtered: its temperature has no distribution.
+
+    Args:
+        logits: ``[vocab]``, edited and masked.
+        params: parameters of the row.
+    """
+    logits = logits.float()
+    if params.temperature < GREEDY_BELOW:
+        return logits
+    scaled = (logits - logits.max()) / params.temperature
+    scaled = torch.where(scaled.isnan(), -torch.inf, scaled)
+    lowest = lowest_kept(scaled, params.top_k, params.top_p, params.min_p)
+    return torch.where(scaled >= lowest, scaled, -torch.inf)
 
 
 def _with_logprobs(rows: Sequence[Tensor], wanted: Sequence[tuple[int, SamplingParams]]) -> list[Token]:

@@ -313,6 +313,12 @@ async def load_lora_adapter(body: LoadAdapter, service: ServiceDep, sender: Send
     return load_answer(body.lora_name, *loaded.warnings)
 
 
+@ROUTES.add(Route("POST /skyrl/v1/load_lora_adapter", Callers.ADMINS_AND_TENANTS, note="SkyRL's"))
+async def load_lora_adapter_skyrl(body: LoadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
+    """Load or replace an adapter as SkyRL's servers do."""
+    return await load_lora_adapter(body.model_copy(update={"load_inplace": True}), service, sender)
+
+
 @ROUTES.add(Route("POST /v1/unload_lora_adapter", Callers.ADMINS_AND_TENANTS, note="vLLM's"))
 async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter as vLLM does."""

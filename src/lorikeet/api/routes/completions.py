@@ -154,7 +154,7 @@ async def start_completion(
     sender: Sender,
     prepared: PreparedBody | None = None,
     *,
-    default_max_tokens: int = _DEFAULT_MAX_TOKENS,
+    default_max_tokens: int | None = _DEFAULT_MAX_TOKENS,
 ) -> StartedCompletion:
     """Submit the prompts of a body.
 
@@ -163,7 +163,7 @@ async def start_completion(
         body: the body; its prompts and sampling fields are checked here.
         sender: the request's sender.
         prepared: the parts that another process has read of a large body.
-        default_max_tokens: limit on an answer if the body sets none.
+        default_max_tokens: limit on an answer if the body sets none; None for all of the context's space.
 
     Raises:
         ApiError: the body is not valid, or cannot be served.
@@ -181,7 +181,7 @@ async def start_completion(
 
 
 def _completion_spec(
-    body: CompletionRequest, chat: ChatSettings, prepared: PreparedBody | None, default_max_tokens: int
+    body: CompletionRequest, chat: ChatSettings, prepared: PreparedBody | None, default_max_tokens: int | None
 ) -> GenerationSpec:
     """Return the specification of a completion; see :func:`start_completion` for errors."""
     embeds: Sequence[PromptEmbeds] = prepared.embeds if prepared else ()

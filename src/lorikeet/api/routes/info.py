@@ -22,7 +22,7 @@ MOST_LISTED = 1000
 ROUTES = Routes()
 _HEALTH = (
     "`/health` and `/health/ready`: 200, or 503 while draining, or while the engine restarts or does not answer "
-    '(`--heartbeat-timeout`, `--step-timeout`), with `{"status": "ready" or "draining" or "engine down", '
+    '(`--heartbeat-timeout`, `--step-timeout`), with `{"status": "ready", "draining", "asleep" or "engine down", '
     '"kernels", "weights", "engine_restarts"}`; `/health/live`: always 200'
 )
 _STATE = '`/version`: `{"version"}`; `/load`: `{"server_load"}`, sequences accepted and not finished'
@@ -49,16 +49,23 @@ async def live() -> Response:
     return Response(status_code=200)
 
 
-@ROUTES.add(Route("GET /health/ready /health", Callers.ANYONE, note=_HEALTH))
-async def ready(service: ServiceDep) -> JSONResponse:
-    """Return whether new requests are served: 200, or 503 while draining or without an engine."""
-    status = "draining" if service.gate.draining else "ready" if service.client.alive else "engine down"
+_READY = "/health/ready"
+
+
+@ROUTES.add(Route(f"GET {_READY} /health", Callers.ANYONE, note=_HEALTH))
+async def ready(http: Request, service: ServiceDep) -> JSONResponse:
+    """Return whether new requests are served: 200, or 503 while draining or without an engine.
+
+    A server whose engine sleeps is healthy, as vLLM's, but not ready.
+    """
+    status = "draining" if service.gate.draining else service.engine_status
     restarts = sum(view.restarts for view in service.client.views.values())
     engine = service.client.engine_info
     body = {"status": status, "kernels": engine.kernels, "weights": engine.weights, "engine_restarts": restarts}
     if engine.base is not None:
         body["model_impl"] = engine.base.implementation
-    return JSONResponse(body, 200 if status == "ready" else 503)
+    is_well = status == "ready" or (status == "asleep" and http.url.path != _READY)
+    return JSONResponse(body, 200 if is_well else 503)
 
 
 @ROUTES.add(
@@ -76,9 +83,9 @@ async def ready(service: ServiceDep) -> JSONResponse:
     ),
     operation_id="ping_by_post",
 )
-async def ping(service: ServiceDep) -> Response:
+async def ping(http: Request, service: ServiceDep) -> Response:
     """Return the status of ``/health``, under SageMaker's name."""
-    return Response(status_code=(await ready(service)).status_code)
+    return Response(status_code=(await ready(http, service)).status_code)
 
 
 @ROUTES.add(
@@ -202,7 +209,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
         raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
     if prepared:
         return Response(prepared.answer, media_type="application/json")
-    chat = await service.chats.settings_of(target.chat)
+    chat = (await service.chats.settings_of(target.chat)).for_body(body)
     texts = chat.text_processor
     if body.messages is not None and chat.own is not None:
         read = await service.read_in_process(TokenizeRequest, body, chat.own)

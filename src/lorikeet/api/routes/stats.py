@@ -287,7 +287,7 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
         "uptime_s": round(now_s - live.started_s, 1),
         "version": __version__,
         "model": service.models.base,
-        "status": "draining" if service.gate.draining else "ready" if service.client.alive else "engine down",
+        "status": "draining" if service.gate.draining else service.engine_status,
         "recent_s": RECENT_S,
         "requests": {
             "accepted": service.gate.active,

@@ -1,16 +1,27 @@
-"""Serves vLLM's routes for training loops, such as TRL's, between two updates of their adapters."""
+"""Serves vLLM's routes for training loops, such as TRL's and SkyRL's, between two updates of their adapters."""
 
 import asyncio
-from typing import Annotated, Literal
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from fastapi import Query
+from pydantic import Field
+from starlette.responses import Response
 
-from lorikeet.api.dependencies import ServiceDep
+from lorikeet.api.dependencies import SenderDep, ServiceDep
+from lorikeet.chat.protocol import Body
+from lorikeet.client.supervisor import EngineError
+from lorikeet.http.errors import engine_unavailable, not_supported
 from lorikeet.http.logs import log
 from lorikeet.http.routes import Callers, Route, Routes
+from lorikeet.serving.generation import Generation
+from lorikeet.serving.pauses import IN_MEMORY, SleepTag
 from lorikeet.serving.service import Service
 
 ROUTES = Routes(note="see [training loops](#training-loops)")
+
+_ID_OF_ANSWER = re.compile(r"^(?:chatcmpl-|cmpl-|msg_|generate-|resp_)")
 
 PauseMode = Literal["abort", "wait", "keep"]
 """Treatment of running requests: they are ended early, finish first, or stand still."""
@@ -24,13 +35,9 @@ async def pause(
 
     ``clear_cache`` has no effect: KV belongs to one version of an adapter, so new weights never use old KV.
     """
-    service.resolver.unpaused.clear()
-    if mode == "abort":
-        for generation in tuple(service.generations):
-            generation.abort()
-    if mode != "keep":
-        await _all_ended(service)
-    if not service.resolver.unpaused.is_set():  # Another request may have resumed generation during the wait.
+    service.resolver.pauses.change(lambda pauses: setattr(pauses, "everything", True))
+    await _end_running(service, mode)
+    if service.resolver.pauses.everything:  # Another request may have resumed generation.
         service.client.set_paused(True)
     log.info("generation paused", mode=mode)
     return {"status": "paused"}
@@ -39,8 +46,8 @@ async def pause(
 @ROUTES.add(Route("POST /resume", Callers.ADMINS))
 async def resume(service: ServiceDep) -> dict[str, str]:
     """Resume generation."""
-    service.resolver.unpaused.set()
-    service.client.set_paused(False)
+    service.resolver.pauses.change(lambda pauses: setattr(pauses, "everything", False))
+    service.client.set_paused(service.resolver.pauses.stops_all)
     log.info("generation resumed")
     return {"status": "resumed"}
 
@@ -48,7 +55,62 @@ async def resume(service: ServiceDep) -> dict[str, str]:
 @ROUTES.add(Route("GET /is_paused", Callers.OPERATOR))
 async def is_paused(service: ServiceDep) -> dict[str, bool]:
     """Return whether generation is paused."""
-    return {"is_paused": not service.resolver.unpaused.is_set()}
+    return {"is_paused": service.resolver.pauses.everything}
+
+
+@ROUTES.add(Route("POST /sleep", Callers.ADMINS))
+async def sleep(
+    service: ServiceDep,
+    level: Annotated[int, Query(ge=0, le=2)] = 1,
+    mode: Annotated[PauseMode, Query()] = "abort",
+    tags: Annotated[list[SleepTag] | None, Query()] = None,
+) -> dict[str, Any]:
+    """End the engine, which gives back the memory of weights and pool on all tiers; new requests wait.
+
+    Level 0 pauses only. Levels 1 and 2 are the same: the weights are read from the model's folder again.
+    """
+    pauses = service.resolver.pauses
+    asleep = frozenset(tags or (IN_MEMORY if level else {SleepTag.SCHEDULING}))
+    pauses.change(lambda held: setattr(held, "asleep", held.asleep | asleep))
+    await _end_running(service, mode)
+    if pauses.engine_is_gone:  # It may have been woken meanwhile.
+        await service.client.sleep()
+    elif pauses.stops_all:
+        service.client.set_paused(True)
+    log.info("asleep", tags=sorted(pauses.asleep), level=level, mode=mode)
+    return {"status": "asleep", "asleep": sorted(pauses.asleep)}
+
+
+@ROUTES.add(Route("POST /wake_up", Callers.ADMINS))
+async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Query()] = None) -> dict[str, Any]:
+    """Start the engine again once no part of its memory sleeps; requests in flight go on with the tokens they have.
+
+    Raises:
+        ApiError: 503, the engine does not start.
+    """
+    pauses = service.resolver.pauses
+    asleep = pauses.asleep - frozenset(tags or SleepTag)
+    if pauses.engine_is_gone and not asleep & IN_MEMORY:
+        try:
+            await service.client.wake()
+        except EngineError as error:
+            raise engine_unavailable(error) from error
+    pauses.change(lambda held: setattr(held, "asleep", asleep))
+    service.client.set_paused(pauses.stops_all)
+    log.info("woken", asleep=sorted(asleep))
+    return {"status": "asleep" if asleep else "awake", "asleep": sorted(asleep)}
+
+
+@ROUTES.add(Route("GET /is_sleeping", Callers.OPERATOR))
+async def is_sleeping(service: ServiceDep) -> dict[str, Any]:
+    """Return whether the engine sleeps."""
+    return {"is_sleeping": bool(service.resolver.pauses.asleep), "asleep": sorted(service.resolver.pauses.asleep)}
+
+
+@ROUTES.add(Route("POST /finish_session", Callers.KEYS))
+async def finish_session(session_id: str) -> dict[str, str]:
+    """Accept the end of a trajectory; a session holds nothing here but its place, which is forgotten by itself."""
+    return {"status": "finished", "session_id": session_id}
 
 
 @ROUTES.add(Route("GET /get_world_size", Callers.OPERATOR))
@@ -57,7 +119,59 @@ async def get_world_size(service: ServiceDep, include_dp: bool = True) -> dict[s
     return {"world_size": service.ranks * (len(service.client.views) if include_dp else 1)}
 
 
-async def _all_ended(service: Service) -> None:
-    while service.generations:
-        ended = [generation.closed.wait() for generation in service.generations]
-        await asyncio.gather(*ended)
+class AbortRequests(Body):
+    """Body of ``/abort_requests``; without ids all requests that the sender may see are aborted."""
+
+    request_ids: Annotated[list[str], Field(max_length=65536)] | None = None
+
+
+@ROUTES.add(Route("POST /abort_requests", Callers.KEYS))
+async def abort_requests(body: AbortRequests, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
+    """End requests with the tokens that they have; ignore unknown ids and those of other tenants."""
+    wanted = None if not body.request_ids else {_ID_OF_ANSWER.sub("", each) for each in body.request_ids}
+
+    def is_meant(generation: Generation) -> bool:
+        request = generation.choices[0].handle.request
+        is_named = wanted is None or request.request_id.rsplit("-", 2)[0] in wanted
+        return is_named and sender.may_see(request.tenant)
+
+    found = [generation for generation in service.generations if is_meant(generation)]
+    for generation in found:
+        generation.abort()
+    return {"status": "aborted", "aborted": len(found)}
+
+
+_PUSHES = (
+    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/init_weights_update_group", "/update_weights_from_distributed", "/update_weights_from_tensor"),
+    "/collective_rpc",
+)
+"""Routes of vLLM and SGLang by which trainers push the weights of the base model."""
+
+
+async def _refuse_push() -> Response:
+    raise not_supported(
+        "The weights of the base model cannot be replaced: trainers send adapters only. With TRL use AsyncGRPOTrainer "
+        "or AsyncDistillationTrainer with a peft_config, which load each version by /v1/load_lora_adapter; GRPOTrainer "
+        "in server mode pushes merged weights over NCCL, even with a peft_config.",
+        "update_info",
+    )
+
+
+for _path in _PUSHES:
+    ROUTES.add(Route(f"POST {_path}", Callers.ADMINS, is_supported=False), include_in_schema=False)(_refuse_push)
+
+
+async def _end_running(service: Service, mode: PauseMode, is_meant: Callable[[Generation], bool] | None = None) -> None:
+    """Treat running requests as a mode wants; with ``abort`` and ``wait`` return when they have ended."""
+    if mode == "keep":
+        return
+
+    def meant() -> list[Generation]:
+        return [each for each in service.generations if is_meant is None or is_meant(each)]
+
+    if mode == "abort":
+        for generation in meant():
+            generation.abort()
+    while running := meant():
+        await asyncio.gather(*(generation.closed.wait() for generation in running))

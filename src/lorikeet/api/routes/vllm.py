@@ -4,19 +4,46 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fastapi import Request
+
 from lorikeet import __version__
 from lorikeet.api.dependencies import ServiceDep
-from lorikeet.http.errors import ApiError
+from lorikeet.chat.protocol import Body, validated
+from lorikeet.config import AdapterSettings
+from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 
 ROUTES = Routes(note="vLLM's and SGLang's")
 
+_MANY = 2**16
+"""Rank and number of adapters, for trainers that compare theirs with the limits of vLLM; there are none here."""
+
+
+class ResetCache(Body):
+    """Body of ``/reset_prefix_cache``; the query has the same fields.
+
+    ``reset_external`` has no effect: there is no KV outside the engine.
+    """
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
 
 @ROUTES.add(Route("POST /reset_prefix_cache", Callers.ADMINS))
-async def reset_prefix_cache(service: ServiceDep) -> dict[str, bool]:
-    """Exclude the present KV from reuse by later requests."""
-    service.reset_prefix_cache()
+async def reset_prefix_cache(
+    http: Request, service: ServiceDep, reset_running_requests: bool = False
+) -> dict[str, bool]:
+    """Exclude the present KV from reuse by later requests.
+
+    With ``reset_running_requests`` running requests compute theirs again, from the tokens that they have.
+    """
+    given = await http.body()
+    try:
+        fields = validated(ResetCache, json.loads(given)) if given else ResetCache()
+    except (ValueError, RecursionError) as error:
+        raise bad_request("The body is not valid JSON.") from error
+    service.reset_prefix_cache(recompute=fields.reset_running_requests or reset_running_requests)
     return {"success": True}
 
 
@@ -45,12 +72,23 @@ async def server_info(service: ServiceDep) -> dict[str, Any]:
                 "model": root,
                 "dtype": f"torch.{service.catalog.dtype}",
                 "max_model_len": service.limits.max_model_len,
+                "max_logprobs": service.settings.max_logprobs,
+                "logprobs_mode": service.settings.logprobs_mode,
             },
+            # An adapter reaches all replicas, which vLLM's clients conclude from a size of 1 only.
+            "parallel_config": {"data_parallel_size": 1, "world_size": service.ranks},
             "cache_config": {"block_size": engine.block_size, "num_gpu_blocks": engine.total_blocks},
-            "lora_config": {} if service.adapter_settings.enabled else None,
+            "lora_config": _lora_config(service.adapter_settings),
+            # Trainers that push the weights of the base model over NCCL stop at None, with an error of their own.
             "weight_transfer_config": None,
         },
     }
+
+
+def _lora_config(settings: AdapterSettings) -> dict[str, Any] | None:
+    if not settings.enabled:
+        return None
+    return {"max_lora_rank": settings.max_rank or _MANY, "max_loras": _MANY, "max_cpu_loras": _MANY}
 
 
 @ROUTES.add(Route("GET /tokenizer_info", Callers.OPERATOR))

@@ -109,6 +109,11 @@ class ClusterClient:
         return any(replica.supervisor.alive for replica in self._replicas.values())
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the engines were put to sleep."""
+        return any(replica.supervisor.is_asleep for replica in self._replicas.values())
+
+    @property
     def views(self) -> Mapping[ReplicaId, ReplicaView]:
         """Views of all replicas that have been started, by id."""
         return {replica_id: replica.supervisor for replica_id, replica in self._replicas.items() if replica.epoch}
@@ -179,6 +184,27 @@ class ClusterClient:
         self._is_paused = paused
         for replica in self._replicas.values():
             replica.supervisor.set_paused(paused)
+
+    def recompute(self, salt: str) -> None:
+        """Route all requests in flight again, under a salt. See ``Engines``."""
+        for handle in self._streams:
+            handle.salt(salt)
+            if handle.replica is None:  # It waits, and is sent later.
+                continue
+            request_id = handle.request.request_id
+            self._replicas[handle.replica].supervisor.send(Abort(request_id))
+            self._moves.forget(request_id)
+            handle.replica = None
+            self._apply(self._dispatcher.ended(request_id, time.monotonic(), is_complete=False))
+            self._apply(self._arrive(handle))
+
+    async def sleep(self) -> None:
+        """End the engines of all replicas until :meth:`wake`. See ``Engines``."""
+        await asyncio.gather(*(replica.supervisor.sleep() for replica in self._replicas.values()))
+
+    async def wake(self) -> None:
+        """Start the engines of all replicas again. See ``Engines``."""
+        await asyncio.gather(*(replica.supervisor.wake() for replica in self._replicas.values()))
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every adapter event. See ``Engines``."""
@@ -369,8 +395,9 @@ class ClusterClient:
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Continue the replica's requests elsewhere; the requests wait if no other replica is open."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
-            log.warning("replica died; its requests continue elsewhere", replica=supervisor.replica, code=code)
-            self._leave(replica, died=True, code=code)
+            if not supervisor.is_asleep:
+                log.warning("replica died; its requests continue elsewhere", replica=supervisor.replica, code=code)
+            self._leave(replica, died=not supervisor.is_asleep, code=code)
 
     def on_restart(self, supervisor: EngineSupervisor) -> int:
         """Route requests to the replica again. Return 0, because its earlier requests continued at other replicas."""

@@ -4,7 +4,7 @@ The dispatcher does no I/O. Every call returns :class:`Actions`. The caller (a l
 carries them out.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -105,6 +105,10 @@ deleted.
 """
 
 
+MAX_SESSIONS = 1 << 16
+"""Number of sessions that are remembered, the latest used ones."""
+
+
 REST_S = 60.0
 """Seconds for which a replica that could not store an adapter gets no other adapters, because its disk is probably
 full."""
@@ -172,6 +176,7 @@ class Dispatcher:
             ReplicaId, float
         ] = {}  # time until which each replica that could not store an adapter gets no other adapters
         self._numbers = count()
+        self._sessions: OrderedDict[str, ReplicaId] = OrderedDict()
 
     @property
     def waiting(self) -> int:
@@ -470,7 +475,9 @@ class Dispatcher:
         """Choose a replica for a request and begin the request there. Return False if the request must wait."""
         adapter = request.adapter
         places = AdapterPlaces(self.table, None if adapter is None else self.pool.table.holders(adapter))
-        choice = self.routing.route(request, self.fleet, places, now) if len(self.fleet.open) else None
+        choice = self._home(request) if request.session else None
+        if choice is None and len(self.fleet.open):
+            choice = self.routing.route(request, self.fleet, places, now)
         if choice is None:
             return False
         is_there = adapter is None or self.pool.table.holds(choice.replica, adapter)
@@ -479,8 +486,24 @@ class Dispatcher:
         if choice.saved_s:
             collected.savings.append(Saving(request.request_id, choice))
         self.fleet.dispatched(request, choice.replica)
+        if request.session:
+            self._sessions[request.session] = choice.replica
+            self._sessions.move_to_end(request.session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
         self._begin(self._requests[request.request_id], choice.replica, collected)
         return True
+
+    def _home(self, request: RoutingRequest) -> Choice | None:
+        """Return the replica that the last request of a session went to; None if it is not open, or unknown.
+
+        A table that names other replicas for the adapter goes first: it has moved meanwhile.
+        """
+        home = self._sessions.get(request.session)
+        if home is None or home not in self.fleet.open_index:
+            return None
+        shares = () if self.table is None or request.adapter is None else self.table.shares.get(request.adapter, ())
+        return Choice(home) if not shares or any(share.replica == home for share in shares) else None
 
     def _rests(self, replica: ReplicaId, now: float) -> bool:
         """Return whether a replica recently failed to store an adapter."""

@@ -20,6 +20,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
         keys: keys of the request's whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the policy uses
             keys.
         generated_tokens: number of the known tokens that earlier attempts generated.
+        session: name of a conversation or trajectory whose requests go to the same replica; empty for none.
     """
 
     request_id: RequestId
@@ -30,6 +31,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     expected_tokens: int
     keys: tuple[bytes, ...] = ()
     generated_tokens: int = 0
+    session: str = ""
 
 
 def routing_request(request: Request, block_size: int | None = None) -> RoutingRequest:
@@ -55,4 +57,5 @@ def routing_request(request: Request, block_size: int | None = None) -> RoutingR
         expected_tokens=max(1, request.expected_tokens - len(request.output_token_ids)),
         keys=keys,
         generated_tokens=len(request.output_token_ids),
+        session=request.session,
     )
