@@ -23,7 +23,7 @@ _AUDIT = Table(
 
 
 class AuditEntry(NamedTuple):
-    """One change.
+    """One change of an adapter or key.
 
     Attributes:
         number: number of the change; later changes have larger numbers.

@@ -166,15 +166,15 @@ class AdapterCatalog:
         self._now = now
         self._changes = threading.Lock()  # The lock is held while store and registry are written.
         self._state = threading.Lock()  # The lock guards the fields below. It is never held during input or output.
-        self._is_closed = False  # under ``_changes``
+        self._is_closed = False  # Threads hold ``_changes`` to use the flag.
         self._busy: set[str] = set()
         self._records: dict[str, AdapterRecord] = {}
-        self._names: Counter[str] = Counter()  # by digest
-        self._uses: Counter[str] = Counter()  # by digest
-        self._not_served: dict[str, str] = {}  # by digest, why
+        self._names: Counter[str] = Counter()  # Number of names by digest.
+        self._uses: Counter[str] = Counter()  # Number of uses by digest.
+        self._not_served: dict[str, str] = {}  # Reasons by digest.
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
-        self._newest = stored.newest  # number of a change; under ``_changes``
-        self._followed = set[int]()  # numbers of changes; under ``_changes``
+        self._newest = stored.newest  # Number of a change. Threads hold ``_changes`` to use it.
+        self._followed = set[int]()  # Numbers of changes. Threads hold ``_changes`` to use them.
         self.notes = (
             self._load(stored) if settings.enabled else ("adapters are disabled: the base model is served alone",)
         )
@@ -196,8 +196,8 @@ class AdapterCatalog:
         Args:
             name: the name that clients send as ``model``.
             source: a folder or URL.
-            replace: whether an existing name may get other content. Registering the same content again changes
-                nothing, with or without it, since controllers send their loads again and again.
+            replace: whether an existing name may get other content. Registering the same content again never changes
+                anything, since controllers repeat their loads.
             trusted: whether the operator gave the source, so that it may be anywhere.
             persistent: whether to write the name to the registry for the next start. None writes names of untrusted
                 sources only, since the command line repeats the trusted ones.
@@ -222,7 +222,7 @@ class AdapterCatalog:
             return self._register_staged(name, shown_source or source, staged, replace, is_kept, author)
 
     def locate(self, source: str, trusted: bool = False) -> str:
-        """Return a source's URL on the Hub if it reads ``org/repo`` and no folder has this name; else the source.
+        """Return the URL on the Hub for a source ``org/repo`` that is not a folder's name, or else the source.
 
         Args:
             source: A folder, a URL or ``org/repo``.
@@ -447,7 +447,7 @@ class AdapterCatalog:
         return ""
 
     def _collect(self, named: Set[str]) -> set[AdapterDigest]:
-        """Delete versions without a name (from trusted sources, or left by a crash); return the remaining ones."""
+        """Delete versions without a name (from trusted sources, or left by a crash), and return the others."""
         present = self._store.digests()
         with self._store.alone() as alone:
             if not alone:

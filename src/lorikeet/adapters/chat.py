@@ -48,7 +48,7 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
         generation: defaults of sampling fields.
         eos_token_ids: tokens that end an answer in addition to the base's.
         system_prompt: system prompt for conversations that have none.
-        tool_call_parser: name of the format of tool calls. Empty: the template determines the format.
+        tool_call_parser: name of the format of tool calls. Empty if the template determines the format.
         reasoning_parser: name of the format of reasoning. Empty for the base's format.
         task: the adapter's tasks besides text (vectors and labels).
     """

@@ -173,7 +173,7 @@ class AdapterStore:
         return self._options.checks.dtype == "float16" and not fits(largest_of(self.folder(digest)), "float16")
 
     def locate(self, source: str, trusted: bool = False) -> str:
-        """Return a source's URL on the Hub, or the source itself, as :func:`lorikeet.adapters.sources.locate`."""
+        """Return a source's URL on the Hub, or the source itself. See :func:`lorikeet.adapters.sources.locate`."""
         return locate(source, self._settings, trusted)
 
     @contextmanager

@@ -85,7 +85,7 @@ def _checked(pairs: Any, data_bytes: int) -> list[TensorEntry]:
         ValueError: the header has another error.
     """
     if not isinstance(pairs, _Pairs):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     entries: dict[str, TensorEntry] = {}
     for name, value in pairs:
         if name == "__metadata__":

@@ -30,19 +30,19 @@ def usable_cores() -> set[int]:
     """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))  # macOS
+    return set(range(os.cpu_count() or 1))  # macOS has no affinity.
 
 
 def _limits(cgroups: Path, own_groups: Path) -> list[int]:
     """Return the limits of the process's control group and of all groups above it."""
     try:
         lines = own_groups.read_text().splitlines()
-    except OSError:  # not Linux
+    except OSError:  # The system is not Linux.
         return []
     found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
+        if not controllers:  # The entry is of version 2.
             root = cgroups
             file = "memory.max"
         elif "memory" in controllers.split(","):

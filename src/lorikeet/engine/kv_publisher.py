@@ -1,8 +1,9 @@
-"""Publishes events of KV over ZeroMQ as vLLM does: PUB for new batches, ROUTER for those that a subscriber missed.
+"""Publishes events of KV over ZeroMQ like vLLM: new batches on a PUB socket, and missed batches on a ROUTER socket.
 
 A message has three frames: topic, sequence number (8 bytes, big endian), batch. A batch is a msgpack array of the time,
 the events as maps, and the number of the replica. A subscriber that missed batches sends the first missing number to
-the replay socket and gets ``number, batch`` for each, and at last the number -1 with an empty batch.
+the replay socket. The answer is ``number, batch`` for each missing batch, and finally the number -1 with an empty
+batch.
 """
 
 import threading
@@ -23,7 +24,7 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
     """The events of one turn of the engine's loop.
 
     Attributes:
-        ts: unix time in seconds.
+        ts: Unix time in seconds.
         events: the events, oldest first.
         data_parallel_rank: number of the replica.
     """
@@ -34,11 +35,11 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvPublisher:
-    """Publishes batches, and keeps the latest for subscribers that missed some.
+    """Publishes batches, and keeps the latest batches for subscribers that missed some.
 
     Args:
         settings: addresses, topic and sizes.
-        rank: number of the replica; it is added to the ports.
+        rank: number of the replica, which is added to the ports.
 
     Raises:
         ConfigError: an address is not valid, or in use.
@@ -62,7 +63,7 @@ class KvPublisher:
             threading.Thread(target=self._serve_replays, name="kv-replay", daemon=True).start()
 
     def publish(self, events: list[KvEvent]) -> None:
-        """Send a batch; a subscriber that does not read loses the oldest batches."""
+        """Send a batch. A subscriber that does not read loses the oldest batches."""
         if not events:
             return
         payload = self._encoder.encode(EventBatch(time.time(), events, self._rank))
@@ -72,7 +73,7 @@ class KvPublisher:
         self._number += 1
 
     def close(self) -> None:
-        """Close the sockets; batches in flight are sent for at most a second."""
+        """Close the sockets, after sending batches in flight for at most a second."""
         self._socket.close(linger=1000)
 
     def _serve_replays(self) -> None:
@@ -80,7 +81,7 @@ class KvPublisher:
         while True:
             try:
                 sender, *_, first = self._replay.recv_multipart()
-            except zmq.ZMQError:  # the process ends
+            except zmq.ZMQError:  # The process ends.
                 return
             if len(first) != 8:
                 structlog.get_logger("lorikeet").warning("a request for events of KV was not a number of 8 bytes")
@@ -93,7 +94,7 @@ class KvPublisher:
 
 
 def _open(socket: "zmq.Socket[bytes]", endpoint: str, rank: int) -> None:
-    """Bind a socket to an address with a wildcard or a local one, else connect it, as vLLM does."""
+    """Bind a socket to a local or wildcard address, or connect it to any other address, like vLLM."""
     address = _of_replica(endpoint, rank)
     is_bound = "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
     try:
@@ -104,7 +105,7 @@ def _open(socket: "zmq.Socket[bytes]", endpoint: str, rank: int) -> None:
 
 
 def _of_replica(endpoint: str, rank: int) -> str:
-    """Return a replica's address: its number is added to the port, or appended to another kind of address."""
+    """Return a replica's address: the replica's number is added to the port, or appended if there is no port."""
     if not rank:
         return endpoint
     before, colon, port = endpoint.rpartition(":")

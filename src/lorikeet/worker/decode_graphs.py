@@ -287,7 +287,7 @@ class DecodeGraphs:
 
 
 def _segment_rows(longest: int) -> int:
-    """Return the most rows of a segment after splitting, for segments of up to ``longest`` rows."""
+    """Return the maximum number of rows of a segment after splitting, for segments of up to ``longest`` rows."""
     return next((most for most in _SEGMENT_ROWS if longest <= most), _SEGMENT_ROWS[-1])
 
 

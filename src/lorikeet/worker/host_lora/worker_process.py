@@ -139,7 +139,7 @@ def main() -> None:
             begin = _BEGIN.decode(connection.recv_bytes())
             run_step(worker, ring, begin, setup.number, setup.spin_s, connection)
     except (EOFError, ConnectionError):
-        pass  # the rank has ended
+        pass  # The rank has ended.
 
 
 def _sleep_precisely() -> None:
