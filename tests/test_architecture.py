@@ -46,3 +46,9 @@ def test_public_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files[node.name].append(str(file.relative_to(ROOT)))
     assert {name: places for name, places in files.items() if len(places) > 1} == {}
+
+
+def test_test_modules_share_helpers_through_modules_without_tests() -> None:
+    imports = re.compile(r"^\s*(?:from tests[\w.]*\.test_\w+ import|from tests[\w.]* import .*\btest_)", re.MULTILINE)
+    files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    assert [str(file.relative_to(ROOT)) for file in files if imports.search(file.read_text())] == []
