@@ -27,8 +27,8 @@ LORIKEET_EXPORT void lorikeet_attention(
     int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale,
     int64_t window, double softcap, int64_t bytes, int64_t threads);
 
-LORIKEET_EXPORT void lorikeet_adjust(
-    void* out, int64_t stride, const void* adjusts, int64_t first, const void* targets, int64_t bytes, int64_t threads);
+LORIKEET_EXPORT void lorikeet_scale_and_shift(
+    void* out, int64_t stride, const void* extras, int64_t first, const void* targets, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_silu_mul(
     const void* gate_up, void* out, int64_t rows, int64_t n, int64_t bytes, int64_t threads);

@@ -4,9 +4,9 @@
 // not depend on the rest of the batch.
 #include <algorithm>
 
-#include "adjusts.h"
 #include "buffer.h"
 #include "calls.h"
+#include "extras.h"
 #include "simd.h"
 
 namespace lorikeet {
@@ -228,15 +228,16 @@ void gated(const T* gate_up, T* out, int64_t rows, int64_t n, int64_t threads, c
 }
 
 template <class T>
-void adjust(T* out, int64_t stride, const Adjusts& adjusts, int64_t first, const Targets& targets, int64_t threads) {
+void scale_and_shift(
+    T* out, int64_t stride, const Extras& extras, int64_t first, const Targets& targets, int64_t threads) {
   int64_t rows = 0, outputs = 0;
-  for (int64_t s = 0; s < adjusts.count; ++s) rows += adjusts.segments[s].stop - adjusts.segments[s].start;
+  for (int64_t s = 0; s < extras.count; ++s) rows += extras.segments[s].stop - extras.segments[s].start;
   for (int64_t t = 0; t < targets.count; ++t) outputs += targets.each[t].outputs;
   parallel(threads_for(rows * outputs, threads), [&](int64_t thread, int64_t count) {
     const Range mine = part_of(rows, thread, count);
     int64_t before = 0;  // rows of the segments before
-    for (int64_t s = 0; s < adjusts.count; ++s) {
-      const Adjusted& segment = adjusts.segments[s];
+    for (int64_t s = 0; s < extras.count; ++s) {
+      const ExtrasSegment& segment = extras.segments[s];
       const int64_t begin = segment.start + std::max(int64_t(0), mine.begin - before);
       const int64_t end = std::min(segment.stop, segment.start + mine.end - before);
       before += segment.stop - segment.start;
@@ -309,15 +310,15 @@ LORIKEET_EXPORT void lorikeet_rotary_store(
 
 // out = out * scale + shift in the rows and columns of every segment and target, where there are any.
 //
-// adjusts, targets: as in adjusts.h. first: the first entry of the layer in `affines`.
-LORIKEET_EXPORT void lorikeet_adjust(
-    void* out, int64_t stride, const void* adjusts, int64_t first, const void* targets, int64_t bytes, int64_t threads) {
-  const auto& of = *(const Adjusts*)adjusts;
+// extras, targets: as in extras.h. first: the first entry of the layer in `affines`.
+LORIKEET_EXPORT void lorikeet_scale_and_shift(
+    void* out, int64_t stride, const void* extras, int64_t first, const void* targets, int64_t bytes, int64_t threads) {
+  const auto& of = *(const Extras*)extras;
   const auto& to = *(const Targets*)targets;
   if (bytes == 2)
-    adjust((bf16*)out, stride, of, first, to, threads);
+    scale_and_shift((bf16*)out, stride, of, first, to, threads);
   else
-    adjust((float*)out, stride, of, first, to, threads);
+    scale_and_shift((float*)out, stride, of, first, to, threads);
 }
 
 LORIKEET_EXPORT void lorikeet_silu_mul(

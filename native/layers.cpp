@@ -2,8 +2,8 @@
 // keys evict the interpreter from the caches, and a call takes tens of microseconds instead of a few.
 #include <cstring>
 
-#include "adjusts.h"
 #include "calls.h"
+#include "extras.h"
 #include "records.h"
 
 namespace lorikeet {
@@ -24,11 +24,11 @@ void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, c
 }
 
 // Whether an adapter changes outputs of a product on a layer by more than LoRA.
-bool any(const Adjusts* adjusts, int64_t first, const void* targets) {
+bool any(const Extras* extras, int64_t first, const void* targets) {
   const auto& to = *(const Targets*)targets;
-  for (int64_t i = 0; adjusts && i < adjusts->count; ++i)
+  for (int64_t i = 0; extras && i < extras->count; ++i)
     for (int64_t t = 0; t < to.count; ++t) {
-      const Affine& affine = adjusts->segments[i].affines[first + to.each[t].module];
+      const Affine& affine = extras->segments[i].affines[first + to.each[t].module];
       if (affine.scale || affine.shift) return true;
     }
   return false;
@@ -37,13 +37,13 @@ bool any(const Adjusts* adjusts, int64_t first, const void* targets) {
 void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t threads) {
   const int64_t mixed = m.heads * m.head_dim, qkv = mixed + 2 * m.kv_heads * m.head_dim;
   const void* adapters = s.adapters;
-  const Adjusts* adjusts = s.adjusts;
+  const Extras* extras = s.extras;
   int64_t rows = s.rows;
   // Adds to x, and returns the input of the next product: the norm, or x itself if there is no norm.
   auto norm = [&](const void* delta, const void* weight, int64_t index) {
     lorikeet_add_norm(s.x, delta, weight, s.normed, rows, m.hidden, reals.eps, reals.norm_offset, m.bytes, threads);
-    for (int64_t i = 0; adjusts && i < adjusts->count; ++i) {
-      const Adjusted& segment = adjusts->segments[i];
+    for (int64_t i = 0; extras && i < extras->count; ++i) {
+      const ExtrasSegment& segment = extras->segments[i];
       const void* own = segment.norms ? segment.norms[index] : nullptr;
       const int64_t at = segment.start * m.hidden * m.bytes;
       if (own)
@@ -62,7 +62,7 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
                        const void* all, int64_t outputs) {
       lorikeet_linear(x, inputs, weight, bias, out, rows, threads, to ? adapters : nullptr, index, to);
       const int64_t first = index * kLayerModules;
-      if (any(adjusts, first, all)) lorikeet_adjust(out, outputs, adjusts, first, all, m.bytes, threads);
+      if (any(extras, first, all)) lorikeet_scale_and_shift(out, outputs, extras, first, all, m.bytes, threads);
     };
     char* kv = s.kv + index * s.layer_stride * s.kv_bytes;
     const char* in = norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
@@ -80,13 +80,13 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
       keep(s.mixed, mixed * m.bytes, s.sample_rows, s.samples, s.qkv);
       rows = s.samples;
       adapters = s.sample_adapters;
-      adjusts = s.sample_adjusts;
+      extras = s.sample_extras;
     }
     product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o, s.all_targets.o, m.hidden);
     norm_output(layer.attention_norm);
     in = norm(s.delta, layer.post_norm, 2 * index + 1);
     const bool is_gelu = m.activation == Activation::kGeluTanh;
-    if (s.targets.gate_up || any(adjusts, index * kLayerModules, s.all_targets.gate_up) || is_gelu ||
+    if (s.targets.gate_up || any(extras, index * kLayerModules, s.all_targets.gate_up) || is_gelu ||
         !lorikeet_linear_gated(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
       product(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up, s.all_targets.gate_up,
               2 * m.inner);

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "adjusts.h"
+#include "extras.h"
 #include "parallel.h"
 #include "records.h"
 #include "simd.h"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "adjusts.h"
+#include "extras.h"
 #include "weight.h"
 
 namespace lorikeet {
@@ -52,8 +52,8 @@ struct ProductTargets {
 
 // A step of all layers.
 struct LayersStep {
-  int64_t rows, samples;       // rows whose output is wanted,
-  const int64_t* sample_rows;  // which
+  int64_t rows, samples;       // all rows, and rows that need an output
+  const int64_t* sample_rows;  // indices of the rows that need an output
   char* x;                     // [rows, hidden]; comes out as it is before the last MLP is added
   const char *cos, *sin;       // [rotations, rows, head_dim]
   char* kv;
@@ -62,7 +62,7 @@ struct LayersStep {
   int64_t table_stride, sequences;
   const Adapters *adapters, *sample_adapters;  // null if no row has one
   ProductTargets targets;                      // that an adapter changes
-  const Adjusts *adjusts, *sample_adjusts;     // null if no adapter has any
+  const Extras *extras, *sample_extras;        // null if no adapter has extras
   ProductTargets all_targets;
   char *normed, *qkv, *mixed, *delta, *gate_up, *gated;  // room for [rows, ...]; delta comes out too
 };

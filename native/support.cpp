@@ -50,7 +50,7 @@ LORIKEET_EXPORT int64_t lorikeet_record_bytes(const char* name) {
     const char* name;
     int64_t bytes;
   } records[] = {
-      {"Weight", sizeof(Weight)},         {"Adapters", sizeof(Adapters)}, {"Adjusts", sizeof(Adjusts)},
+      {"Weight", sizeof(Weight)},         {"Adapters", sizeof(Adapters)}, {"Extras", sizeof(Extras)},
       {"Layer", sizeof(Layer)},           {"Model", sizeof(Model)},       {"ProductTargets", sizeof(ProductTargets)},
       {"LayersStep", sizeof(LayersStep)},
   };

@@ -14,7 +14,7 @@ from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import ModelGeometry
 
 _NORMS = ("layers.{}.input_layernorm.weight", "layers.{}.post_attention_layernorm.weight")
-"""The norms of a layer of our decoder on the residual stream, in the order of ``native/adjusts.h``."""
+"""The norms of a layer of our decoder on the residual stream, in the order of ``native/extras.h``."""
 
 
 class ExtraMatrix(NamedTuple):
@@ -113,7 +113,7 @@ class ExtraWeights:
         self._affine[layer, module] = scale, None
 
     def tables(self) -> tuple[int, int]:
-        """Return two addresses of tables of addresses for ``native/adjusts.h``, valid while this object lives.
+        """Return two addresses of tables of addresses for ``native/extras.h``, valid while this object lives.
 
         The first table has the factors and summands by layer and module; the second has the norms by layer, and its
         address is 0 if there are none.

@@ -58,7 +58,7 @@ _SIGNATURES = {
     + (_INT,) * 3
     + (_ADDRESS,) * 2
     + (_INT,) * 3,
-    "lorikeet_adjust": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, _INT),
+    "lorikeet_scale_and_shift": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, _INT),
     "lorikeet_silu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_gelu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6)
@@ -350,8 +350,8 @@ class NativeLayers:
             adapters=_adapters(batch.lora),
             sample_adapters=_adapters(batch.sample_lora),
             targets=ProductTargetsRecord(*(_changed(batch.lora, targets) for targets in shape.targets)),
-            adjusts=_extras(batch.lora),
-            sample_adjusts=_extras(batch.sample_lora),
+            extras=_extras(batch.lora),
+            sample_extras=_extras(batch.sample_lora),
             all_targets=self._all_targets,
             normed=normed.data_ptr(),
             qkv=qkv.data_ptr(),
@@ -576,7 +576,7 @@ class NativeKernels:
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
         """Adjust the outputs for all adapters in one call."""
         if lora.extras_record is not None:
-            self._library.lorikeet_adjust(
+            self._library.lorikeet_scale_and_shift(
                 out.data_ptr(),
                 out.stride(0),
                 lora.extras_record.address,

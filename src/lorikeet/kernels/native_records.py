@@ -65,7 +65,7 @@ class AdaptersRecord(NativeRecord):
 class ExtrasRecord(NativeRecord):
     """The segments whose adapters have changes besides LoRA."""
 
-    native_name = "Adjusts"
+    native_name = "Extras"
     _fields_ = (
         ("segments", c_void_p),
         ("count", c_int64),
@@ -154,8 +154,8 @@ class LayersStepRecord(NativeRecord):
         ("adapters", c_void_p),
         ("sample_adapters", c_void_p),
         ("targets", ProductTargetsRecord),
-        ("adjusts", c_void_p),
-        ("sample_adjusts", c_void_p),
+        ("extras", c_void_p),
+        ("sample_extras", c_void_p),
         ("all_targets", ProductTargetsRecord),
         ("normed", c_void_p),
         ("qkv", c_void_p),
