@@ -145,7 +145,7 @@ def inspect(
     prompt: Annotated[str, typer.Option(help="The prompt of --check.")] = "The capital of France is",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that --check computes.")] = 16,
 ) -> None:
-    """Print the content of a PEFT folder, or why it cannot be served. Needs no server."""
+    """Print the content of a PEFT folder, or the reason why it cannot be served. Needs no server."""
     from lorikeet.adapters.checkpoint import AdapterChecks, DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe
@@ -189,7 +189,7 @@ def convert(
 ) -> None:
     """Write a PEFT LoRA adapter for one of another type or program. Needs no server.
 
-    Types of PEFT (LoHa, LoKr, OFT, VeRA, PiSSA, ...) are loaded by PEFT, and split to the rank that --tolerance needs.
+    PEFT loads its other types (LoHa, LoKr, OFT, VeRA, PiSSA, ...), which are split to the rank that --tolerance needs.
     Adapters of mlx, GGUF files, those with lora_up and lora_down, and LoRA in an adapter_model.bin are rewritten as
     they are.
     """

@@ -46,9 +46,9 @@ def batch(
 ) -> None:
     """Answer a file of requests over the base model and any adapters.
 
-    Each line is {"custom_id", "url", "body"}. The requests run when no other one waits. Run the same command again
-    to go on after an interruption: what OUTPUT has is not computed again. Without --url a server is started; what
-    follows -- are flags of `lorikeet serve` for it, such as -- --adapter-dir DIR.
+    Each line is {"custom_id", "url", "body"}. The requests run when no other request waits. Run the same command again
+    to continue after an interruption: answers in OUTPUT are not computed again. Without --url, the command starts a
+    server, with the flags of `lorikeet serve` after --, such as -- --adapter-dir DIR.
     """
     _run(source, output, url, api_key, model, concurrency, context.args)
 

@@ -71,7 +71,7 @@ def create(
     json_file: JsonFile = None,
     **settings: Any,
 ) -> None:
-    """Make a key. Its secret is printed once; the server keeps only its hash."""
+    """Make a key. The secret is printed once, and the server keeps only its hash."""
     check_json_file(json_file)
     card = ServerClient(url, api_key).post("/v1/keys", {"name": name, "settings": _given(**settings)})
     if write_json(json_file, card):
@@ -86,7 +86,7 @@ def change(
     api_key: ApiKey = None,
     **settings: Any,
 ) -> None:
-    """Change the rights and limits of a key; options that are not given leave theirs unchanged."""
+    """Change the rights and limits of a key. Rights without an option stay unchanged."""
     card = ServerClient(url, api_key).patch(f"/v1/keys/{quote(key)}", {"settings": _given(**settings)})
     print(f"changed {card['id']} ({card['name']}): {_limits(card['settings']) or 'no limits'}")
 
@@ -116,7 +116,7 @@ def rotate(
     api_key: ApiKey = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Give a key another secret; id, limits and usage stay."""
+    """Give a key a new secret. Its id, limits and usage stay."""
     check_json_file(json_file)
     card = ServerClient(url, api_key).post(f"/v1/keys/{quote(key)}/rotate", {"overlap_s": overlap})
     if write_json(json_file, card):

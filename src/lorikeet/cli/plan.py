@@ -86,7 +86,7 @@ def plan(
     """Search the cheapest devices, replicas, presets and memory that meet an SLO, by simulation.
 
     Prices may be in any currency. Candidates are tried from the cheapest on. The choice is then simulated with further
-    seeds, and with more load, to show what breaks first.
+    seeds, and with more load, to show which limit breaks first.
     """
     from lorikeet.simulator.planner import Planner
     from lorikeet.simulator.scenario import make_scenario

@@ -16,7 +16,7 @@ def presets(
 ) -> None:
     """List the presets: systems that `serve --preset NAME` can run as.
 
-    An option is changed behind the name: `--preset auto,admission=fair`. With --json: every option of every preset.
+    Options are changed after the name: `--preset auto,admission=fair`. With --json: every option of every preset.
     """
     check_json_file(json_file)
     if not write_json(json_file, dict(PRESETS)):

@@ -45,8 +45,8 @@ def profile(
 ) -> None:
     """Measure steps, adapters and transfers on this machine or its GPU, and write their costs to one TOML file.
 
-    Nothing else should run meanwhile. The file is what `simulate` and cost-driven policies read. Operating points, by
-    which a cluster places adapters, are found by simulation with these costs.
+    Nothing else should run during the measurement. `simulate` and cost-driven policies read the file. Simulations with
+    these costs find the operating points, by which a cluster places adapters.
     """
     from lorikeet.cli.profile_table import print_profile
     from lorikeet.core.executor import ExecutorError

@@ -15,7 +15,7 @@ def rank(
     ] = "",
     log_level: Annotated[str, typer.Option(help="Least severe level of the log.")] = "info",
 ) -> None:
-    """Run one rank of an engine on another machine, and join again whenever that engine starts anew.
+    """Run one rank of an engine on another machine, and join the engine again after each restart.
 
     The engine is lorikeet serve with --tensor-parallel-size or --pipeline-parallel-size, and --rank-address.
     """

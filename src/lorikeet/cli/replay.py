@@ -28,7 +28,7 @@ def replay(
 ) -> None:
     """Run a recording again with its recorded times, and check that every plan is the same.
 
-    With --profile nothing is run: the recorded times of steps and transfers are compared with modelled ones.
+    With --profile, the recorded times of steps and transfers are compared with modelled ones, without running anything.
     """
     check_json_file(json_file)
     from lorikeet.config import ConfigError

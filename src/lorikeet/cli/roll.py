@@ -18,8 +18,8 @@ def roll(
 ) -> None:
     """Replace all replicas of a running server, one by one; no stream ends.
 
-    Each gets a successor first, so there must be room for one more. Engines that start then run the code and read the
-    model's files that are installed now.
+    Each replica gets a successor first, so there must be room for one more. New engines run the code and read the
+    model's files that are installed at that time.
     """
     server = ServerClient(url, api_key)
     before = [replica["id"] for replica in server.get("/v1/cluster")["replicas"]]

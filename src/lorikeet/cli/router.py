@@ -86,10 +86,10 @@ def router(
     log_level: Annotated[str, typer.Option(help="Least severe level of the log.")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Write the log as JSON only.")] = False,
 ) -> None:
-    """Route requests to OpenAI-compatible servers, and have adapters loaded where they are placed.
+    """Route requests to OpenAI-compatible servers, and place and load adapters there.
 
-    The servers may be vLLM, Lorikeet, SGLang, llama.cpp, Ollama, TGI, LoRAX and others. When one is lost, answers go on
-    at another.
+    The servers may be vLLM, Lorikeet, SGLang, llama.cpp, Ollama, TGI, LoRAX and others. If a server is lost, another
+    one continues its answers.
     """
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.config import SECRET_VARIABLES, ConfigError, check_keys, check_origins

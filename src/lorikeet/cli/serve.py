@@ -39,7 +39,7 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
     """Serve a base model and many adapters over an OpenAI-compatible API.
 
     Every setting can also come from the file given with --config, or from LORIKEET_SECTION__KEY in the
-    environment. Flags of vLLM and SGLang are understood, or answered with a note.
+    environment. Flags of vLLM and SGLang are accepted, some with a note.
     """
     environment = dict(os.environ)
     name_settings = partial(serve_flags.name_settings, given=flags, file=config, environment=environment)

@@ -94,7 +94,7 @@ def simulate(
         Path | None, typer.Option(help="Write distributions there, as SVG; of a search at the peak.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Run a workload on simulated engines with a virtual clock; the same scenario always gives the same result."""
+    """Run a workload on simulated engines with a virtual clock. The same scenario always gives the same result."""
     from lorikeet.cli.load_tables import peak_words, probes_table
     from lorikeet.simulator.scenario import make_scenario
     from lorikeet.simulator.study import find_peak_rate, run_scenario

@@ -38,7 +38,7 @@ def top(
 ) -> None:
     """Show what a running server does now: load, latencies, memory, and the slowest adapters with the reason.
 
-    Ends with Ctrl-C. With --json, what `/v1/stats` answers is written once.
+    Ends with Ctrl-C. With --json, the answer of `/v1/stats` is written once.
     """
     check_json_file(json_file)
     api = ServerClient(url, api_key)

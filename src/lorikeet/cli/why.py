@@ -77,8 +77,8 @@ def why(
 ) -> None:
     """Show where the time to the first token went, what each mechanism saved, and why the slowest were slow.
 
-    Saved seconds are estimates: what requests would have waited for more without the mechanism, by the times of steps
-    and transfers that the engine had measured.
+    Saved seconds are estimates of the further wait without the mechanism, from the engine's measured times of steps and
+    transfers.
     """
     check_json_file(json_file)
     try:
