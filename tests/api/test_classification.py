@@ -150,7 +150,7 @@ async def test_models_without_a_single_label_are_refused(server: Running) -> Non
     [
         (2, {"0": "a", "1": "b", "2": "c"}, "id2label has 3 labels, but the score head has 2"),
         (2, {"0": "a", "2": "b"}, "it must name '0' to '1'"),
-        (1, {"0": ""}, "no text"),
+        (1, {"0": ""}, "not a text"),
     ],
 )
 async def test_labels_that_do_not_fit_the_head_are_refused(

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from lorikeet.http.errors import ApiError
 from lorikeet.serving.served_models import ServedModels
-from tests.support.api_server import Running, Start
+from tests.support.api_server import BASE_DIGEST, Running, Start
 from tests.support.chat_requests import CHAT, body
 from tests.support.fakes import write_adapter
 from tests.support.hub import hub
@@ -90,7 +90,7 @@ async def test_repository_without_read_access_is_refused(server: Running, path: 
 async def test_kserve_names_an_adapter_by_the_prefix_of_its_namespace(server: Running) -> None:
     """A base that is served under ``publishers/NAMESPACE/models/NAME`` gives its adapters the same prefix."""
     models = ServedModels(
-        ("llama", "publishers/team/models/llama"), (), "llama", server.service.catalog, max_model_len=256
+        ("llama", "publishers/team/models/llama"), (), "llama", server.service.catalog, 256, BASE_DIGEST
     )
     await server.http.post("/v1/load_lora_adapter", json={"lora_name": "legal", "lora_path": "org/legal"})
     assert models.resolve("publishers/team/models/legal").name == "legal"
