@@ -75,22 +75,30 @@ def chat_goes_on(http: httpx.Client, tools: bool, stream: bool) -> None:
     post(http, "/tokenize", {"model": "base", "messages": later})
 
 
-def responses_go_on(http: httpx.Client, tools: bool, stream: bool) -> None:
+def responses_go_on(http: httpx.Client, tools: bool, stream: bool, kind: str = "function") -> None:
     body: dict[str, Any] = {"model": "base", "input": [{"role": "user", "content": "a"}]}
     body["max_output_tokens"] = MOST_TOKENS
     if tools:
-        body["tools"] = [{"type": "function", **DESCRIBED, "name": name} for name in ("f", "g")]
+        body["tools"] = [{"type": kind, **DESCRIBED, "name": name} for name in ("f", "g")]
     if stream:
-        answer = stream_of(post(http, RESPONSES, body | {"stream": True}))[-1]["response"]
+        events = stream_of(post(http, RESPONSES, body | {"stream": True}))
+        answer = events[-1]["response"]
+        for item in answer["output"]:
+            deltas = [each["delta"] for each in events if each.get("item_id") == item["id"] and "delta" in each]
+            assert "".join(deltas) == item.get("input", "".join(deltas))
     else:
         answer = post(http, RESPONSES, body).json()
     results = [
-        {"type": "function_call_output", "call_id": item["call_id"], "output": "r"}
+        {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "r"}
         for item in answer["output"]
-        if item["type"] == "function_call"
+        if item["type"] in ("function_call", "custom_tool_call")
     ]
     post(http, RESPONSES, body | {"input": [*body["input"], *answer["output"], *results]})
     post(http, RESPONSES, body | {"input": results or "b", "previous_response_id": answer["id"]})
+
+
+def responses_of_custom_tools_go_on(http: httpx.Client, tools: bool, stream: bool) -> None:
+    responses_go_on(http, tools, stream, "custom")
 
 
 def messages_go_on(http: httpx.Client, tools: bool, stream: bool) -> None:
@@ -114,7 +122,7 @@ def messages_go_on(http: httpx.Client, tools: bool, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", CALLS_IN)
-@pytest.mark.parametrize("goes_on", [chat_goes_on, responses_go_on, messages_go_on])
+@pytest.mark.parametrize("goes_on", [chat_goes_on, responses_go_on, responses_of_custom_tools_go_on, messages_go_on])
 async def test_every_answer_can_be_fed_back(start: Start, kind: str, goes_on: Any, fuzz: Fuzzing) -> None:
     async with start(max_model_len=100_000) as server:
         serve_template(server, CALLS_IN[kind])
