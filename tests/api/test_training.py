@@ -21,6 +21,10 @@ async def call(server: Running, route: str, **query: Any) -> Any:
     return reply.json()
 
 
+async def call_get(server: Running, route: str, **query: Any) -> Any:
+    return (await server.http.get(route, params=query)).json()
+
+
 async def is_paused(server: Running) -> bool:
     paused: bool = (await server.http.get("/is_paused")).json()["is_paused"]
     return paused
@@ -80,6 +84,44 @@ async def test_a_pause_waits_for_running_requests_and_new_ones_get_the_new_weigh
         await call(server, "/resume")
         assert (await late).status_code == 200
         assert server.engine.submitted[-1].digest == new["digest"]
+
+
+async def test_a_paused_loop_does_not_pause_the_others(start: Start) -> None:
+    async with start() as server:
+        for name in ("one", "two"):
+            await server.http.post("/v1/adapters", json={"name": name, "source": "pirate"})
+        await call(server, "/pause", adapter="one", mode="keep")
+        waiting = ask(server, model="one")
+        assert (await ask(server, model="two")).status_code == 200
+        assert not waiting.done()
+        assert not await is_paused(server)
+        assert (await call_get(server, "/is_paused", adapter="one"))["is_paused"]
+        await call(server, "/resume", adapter="one")
+        assert (await waiting).status_code == 200
+
+
+async def test_a_pause_of_an_adapter_ends_its_requests_alone(start: Start) -> None:
+    async with start() as server:
+        await server.http.post("/v1/adapters", json={"name": "one", "source": "pirate"})
+        server.engine.open.clear()
+        own = ask(server, model="one")
+        other = ask(server)
+        await until(lambda: len(server.service.generations) == 2, "both run")
+        await call(server, "/pause", adapter="one")
+        assert (await own).json()["choices"][0]["finish_reason"] == "abort"
+        assert not other.done()
+        server.engine.open.set()
+        assert (await other).json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_tenant_is_paused_alone(start: Start) -> None:
+    async with start(tenant_header="X-Tenant") as server:
+        await call(server, "/pause", tenant="a", mode="wait")
+        waiting = asyncio.create_task(server.http.post(CHAT, json=body(), headers={"X-Tenant": "a"}))
+        assert (await server.http.post(CHAT, json=body(), headers={"X-Tenant": "b"})).status_code == 200
+        assert not waiting.done()
+        await call(server, "/resume", tenant="a")
+        assert (await waiting).status_code == 200
 
 
 async def test_a_sleeping_server_gives_its_engine_back_and_requests_wait(start: Start) -> None:

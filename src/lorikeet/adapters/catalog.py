@@ -190,6 +190,7 @@ class AdapterCatalog:
         overrides: ChatOverrides = NO_OVERRIDES,
         shown_source: str = "",
         author: Author = NOBODY,
+        takes_over: bool = False,
     ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
@@ -204,6 +205,7 @@ class AdapterCatalog:
             overrides: chat settings that replace those in the adapter's files.
             shown_source: text reported instead of ``source``, for a source that is temporary.
             author: the author of the change. A tenant owns the names that it adds. A replaced name keeps its owner.
+            takes_over: whether ``source`` is a folder of :meth:`receiving`, whose files are moved instead of copied.
 
         Returns:
             The adapter to which the name points, the adapter that it replaced, and warnings about ignored keys.
@@ -216,7 +218,7 @@ class AdapterCatalog:
             AdapterError: the name, the source or the adapter is not valid.
         """
         check_name(name, self._reserved)
-        with self._reserve(name), self._store.stage(source, trusted, overrides) as staged, self._changes:
+        with self._reserve(name), self._store.stage(source, trusted, overrides, takes_over) as staged, self._changes:
             self._check_open()
             is_kept = not trusted if persistent is None else persistent
             return self._register_staged(name, shown_source or source, staged, replace, is_kept, author)

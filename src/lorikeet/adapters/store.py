@@ -178,7 +178,11 @@ class AdapterStore:
 
     @contextmanager
     def stage(
-        self, source: str, trusted: bool = False, overrides: ChatOverrides = NO_OVERRIDES
+        self,
+        source: str,
+        trusted: bool = False,
+        overrides: ChatOverrides = NO_OVERRIDES,
+        takes_over: bool = False,
     ) -> Iterator[StagedVersion]:
         """Fetch and validate an adapter, and compute its digest.
 
@@ -188,6 +192,7 @@ class AdapterStore:
             source: a folder or URL.
             trusted: whether the source comes from the command line.
             overrides: chat settings that replace those in the adapter's files.
+            takes_over: whether ``source`` is a folder of :meth:`receiving`, whose files are moved instead of copied.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -197,7 +202,10 @@ class AdapterStore:
             folder = Path(parent) / "version"
             with _writing():
                 folder.mkdir()
-            fetch(source, self._settings, folder, trusted)
+                for file in Path(source).iterdir() if takes_over else ():
+                    os.rename(file, folder / file.name)
+            if not takes_over:
+                fetch(source, self._settings, folder, trusted)
             try:
                 found = describe(folder, msgspec.structs.replace(self._options, overrides=overrides))
             except AdapterStoreError:

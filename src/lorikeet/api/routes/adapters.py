@@ -14,6 +14,7 @@ from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
 from lorikeet.adapters.chat import ChatOverrides, GenerationDefaults
 from lorikeet.adapters.content import read_content
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.shared_memory import copy_shared
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.stats import figures_of
 from lorikeet.api.uploads import check_config, receive_weights, write_config
@@ -103,21 +104,25 @@ async def upload_adapter(
     response: Response,
     replace: bool = False,
     config: str | None = None,
+    shm: str | None = None,
 ) -> dict[str, Any]:
-    """Register an adapter whose weights, a safetensors file, are the body.
+    """Register an adapter whose weights, a safetensors file, are the body, or in shared memory of this machine.
 
     The config comes from the query, else from ``adapter_config`` in the file's metadata, else from the version that
-    the upload replaces.
+    the upload replaces. Weights from shared memory (``lorikeet.training``) stay registered until the server stops.
     """
     check_enabled(service)
     check_may_load(service, sender.access, name)
     check_config(config)
-    source = "upload"
+    source = "upload" if shm is None else "shared memory"
     async with service.adapter_changes.loads.of(source):
         with service.catalog.receiving() as folder:
-            await receive_weights(http.stream(), folder)
+            if shm is None:
+                await receive_weights(http.stream(), folder)
 
             def register() -> RegisteredAdapter:
+                if shm is not None:
+                    copy_shared(shm, folder, service.adapter_settings.max_bytes)
                 write_config(folder, config, service.catalog.get(name) if replace else None)
                 try:
                     return service.catalog.register(
@@ -125,9 +130,10 @@ async def upload_adapter(
                         str(folder),
                         replace=replace,
                         trusted=True,
-                        persistent=True,
+                        persistent=shm is None,
                         shown_source=source,
                         author=author_of(sender.access),
+                        takes_over=True,
                     )
                 except AdapterError as error:  # The client does not know its folder.
                     raise type(error)(str(error).replace(f"{folder}: ", "")) from error

@@ -12,11 +12,14 @@ from starlette.responses import Response
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.protocol import Body
 from lorikeet.client.supervisor import EngineError
-from lorikeet.http.errors import engine_unavailable, not_supported
+from lorikeet.core.request import Request
+from lorikeet.http.errors import ApiError, engine_unavailable, not_supported
 from lorikeet.http.logs import log
 from lorikeet.http.routes import Callers, Route, Routes
+from lorikeet.serving.adapter_life import check_owner
 from lorikeet.serving.generation import Generation
-from lorikeet.serving.pauses import IN_MEMORY, SleepTag
+from lorikeet.serving.pauses import IN_MEMORY, Scope, SleepTag
+from lorikeet.serving.requests import Sender
 from lorikeet.serving.service import Service
 
 ROUTES = Routes(note="see [training loops](#training-loops)")
@@ -27,35 +30,67 @@ PauseMode = Literal["abort", "wait", "keep"]
 """Treatment of running requests: they are ended early, finish first, or stand still."""
 
 
-@ROUTES.add(Route("POST /pause", Callers.ADMINS))
-async def pause(
-    service: ServiceDep, mode: Annotated[PauseMode, Query()] = "abort", clear_cache: bool = True
-) -> dict[str, str]:
-    """Pause generation until ``/resume``; new requests wait.
+Adapters = Annotated[list[str] | None, Query()]
 
-    ``clear_cache`` has no effect: KV belongs to one version of an adapter, so new weights never use old KV.
+
+@ROUTES.add(Route("POST /pause", Callers.ADMINS_AND_TENANTS))
+async def pause(
+    service: ServiceDep,
+    sender: SenderDep,
+    mode: Annotated[PauseMode, Query()] = "abort",
+    clear_cache: bool = True,
+    adapter: Adapters = None,
+    tenant: str | None = None,
+) -> dict[str, str]:
+    """Pause generation until ``/resume``: all of it, or that of adapters or of a tenant; new requests wait.
+
+    A tenant's key pauses its own requests only. With ``keep`` all running requests stand still; those of adapters or a
+    tenant go on with the version that they have. ``clear_cache`` has no effect: KV belongs to one version of an
+    adapter, so new weights never use old KV.
     """
-    service.resolver.pauses.change(lambda pauses: setattr(pauses, "everything", True))
-    await _end_running(service, mode)
-    if service.resolver.pauses.everything:  # Another request may have resumed generation.
+    scope = _scope(service, sender, adapter, tenant)
+    pauses = service.resolver.pauses
+    pauses.change(lambda held: held.hold(scope))
+    await _end_running(service, mode, scope.covers)
+    if pauses.stops_all:  # Another request may have resumed generation.
         service.client.set_paused(True)
-    log.info("generation paused", mode=mode)
+    log.info("generation paused", mode=mode, **scope.shown())
     return {"status": "paused"}
 
 
-@ROUTES.add(Route("POST /resume", Callers.ADMINS))
-async def resume(service: ServiceDep) -> dict[str, str]:
-    """Resume generation."""
-    service.resolver.pauses.change(lambda pauses: setattr(pauses, "everything", False))
+@ROUTES.add(Route("POST /resume", Callers.ADMINS_AND_TENANTS))
+async def resume(
+    service: ServiceDep, sender: SenderDep, adapter: Adapters = None, tenant: str | None = None
+) -> dict[str, str]:
+    """Resume what ``/pause`` with the same query, and key, has paused."""
+    scope = _scope(service, sender, adapter, tenant)
+    service.resolver.pauses.change(lambda held: held.release(scope))
     service.client.set_paused(service.resolver.pauses.stops_all)
-    log.info("generation resumed")
+    log.info("generation resumed", **scope.shown())
     return {"status": "resumed"}
 
 
-@ROUTES.add(Route("GET /is_paused", Callers.OPERATOR))
-async def is_paused(service: ServiceDep) -> dict[str, bool]:
-    """Return whether generation is paused."""
-    return {"is_paused": service.resolver.pauses.everything}
+@ROUTES.add(Route("GET /is_paused", Callers.KEYS))
+async def is_paused(
+    service: ServiceDep, sender: SenderDep, adapter: Adapters = None, tenant: str | None = None
+) -> dict[str, bool]:
+    """Return whether generation is paused, for the same query and key."""
+    return {"is_paused": service.resolver.pauses.covers(_scope(service, sender, adapter, tenant))}
+
+
+def _scope(service: Service, sender: Sender, adapters: list[str] | None, tenant: str | None) -> Scope:
+    """Return the requests that a pause is about.
+
+    Raises:
+        ApiError: 403, a tenant names another tenant or somebody else's adapter.
+    """
+    if sender.access.key is not None:
+        if tenant not in (None, sender.tenant):
+            raise ApiError(403, "A tenant's key pauses its own requests only.", param="tenant")
+        for name in adapters or ():
+            check_owner(service, sender.access, name)
+        tenant = None if adapters else sender.tenant
+    return Scope(frozenset(adapters or ()), tenant)
 
 
 @ROUTES.add(Route("POST /sleep", Callers.ADMINS))
@@ -72,7 +107,7 @@ async def sleep(
     pauses = service.resolver.pauses
     asleep = frozenset(tags or (IN_MEMORY if level else {SleepTag.SCHEDULING}))
     pauses.change(lambda held: setattr(held, "asleep", held.asleep | asleep))
-    await _end_running(service, mode)
+    await _end_running(service, mode, Scope().covers)
     if pauses.engine_is_gone:  # It may have been woken meanwhile.
         await service.client.sleep()
     elif pauses.stops_all:
@@ -162,13 +197,13 @@ for _path in _PUSHES:
     ROUTES.add(Route(f"POST {_path}", Callers.ADMINS, is_supported=False), include_in_schema=False)(_refuse_push)
 
 
-async def _end_running(service: Service, mode: PauseMode, is_meant: Callable[[Generation], bool] | None = None) -> None:
+async def _end_running(service: Service, mode: PauseMode, is_meant: Callable[[Request], bool]) -> None:
     """Treat running requests as a mode wants; with ``abort`` and ``wait`` return when they have ended."""
     if mode == "keep":
         return
 
     def meant() -> list[Generation]:
-        return [each for each in service.generations if is_meant is None or is_meant(each)]
+        return [each for each in service.generations if is_meant(each.choices[0].handle.request)]
 
     if mode == "abort":
         for generation in meant():
