@@ -4,6 +4,9 @@ import sys
 
 from lorikeet.client.local_host import close_first_host, start_first_host
 
+_INTERRUPTED = 130
+"""Status of a command that SIGINT ended, as shells report it."""
+
 
 def main() -> None:
     """Run the command with the process's arguments."""
@@ -13,6 +16,8 @@ def main() -> None:
         from lorikeet.cli.app import run
 
         run()
+    except KeyboardInterrupt:  # Ctrl-C while modules are imported; later the commands handle it.
+        sys.exit(_INTERRUPTED)
     finally:
         close_first_host()
 
