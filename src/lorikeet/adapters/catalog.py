@@ -329,6 +329,15 @@ class AdapterCatalog:
         """Write a change of an adapter into the audit log. Raises AdapterStoreError if that fails."""
         self._registry.note(actor, action, name, detail)
 
+    def splits(self) -> dict[str, str]:
+        """Return the names whose requests are split between adapters, each with its split as JSON."""
+        return self._registry.splits()
+
+    def set_split(self, name: str, text: str, actor: str) -> None:
+        """Write a name's split as JSON, or remove it if the text is empty; raises AdapterStoreError."""
+        check_name(name, self._reserved)
+        self._registry.set_split(name, text, actor)
+
     def has(self, digest: AdapterDigest) -> bool:
         """Return whether a name points to a version."""
         return self._names[digest] > 0

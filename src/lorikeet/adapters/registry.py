@@ -178,6 +178,12 @@ _CHATS = _table_of_names(
 )
 """Chat settings of a name that differ from the base model's, as JSON; most names have no row."""
 
+_SPLITS = _table_of_names(
+    "adapter_splits",
+    Column("split", String, nullable=False),
+)
+"""Names whose requests are split between adapters, as JSON."""
+
 _OWNERS = _table_of_names(
     "adapter_owners",
     Column("key_id", String, nullable=False, index=True),
@@ -380,6 +386,28 @@ class AdapterRegistry:
         """
         with self._writing() as connection:
             note_change(connection, actor, action, name, detail)
+
+    def splits(self) -> dict[str, str]:
+        """Return the splits of this base model as JSON, by name.
+
+        Raises:
+            AdapterStoreError: the database cannot be read.
+        """
+        with self._reading() as connection:
+            rows = connection.execute(select(_SPLITS.c.name, _SPLITS.c.split).where(_SPLITS.c.base == self.base))
+            return {row.name: row.split for row in rows}
+
+    def set_split(self, name: str, text: str, actor: str) -> None:
+        """Write the split of a name, or delete it if the text is empty. The audit log records the change.
+
+        Raises:
+            AdapterStoreError: the database cannot be written.
+        """
+        with self._writing() as connection:
+            connection.execute(self._delete(_SPLITS, name))
+            if text:
+                connection.execute(self._insert(_SPLITS).values(base=self.base, name=name, split=text))
+            note_change(connection, actor, "split changed" if text else "split removed", name, {"split": text})
 
     def remove_version_if_unnamed(self, digest: str) -> bool:
         """Delete a version if no name of any base model points to it.

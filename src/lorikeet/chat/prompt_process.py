@@ -124,11 +124,13 @@ class WhichModel(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         model, lora_path: fields of the body.
         previous_response_id: field of a body that continues a stored response.
+        user: field of a body that names the user.
     """
 
     model: str | None
     lora_path: str | None
     previous_response_id: str | None = None
+    user: str | None = None
 
 
 class BodyNeeds(msgspec.Struct, frozen=True):
@@ -206,7 +208,8 @@ class PromptReader:
         body = self._body = _body_of(kind, content)
         refuse_unsupported(body)
         previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
-        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous)
+        user = getattr(body, "user", None)
+        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous, user)
 
     def read(self, needs: BodyNeeds) -> BodyRead:
         """Return the content of the checked body.

@@ -477,7 +477,7 @@ class UnloadAdapter(Body):
 
 
 class NewAdapter(Body):
-    """Body of ``POST /v1/adapters``, with a source or another adapter's name.
+    """Body of ``POST /v1/adapters``: a source, another adapter's name, or the versions of a split with their shares.
 
     The last five fields override the adapter's files; None keeps the files' values.
     """
@@ -487,6 +487,8 @@ class NewAdapter(Body):
     name: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)] | None = None
     alias_of: Annotated[str, Field(min_length=1)] | None = None
+    versions: dict[str, float] | None = None
+    shadow: dict[str, float] | None = None
     replace: bool = False
     chat_template: str | None = None
     system_prompt: str | None = None
@@ -502,6 +504,8 @@ class AdapterChange(Body):
 
     pinned: bool | None = None
     warm: bool | None = None
+    versions: dict[str, float] | None = None
+    shadow: dict[str, float] | None = None
 
 
 class DynamoSource(Body):

@@ -42,6 +42,11 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, json_file: Jso
         return
     table = Table("name", "rank", "size", "on device", "version", "source")
     for card in cards:
+        if shares := card.get("versions"):
+            parts = [f"{each} {share:g}" for each, share in shares.items()]
+            parts += [f"{each} {share:g} (shadow)" for each, share in card["shadow"].items()]
+            table.add_row(card["name"], "-", "-", "-", "split", ", ".join(parts))
+            continue
         if not card["loaded"]:
             version = "cannot be loaded" if card.get("error") else "not loaded yet"
             table.add_row(card["name"], "-", "-", "-", version, card["source"])
@@ -82,6 +87,49 @@ def remove_adapter(
     print(f"removed {name}: " + (f"{format_size(freed)} freed" if freed is not None else "freed when its requests end"))
     for warning in answer.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
+
+
+@app.command("split")
+def split_adapter(
+    name: Annotated[str, typer.Argument(help="The name that clients write.")],
+    versions: Annotated[list[str], typer.Argument(metavar="ADAPTER=SHARE...", help="Adapters with their shares.")],
+    shadow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADAPTER=SHARE", help="Adapter that gets copies; repeatable."),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Split the requests of a name between adapters of a running server."""
+    body = {"name": name, "versions": _shares(versions), "shadow": _shares(shadow or []), "replace": True}
+    card = ServerClient(url, api_key).post("/v1/adapters", body)
+    print(f"split {name}: " + ", ".join(f"{each} {share:g}" for each, share in card["versions"].items()))
+
+
+@app.command("promote")
+def promote_adapter(
+    name: Annotated[str, typer.Argument(help="The name that clients write.")],
+    version: Annotated[str, typer.Argument(help="The adapter that answers all of its requests from now on.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Give one adapter all requests of a split."""
+    api = ServerClient(url, api_key)
+    shadow = api.get(f"/v1/adapters/{quote(name)}").get("shadow", {})
+    shadow.pop(version, None)
+    api.patch(f"/v1/adapters/{quote(name)}", {"versions": {version: 1.0}, "shadow": shadow})
+    print(f"{name} is answered by {version}")
+
+
+def _shares(pairs: Sequence[str]) -> dict[str, float]:
+    shares = {}
+    for pair in pairs:
+        adapter, _, share = pair.rpartition("=")
+        try:
+            shares[adapter] = float(share)
+        except ValueError:
+            fail(f"{pair!r} must be of the form ADAPTER=SHARE, such as legal-v2=0.95")
+    return shares
 
 
 @app.command("verify")

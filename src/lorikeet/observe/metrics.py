@@ -98,6 +98,12 @@ class RequestMetrics:
             (*self.labels, "cause"),
             registry=self.registry,
         )
+        self._split = Counter(
+            "lorikeet:split_requests",
+            "Requests of a name that is split between versions.",
+            (*self.labels, "split", "version", "kind"),
+            registry=self.registry,
+        )
         for cause in CAUSES:
             self._queue_by.labels(**self.labels, cause=cause)
         for mechanism in Mechanism:
@@ -132,6 +138,16 @@ class RequestMetrics:
     def count_refused(self, sequences: int, *, shed: bool) -> None:
         """Count sequences that were refused because too many were unfinished, or that the forecast ``shed``."""
         self._refused[shed].inc(sequences)
+
+    def count_split(self, name: str, version: str, kind: str) -> None:
+        """Count a request of a split.
+
+        Args:
+            name: the split.
+            version: the adapter that got the request.
+            kind: ``served``, or ``shadow`` for a copy.
+        """
+        self._split.labels(**self.labels, split=name, version=version, kind=kind).inc()
 
     def observe_params(self, n: int, max_tokens: int) -> None:
         """Count the fields of an accepted request: number of answers per prompt, and token limit of an answer."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import statistics
-from collections.abc import Callable, Coroutine, Sequence, Set
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lorikeet.adapters.catalog import AdapterRecord, Author, FollowedChange, RegisteredAdapter
@@ -20,8 +21,9 @@ from lorikeet.adapters.errors import (
 from lorikeet.adapters.mixture import Part, write_mixture
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.client.supervisor import EngineError
+from lorikeet.core.splits import Split, why_invalid
 from lorikeet.costs.model import adapter_elements
-from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.errors import ApiError, bad_request, hide_paths
 from lorikeet.http.logs import log
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.http.vllm_adapter_answers import adapter_not_found, already_loaded, invalid_input
@@ -103,6 +105,74 @@ def refuse_pin(access: Access) -> None:
     """
     if access.key is not None:
         raise ApiError(403, "Only the operator may pin adapters.", param="pinned")
+
+
+async def change_split(
+    service: Service,
+    name: str,
+    versions: Mapping[str, float] | None,
+    shadow: Mapping[str, float] | None,
+    *,
+    access: Access,
+    replace: bool,
+) -> Split:
+    """Split the requests of a name between adapters, or change the shares.
+
+    Args:
+        service: the server's service.
+        name: the name that clients write.
+        versions: names of adapters with their shares; None keeps them.
+        shadow: names of adapters that get copies of requests, with the share of the requests; None keeps them.
+        access: the sender's rights.
+        replace: whether the name may be an adapter's, which is then removed, or an existing split's.
+
+    Raises:
+        ApiError: 400 if a share or a name is not valid or the name is taken, 403 if the sender may not do this, 404 for
+            an adapter that does not exist, 500 if the registry cannot be written.
+    """
+    check_enabled(service)
+    check_may_load(service, access, name)
+    splits = service.resolver.splits
+    old = splits.get(name)
+    split = Split(
+        dict(versions if versions is not None else old.versions if old else {}),
+        dict(shadow if shadow is not None else old.shadow if old else {}),
+    )
+    if service.models.is_base(name):
+        raise invalid_input(f"A split cannot have the name of the base model, {name!r}.")
+    if (old is not None or name in service.catalog) and not replace:
+        raise bad_request(f"{name!r} exists already; set 'replace' to True to change it.", "name")
+    if reason := why_invalid(name, split.versions, split.shadow):
+        raise bad_request(reason, "versions")
+    known = {*await service.resolver.adapter_names(access)}
+    for each in {**split.versions, **split.shadow}:
+        if each not in known:
+            raise ApiError(404, f"The adapter `{each}` does not exist.", param="versions")
+        if each in service.catalog:
+            check_owner(service, access, each)
+    try:
+        await in_daemon_thread(partial(splits.set, name, split, access.actor))
+    except AdapterStoreError as error:
+        raise _store_error(name, error) from error
+    except AdapterError as error:
+        raise bad_request(str(error), "name") from error
+    log.info("split changed", name=name, versions=split.versions, shadow=split.shadow)
+    if name in service.catalog:  # Requests find the split first, so none is lost.
+        await unload_adapter(service, name, access)
+    return split
+
+
+async def remove_split(service: Service, name: str, access: Access) -> None:
+    """Remove a split; its adapters stay.
+
+    Raises:
+        ApiError: 403 if the sender may not load an adapter of this name, 500 if the registry cannot be written.
+    """
+    check_may_load(service, access, name)
+    try:
+        await in_daemon_thread(partial(service.resolver.splits.remove, name, access.actor))
+    except AdapterStoreError as error:
+        raise _store_error(name, error) from error
 
 
 async def load_adapter(
@@ -193,6 +263,8 @@ async def register_adapter(
     # Read the latest changes of other servers, so that the check below includes them.
     with suppress(AdapterStoreError):
         await _follow_once(service)
+    if service.resolver.splits.get(name) is not None:
+        raise invalid_input(f"The lora adapter {name!r} cannot have the name of a split; remove the split first.")
     try:
         loaded = await in_daemon_thread(register)
     except AdapterExists:
@@ -357,6 +429,7 @@ async def _follow_once(service: Service) -> None:
     """
     for change in await in_daemon_thread(service.catalog.follow):
         _follow(service, change)
+    await in_daemon_thread(service.resolver.splits.reload)
 
 
 def _follow(service: Service, change: FollowedChange) -> None:

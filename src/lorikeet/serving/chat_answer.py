@@ -89,7 +89,9 @@ async def start_chat(
         target = prepared.target
         lease = prepared.lease
     else:
-        target, lease = await service.resolver.lease(body.model, body.lora_path, access=sender.access)
+        target, lease = await service.resolver.lease(
+            body.model, body.lora_path, access=sender.access, key=sender.split_key(body.user)
+        )
     with lease:
         chat = (await service.chats.settings_of(target.chat)).for_body(body)
         use: ToolUse | None = None

@@ -29,6 +29,7 @@ from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate, check_content_ty
 from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.helper_processes import HelperProcesses
 from lorikeet.http.logs import log
+from lorikeet.http.sessions import SESSION_HEADER, session_of
 from lorikeet.serving.leases import Lease
 from lorikeet.serving.served_models import ResolvedModel
 from lorikeet.tenants.keys import Access
@@ -199,7 +200,9 @@ class PromptRoute(APIRoute):
                     if issubclass(kind, GenerationBody | TokensRequest):
                         await service.resolver.pauses.wait("", request.scope["state"]["access"].actor)
                     state = request.scope["state"]
-                    prepared, body = await prepare(service, kind, body, state["tenant"], state["access"], holding)
+                    session = session_of(request.headers.get(SESSION_HEADER), state["tenant"]) or state["request_id"]
+                    access = state["access"]
+                    prepared, body = await prepare(service, kind, body, state["tenant"], access, session, holding)
                     request.scope["state"][_PREPARED] = prepared
             return await handle(_SmallRequest(request, body))
 
@@ -211,7 +214,7 @@ class PromptRoute(APIRoute):
 
 
 async def prepare(
-    service: Any, kind: type[Body], body: bytes, tenant: str, access: Access, holding: ExitStack
+    service: Any, kind: type[Body], body: bytes, tenant: str, access: Access, session: str, holding: ExitStack
 ) -> tuple[PreparedBody, bytes]:
     """Read a body in another process. Return its prompts and its small fields.
 
@@ -221,6 +224,7 @@ async def prepare(
         body: the body's bytes.
         tenant: the sender's tenant.
         access: the sender's rights.
+        session: the session, else the request, which chooses the version of a split.
         holding: closes the lease of the model's version if the request is never submitted.
 
     Raises:
@@ -230,9 +234,13 @@ async def prepare(
     models: list[tuple[ResolvedModel, Lease]] = []
 
     async def resolve(which: WhichModel) -> BodyNeeds:
-        if service.resolver.loader.is_enabled and service.models.missing(which.model, which.lora_path):
+        split = service.resolver.splits.get(which.lora_path or which.model)
+        may_load = split is None and service.resolver.loader.is_enabled
+        if may_load and service.models.missing(which.model, which.lora_path):
             raise _NotLoaded(which.model, which.lora_path)
-        target, lease = await service.resolver.lease(which.model, which.lora_path, access=access, generates=False)
+        target, lease = await service.resolver.lease(
+            which.model, which.lora_path, access=access, generates=False, key=which.user or session
+        )
         holding.enter_context(lease)
         models.append((target, lease))
         return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))

@@ -12,13 +12,15 @@ from lorikeet.adapters.mixture import Part
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.core.ids import AdapterName
+from lorikeet.core.splits import Split
 from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.leases import AdapterLeases, Lease, VersionChanged
 from lorikeet.serving.pauses import Pauses
 from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
-from lorikeet.tenants.keys import Access
+from lorikeet.serving.splits import Splits
+from lorikeet.tenants.keys import OPERATOR, Access
 
 _INDEX = re.compile("[0-9]{1,10}")
 _SHOWN_CHARS = 200
@@ -36,6 +38,7 @@ class ModelResolver:
         mixtures: makes mixtures of adapters.
 
     Attributes:
+        splits: the names whose requests are split between adapters.
         leases: the versions that requests use.
         pauses: the requests that wait before their model is resolved.
     """
@@ -48,10 +51,17 @@ class ModelResolver:
         self.loader = loader
         self.mixtures = mixtures
         self.leases = AdapterLeases(catalog)
+        self.splits = Splits(catalog)
         self.pauses = Pauses()
 
     async def resolve(
-        self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
+        self,
+        model: str | None,
+        lora_path: str | None = None,
+        *,
+        access: Access,
+        generates: bool = True,
+        key: str = "",
     ) -> ResolvedModel:
         """Return the model that a request names. An adapter that is not registered is loaded if a source has it.
 
@@ -60,20 +70,24 @@ class ModelResolver:
             access: the sender's rights.
             generates: whether the request waits while generation is paused. It then gets the adapter's version after
                 the pause.
+            key: the user, session or request, which chooses the version of a split.
 
         Raises:
             ApiError: see ``ServedModels.resolve`` and ``AdapterLoader.load``.
         """
         if generates:
             await self.pauses.wait("", access.actor)
-        target = await self._resolved(model, lora_path, access)
+        target = await self._resolved(model, lora_path, access, key)
         while generates and self.pauses.holds(target.name, access.actor):
             await self.pauses.wait(target.name, access.actor)
-            target = await self._resolved(model, lora_path, access)
+            target = await self._resolved(model, lora_path, access, key)
         return target
 
-    async def _resolved(self, model: str | None, lora_path: str | None, access: Access) -> ResolvedModel:
+    async def _resolved(self, model: str | None, lora_path: str | None, access: Access, key: str) -> ResolvedModel:
         """Return the model that a request names now."""
+        name = lora_path or (self.models.named_by(model) if model else "")
+        if (split := self.splits.get(name)) is not None:
+            return await self._version_of(name, split, access, key)
         mixture = self.models.mixture(model)
         if mixture is not None:
             if lora_path:
@@ -95,7 +109,13 @@ class ModelResolver:
         return target
 
     async def lease(
-        self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
+        self,
+        model: str | None,
+        lora_path: str | None = None,
+        *,
+        access: Access,
+        generates: bool = True,
+        key: str = "",
     ) -> tuple[ResolvedModel, Lease]:
         """Resolve a model with :meth:`resolve`, and lease its version. The caller must close the lease.
 
@@ -103,9 +123,21 @@ class ModelResolver:
             ApiError: see :meth:`resolve`.
         """
         while True:
-            target = await self.resolve(model, lora_path, access=access, generates=generates)
+            target = await self.resolve(model, lora_path, access=access, generates=generates, key=key)
             with suppress(VersionChanged):  # Another thread has just replaced the version.
                 return target, self.leases.take(target.adapter)
+
+    async def _version_of(self, name: str, split: Split, access: Access, key: str) -> ResolvedModel:
+        """Return the version of a split for a key: the first in its order that is still there.
+
+        A key of a tenant that may use the split may use its versions by it.
+        """
+        check_use(access, (name,), name)
+        for version in split.ranked(name, key):
+            with suppress(ApiError):  # The version has been removed, so its requests go to the others.
+                target = await self._resolved(version, None, OPERATOR, key)
+                return target._replace(split=name)
+        raise ApiError(404, f"No version of `{name}` exists any more; it names {', '.join(split.versions)}.")
 
     async def unloaded_names(self, access: Access) -> list[str]:
         """Return the names of the unloaded adapters in ``--adapter-dir`` that the sender may see."""

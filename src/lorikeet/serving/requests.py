@@ -48,6 +48,10 @@ class Sender(NamedTuple):
     answer_headers: MutableMapping[str, str] | None = None
     session: str = ""
 
+    def split_key(self, user: str | None) -> str:
+        """Return what chooses the version of a split: the user, else the session, else this request alone."""
+        return user or self.session or self.request_id
+
     def may_see(self, tenant: str) -> bool:
         """Return whether the sender may see the requests of a tenant."""
         return self.is_admin or tenant == self.tenant

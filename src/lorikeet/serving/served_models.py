@@ -31,11 +31,13 @@ class ResolvedModel(NamedTuple):
         name: the served name, for answers and metrics.
         adapter: the adapter version; None for the base model.
         chat: chat settings in which the model differs from the base model.
+        split: the split that chose the model; empty for none.
     """
 
     name: str
     adapter: AdapterRef | None
     chat: AdapterChat = AdapterChat()
+    split: str = ""
 
 
 class ServedModels:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import dataclasses
 import math
 import secrets
 import time
@@ -43,8 +44,9 @@ from lorikeet.http.admission import AdmissionGate, Ticket
 from lorikeet.http.body_gate import BodyGate
 from lorikeet.http.connections import ConnectionStats
 from lorikeet.http.errors import ApiError, engine_unavailable
+from lorikeet.http.logs import log
 from lorikeet.http.sessions import Sessions
-from lorikeet.http.tenancy import admit
+from lorikeet.http.tenancy import RateReport, admit
 from lorikeet.observe.length_prediction import AnswerLengthPredictor
 from lorikeet.observe.observer import RequestObserver
 from lorikeet.observe.shedding import TtftForecast
@@ -66,7 +68,7 @@ from lorikeet.serving.requests import (
 )
 from lorikeet.serving.served_models import ResolvedModel, ServedModels
 from lorikeet.serving.stored_responses import StoredResponses
-from lorikeet.tenants.keys import ApiKey
+from lorikeet.tenants.keys import OPERATOR, ApiKey
 from lorikeet.tenants.ledger import Grant
 from lorikeet.tenants.tenants import Tenants
 
@@ -105,6 +107,8 @@ class Service:
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests have used. Metrics name removed versions by them."""
+    copies: set[asyncio.Task[None]] = field(default_factory=set)
+    """Requests to shadows, whose answers are dropped."""
     generations: set[Generation] = field(default_factory=set)
     """Running requests."""
     sessions: Sessions = field(default_factory=Sessions)
@@ -281,7 +285,51 @@ class Service:
         lease.submitted()
         self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
         self.generations.add(generation)
+        if target.split:
+            self._copy_to_shadows(body, target, spec, prompts, sender)
         return generation
+
+    def _copy_to_shadows(
+        self,
+        body: GenerationBody,
+        target: ResolvedModel,
+        spec: GenerationSpec,
+        prompts: list[list[int]],
+        sender: Sender,
+    ) -> None:
+        """Count a request of a split, and send copies of it to the shadows of the split in the background."""
+        count = self.observer.metrics.count_split
+        count(target.split, target.name, "served")
+        split = self.resolver.splits.get(target.split)
+        for shadow in () if split is None else split.copied_to(target.split, sender.request_id):
+            count(target.split, shadow, "shadow")
+            task = asyncio.create_task(self._answer_copy(body, shadow, spec, prompts, sender))
+            self.copies.add(task)
+            task.add_done_callback(self.copies.discard)
+
+    async def _answer_copy(
+        self, body: GenerationBody, shadow: str, spec: GenerationSpec, prompts: list[list[int]], sender: Sender
+    ) -> None:
+        """Answer a copy of a request under another adapter, and drop the answer. Its figures count."""
+
+        async def encode() -> list[list[int]]:
+            return prompts
+
+        copy = Sender(f"{sender.request_id}-shadow", "", True, OPERATOR, RateReport())
+        body = body.model_copy(update={"expect_digest": None, "service_tier": "flex"})
+        try:
+            target, lease = await self.resolver.lease(shadow, access=OPERATOR)
+            with lease:
+                chat = await self.chats.settings_of(target.chat)
+                spec = dataclasses.replace(spec, chat=chat, encode=encode, arrival_s=None)
+                generation = await self.start(body, target, lease, spec, copy)
+            try:
+                async for _ in generation.deltas():
+                    pass
+            finally:
+                generation.close()
+        except ApiError as error:
+            log.warning("a copy of a request was not answered", adapter=shadow, error=error.message)
 
     def _prove(self, requests: Sequence[Request], target: ResolvedModel, expected: str | None, sender: Sender) -> None:
         """Report the weights that will make the answers, and check that they are the expected ones.

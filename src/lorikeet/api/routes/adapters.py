@@ -1,7 +1,7 @@
 """Lists, loads and unloads adapters by the routes of Lorikeet, vLLM, SGLang and Dynamo."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from lorikeet.api.routes.stats import figures_of
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.chat.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
 from lorikeet.core.messages import EngineStats
+from lorikeet.core.splits import Split
 from lorikeet.http.errors import ApiError
 from lorikeet.http.routes import BodySize, Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
@@ -27,12 +28,14 @@ from lorikeet.http.vllm_adapter_answers import check_load, check_unload, load_an
 from lorikeet.serving.adapter_life import (
     alias_adapter,
     author_of,
+    change_split,
     check_enabled,
     check_may_load,
     check_owner,
     load_adapter,
     refuse_pin,
     register_adapter,
+    remove_split,
     set_pinned,
     unload_adapter,
 )
@@ -53,11 +56,12 @@ async def list_adapters(
     operator the skipped folders and the reasons.
     """
     records: dict[str, AdapterRecord] = {record.name: record for record in _visible(service, sender.access)}
-    names = await service.resolver.adapter_names(sender.access)
+    splits = service.resolver.splits
+    names = sorted({*await service.resolver.adapter_names(sender.access), *splits.names(sender.access)})
     start = bisect.bisect_right(names, cursor) if cursor else 0
     page = names[start : start + limit]
     more = start + limit < len(names)
-    cards = [_card(service, records[name]) if name in records else _unloaded_card(service, name) for name in page]
+    cards = [_card_of(service, name, records) for name in page]
     answer = {
         "object": "list",
         "data": cards,
@@ -73,7 +77,18 @@ async def list_adapters(
 
 @ROUTES.add(Route("POST /v1/adapters", Callers.ADMINS_AND_TENANTS), status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep, sender: SenderDep, response: Response) -> dict[str, Any]:
-    """Register or replace an adapter; the status is 200 if the name had this content already."""
+    """Register or replace an adapter, or split a name between adapters.
+
+    The status is 200 if the name had this content already.
+    """
+    if body.versions is not None:
+        if body.source is not None or body.alias_of is not None:
+            raise ApiError(400, "Give source, alias_of or versions, not two of them.", param="versions")
+        access = sender.access
+        split = await change_split(
+            service, body.name, body.versions, body.shadow or {}, access=access, replace=body.replace
+        )
+        return _split_card(service, body.name, split)
     if (body.source is None) == (body.alias_of is None):
         raise ApiError(400, "Give either source or alias_of.", param="source")
     if body.source is None:
@@ -204,6 +219,8 @@ async def adapter_content(name: str, service: ServiceDep, sender: SenderDep) -> 
 @ROUTES.add(Route("GET /v1/adapters/{name:path}", Callers.KEYS))
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one adapter; its owner and the operator also get its figures, latest requests and errors."""
+    if (split := service.resolver.splits.get(name)) is not None and sender.access.may_see(name):
+        return _split_card(service, name, split)
     if service.models.missing(name) and name in await service.resolver.unloaded_names(sender.access):
         return _unloaded_card(service, name)
     record = _record(service, name, sender.access)
@@ -221,7 +238,12 @@ async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict
 
 @ROUTES.add(Route("PATCH /v1/adapters/{name:path}", Callers.ADMINS_AND_TENANTS))
 async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Pin an adapter or bring it onto the device, after loading it if necessary."""
+    """Pin an adapter, bring it onto the device after loading it if necessary, or change the shares of a split."""
+    if body.versions is not None or body.shadow is not None:
+        if service.resolver.splits.get(name) is None:
+            raise ApiError(404, f"`{name}` is not split between versions.", param="name")
+        split = await change_split(service, name, body.versions, body.shadow, access=sender.access, replace=True)
+        return _split_card(service, name, split)
     if body.pinned is not None:
         refuse_pin(sender.access)
     target = await service.resolver.resolve(name, access=sender.access, generates=bool(body.warm))
@@ -238,7 +260,10 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
 
 @ROUTES.add(Route("DELETE /v1/adapters/{name:path}", Callers.ADMINS_AND_TENANTS))
 async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Remove an adapter once its running requests have ended."""
+    """Remove an adapter once its running requests have ended, or a split at once."""
+    if service.resolver.splits.get(name) is not None:
+        await remove_split(service, name, sender.access)
+        return {"name": name, "object": "adapter", "deleted": True, "freed_bytes": 0}
     freed_bytes = await unload_adapter(service, name, sender.access)
     answer = {"name": name, "object": "adapter", "deleted": True, "freed_bytes": freed_bytes}
     if name in await service.resolver.unloaded_names(sender.access):
@@ -246,6 +271,21 @@ async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> d
             ("the adapter is still in the folder of --adapter-dir: a request that names it loads it again",)
         )
     return answer
+
+
+def _card_of(service: Service, name: str, records: Mapping[str, AdapterRecord]) -> dict[str, Any]:
+    split = service.resolver.splits.get(name)
+    if split is not None:
+        return _split_card(service, name, split)
+    return _card(service, records[name]) if name in records else _unloaded_card(service, name)
+
+
+def _split_card(service: Service, name: str, split: Split) -> dict[str, Any]:
+    """Return the card of a name whose requests are split between adapters."""
+    shares = {"versions": split.versions, "shadow": split.shadow}
+    unknown = dict.fromkeys(("digest", "created", "rank", "weight_bytes", "level"))
+    known = {"source": "a split", "base": service.models.base, "loaded": True, "device_bytes": 0, "pinned": False}
+    return {"name": name, "object": "adapter", **shares, **known, **unknown}
 
 
 def _visible(service: Service, access: Access) -> list[AdapterRecord]:

@@ -171,6 +171,7 @@ async def models(service: ServiceDep, sender: SenderDep) -> Response:
     FastAPI's own encoder would block the event loop for thousands of cards.
     """
     unloaded = await in_daemon_thread(service.resolver.loader.names) if service.resolver.loader.is_enabled else []
+    unloaded = [*unloaded, *service.resolver.splits.names(sender.access)]
     body = {"object": "list", "data": service.models.cards(unloaded, sender.access)}
     return Response(msgspec.json.encode(body), media_type="application/json")
 

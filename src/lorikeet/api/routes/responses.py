@@ -105,7 +105,9 @@ async def _prepare(
     """Read a body that continues a long conversation in another process, like large bodies."""
     content = body.model_dump_json(exclude_unset=True).encode()
     async with service.body_gate.hold(min(previous_bytes, service.body_gate.max_body_bytes)):
-        prepared, _ = await prepare(service, ResponsesRequest, content, sender.tenant, sender.access, holding)
+        prepared, _ = await prepare(
+            service, ResponsesRequest, content, sender.tenant, sender.access, sender.split_key(body.user), holding
+        )
     return prepared
 
 
