@@ -1,1 +1,1 @@
-"""Other people's clients, pinned and unchanged, against one server: ``python -m benchmarks.clients``."""
+"""Runs clients of other projects, pinned and unchanged, against one server: ``python -m benchmarks.clients``."""

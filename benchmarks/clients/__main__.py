@@ -1,8 +1,8 @@
-"""Fifteen clients, pinned and unchanged, against the base and two adapters: ``python -m benchmarks.clients``.
+"""Runs fifteen clients, pinned and unchanged, against the base and two adapters: ``python -m benchmarks.clients``.
 
-Each client has an environment of its own below ``.venvs/clients``, since their requirements exclude each other. The
+Each client has a separate environment below ``.venvs/clients``, since their requirements conflict. The
 first run installs them, about 2 GB. The server has SmolLM2-135M-Instruct in float32 and the sample adapters.
-``python_checks.py`` and ``node_checks.mjs`` say what the clients are asked to do.
+``python_checks.py`` and ``node_checks.mjs`` define the calls of the clients.
 """
 
 import argparse
@@ -38,9 +38,9 @@ PYTHON: dict[str, Sequence[str]] = {
     "art": ("openpipe-art==0.5.18",),
 }
 WITH_TORCH = ("lm-eval", "guidellm", "trl", "skyrl", "renderers", "art")
-"""They also see the packages of this environment: torch, transformers and PEFT."""
+"""Clients whose environments also see the packages of this one: torch, transformers and PEFT."""
 ALONE = ("skyrl", "renderers", "art")
-"""They are installed without their requirements, which include CUDA; their clients need few of these."""
+"""Clients that are installed without their requirements, which include CUDA. The clients need few of these."""
 NODE: dict[str, Sequence[str]] = {
     "openai-npm": ("openai@7.59.0", "zod@4.6.7"),
     "ai-sdk-npm": ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"),
@@ -50,7 +50,7 @@ _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
 def main() -> None:
-    """Install what is missing, run all checks, and print the table and what failed."""
+    """Install missing clients, run all checks, and print the table and the failures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("clients", nargs="*", help="some of: " + ", ".join([*PYTHON, *NODE]))
     parser.add_argument("--url", help="of a server that runs already, with the sample adapters")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def report(clients: Sequence[str], url: str) -> None:
-    """Run all checks against a server and print how they went."""
+    """Run all checks against a server and print the results."""
     rows = []
     errors = []
     for client in clients:
@@ -88,7 +88,7 @@ def report(clients: Sequence[str], url: str) -> None:
 
 
 def prepare(client: str) -> None:
-    """Install a client into an environment of its own, unless it is there."""
+    """Install a client into a separate environment, unless it is installed."""
 
     def fill(python: Path) -> None:
         if client in WITH_TORCH:
@@ -110,7 +110,7 @@ def prepare(client: str) -> None:
 
 
 def run(client: str, url: str, model: str) -> dict[str, str]:
-    """Return the error of each check of a client, empty where it passed."""
+    """Return the error of each check of a client; empty for a check that passed."""
     folder = FOLDER / client
     if client in PYTHON:
         command = [str(folder / "bin" / "python"), str(HERE / "python_checks.py"), client, url, model]

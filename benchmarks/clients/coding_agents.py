@@ -1,8 +1,9 @@
-"""Codex and Claude Code, pinned and unchanged, on a small task: ``python -m benchmarks.clients.coding_agents``.
+"""Runs Codex and Claude Code, pinned and unchanged, on a small task: ``python -m benchmarks.clients.coding_agents``.
 
-Each agent is asked to repair a function of one line. What the model writes is scripted (``benchmarks.scripted_serve``);
-all else is the real server: prompts of the agents' sizes, their tools, templates, parsers, streams and an adapter. An
-agent has done its task when it has run the calls of the model, sent their results back, and printed the last text.
+Each agent must repair a function of one line. The model's answers are scripted (``benchmarks.scripted_serve``);
+everything else is the real server: prompts of the agents' sizes, their tools, templates, parsers, streams and an
+adapter. An agent has done its task when it has run the calls of the model, sent their results back, and printed the
+last text.
 
 The packages are installed below ``.venvs/agents`` from npm, about 700 MB. Each agent has an empty home, no variables of
 this process, and no key.
@@ -33,7 +34,7 @@ from benchmarks.harness import (
 FOLDER = ROOT / ".venvs" / "agents"
 PACKAGES = ("@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.197")
 _STAMP = FOLDER / ".packages"
-"""Names the packages that are installed."""
+"""File with the names of the installed packages."""
 MODEL = "pirate"
 KNOWN_MODEL = "gpt-5.5"
 """Another name of the adapter: Codex edits files by a tool of free text only with models that it knows."""
@@ -42,7 +43,7 @@ FIXED = BROKEN.replace("-", "+")
 LAST = "The function adds now."
 _AGENT_S = 180
 _CONTEXT_TOKENS = 2**17
-"""More than a prompt of an agent and the answer that it allows; the scripted engine keeps no KV."""
+"""More tokens than an agent's prompt and the answer that it allows; the scripted engine keeps no KV."""
 _CODEX = """
 model = "{model}"
 model_provider = "lorikeet"
@@ -57,9 +58,9 @@ class Agent(NamedTuple):
     """A coding agent.
 
     Attributes:
-        calls: what the model calls, one call an answer, given the file to repair.
-        command: starts the agent, given the server's address and the agent's home.
-        variables: the environment of the agent, given the server's address.
+        calls: function that returns the model's calls, one per answer, given the file to repair.
+        command: function that returns the agent's command, given the server's address and the agent's home.
+        variables: function that returns the agent's environment variables, given the server's address.
     """
 
     calls: Callable[[Path], Sequence[tuple[str, dict[str, Any]]]]
@@ -117,7 +118,7 @@ AGENTS = {
 
 
 def main() -> None:
-    """Install the agents, run each, and print how they went."""
+    """Install the agents, run each, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("agents", nargs="*", help="some of: " + ", ".join(AGENTS))
     chosen = parser.parse_args().agents or list(AGENTS)
@@ -134,12 +135,12 @@ def main() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether the packages are there, in these versions."""
+    """Return whether the packages are installed in these versions."""
     return _STAMP.is_file() and _STAMP.read_text() == repr(PACKAGES)
 
 
 def install() -> None:
-    """Install the packages, unless they are there; without their install scripts, which nothing here needs."""
+    """Install missing packages without their install scripts, which nothing here needs."""
     if is_installed():
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ def install() -> None:
 
 
 def run(agent: Agent) -> str:
-    """Let an agent do the task; return why it failed, empty if it has not."""
+    """Let an agent do the task; return the reason of a failure, or an empty text."""
     with tempfile.TemporaryDirectory(prefix="lorikeet-agents-") as scratch:
         home, project, said = (Path(scratch) / name for name in ("home", "project", "said.json"))
         home.mkdir()
@@ -187,7 +188,7 @@ def _call(call: tuple[str, dict[str, Any]]) -> str:
 
 
 def _ask(agent: Agent, url: str, home: Path, project: Path) -> str:
-    """Return all that an agent prints."""
+    """Return the output of an agent."""
     node = Path(shutil.which("node") or "node").parent
     variables = {"PATH": os.pathsep.join([str(node), "/usr/bin", "/bin"]), "HOME": str(home), **agent.variables(url)}
     command = [*agent.command(url, home), "Make calc.py add its two numbers."]

@@ -1,6 +1,6 @@
-"""What ten Python clients are asked to do. Run by ``python -m benchmarks.clients`` in the environment of one of them.
+"""Checks of ten Python clients, which ``python -m benchmarks.clients`` runs in the environment of one client.
 
-``python python_checks.py CLIENT URL MODEL`` prints a JSON line for each check. Checks import nothing but their client.
+``python python_checks.py CLIENT URL MODEL`` prints a JSON line for each check. Checks import only their client.
 The model is small, so tools are required rather than offered, and types that only JSON mode fills accept any object.
 """
 
@@ -33,7 +33,7 @@ def check(client: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 
 def main() -> None:
-    """Run all checks of a client and print how each went."""
+    """Run all checks of a client and print each result."""
     global URL, MODEL
     client, URL, MODEL = sys.argv[1:4]
     for function in CHECKS[client]:
@@ -173,7 +173,7 @@ def openai_embeddings() -> None:
 
 @check("openai")
 def openai_refusals() -> None:
-    """A route that is not supported is an error at once, without retries."""
+    """A route that is not supported raises an error without retries."""
     import openai
 
     client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY)
@@ -317,7 +317,7 @@ def langchain_responses() -> None:
 def langchain_embeddings() -> None:
     from langchain_openai import OpenAIEmbeddings
 
-    # Else it sends token ids of OpenAI's own tokenizer.
+    # Otherwise it sends token ids of OpenAI's tokenizer.
     embeddings = OpenAIEmbeddings(
         model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_retries=0, check_embedding_ctx_length=False
     )
@@ -595,7 +595,7 @@ def lorax_generate() -> None:
 def _trl() -> Any:
     from trl.generation import vllm_client
 
-    vllm_client.is_vllm_available = lambda *given, **named: True  # it needs the package to transfer weights only
+    vllm_client.is_vllm_available = lambda *given, **named: True  # it needs the package only to transfer weights
     client = vllm_client.VLLMClient(base_url=URL)
     client.model = MODEL
     return client
@@ -623,7 +623,7 @@ def trl_sequence_logprobs() -> None:
 
 @check("trl")
 def trl_training_loop() -> None:
-    """What asynchronous GRPO asks: it loads each new policy under a new name while generation is paused."""
+    """Calls of asynchronous GRPO, which loads each new policy under a new name while generation is paused."""
     from accelerate import PartialState
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 

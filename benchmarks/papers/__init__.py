@@ -1,5 +1,5 @@
-"""The five papers' settings by the modelled executor, beside what the papers print; one module a paper.
+"""Settings of five papers on the modelled executor, beside the figures that the papers print; one module per paper.
 
-``python -m benchmarks.papers.elora`` and so on. Everything is *modelled*: the engine's own loop, memory and policies on
-a virtual clock, by a profile of the device. Runs are kept in a cache, so that a program that was interrupted goes on.
+``python -m benchmarks.papers.elora`` and so on. Everything is *modelled*: the engine's loop, memory and policies run on
+a virtual clock, with a profile of the device. Results are cached, so an interrupted program can continue.
 """

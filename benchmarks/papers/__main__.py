@@ -13,7 +13,7 @@ from benchmarks.papers.table import Row, as_json, load_paper, print_rows, rows_o
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read the command line and do what it says."""
+    """Read the command line and run its command."""
     given = _parser().parse_args(arguments)
     cache = Cache(given.cache)
     papers = [given.paper] if given.paper else list(PAPERS)
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _claims(paper: str, asked: list[str] | None) -> list[str] | None:
-    """Return the ids of asked claims, without the paper's name in front; ``None`` for all."""
+    """Return the ids of the named claims without the paper's prefix; ``None`` for all."""
     if asked is None:
         return None
     known = [claim.id for claim in read_claims(paper).claim]

@@ -1,4 +1,4 @@
-"""Runs papers' runs in a few processes, and keeps each result by the run's own specification."""
+"""Executes the papers' runs in a few processes, and stores each result under the run's specification."""
 
 import hashlib
 import json
@@ -16,16 +16,16 @@ from benchmarks.papers.measure import Run
 
 
 class Kept(NamedTuple):
-    """A result, and the revision of the code that made it."""
+    """A result, and the revision of the code that computed it."""
 
     result: Any
     revision: str
 
 
 class Cache:
-    """Results in a folder, one file each. A change of the code does not make them stale: their revision tells.
+    """Stores results in a folder, one file each. Changes of the code do not invalidate results; each has its revision.
 
-    A result counts only as long as those that it was made from are kept unchanged.
+    A result is valid only while the results that it was computed from are stored unchanged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +33,7 @@ class Cache:
         self._known: dict[str, Kept] = {}
 
     def get(self, run: Run) -> Kept | None:
-        """Return what is kept of a run."""
+        """Return the stored result of a run."""
         if run.key not in self._known:
             file = self._file(run)
             if not file.is_file():
@@ -45,7 +45,7 @@ class Cache:
         return self._known[run.key]
 
     def put(self, run: Run, result: Any, revision: str) -> None:
-        """Keep a result. A process that dies meanwhile leaves no part of a file."""
+        """Store a result. If the process dies during the call, no partial file remains."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._known.clear()
         entry = {"run": run.specification, "made_from": self._made_from(run), "revision": revision, "result": result}
@@ -54,12 +54,12 @@ class Cache:
         part.rename(self._file(run))
 
     def _made_from(self, run: Run) -> list[str | None]:
-        """Return digests of the results of the runs before one."""
+        """Return digests of the results of a run's ``after`` runs."""
         kept = [self.get(each) for each in run.after]
         return [each and hashlib.sha256(json.dumps(each.result).encode()).hexdigest()[:24] for each in kept]
 
     def forget(self, runs: Iterable[Run]) -> None:
-        """Remove what is kept of runs, and of those before them."""
+        """Remove the stored results of runs, and of the runs before them."""
         self._known.clear()
         for run in in_order(runs):
             self._file(run).unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def default_folder() -> Path:
 
 
 def revision() -> str:
-    """Return the commit of the code, with a plus behind it if files have changed since."""
+    """Return the commit of the code, followed by a plus if files have changed since."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
@@ -87,7 +87,7 @@ def revision() -> str:
 
 
 def in_order(runs: Iterable[Run]) -> list[Run]:
-    """Return each run once, and before it those that it comes after."""
+    """Return each run once, with the runs in its ``after`` before it."""
     found: dict[str, Run] = {}
 
     def visit(run: Run) -> None:
@@ -102,16 +102,16 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
 
 
 def run_missing(runs: Iterable[Run], cache: Cache, processes: int, say: Callable[[str], None]) -> None:
-    """Make the runs that the cache lacks, each as soon as those before it are there.
+    """Execute the runs that the cache lacks, each as soon as the runs before it have results.
 
     Args:
-        runs: any order.
-        cache: where results go.
-        processes: how many run at the same time; one alone runs in this process.
-        say: gets a line after each run.
+        runs: runs in any order.
+        cache: store of the results.
+        processes: number of parallel processes; 1 means this process.
+        say: called with a line after each run.
 
     Raises:
-        RuntimeError: some failed. The others are kept all the same.
+        RuntimeError: some runs failed. The results of the others are stored.
     """
     waiting = [run for run in in_order(runs) if cache.get(run) is None]
     if not waiting:

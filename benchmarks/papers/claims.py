@@ -1,4 +1,4 @@
-"""The figures that the papers print, and why some came out otherwise here: two files a paper in ``claims/``."""
+"""The figures that the papers print, and causes of deviations here: two files per paper in ``claims/``."""
 
 import tomllib
 from enum import StrEnum
@@ -9,46 +9,46 @@ from typing import NamedTuple
 import msgspec
 
 PAPERS = ("elora", "chameleon", "toppings", "dlora", "loraserve")
-"""In the order of their pages. Each has files in ``claims/`` and a module of this package."""
+"""Papers in the order of their pages. Each has files in ``claims/`` and a module in this package."""
 _FOLDER = Path(__file__).parent / "claims"
 
 
 class Form(StrEnum):
-    """What a printed figure is, and so how ours is judged beside it (see ``verdicts.py``)."""
+    """Kind of a printed figure, which decides how ours is judged against it (see ``verdicts.py``)."""
 
     GAIN_TIMES = "gain-times"
-    """How many times better the paper's system is than a baseline, or than itself without a part: above 1."""
+    """Factor by which the paper's system is better than a baseline, or than itself without a part: above 1."""
     GAIN_PERCENT = "gain-percent"
-    """By how many percent, or points, it is better: above 0."""
+    """Percentage, or points, by which the paper's system is better: above 0."""
     COST_PERCENT = "cost-percent"
-    """By how many percent it is worse than an ideal: less is better."""
+    """Percentage by which the paper's system is worse than an ideal: less is better."""
     HIGHER = "higher"
-    """A value of the paper's system of which more is better."""
+    """A value of the paper's system; more is better."""
     LOWER = "lower"
-    """A value of the paper's system of which less is better."""
+    """A value of the paper's system; less is better."""
     AT_MOST = "at-most"
-    """A bound from above: the claim holds below it."""
+    """An upper bound: the claim holds below it."""
     AT_LEAST = "at-least"
-    """A bound from below: the claim holds above it."""
+    """A lower bound: the claim holds above it."""
     BASELINE_TIMES = "baseline-times"
-    """How many times worse a baseline or a condition is than another: above 1."""
+    """Factor by which a baseline or a condition is worse than another: above 1."""
     BASELINE_PERCENT = "baseline-percent"
-    """By how many percent a baseline or a condition is worse than another: above 0."""
+    """Percentage by which a baseline or a condition is worse than another: above 0."""
     VALUE = "value"
     """A property of a baseline, a workload or a device: neither more nor less is better."""
 
 
 class Excluded(StrEnum):
-    """Why a figure is no result, and does not count in a paper's share."""
+    """Reason why a figure is not a result, and does not count in a paper's share."""
 
     SETTING = "setting"
-    """It was chosen or is an input."""
+    """The figure was chosen, or is an input."""
     ARITHMETIC = "arithmetic"
-    """It follows from other printed figures alone."""
+    """The figure follows from other printed figures alone."""
 
 
 class Reason(StrEnum):
-    """Why a claim is not testable. The list is closed: a claim that fits none has to be measured."""
+    """Reason why a claim is not testable. The list is closed: a claim without one of these reasons must be measured."""
 
     HARDWARE = "needs hardware that is not modelled, such as NPUs"
     COUNTER = "a reading of a hardware utilisation counter: a model has none"
@@ -65,18 +65,18 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         id: name within the paper.
-        where: section or figure.
+        where: section or figure of the paper.
         setting: as the paper states it.
-        metric: what was measured.
-        baseline: what it was compared with.
-        value: what the text prints, in ``unit``.
+        metric: measured quantity.
+        baseline: system that the paper compares with.
+        value: printed value, in ``unit``.
         unit: such as ``x`` or ``%``.
-        form: how it is judged.
-        system: which system it is a figure of, if not the paper's.
-        excluded: why it does not count; ``None`` if it does.
-        not_testable: name of a ``Reason`` in lower case; empty for what is measured.
-        headline: whether abstract, introduction or conclusion print it.
-        note: what to know about it.
+        form: kind of the figure, which decides how it is judged.
+        system: system that the figure describes, if not the paper's.
+        excluded: reason why the claim does not count; ``None`` if it counts.
+        not_testable: name of a ``Reason`` in lower case; empty if the claim is measured.
+        headline: whether the abstract, introduction or conclusion prints the claim.
+        note: remark about the claim.
         paper: name of the paper's module.
     """
 
@@ -97,12 +97,12 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """Name among all claims, such as ``elora/wom-ttft``."""
+        """Name of the claim among all papers, such as ``elora/wom-ttft``."""
         return f"{self.paper}/{self.id}"
 
     @property
     def reason(self) -> Reason | None:
-        """Why it is not testable; ``None`` if it is."""
+        """Reason why the claim is not testable; ``None`` if it is testable."""
         return Reason[self.not_testable.upper()] if self.not_testable else None
 
 
@@ -117,7 +117,7 @@ class PrintedPaper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def read_claims(paper: str) -> PrintedPaper:
-    """Return what a paper prints.
+    """Return a paper and its printed figures.
 
     Raises:
         msgspec.ValidationError: the file does not have the fields of a claim.
@@ -130,11 +130,11 @@ def read_claims(paper: str) -> PrintedPaper:
 
 
 class Notes(NamedTuple):
-    """What a paper's page says of it.
+    """Texts of a paper's page.
 
     Attributes:
-        about: what was modelled and how, in Markdown.
-        causes: why claims came out otherwise, in Markdown, by id; every ``opposite`` and ``overshoots`` has one.
+        about: description of the model, in Markdown.
+        causes: causes of deviations in Markdown, by claim id; every ``opposite`` and ``overshoots`` has one.
     """
 
     about: str
@@ -143,7 +143,7 @@ class Notes(NamedTuple):
 
 @cache
 def read_notes(paper: str) -> Notes:
-    """Return the texts of a paper's page: first what it says of the paper, then causes, whose headings list claims."""
+    """Return the texts of a paper's page: first about the paper, then the causes, whose headings list claims."""
     about, *parts = (_FOLDER / f"{paper}.md").read_text().split("\n## ")
     causes: dict[str, str] = {}
     for part in parts:

@@ -1,8 +1,8 @@
-"""dLoRA's settings, modelled: batching modes on one server by skew, clusters of three models, migration and scale.
+"""dLoRA's modelled settings: batching modes on one server by skew, clusters of three models, migration and scale.
 
-Wu and others, "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI 2024). What it leaves
-open (skews, rates, the largest batch, credits, how instances that swap share a device) is a grid, which is written down
-here and shown whole.
+Wu and others, "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI 2024). The paper
+leaves some conditions open: skews, rates, the largest batch, credits, and how swapping instances share a device. A grid
+covers them; it is fixed here and shown whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,22 +41,27 @@ from lorikeet.workloads.workload import WorkloadRequest
 # --- the grid: written down before anything was run --------------------------------------------------
 
 SKEWS = (1, 10, 100, 1000)
-"""Functions that follow one another to the same adapter (7.1): from nearly even to one adapter with nearly all."""
+"""Successive functions that use one adapter (7.1): from an almost even load to almost all requests on one adapter."""
 LOADS = (0.7, 1.0)
-"""Shares of the rate at which dLoRA's average latency is the limit (7.3)."""
+"""Shares of the rate at which dLoRA's average latency equals the limit (7.3)."""
 BATCH, SMALL_BATCH = 32, 8
-"""Most requests in a batch. It is not printed. The printed limit of ten iterations is 0.5 s, and by the profile an
-iteration of 7B takes 50 ms with about 200 requests; a run costs as much time as it has requests, which the limit makes
-proportional to the batch. So claims of one server are judged at 32, the rest of the grid and the clusters have 8."""
+"""Maximum number of requests in a batch, which the paper does not print.
+
+The printed limit of ten iterations is 0.5 s, and by the profile an iteration of 7B takes 50 ms with about 200 requests;
+the time of a run grows with its requests, whose number the limit makes proportional to the batch. So claims of one
+server are judged at 32; the rest of the grid and the clusters use 8.
+"""
 CREDITS = ("dlora:patience-64", "dlora:patience-16384", "dlora:no-credits", "dlora:no-tuning", "lorikeet:merge-turns")
-"""Credits of other sizes than ours (1,024), the ablations, and our extension."""
+"""Presets with other credits than ours (1,024), the ablations, and our extension."""
 SLICES_S = (0.0, 1.0, 10.0, float("inf"))
-"""Seconds of steps after which vLLM's instances on a device swap; 0: after every step, infinite: when one is idle. The
-first is the one of the claims: instances do not know of each other, and vLLM schedules every iteration anew."""
+"""Seconds of steps after which vLLM's instances on a device swap; 0: after every step, infinite: when one is idle.
+
+Claims use the first value: instances are independent, and vLLM schedules every iteration anew.
+"""
 SHARED_SLICE_S = 0.1
-"""The same for instances that are in memory together."""
+"""Seconds of steps after which instances that are in memory together take turns."""
 SCALES = (1.0, 2.0, 4.0)
-"""Factors on the lengths of prompts and answers (7.4)."""
+"""Factors applied to the lengths of prompts and answers (7.4)."""
 
 # --- the setting -------------------------------------------------------------------------------------
 
@@ -70,20 +75,23 @@ ADAPTERS_PER_DEVICE, DEVICES = 4, 2
 VARIATION = 4.0
 """Coefficient of variation of the gaps between an adapter's calls."""
 SLO_STEPS, SLO_TOKENS = 10, 400
-"""The limit of the average latency per output token, in iterations (7.1) of a full batch, and its context."""
+"""The limit on the average latency per output token, in iterations (7.1) of a full batch, and its context."""
 WINDOW_LIMITS = 5
-"""Length of a run in latencies that the limit allows a mean answer."""
+"""Length of a run, as a multiple of the latency that the limit allows for a mean answer."""
 MEAN_TOKENS, LONGEST, CONTEXT, CONVERSATIONS = (161, 338), (636.7, 163.9), 4096, 90_000
-"""ShareGPT's prompts and answers: means (Kwon and others, 2023, Fig. 11), longest over mean (2.3), and about how many
-conversations it has. Longer requests are clipped at the model's context."""
+"""ShareGPT's prompts and answers: means (Kwon and others, 2023, Fig. 11), longest over mean (2.3), and the approximate
+number of conversations. Longer requests are clipped at the model's context."""
 SHORT_POOL_BYTES = 3 * 10**9
-"""Of a replica in 7.4, where memory is short. The device's 64 GB hold 476 tokens for each of 256 requests, the largest
-batch of vLLM: less than a mean request has in the end. 3 GB hold 715 for each of 8, and one request of 4,096."""
+"""Memory of a replica in 7.4, where memory is short.
+
+The device's 64 GB hold 476 tokens for each of 256 requests, the largest batch of vLLM: less than a mean request needs
+at its end. 3 GB hold 715 tokens for each of 8 requests, and one request of 4,096.
+"""
 _FREE = "models that are in memory together: nothing is copied"
 FAST = Switching(
     Constant(0.0, "s", source=_FREE), Constant(0.0, "s/rank", source=_FREE), Constant(0.0, "s", source=_FREE)
 )
-"""Of models that are in memory together: to run another costs nothing."""
+"""Swap costs of models that are in memory together: running another one costs nothing."""
 
 KEPT = ("latency_per_token_s", "ttft_mean_s", "e2e_p90_s", "drained_s")
 
@@ -103,7 +111,7 @@ def lengths(scale: float = 1.0) -> tuple[WorkloadRequest, ...]:
 
 @cache
 def of_mean(longest: float) -> np.ndarray:
-    """Return the quantiles of the log-normal distribution whose longest of ``CONVERSATIONS`` is so many means."""
+    """Return quantiles of the log-normal distribution whose longest of ``CONVERSATIONS`` is ``longest`` means."""
     normal = NormalDist()
     places = np.array([normal.inv_cdf((number + 0.5) / CONVERSATIONS) for number in range(CONVERSATIONS)])
     low, high = 0.1, float(places[-1])
@@ -122,7 +130,7 @@ def mean_answer_tokens(scale: float = 1.0) -> float:
 
 @cache
 def slo_s(model: str, batch: int = SMALL_BATCH) -> float:
-    """Return the limit of the average latency per output token: ten decode iterations of a full batch (7.1)."""
+    """Return the limit on the average latency per output token: ten decode iterations of a full batch (7.1)."""
     profile = load_profile(PROFILES[model])
     work = [SequenceWork(SLO_TOKENS, 1, True, request % ADAPTERS, RANK) for request in range(batch)]
     form = KernelForm.EINSUM
@@ -130,7 +138,7 @@ def slo_s(model: str, batch: int = SMALL_BATCH) -> float:
 
 
 def window_s(model: str, batch: int = SMALL_BATCH, scale: float = 1.0) -> float:
-    """Return how long requests arrive."""
+    """Return the seconds during which requests arrive."""
     return WINDOW_LIMITS * slo_s(model, batch) * mean_answer_tokens(scale)
 
 
@@ -142,7 +150,7 @@ def functions(
     duration_s: float,
     scale: float = 1.0,
 ) -> MemoryWork:
-    """Return calls of adapters that stand for functions, each in bursts of its own; at least a hundred."""
+    """Return at least a hundred calls of adapters that represent functions, each with independent bursts."""
     rates, names = Rates.constant(rate), tuple(adapter_names(adapters))
     recipe = Recipe(
         arrivals=FUNCTION_ARRIVALS,
@@ -174,7 +182,7 @@ def find_rate(skew: int, batch: int) -> float:
 
 
 def serve(found: float, preset: str, skew: int, load: float, batch: int, seed: int) -> Figures:
-    """Return a preset's figures on one server at a share of the rate that was found."""
+    """Return a preset's figures on one server at a share of the rate that ``find_rate`` found."""
     engine = Engine(
         profile=load_profile(PROFILES["7b"]), adapters=ADAPTERS, ranks=(RANK,), settle=True, max_num_seqs=batch
     )
@@ -188,34 +196,37 @@ def rate_of(skew: int, batch: int = BATCH) -> Run:
 
 
 SERVER_SEEDS = SEEDS[:2]
-"""The grid is large."""
+"""Seeds of the grid; they are few because the grid is large."""
 
 
 def served(
     preset: str, skew: int, load: float = 1.0, batch: int = BATCH, seeds: Sequence[int] = SERVER_SEEDS
 ) -> tuple[Run, ...]:
-    """Return the runs of a preset on one server, one a seed."""
+    """Return the runs of a preset on one server, one per seed."""
     return tuple(Run(serve, (preset, skew, load, batch, seed), (rate_of(skew, batch),)) for seed in seeds)
 
 
 def largest(baseline: str, key: str) -> Figure:
-    """Return the most times that dLoRA's figure is in a baseline's, over the skews at the limit."""
+    """Return the largest ratio of a baseline's figure to dLoRA's, over the skews at the limit."""
     return most_of([compared(times, served(baseline, skew), served(OURS, skew), key) for skew in SKEWS])
 
 
 def inference_share(made: Sequence[Figures]) -> float:
-    """Return the least share of a run, in percent, that no switch took. The solver runs beside the engines."""
+    """Return the smallest percentage of a run's time that was not spent on switches.
+
+    The solver runs beside the engines.
+    """
     return min(100 * (1 - each["switch_s"] / each["drained_s"]) for each in made)
 
 
 Cells = Sequence[tuple[int, float, int]]
-"""Of the grid: skews, loads and largest batches."""
+"""Cells of the grid: skews, loads and largest batches."""
 JUDGED: Cells = [(skew, 1.0, BATCH) for skew in SKEWS]
 SMALL: Cells = [(skew, load, SMALL_BATCH) for load in LOADS for skew in SKEWS]
 
 
 def seeds_of(load: float, batch: int) -> tuple[int, ...]:
-    """Return the seeds of a cell of the grid: all where the claims are judged."""
+    """Return the seeds of a cell of the grid: all seeds if claims are judged there."""
     return SERVER_SEEDS if load == 1.0 and batch == BATCH else SEEDS[:1]
 
 
@@ -235,7 +246,7 @@ CREDIT_RUNS = tuple(
 
 
 def grid_rows(cells: Cells) -> Callable[[Sequence[Figures]], list[list[Any]]]:
-    """Return what makes a row for each cell: dLoRA's latency, and the others' over it, the mean over seeds."""
+    """Return a function that makes a row for each cell: dLoRA's mean latency, and the others' divided by it."""
 
     def rows(made: Sequence[Figures]) -> list[list[Any]]:
         lines, rest = [], iter(made)
@@ -251,7 +262,7 @@ def grid_rows(cells: Cells) -> Callable[[Sequence[Figures]], list[list[Any]]]:
 
 
 def credit_rows(made: Sequence[Figures]) -> list[list[Any]]:
-    """Return a row for each skew: latencies over dLoRA's with our credits."""
+    """Return a row for each skew: latencies divided by dLoRA's with our credits."""
     rows, rest = [], iter(made)
     base = [next(rest) for _ in SKEWS]
     for skew, ours in zip(SKEWS, base, strict=True):
@@ -341,9 +352,10 @@ ONE_SERVER = Measurement(
 
 
 def cluster_profile(preset: str, model: str) -> tuple[CostProfile, int]:
-    """Return the profile of a replica, and its memory for adapters and KV (0: all that the profile has).
+    """Return the profile of a replica, and its memory for adapters and KV (0: all of the profile's memory).
 
-    vLLM's instances of 7B are in memory together: to run another costs nothing, and their weights take the memory.
+    vLLM's instances of 7B are in memory together, so their weights take memory, and running another instance costs
+    nothing.
     """
     profile = load_profile(PROFILES[model])
     if preset.startswith(VLLM) and model == "7b":
@@ -353,7 +365,7 @@ def cluster_profile(preset: str, model: str) -> tuple[CostProfile, int]:
 
 
 def vllm(model: str, slice_s: float) -> str:
-    """Return vLLM's preset: instances that take turns of so many seconds."""
+    """Return vLLM's preset, whose instances take turns of ``slice_s`` seconds."""
     mode = "whole-models" if slice_s == float("inf") else f"whole-models(turn_s={slice_s:g})"
     return f"{VLLM},batching={mode}" + (",merge_by=delta" if model == "7b" else "")
 
@@ -373,7 +385,7 @@ def run_at(preset: str, model: str, rate: float, seed: int, adapters: int, scale
 
 
 FIRST_RATES = {"7b": 4.0, "13b": 4.0, "70b": 2.0}
-"""At which searches for dLoRA begin."""
+"""Rates at which searches for dLoRA begin."""
 
 
 def find_peak_rate(preset: str, model: str, seed: int) -> float:
@@ -388,12 +400,12 @@ CLUSTER_SEEDS = SEEDS[:2]
 
 
 def peaks(preset: str, model: str, seeds: Sequence[int] = CLUSTER_SEEDS) -> tuple[Run, ...]:
-    """Return the searches of a preset, one a seed."""
+    """Return the searches of a preset, one per seed."""
     return tuple(Run(find_peak_rate, (preset, model, seed)) for seed in seeds)
 
 
 def rates_over(model: str, preset: str) -> Figure:
-    """Return how many times a baseline's highest rate dLoRA's is, seed by seed."""
+    """Return dLoRA's highest rate divided by a baseline's, seed by seed."""
     return compared(times, peaks(OURS, model), peaks(preset, model), float)
 
 
@@ -403,7 +415,7 @@ def serve_cluster(found: float, preset: str, adapters: int, seed: int) -> Figure
 
 
 def drop_of(preset: str) -> Figure:
-    """Return how many times less a preset serves with all adapters than with one a device, at the same rate."""
+    """Return the throughput of a preset with one adapter per device over that with all adapters, at the same rate."""
     found = peaks(OURS, "7b", SEEDS[:1])
     few, many = (
         tuple(Run(serve_cluster, (preset, adapters, seed), found) for seed in CLUSTER_SEEDS)
@@ -422,7 +434,7 @@ SLICE_RUNS = tuple(
 
 
 def slice_rows(made: Sequence[float]) -> list[list[Any]]:
-    """Return a row for each model: dLoRA's rate over vLLM's by slice."""
+    """Return a row for each model: dLoRA's rate divided by vLLM's, by slice."""
     size = 1 + len(SLICES_S)
     rows = []
     for number, model in enumerate(SWAPPED):
@@ -467,7 +479,7 @@ CLUSTERS = Measurement(
 # --- load balancing (7.4, 2.3) -----------------------------------------------------------------------
 
 REPLICAS = 4
-"""Of the server's eight devices: half of them with half of the adapters."""
+"""Number of simulated devices: half of the server's eight, with half of the adapters."""
 
 
 def run_balanced(preset: str, rate: float, seed: int, scale: float) -> Figures:
@@ -485,7 +497,7 @@ def run_balanced(preset: str, rate: float, seed: int, scale: float) -> Figures:
 
 
 def find_balanced() -> float:
-    """Return dLoRA's highest rate there."""
+    """Return dLoRA's highest rate on the server."""
     limit_s = slo_s("7b")
     return peak(lambda rate: limit_s / run_balanced(OURS, rate, 1, 1.0)["latency_per_token_s"], 6.0, 0.2)
 
@@ -495,17 +507,17 @@ BALANCED_LOAD = 0.9
 
 
 def balance(found: float, preset: str, scale: float, seed: int) -> Figures:
-    """Return a preset's figures at a rate that falls as lengths grow."""
+    """Return a preset's figures at a rate that decreases as lengths grow."""
     return run_balanced(preset, BALANCED_LOAD * found / scale, seed, scale)
 
 
 def balanced(preset: str, scale: float = 1.0, seeds: Sequence[int] = CLUSTER_SEEDS) -> tuple[Run, ...]:
-    """Return the runs of a preset on the server, one a seed."""
+    """Return the runs of a preset on the server, one per seed."""
     return tuple(Run(balance, (preset, scale, seed), (Run(find_balanced),)) for seed in seeds)
 
 
 def largest_of_scales(first: str, second: str) -> Figure:
-    """Return the most times that one system's latency is the other's, over the scales."""
+    """Return the largest ratio of one system's latency to the other's, over the scales."""
 
     def at(scale: float) -> Figure:
         one, other = (balanced(preset, scale, SEEDS[:1]) for preset in (first, second))
@@ -515,7 +527,7 @@ def largest_of_scales(first: str, second: str) -> Figure:
 
 
 def imbalance(seed: int) -> float:
-    """Return the longest mean TTFT of eight replicas over the shortest: 32 adapters, four pinned to each."""
+    """Return the longest mean TTFT of eight replicas divided by the shortest: 32 adapters, four pinned to each."""
     waits = []
     for replica in range(8):
         engine = Engine(
@@ -557,7 +569,7 @@ BALANCING = Measurement(
 
 
 def longest_over_mean(part: int) -> Callable[[Sequence[Any]], float]:
-    """Return the longest of the generated prompts (0) or answers (1) over their mean, before they are clipped."""
+    """Return the longest of the generated prompts (0) or answers (1) divided by their mean, before clipping."""
     return lambda _: float(of_mean(LONGEST[part]).max())
 
 

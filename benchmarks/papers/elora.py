@@ -1,7 +1,7 @@
-"""ELORA: the printed system, its ablations and rivals, and their figures beside the printed ones.
+"""ELORA: its system, ablations and rivals, and their figures beside the printed ones.
 
-Shi and others, "ELORA: Efficient LoRA and KV Cache Management for Multi-LoRA LLM Serving". ``elora_work`` says what is
-run, ``elora_readings`` what else the cost model could mean.
+Shi and others, "ELORA: Efficient LoRA and KV Cache Management for Multi-LoRA LLM Serving". ``elora_work`` defines the
+runs, ``elora_readings`` other readings of the cost model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ from lorikeet.workloads.synthetic import synthetic_adapters
 
 OURS, VLLM, VLLM_HOST, S_LORA = "elora", "vllm-static:discard", "vllm-static", "elora:s-lora"
 SLO_S = 0.5
-"""Of the mean TTFT: the peak load is the highest rate that keeps it (VIII-A)."""
+"""Limit on the mean TTFT: the peak load is the highest rate that keeps it (VIII-A)."""
 PAIRS = (
     ("8B", 20),
     ("34B", 50),
@@ -61,8 +61,10 @@ PAIRS = (
     ("34B", 100),
     ("70B", 20),
 )
-"""Models and numbers of adapters. A seed has one of them in each service, other services others, so that the nine cases
-of three seeds have all nine."""
+"""Models and numbers of adapters.
+
+With a seed, each service has a different one of them, so that the nine cases of three seeds have all nine.
+"""
 SEEDS = ALL_SEEDS[:3]
 SHIFTS = {"chatbot": 0, "translation": 3, "agent": 6}
 ORACLE_SHARES = {
@@ -70,10 +72,10 @@ ORACLE_SHARES = {
     50: (0.1, 0.2, 0.25, 0.3),
     100: (0.1, 0.2, 0.3, 0.4, 0.5),
 }
-"""By number of adapters. All of the adapters fit in 0.1, 0.24 and 0.49 of the pool."""
+"""Shares of the pool by number of adapters. All of the adapters fit in 0.1, 0.24 and 0.49 of the pool."""
 ORACLE_SEEDS = {20: 1, 50: 2, 100: 3}
 MANY = [(1000, "uniform"), (2000, "distinct"), (1000, "skewed:50")]
-"""VIII-I, with a standard deviation of a twentieth of the adapters, which the text does not print."""
+"""Distributions of VIII-I. The standard deviation is a twentieth of the adapters; the paper does not print it."""
 
 Result = Mapping[str, Any]
 
@@ -85,12 +87,12 @@ def case_of(service: str, seed: int) -> Case:
 
 
 def cases_of(services: Sequence[str] = tuple(SERVICES)) -> list[Case]:
-    """Return all cases of some services, those of a seed together."""
+    """Return all cases of some services, grouped by seed."""
     return [case_of(service, seed) for seed in SEEDS for service in services]
 
 
 HOST_CASES = [case for case in cases_of() if case.seed == 2]
-"""On which vLLM that keeps evicted KV on the host runs, too."""
+"""Cases on which vLLM with evicted KV on the host also runs."""
 
 
 def chat_34b(adapters: int, seed: int) -> Case:
@@ -107,7 +109,7 @@ def runs(preset: str, cases: Sequence[Case]) -> tuple[Run, ...]:
 
 
 def stages(result: Result, key: str) -> np.ndarray:
-    """Return the mean of a figure of requests by the stage in which they were due; NaN where none was."""
+    """Return the mean of the requests' figure by the stage in which they were due; NaN for a stage without requests."""
     at = np.minimum(np.array(result["due_s"]) / result["stage_s"], STAGES - 1).astype(int)
     values = np.array([np.nan if each is None else each for each in result[key]])
     return np.array(
@@ -119,7 +121,7 @@ def stages(result: Result, key: str) -> np.ndarray:
 
 
 def peak_of(result: Result) -> float:
-    """Return the rate at which the mean TTFT of a stage exceeds its limit, between stages by its logarithm."""
+    """Return the rate at which a stage's mean TTFT exceeds its limit, interpolated between stages by its logarithm."""
     means, rates = stages(result, "ttft_s"), result["rates"]
     for stage, mean in enumerate(means):
         if mean > SLO_S:
@@ -132,16 +134,16 @@ def peak_of(result: Result) -> float:
 
 
 def up_to_peak(ours: Result) -> int:
-    """Return how many stages have rates up to ELORA's peak: the paper's ten rates."""
+    """Return the number of stages whose rates are up to ELORA's peak, which are the paper's ten rates."""
     return max(1, int(np.sum(np.array(ours["rates"]) <= peak_of(ours) + 1e-9)))
 
 
 Pair = Callable[[Result, Result], float]
-"""A figure of ELORA's result and another's, on the same case."""
+"""A figure that compares ELORA's result with another system's, on the same case."""
 
 
 def by_stage(change: Callable[[float, float], float], key: str, *, ours_first: bool) -> Pair:
-    """Return the mean over rates of a change between both."""
+    """Return the mean over rates of a change between two systems."""
 
     def pair(ours: Result, theirs: Result) -> float:
         last = up_to_peak(ours)
@@ -203,12 +205,12 @@ TTFT_TIMES, TPOT_TIMES = ttft(times, ours_first=False), tpot(times, ours_first=F
 
 
 def peak_more(ours: Result, theirs: Result) -> float:
-    """Return by how many percent ELORA's peak is higher."""
+    """Return the percentage by which ELORA's peak is higher."""
     return increase(peak_of(ours), peak_of(theirs))
 
 
 def peak_less(ours: Result, theirs: Result) -> float:
-    """Return by how many percent the other's peak is lower."""
+    """Return the percentage by which the other's peak is lower."""
     return reduction(peak_of(theirs), peak_of(ours))
 
 
@@ -231,9 +233,9 @@ def wins(made: Sequence[Any]) -> float:
 
 
 def lowest_parts(made: Sequence[Any]) -> float:
-    """Return the percentage of services in which ELORA waits least for the queue, for adapters and for KV.
+    """Return the percentage of services in which ELORA's waits in the queue, for adapters and for KV are shortest.
 
-    KV is compared with vLLM's alone: S-LoRA never waits for KV, since it keeps none.
+    Waits for KV are compared with vLLM's alone: S-LoRA never waits for KV, since it keeps no KV.
     """
     count = len(made) // 3
     lowest = []
@@ -258,24 +260,24 @@ def in_use(result: Result, last: int) -> float:
 
 
 def times_in_use(ours: Result, theirs: Result) -> float:
-    """Return how many times ELORA's memory in use is the other's, at the rates up to ELORA's peak."""
+    """Return ELORA's memory in use divided by the other's, at the rates up to ELORA's peak."""
     return times(in_use(ours, up_to_peak(ours)), in_use(theirs, up_to_peak(ours)))
 
 
 def near_low(result: Result) -> float:
-    """Return the percentage of samples in which the number of adapters is no more than 5 % below Low.
+    """Return the percentage of samples in which the number of adapters is at most 5 % below Low.
 
-    Equation 4 asks for no fewer than Low, and does not mind more: while memory is idle all are loaded (Fig. 14a).
+    Equation 4 wants at least Low adapters, and allows more: while memory is idle, all adapters are loaded (Fig. 14a).
     """
     return 100 * float(np.mean([count >= 0.95 * low for count, low in result["adapters_low"] if low > 0]))
 
 
 REPEATS = 20
-"""Of each case in the paper (VIII-B)."""
+"""Number of repeats of each case in the paper (VIII-B)."""
 
 
 def standard_error(made: Sequence[Any]) -> float:
-    """Return the standard error that the mean TTFT of so many repeats has, in percent of it, by seeds' deviation."""
+    """Return the standard error of the mean TTFT of ``REPEATS`` repeats in percent, from the seeds' deviation."""
     means = [np.nanmean(stages(each, "ttft_s")[: up_to_peak(each)]) for each in made]
     return 100 * float(np.std(means, ddof=1) / np.sqrt(REPEATS) / np.mean(means))
 
@@ -313,7 +315,7 @@ def by_share(made: Sequence[Any]) -> list[tuple[Case, Result, list[tuple[float, 
 
 
 def best_of(ours: Result, shares: Sequence[tuple[float, Result]]) -> tuple[float, Result]:
-    """Return the share with the least TTFT over ELORA's, and its result."""
+    """Return the share with the lowest TTFT relative to ELORA's, and its result."""
     return shares[int(np.argmin([TTFT_TIMES(ours, each) for _, each in shares]))]
 
 
@@ -335,7 +337,7 @@ MANY_CASES = [Case("chatbot", "34B", count, seed, choice) for seed, (count, choi
 
 
 def many(pair: Pair) -> Figure:
-    """Return a figure over both baselines with thousands of adapters; its interval is over distributions."""
+    """Return a figure over both baselines with thousands of adapters, with its interval over distributions."""
     count = len(MANY_CASES)
 
     def of(made: Sequence[Any]) -> Answer:
@@ -353,7 +355,7 @@ def many(pair: Pair) -> Figure:
 
 
 def case_rows(cases: Sequence[Case], made: Sequence[Any]) -> list[list[Any]]:
-    """Return a row for each case: what ELORA has, and how much less TTFT and TPOT it has than each other."""
+    """Return a row for each case: ELORA's figures, and its reductions of TTFT and TPOT against each other system."""
     count, rows = len(cases), []
     for place, case in enumerate(cases):
         ours, *others = (made[start + place] for start in range(0, len(made), count))
@@ -366,7 +368,7 @@ def case_rows(cases: Sequence[Case], made: Sequence[Any]) -> list[list[Any]]:
 
 
 def invalid_rows(cases: Sequence[Case], made: Sequence[Any]) -> list[list[Any]]:
-    """Return a row for each service: invalid KV without and with the tree, and the TTFT of one over the other."""
+    """Return a row for each service: invalid KV without and with the tree, and the ratio of their TTFTs."""
     found: dict[str, list[tuple[Result, Result]]] = {}
     for case, without, ours in zip(cases, made[: len(cases)], made[len(cases) :], strict=True):
         found.setdefault(case.service, []).append((without, ours))
@@ -379,7 +381,7 @@ def invalid_rows(cases: Sequence[Case], made: Sequence[Any]) -> list[list[Any]]:
 
 
 def reading_rows(made: Sequence[Any]) -> list[list[Any]]:
-    """Return a row for each reading: its TTFT over LRU's, mean over seeds, and what the device held."""
+    """Return a row for each reading: the mean ratio of its TTFT to LRU's, and the contents of the device."""
     results = iter(made)
     found = {reading: {service: [next(results) for _ in READING_SEEDS] for service in SERVICES} for reading in READINGS}
     lru = found["LRU (elora:wos)"]
@@ -404,14 +406,14 @@ def ttft_lines(made: Sequence[Any]) -> list[Series]:
 
 
 def memory_lines(made: Sequence[Any]) -> list[Series]:
-    """Return what ELORA's device holds over time."""
+    """Return the contents of ELORA's device over time."""
     (result,) = made
     keys = {"history KV": "history_share", "adapters": "adapter_share", "running KV": "running_share"}
     return [Series(label, result["sampled_s"], [100 * share for share in result[key]]) for label, key in keys.items()]
 
 
 def share_lines(made: Sequence[Any]) -> list[Series]:
-    """Return TTFT over ELORA's by vLLM's share for adapters."""
+    """Return TTFT divided by ELORA's, by vLLM's share for adapters."""
     return [
         Series(
             f"{case.adapters} adapters", [share for share, _ in shares], [TTFT_TIMES(ours, each) for _, each in shares]

@@ -1,7 +1,7 @@
-"""Other readings of ELORA's cost model, to find out why it does not beat LRU.
+"""Other readings of ELORA's cost model, which test why it does not beat LRU.
 
-Eq. 4 to 6 leave open the unit of t, whether LoRA_Eval is meant to divide where an adapter leaves, what a node is, and
-whether a swap counts as a use. Each reading is an eviction policy, and runs in the preset ``elora``.
+Eq. 4 to 6 leave open the unit of t, whether the score of an adapter that leaves is divided by LoRA_Eval, the size of a
+node, and whether a swap counts as a use. Each reading is an eviction policy, and runs in the preset ``elora``.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,13 @@ from lorikeet.policies import EVICTION
 
 
 class Reading(Elora):
-    """ELORA's score with another unit of t, node, sign of Eq. 4, or meaning of use. Attributes as in ``Elora``.
+    """ELORA's score with another unit of t, node, sign of Eq. 4, or meaning of use.
+
+    The other attributes are those of ``Elora``.
 
     Attributes:
-        mirrored: whether the score of an adapter that would leave is divided by LoRA_Eval, as the text's aim demands.
-        swaps_count: whether a node that is swapped in counts as used then (V-A).
+        mirrored: whether the score of an adapter that would leave is divided by LoRA_Eval, which fits the text's aim.
+        swaps_count: whether swapping in a node counts as a use (V-A).
     """
 
     mirrored = False
@@ -38,7 +40,7 @@ class Reading(Elora):
         return -offset if self.mirrored else offset
 
     def inserted(self, nodes: Sequence[int], now: float) -> None:
-        """Record when nodes came to the device."""
+        """Record the times at which nodes were copied to the device."""
         self._swapped_s = extend_to_nodes(self._swapped_s, self.view.tree, 0.0)
         self._swapped_s[np.asarray(nodes, np.int64)] = now
 
@@ -77,7 +79,7 @@ _POLICIES = {
 }
 
 POOL, LOAD, WINDOW, ADAPTERS, SEEDS = 0.5, 0.2, 0.5, 100, (1, 2)
-"""Half of the device's pool, of which all adapters take 80 %, so that every eviction counts."""
+"""Half of the device's pool. All adapters together take 80 % of this half, so that every eviction matters."""
 
 
 def run_reading(preset: str, case: Case) -> dict[str, float]:

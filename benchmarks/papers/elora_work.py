@@ -1,7 +1,7 @@
-"""ELORA's services and how they run here: stationary histories, a rate that rises in ten stages, and one engine.
+"""ELORA's services and their runs here: stationary histories, a rate that rises in ten stages, and one engine.
 
-The paper prints no lengths, pool sizes, limits of the batch or rates. Where it is silent, this module takes the printed
-statistics of its data sets, the data sheets of its devices, and vLLM's defaults.
+The paper prints no lengths, pool sizes, limits of the batch or rates. Instead, this module uses the published
+statistics of the data sets, the data sheets of the devices, and vLLM's defaults.
 """
 
 from collections.abc import Sequence
@@ -43,20 +43,20 @@ HOST_BYTES = 256 * 10**9
 MAX_NUM_SEQS, MAX_STEP_TOKENS = 1024, 8192
 """Defaults of vLLM's server on devices of 70 GB and more, since its version 0.8 (``EngineArgs``)."""
 FULL_BATCH_ADAPTERS = 50
-"""The middle one of the paper's numbers."""
+"""The middle one of the paper's numbers of adapters."""
 STAGES = 10
 PAST_FULL = 2.0
-"""The last stage's rate, over that of a batch that stays full: past the peak of every system."""
+"""The last stage's rate, divided by the rate of a full batch. It is beyond the peak of every system."""
 WINDOW_ANSWERS = 5
-"""The window is so many times the longest answer, at the speed of a batch that is a quarter full: slower than what the
-middle stages have."""
+"""Length of the window as a multiple of the longest answer at the speed of a quarter full batch, which is slower than
+the middle stages."""
 CALL_VARIATION = 2.0
-"""Of the gaps between calls of one of Azure's functions."""
+"""Coefficient of variation of the gaps between calls of one of Azure's functions."""
 SAMPLE_S = 1.0
 OLD_TOKENS = 2048
-"""Length of each of the texts that fill the device before the window and are not used again."""
+"""Tokens of each text that fills the device before the window and is not used again."""
 LEAST_AGE_S = 2.0
-"""Of whatever lies on the device before the window."""
+"""Minimum age of the texts that are on the device before the window."""
 
 CHATBOT = Dialogues(
     scene_blocks=0,
@@ -75,10 +75,10 @@ class Service(NamedTuple):
     """A scenario of the paper (III-B).
 
     Attributes:
-        shape: of its requests.
-        choice: of adapters, which are then called at Poisson times; None if each is called like one of Azure's
-            functions.
-        answer_tokens: of the longest answer.
+        shape: lengths and turns of the requests.
+        choice: distribution over adapters, which are then called at Poisson times; None if each adapter is called like
+            one of Azure's functions.
+        answer_tokens: tokens of the longest answer.
     """
 
     shape: Translation | Dialogues
@@ -94,18 +94,18 @@ SERVICES = {
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One run's setting, the same for all systems.
+    """Describes the setting of one run, which is the same for all systems.
 
     Attributes:
-        service: of ``SERVICES``.
-        model: of ``MODELS``.
-        adapters: how many.
-        seed: of all draws.
-        choice: of adapters; empty for the service's.
+        service: name in ``SERVICES``.
+        model: name in ``MODELS``.
+        adapters: number of adapters.
+        seed: seed of all draws.
+        choice: distribution over adapters; empty for the service's.
         load: constant rate as a share of the highest; 0 for ten stages up to it.
-        pool: size of the device's pool as a share of what the weights leave.
+        pool: size of the device's pool, as a share of the memory beside the weights.
         filled: whether the device is full of earlier texts at the start.
-        window: length of the window, over that of ``WINDOW_ANSWERS``.
+        window: length of the window, as a multiple of ``WINDOW_ANSWERS``.
     """
 
     service: str
@@ -146,7 +146,7 @@ def profile_of(model: str) -> CostProfile:
 
 @cache
 def sample(service: str) -> tuple[float, float, float]:
-    """Return the means of prompt, of what of it is new to the service, and of answer, over many requests."""
+    """Return the mean tokens of the prompt, of its part that is new to the service, and of the answer."""
     requests = _dataset(Case(service, "8B", 50, 0), 20.0, 200.0)
     seen: dict[str, int] = {}
     new = []
@@ -168,9 +168,9 @@ class FullBatch(NamedTuple):
 
 @cache
 def full_batch(service: str, model: str) -> FullBatch:
-    """Return what a device does with as many running sequences of ``FULL_BATCH_ADAPTERS`` adapters as it holds.
+    """Return the speed of a device with as many running sequences of ``FULL_BATCH_ADAPTERS`` adapters as it holds.
 
-    They are ``MAX_NUM_SEQS``, or as many as fit beside the adapters. All history is found. In each step as many
+    Their number is ``MAX_NUM_SEQS``, or as many as fit beside the adapters. All history is found. In each step as many
     sequences begin as end.
     """
     profile = profile_of(model)
@@ -196,7 +196,7 @@ def full_batch(service: str, model: str) -> FullBatch:
 
 
 def window_s(case: Case) -> float:
-    """Return the length of the window in which requests arrive: that of several answers, or of a dialogue."""
+    """Return the seconds of the window in which requests arrive: the time of several answers, or of a dialogue."""
     service = SERVICES[case.service]
     longest_s = service.answer_tokens * full_batch(case.service, case.model).quarter_step_s
     dialogue_s = service.shape.turns * service.shape.pause_s if isinstance(service.shape, Dialogues) else 0.0
@@ -241,12 +241,12 @@ def _dataset(case: Case, rate: float, duration_s: float) -> list[WorkloadRequest
 
 
 class Load(NamedTuple):
-    """What one run sends.
+    """Requests of one run.
 
     Attributes:
-        old: requests that bring earlier texts onto the device, by their time before the window.
-        requests: of the window.
-        rates: of the window's stages.
+        old: requests that bring earlier texts onto the device, in the order of their times before the window.
+        requests: requests of the window.
+        rates: rates of the window's stages.
         stage_s: length of a stage.
     """
 
@@ -257,11 +257,11 @@ class Load(NamedTuple):
 
 
 def load_of(case: Case) -> Load:
-    """Return what a run sends.
+    """Return the requests of a run.
 
-    Requests are those of a stationary service, from a moment on at which its dialogues are under way, with all times
-    stretched to the stages, as the paper scales its traces (III-B). Of dialogues that go on in the window, the text so
-    far is on the device before it, and behind it texts that are not used again, as many as the device holds.
+    The requests are those of a stationary service after its dialogues have begun. All times are stretched to the
+    stages, as the paper scales its traces (III-B). Before the window, the device holds the texts so far of the
+    dialogues that continue in the window, and as many texts that are not used again as fit.
     """
     profile = profile_of(case.model)
     rates, stage_rate = rates_of(case), stage_rates(case)
@@ -285,7 +285,10 @@ def load_of(case: Case) -> Load:
 
 
 def _texts_so_far(before: Sequence[WorkloadRequest], own: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
-    """Return the texts of dialogues with turns before the window, oldest first; with the last answer if they go on."""
+    """Return the texts of dialogues with turns before the window, oldest first.
+
+    If a dialogue continues in the window, its text includes the last answer.
+    """
     latest = {each.conversation: each for each in before if each.conversation}
     after: dict[str, WorkloadRequest] = {}
     for request in own:
@@ -339,7 +342,7 @@ class Watch(MemoryWatch):
         self.largest_branch = 0.0
 
     def begin(self) -> None:
-        """Forget what was counted so far, but not the texts that an infinite cache would know."""
+        """Reset the counts, but keep the texts that an infinite cache would contain."""
         self.samples.clear()
         self.invalid_shares.clear()
         self.parts.clear()
@@ -450,16 +453,16 @@ def _figures(preset: str, load: Load, records: Sequence[RequestResult], watch: W
 # --- demand ------------------------------------------------------------------------------------------
 
 DEMAND_RATE, DEMAND_S = 5.0, 600.0
-"""The rate of Fig. 9."""
+"""Rate of Fig. 9."""
 
 
 def demand_changes(service: str) -> dict[str, float]:
-    """Return how the device memory that running requests of a service need changes from second to second (III-B).
+    """Return the changes from second to second of the device memory that a service's running requests need (III-B).
 
     A request needs the blocks of its prompt and answer, and its adapter, while it runs alone on 34B.
 
     Returns:
-        ``mean``: of the changes, over the demand before. ``over_20_percent``: the share of changes beyond that.
+        ``mean``: mean of the changes, relative to the demand before. ``over_20_percent``: share of changes above 20 %.
     """
     profile = profile_of("34B")
     geometry = profile.geometry

@@ -1,4 +1,4 @@
-"""LoRAServe's settings, modelled: four systems on four servers by trace and rate, more servers, skews and models."""
+"""LoRAServe's modelled settings: four systems on four servers by trace and rate, more servers, skews and models."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -25,23 +25,28 @@ from lorikeet.workloads.workload import Range, WorkloadRequest
 # --- what the paper leaves open: written down before anything was run --------------------------------
 
 RATES = (30.0, 38.0, 46.0, 54.0)
-"""Requests per second on four servers. The paper prints 30, about 32 and 36 (V-F to V-H); the last is where each system
-is past the limit, or near it."""
+"""Requests per second on four servers.
+
+The paper prints 30, about 32 and 36 (V-F to V-H); at the last rate, each system is beyond the limit or near it.
+"""
 PRODUCTION_SEEDS = SEEDS[:1]
-"""Of the sweep over rates on the production trace; other runs have the first, too."""
+"""Seeds of the sweep over rates on the production trace. Other runs use only the first."""
 
 # --- the setting -------------------------------------------------------------------------------------
 
 PROFILE = "a100-40x4-llama-2-7b"
-"""Prefills by the paper's Figs. 3 to 5, decodes by TOPPINGS' Fig. 6, since the paper prints none. So four servers bear
-about the printed 32 requests/s. By the roofline alone (``@loraserve``) decodes would be nearly free."""
+"""Prefills by the paper's Figs. 3 to 5, decodes by TOPPINGS' Fig. 6, since the paper prints none.
+
+With these, four servers sustain about the printed 32 requests/s. By the roofline alone (``@loraserve``), decodes would
+cost almost nothing.
+"""
 MODELS = {
     "7B, 2 devices": ("a100-40x2-llama-2-7b", 0.6),
     "7B, 8 devices": ("a100-40x8-llama-2-7b", 1.3),
     "30B, 4 devices": ("a100-40x4-llama-30b", 0.25),
     "70B, 8 devices": ("a100-40x8-llama-2-70b", 0.18),
 }
-"""Profiles for V-I and V-J, and their rates as shares of the first rate: about what their prefills allow."""
+"""Profiles for V-I and V-J, and their rates as shares of the first rate: approximately what their prefills allow."""
 OURS, TOPPINGS, RANDOM, CONTIGUOUS = "loraserve", "loraserve:toppings", "loraserve:random", "loraserve:contiguous"
 EXTENDED = "lorikeet:rank-groups"
 SYSTEMS = (OURS, TOPPINGS, RANDOM, CONTIGUOUS)
@@ -51,14 +56,17 @@ WINDOW_S, WARM_S = 125.0, 25.0
 """Length of a run: five times the longest answer that the limit allows (10 s and 1,000 tokens of 15 ms); what arrives
 before the second does not count, since the servers are empty at first."""
 PERIOD_S, PERIODS = 60.0, 5
-"""Between two placements: the paper leaves the time step to the administrator, and shows demand by the minute (Fig.
-10). Its trace is one of hours, so before the window a forecast has its five periods, which are counted and not run."""
+"""Seconds between two placements.
+
+The paper leaves the time step to the administrator, and shows demand by the minute (Fig. 10). Its trace lasts hours, so
+a forecast has five periods before the window, whose requests are counted and not run.
+"""
 STEP_TOKENS = 512
-"""Most tokens of a step."""
+"""Maximum number of tokens of a step."""
 
 
 class Mix(NamedTuple):
-    """What is asked for: how many adapters, their choice, and the arrivals."""
+    """Describes the requests: number of adapters, distribution over adapters, and arrivals."""
 
     adapters: int
     choice: str
@@ -79,7 +87,7 @@ MIXES = OPEN | PRODUCTION | {f"alpha {alpha:.2f}": Mix(100, f"rank-power:{alpha}
 
 @cache
 def hours_like() -> tuple[WorkloadRequest, ...]:
-    """Return two hours of such requests: Azure's one hour twice, which is too short for the highest rate."""
+    """Return two hours of requests: Azure's hour twice, because one hour is too short for the highest rate."""
     once = requests_like()
     return once + tuple(
         msgspec.structs.replace(each, arrival_s=each.arrival_s + once[-1].arrival_s + 1.0) for each in once
@@ -95,10 +103,10 @@ def requests_like() -> tuple[WorkloadRequest, ...]:
 
 @cache
 def known(profile: str) -> CostProfile:
-    """Return a profile with its operating points: the tokens per second that a server bears with adapters of one rank.
+    """Return a profile with its operating points: tokens per second of a server with adapters of one rank.
 
-    The paper does not say how it profiles them. Here all steps are full: requests of mean lengths come and go, and a
-    step has their prompts and decodes in proportion. A limit of 10 s allows nearly that load, at each rank alike.
+    The paper does not describe how it profiles the points. Here all steps are full: requests of mean lengths begin and
+    end, and a step has their prompts and decodes in proportion. A limit of 10 s allows almost that load at every rank.
     """
     found, asked = load_profile(profile), requests_like()
     prompt, answer = (fmean(getattr(each, name) for each in asked) for name in ("input_tokens", "output_tokens"))
@@ -124,7 +132,7 @@ def known(profile: str) -> CostProfile:
 
 
 def requests_of(mix: Mix, rate: float, seed: int, scale: int) -> list[WorkloadRequest]:
-    """Return the requests before and in the window. Of the production trace arrivals are Azure's, stretched."""
+    """Return the requests before and in the window. The production trace has Azure's arrivals, stretched."""
     count, duration_s = mix.adapters * scale, PERIODS * PERIOD_S + WINDOW_S
     common: dict[str, Any] = {
         "rates": Rates.constant(rate),
@@ -179,7 +187,7 @@ SWEEP = tuple(
 
 
 def by_system(made: Sequence[Figures]) -> dict[str, list[list[Figures]]]:
-    """Return the sweep's results: for each system and seed one for each rate."""
+    """Return the sweep's results: one per rate, for each system and seed."""
     seeds, size = len(PRODUCTION_SEEDS), len(RATES) * len(PRODUCTION_SEEDS)
     return {
         preset: [list(made[number * size + seed : (number + 1) * size : seeds]) for seed in range(seeds)]
@@ -188,9 +196,10 @@ def by_system(made: Sequence[Figures]) -> dict[str, list[list[Figures]]]:
 
 
 def within(by_rate: Sequence[Figures]) -> float:
-    """Return the rate at which the P95 TTFT passes the limit, between two rates by its logarithm.
+    """Return the rate at which the P95 TTFT passes the limit, interpolated between two rates by its logarithm.
 
-    If it does not pass, it is the last rate, or the first times the limit over its P95 TTFT.
+    If the P95 TTFT never passes the limit, returns the last rate. If it is above the limit at the first rate, returns
+    the first rate times the limit divided by its P95 TTFT.
     """
     tails = [each["ttft_p95_s"] for each in by_rate]
     if tails[0] > LIMIT_S:
@@ -204,7 +213,7 @@ def within(by_rate: Sequence[Figures]) -> float:
 
 
 def rate_gain(baselines: Sequence[str], of: Callable[[float], float]) -> Figure:
-    """Return the most that our rate within the limit is of a baseline's."""
+    """Return the largest ratio of our rate within the limit to a baseline's."""
 
     def figure(made: Sequence[Figures]) -> Answer:
         found = by_system(made)
@@ -218,7 +227,7 @@ def rate_gain(baselines: Sequence[str], of: Callable[[float], float]) -> Figure:
 
 
 def tail_gain(made: Sequence[Figures]) -> Answer:
-    """Return the most times that a baseline's P95 TTFT is ours at a rate that both bear: "under SLO constraints"."""
+    """Return the largest ratio of a baseline's P95 TTFT to ours at a rate where both keep the limit."""
     found, answers = by_system(made), []
     for baseline, place in product(SYSTEMS[1:], range(len(RATES))):
         ours = [each[place]["ttft_p95_s"] for each in found[OURS]]
@@ -229,9 +238,10 @@ def tail_gain(made: Sequence[Figures]) -> Answer:
 
 
 def storage_gain(made: Sequence[Figures]) -> Answer:
-    """Return the most times that the adapters that a server needs under TOPPINGS are those on ours.
+    """Return the largest ratio of the adapters that a server needs under TOPPINGS to the adapters on ours.
 
-    It needs those that the placement gives it (Fig. 18); copies that it still has for others are in the table.
+    A server needs the adapters that the placement gives it (Fig. 18). The table also has copies that it still stores
+    for others.
     """
     found = by_system(made)
     pairs = zip(found[OURS], found[TOPPINGS], strict=True)
@@ -314,7 +324,7 @@ OPEN_RUNS = tuple(served(mix, preset) for mix, preset in product(OPEN, SYSTEMS))
 
 
 def open_gain(key: str, of: Callable[[float], float]) -> Callable[[Sequence[Figures]], float]:
-    """Return the most that a baseline's figure is of ours over the six traces, where the baseline keeps the limit."""
+    """Return the largest ratio of a baseline's figure to ours, over traces on which the baseline keeps the limit."""
 
     def figure(made: Sequence[Figures]) -> float:
         found = []
@@ -327,7 +337,7 @@ def open_gain(key: str, of: Callable[[float], float]) -> Callable[[Sequence[Figu
 
 
 def bears(scale: int, printed: float) -> Figure:
-    """Return the printed rate, or less in proportion if the P95 TTFT at it is above the limit."""
+    """Return the printed rate, reduced in proportion if its P95 TTFT is above the limit."""
     run = served("poisson uniform", OURS, printed / scale, scale=scale)
     return Figure((run,), lambda made: printed * min(1.0, LIMIT_S / made[0]["ttft_p95_s"]))
 
@@ -342,7 +352,7 @@ MODEL_RUNS = tuple(
 
 
 def tails(names: Sequence[Any], systems: Sequence[str]) -> Callable[[Sequence[Figures]], list[list[Any]]]:
-    """Return rows of P95 TTFT: one for each name, a column for each system."""
+    """Return rows of P95 TTFT: one row for each name, and a column for each system."""
     count = len(systems)
     return lambda made: [
         [name, *(f"{each['ttft_p95_s']:.2f}" for each in made[count * number : count * (number + 1)])]

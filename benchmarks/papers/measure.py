@@ -1,4 +1,4 @@
-"""What a paper's module declares: measurements, their runs, and how figures follow from results."""
+"""Declarations of a paper's module: measurements, their runs, and figures computed from results."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,16 +10,16 @@ import numpy as np
 from scipy.stats import t as student
 
 SEEDS = (1, 2, 3, 4, 5)
-"""Systems are compared on these, each seed's work the same for all of them."""
+"""Seeds on which systems are compared. With one seed, all systems get the same work."""
 CONFIDENCE = 0.95
 
 
 class Run(NamedTuple):
-    """One run: a function of a module, called in another process.
+    """Describes a run: a function of a module, called in another process.
 
     Attributes:
-        function: returns plain data, the same for the same arguments.
-        arguments: plain data: strings, numbers, tuples and structs of them.
+        function: deterministic function that returns plain data.
+        arguments: plain data: strings, numbers, and tuples and structs of these.
         after: runs whose results come before the arguments.
     """
 
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
     @property
     def specification(self) -> dict[str, Any]:
-        """What the run is, as plain data; its result is kept under a digest of it."""
+        """Plain data that identifies the run; the result is stored under the digest of this data."""
         return {
             "function": f"{self.function.__module__}.{self.function.__qualname__}",
             "arguments": msgspec.to_builtins(self.arguments),
@@ -43,7 +43,7 @@ class Run(NamedTuple):
         return hashlib.sha256(encoded).hexdigest()[:24]
 
     def __str__(self) -> str:
-        """Name it in progress lines."""
+        """Return the run's name for progress lines."""
         return " ".join([self.function.__name__, *(str(each)[:40] for each in self.arguments)])
 
 
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """How a claim's figure follows from the results of runs, which ``of`` gets in their order. ``of`` is pure."""
+    """Computes a claim's figure from the results of ``runs``, which the pure function ``of`` gets in their order."""
 
     runs: tuple[Run, ...]
     of: Callable[[Sequence[Any]], Answer | float]
@@ -72,7 +72,7 @@ class Series(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A plot beyond the one that every measurement has of its claims. Labels of axes name units."""
+    """A plot in addition to the plot of the claims that every measurement has. Labels of axes name units."""
 
     title: str
     x_label: str
@@ -83,7 +83,7 @@ class Plot(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table beyond that of the claims, such as a whole grid."""
+    """A table in addition to the table of claims, such as a whole grid."""
 
     title: str
     headings: Sequence[str]
@@ -93,14 +93,14 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Claims that share a setting.
+    """A group of claims that share a setting.
 
     Attributes:
         title: heading on the paper's page.
         setting: model, device, link, lengths, arrivals, load, windows, seeds ..., as the page prints them.
-        figures: by id of the claim.
-        plots: beyond that of the claims.
-        tables: beyond that of the claims.
+        figures: figures by id of the claim.
+        plots: plots in addition to the plot of the claims.
+        tables: tables in addition to the table of the claims.
     """
 
     title: str
@@ -119,16 +119,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Paper:
-    """What a paper's module has in ``PAPER``.
+    """Declares all measurements of a paper; a paper's module has one in ``PAPER``.
 
     Attributes:
-        measurements: each testable claim is in one of them.
+        measurements: measurements of all testable claims.
     """
 
     measurements: Sequence[Measurement]
 
     def figure(self, claim: str) -> Figure | None:
-        """Return how a claim's figure is made; ``None`` if it is not measured."""
+        """Return the figure of a claim; ``None`` if the claim is not measured."""
         found = [each.figures[claim] for each in self.measurements if claim in each.figures]
         return found[0] if found else None
 
@@ -137,27 +137,27 @@ class Paper:
 
 
 def times(more: float, less: float) -> float:
-    """Return how many times ``less`` is in ``more``: the baseline's latency and ours, or our throughput and its."""
+    """Return ``more`` divided by ``less``: the baseline's latency by ours, or our throughput by the baseline's."""
     return more / less
 
 
 def increase(value: float, base: float) -> float:
-    """Return by how many percent a value is more than another."""
+    """Return the percentage by which a value is more than another."""
     return 100 * (value / base - 1)
 
 
 def reduction(value: float, base: float) -> float:
-    """Return by how many percent a value is less than another."""
+    """Return the percentage by which a value is less than another."""
     return 100 * (1 - value / base)
 
 
 def difference(value: float, base: float) -> float:
-    """Return by how many points one share is more than another, both from 0 to 1."""
+    """Return the percentage points by which one share is more than another, both from 0 to 1."""
     return 100 * (value - base)
 
 
 def over_seeds(values: Sequence[float]) -> Answer:
-    """Return the mean of one figure a seed, with its 95 % interval by Student's distribution."""
+    """Return the mean of one figure per seed, with its 95 % interval by Student's distribution."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return Answer(mean)
@@ -179,10 +179,10 @@ def compared(
     """Return the figure that compares one number of two systems' results, seed by seed.
 
     Args:
-        change: such as :func:`increase`, of the first's number and the second's.
-        first: one run a seed.
-        second: with the same seeds in the same order.
-        value: of a result.
+        change: function of the first's number and the second's, such as :func:`increase`.
+        first: one run per seed.
+        second: runs with the same seeds in the same order.
+        value: number to compare.
     """
     count = len(first)
 
@@ -194,12 +194,12 @@ def compared(
 
 
 def mean_of(runs: Sequence[Run], value: Value) -> Figure:
-    """Return the mean of a number over runs, one a seed."""
+    """Return the mean of a number over runs, one per seed."""
     return Figure(tuple(runs), lambda made: over_seeds([_number(each, value) for each in made]))
 
 
 def most_of(figures: Sequence[Figure]) -> Figure:
-    """Return the largest of some figures: what a claim of "up to" says of several settings."""
+    """Return the largest of some figures, for a claim of "up to" over several settings."""
 
     def of(made: Sequence[Any]) -> Answer:
         results, answers = iter(made), []

@@ -1,4 +1,4 @@
-"""A page a paper: its shares, and each measurement with its setting, plots and table."""
+"""Writes one page per paper: its shares, and each measurement with its setting, plots and table."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -86,7 +86,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _causes(rows: Iterable[Row]) -> Iterable[str]:
-    """Yield each cause once, behind the claims that came out otherwise because of it."""
+    """Yield each cause once, after the claims that deviate because of it."""
     by_cause: dict[str, list[Row]] = {}
     for row in rows:
         if row.cause and row.judged.verdict not in (Verdict.SAME, Verdict.BETTER):
@@ -112,6 +112,6 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def unexplained(rows: Iterable[Row]) -> list[str]:
-    """Return the names of claims that want a cause and have none."""
+    """Return the names of claims that need a cause and have none."""
     wanting = (Verdict.OPPOSITE, Verdict.OVERSHOOTS)
     return [row.claim.name for row in rows if row.judged.verdict in wanting and not row.cause]

@@ -1,4 +1,4 @@
-"""What the papers' programs share: modelled runs, and searches for peaks."""
+"""Modelled runs and searches for peaks, which the papers' programs share."""
 
 import gzip
 import tempfile
@@ -30,9 +30,9 @@ from lorikeet.workloads.workload import WorkloadRequest, read_any
 
 MAX_NUM_SEQS = 256
 HOST_BYTES = 512 * 10**9
-"""All adapters lie on the host."""
+"""Host memory that holds all adapters."""
 MOST_TIMES = 1_000
-"""A search ends with an error beyond so many times the rate that it began with."""
+"""A search ends with an error if the rate exceeds its first rate by this factor."""
 AZURE, MOONCAKE = "azure_llm_inference_conv_2023.csv", "mooncake_conversation_2025.jsonl"
 
 Figures = dict[str, Any]
@@ -42,18 +42,18 @@ Figures = dict[str, Any]
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where presets run.
+    """Describes the engine on which presets run.
 
     Attributes:
-        profile: of device and model.
-        adapters: how many.
-        ranks: of the adapters in turn.
-        modules: that they change.
-        memory_bytes: of the device for adapters and KV; 0 for the profile's.
-        host_bytes: of the host.
-        link_bytes_per_s: of each rank; 0 for the profile's.
+        profile: cost profile of device and model.
+        adapters: number of adapters.
+        ranks: ranks through which the adapters cycle.
+        modules: modules that the adapters change.
+        memory_bytes: device memory for adapters and KV; 0 for the profile's.
+        host_bytes: host memory.
+        link_bytes_per_s: bandwidth of each rank's link; 0 for the profile's.
         max_num_seqs, max_num_batched_tokens, max_model_len, block_size: see ``EngineSettings`` and ``ModelSettings``.
-        predictor: of the lengths of answers; empty for none.
+        predictor: predictor of the lengths of answers; empty for none.
     """
 
     profile: CostProfile
@@ -77,13 +77,13 @@ def run_engine(
     work: MemoryWork,
     also: Callable[[Sequence[RequestResult]], Figures] = lambda exchanges: {},
 ) -> Figures:
-    """Run a workload on a fresh modelled engine whose adapters lie on the host, and return its figures.
+    """Run a workload on a fresh modelled engine whose adapters are on the host, and return its figures.
 
     Args:
-        preset: of the engine.
-        engine: its setting.
-        work: the workload.
-        also: returns further figures.
+        preset: preset of the engine.
+        engine: setting of the engine.
+        work: requests and adapters.
+        also: function that returns further figures.
 
     Raises:
         RuntimeError: a request got no whole answer.
@@ -112,7 +112,7 @@ def run_engine(
 
 
 def latencies(preset: str, exchanges: Sequence[RequestResult], limits_s: Sequence[float] = ()) -> Figures:
-    """Return what the papers count, from each request's arrival on.
+    """Return the latencies that the papers report, counted from each request's arrival.
 
     ``tpt`` is a request's latency divided by its output tokens (TOPPINGS), ``latency_per_token_s`` the sum of latencies
     divided by the sum of output tokens (dLoRA), ``within`` the share of requests whose ``tpt`` keeps each limit.
@@ -151,7 +151,7 @@ def work_of(requests: Sequence[WorkloadRequest], names: Sequence[str], seed: int
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count.
+    """Describes the replicas on which presets run; requests that arrive before ``since_s`` do not count.
 
     ``step_models`` are TOPPINGS', see ``Toppings.build``; ``history`` see ``ClusterChoice``.
     """
@@ -205,10 +205,10 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
 
 
 def peak(holds_by: Callable[[float], float], first_rate: float, precision: float) -> float:
-    """Return the highest rate at which ``holds_by`` is 1 at least: a limit divided by what was measured.
+    """Return the highest rate at which ``holds_by``, a limit divided by the measured value, is at least 1.
 
     Raises:
-        RuntimeError: there is none, or none that is too high: so few requests are served in time at any rate.
+        RuntimeError: no rate keeps the limit, or every tried rate does.
     """
 
     def attainment(rate: float) -> float:

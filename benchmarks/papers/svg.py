@@ -1,4 +1,4 @@
-"""Small plots as SVG: claims with our figure beside the printed one, and lines over an axis."""
+"""Draws small plots as SVG: claims with our figure beside the printed one, and lines over an axis."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from benchmarks.papers.measure import Answer, Plot, Series
 
 WIDTH, LINE, TOP, BOTTOM, LEFT, RIGHT = 760, 22, 46, 46, 64, 24
-"""Pixels: of the picture, of one claim's line, and of the margins."""
+"""Sizes in pixels of the picture, of one claim's line, and of the margins."""
 NAMES = 250
 """Pixels for the names of claims."""
 PLOT_HEIGHT = 340
@@ -27,14 +27,14 @@ class Dot(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """From values to pixels, with the ticks."""
+    """Maps values to pixels, and has the ticks."""
 
     place: Callable[[float], float]
     ticks: Sequence[float]
 
 
 def claims_plot(title: str, unit: str, dots: Sequence[Dot]) -> str:
-    """Return a plot with one line a claim: the printed figure as a ring, ours as a dot with its interval."""
+    """Return a plot with one line per claim: the printed figure as a ring, ours as a dot with its interval."""
     values = [value for dot in dots for value in (dot.printed, *dot.ours) if value is not None]
     height = TOP + LINE * len(dots) + BOTTOM
     axis = _axis(values, NAMES, WIDTH - RIGHT)
@@ -52,7 +52,7 @@ def claims_plot(title: str, unit: str, dots: Sequence[Dot]) -> str:
 
 
 def lines_plot(plot: Plot, lines: Sequence[Series]) -> str:
-    """Return a plot of lines; those of the paper are dashed and have rings."""
+    """Return a plot of lines; the paper's lines are dashed and have rings."""
     height = TOP + PLOT_HEIGHT + BOTTOM
     bottom = TOP + PLOT_HEIGHT
     across = _axis([x for line in lines for x in line.xs], LEFT, WIDTH - RIGHT)

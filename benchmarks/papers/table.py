@@ -13,15 +13,15 @@ from benchmarks.papers.verdicts import Judged, Share, Verdict, judge, share_of
 
 
 class Row(NamedTuple):
-    """A claim, and what became of it.
+    """A claim with our result.
 
     Attributes:
-        claim: what is printed.
+        claim: printed claim.
         ours: our figure; ``None`` if there is none.
         judged: ratio and verdict.
-        reason: why it is not testable.
-        cause: why it came out as it did, in Markdown; may be empty.
-        revisions: of the code that made its runs.
+        reason: reason why the claim is not testable.
+        cause: cause of a deviation, in Markdown; may be empty.
+        revisions: revisions of the code that computed its runs.
     """
 
     claim: Claim
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     revisions: tuple[str, ...] = ()
 
     def as_object(self) -> dict[str, Any]:
-        """Return the row as plain data; the first five fields are those that readers may rely on."""
+        """Return the row as plain data; readers may rely on the first five fields."""
         return {
             "claim": self.claim.name,
             "printed": self.claim.value,
@@ -50,13 +50,13 @@ class Row(NamedTuple):
 
 
 def load_paper(name: str) -> Paper | None:
-    """Return what a paper's module declares; ``None`` if it declares nothing yet."""
+    """Return the declarations of a paper's module; ``None`` if it has none."""
     found = getattr(import_module(f"benchmarks.papers.{name}"), "PAPER", None)
     return found if isinstance(found, Paper) else None
 
 
 def rows_of(name: str, cache: Cache, claims: Iterable[str] | None = None) -> list[Row]:
-    """Return a row for each claim of a paper, or for some, from the runs that are there.
+    """Return a row for each claim of a paper, or for some claims, from the stored runs.
 
     Raises:
         KeyError: the paper does not print one of ``claims``.
@@ -66,7 +66,7 @@ def rows_of(name: str, cache: Cache, claims: Iterable[str] | None = None) -> lis
 
 
 def runs_of(name: str, claims: Iterable[str] | None = None) -> list[Run]:
-    """Return the runs that some claims of a paper need; without ``claims`` all that its table and page need."""
+    """Return the runs that some claims of a paper need; without ``claims``, all runs for its table and page."""
     paper, wanted = load_paper(name), None if claims is None else list(claims)
     return [] if paper is None else [run for each in paper.measurements for run in each.runs(wanted)]
 
@@ -92,7 +92,7 @@ def _row(paper: Paper | None, claim: Claim, cache: Cache) -> Row:
 
 
 def shares(rows: Sequence[Row]) -> tuple[Share, Share]:
-    """Return the shares of the claims that came out as printed or better: of all, and of the headlines."""
+    """Return the shares of claims that match the printed figure or are better: among all, and among headlines."""
     judged = [(row.claim, row.judged.verdict) for row in rows]
     return share_of(judged), share_of(each for each in judged if each[0].headline)
 
@@ -126,13 +126,13 @@ def share_words(rows: Sequence[Row]) -> str:
 
 
 def verdict_words(row: Row) -> str:
-    """Return a row's verdict, with why it is not testable or does not count."""
+    """Return a row's verdict, with the reason if it is not testable or does not count."""
     about = row.reason or (row.claim.excluded and f"{row.claim.excluded}, not counted")
     return f"{row.judged.verdict} ({about})" if about else row.judged.verdict.value
 
 
 def number(value: float) -> str:
-    """Return a figure with three digits, or all of those before the point."""
+    """Return a figure with three digits, or with all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""TOPPINGS' figures, modelled: cold starts on one server, and its scheduler on its clusters."""
+"""TOPPINGS' modelled figures: cold starts on one server, and its scheduler on its clusters."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -53,24 +53,28 @@ FREE_HOST = "printed, host cores cost nothing"
 OURS, CACHED, S_LORA, DLORA = "toppings", "cached", "toppings:s-lora", "dlora"
 FEWER_CORES, ON_DEMAND, STRAWMAN = "toppings:fewer-cores", "toppings:on-demand", "toppings:strawman"
 MEMORY_BYTES = 200 * 10**9
-"""CACHED has unlimited memory (7.1). So have all here: it is not what they differ by."""
+"""CACHED has unlimited memory (7.1). So do all systems here, because they do not differ in memory."""
 MAX_RUNNING = 1_000
-"""Nothing waits for a slot."""
+"""So many slots that no request waits for one."""
 BLOCK_TOKENS = 1
-"""LightLLM, on which all but dLoRA are built (7.1), has its memory token by token. Of Llama-2-7B a layer of an adapter
-of rank 64 takes that of 6 tokens: with blocks of 16 tokens a layer would arrive together with up to three others."""
+"""LightLLM, on which all systems except dLoRA are built (7.1), allocates memory token by token.
+
+In Llama-2-7B, a layer of an adapter of rank 64 takes the memory of 6 tokens. With blocks of 16 tokens, a layer would
+arrive together with up to three others.
+"""
 PREFILL_S = {256: 0.044, 1000: 0.090}
 PROMPT_QUANTILES = {1.281552: 256, 2.326348: 1000}
 """Prompts of 256 and 1,000 tokens are longer than 90 and 99 % of LMSYS-Chat-1M's (Fig. 4), by normal quantile."""
 LONGEST_TOKENS = 2048
 EINSUM_SHARE = 0.389
-"""Of the base's computation: what dLoRA's kernel for mixed adapters takes (dLoRA, section 4.1)."""
+"""Time of dLoRA's kernel for mixed adapters, as a share of the base's computation (dLoRA, section 4.1)."""
 REQUESTS, GRID_REQUESTS = 240, 150
-"""Of a run; the second of one that finds the cell."""
+"""Numbers of requests of a run, and of a run that finds the cell."""
 QKV_SHARE = 6 / 8
-"""Of a rank over q, k, v and o, as profiles count it: adapters are on q, k and v (7.1)."""
+"""Factor on ranks: profiles count an adapter on q, k, v and o, but adapters here are on q, k and v (7.1)."""
 REPLICATED = 3.1
-"""Bytes of an adapter on a rank of the 70B model over a fourth of it: A is on every rank whole (section 6)."""
+"""Bytes of an adapter on a rank of the 70B model, divided by a fourth of the adapter: every rank has the whole A
+(section 6)."""
 
 
 # --- the conditions that the paper leaves open ---------------------------------------------------------
@@ -81,11 +85,12 @@ ANSWER_TOKENS = (50, 100, 215)
 """Means of exponential lengths; the last is LMSYS-Chat-1M's (214.5, Zheng et al., 2024, table 1)."""
 RATES = (3, 6, 9)
 INTERRUPTED = {3: (13, 4), 6: (22, 10), 9: (29, 25)}
-"""By requests per second, on-demand loading's mean share of serving time, percent, and median count (section 2.3)."""
+"""Mean share of serving time in percent, and median count, of on-demand loading by requests per second (section
+2.3)."""
 
 
 class Cell(NamedTuple):
-    """One cell of the grid of open conditions."""
+    """A cell of the grid of open conditions."""
 
     link_gb_s: float
     answer_tokens: int
@@ -95,7 +100,7 @@ CELLS = tuple(Cell(*each) for each in product(LINKS_GB_S, ANSWER_TOKENS))
 
 
 class Setting(NamedTuple):
-    """One of the paper's (Table 2 and 7.2): model, adapters and their rank, requests per second, and their choice."""
+    """A setting of the paper (Table 2 and 7.2): model, adapters, rank, requests/s, and distribution over adapters."""
 
     profile: str
     adapters: int
@@ -114,11 +119,11 @@ SETTINGS = {
     "MAF 512": Setting(SEVEN_B, 512, 64, 7.7, "functions"),
     **{f"{rate}/s": Setting(SEVEN_B, 512, 64, float(rate), "functions") for rate in RATES},
 }
-"""The last are those of section 2.3."""
+"""Settings by name; the last ones are those of section 2.3."""
 
 
 def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, requests: int = REQUESTS) -> Figures:
-    """Return the figures of a preset in a setting; what it prefetches is there at first."""
+    """Return the figures of a preset in a setting; prefetched adapters are on the device at the start."""
     open_conditions, about = Cell(cell[0], int(cell[1])), SETTINGS[setting]
     link_bytes_per_s = 1e9 * open_conditions.link_gb_s / (REPLICATED if about.profile == SEVENTY_B else 1)
     engine = Engine(
@@ -163,9 +168,10 @@ def each_request(exchanges: Sequence[RequestResult]) -> Figures:
 
 
 def interrupted_share(on_demand: Figures, cached: Figures) -> float:
-    """Return the mean share of serving time by which interruptions for loads are longer than those for prefills alone.
+    """Return the mean share of serving time that loads add to interruptions, compared with prefills alone.
 
-    Requests are the same, so it is what each takes longer than with all adapters on the device.
+    The requests are the same in both runs, so this is the time that each takes longer than with all adapters on the
+    device.
     """
     own, theirs = np.array(on_demand["e2e_s"]), np.array(cached["e2e_s"])
     return float(np.mean(1 - theirs / own))
@@ -193,7 +199,7 @@ def cells_by_distance(made: Sequence[Figures]) -> list[tuple[float, Cell]]:
 
 
 def interrupted_in(made: Sequence[Figures], cell: Cell, rate: int) -> tuple[float, float]:
-    """Return the share of interruptions in percent, and their median count, in a cell of the grid's results."""
+    """Return the share of interruptions in percent, and their median count, from the grid's results for a cell."""
     results = dict(zip(GRID_KEYS, made, strict=True))
     on_demand, cached = results[cell, rate], results[Cell(LINKS_GB_S[0], cell.answer_tokens), rate, CACHED]
     return 100 * interrupted_share(on_demand, cached), float(on_demand["interruptions"])
@@ -203,7 +209,7 @@ GRID_KEYS: list[tuple[Any, ...]] = [
     *product(CELLS, RATES),
     *product((Cell(LINKS_GB_S[0], tokens) for tokens in ANSWER_TOKENS), RATES, (CACHED,)),
 ]
-"""Cells and rates of on-demand loading; CACHED loads nothing, so its link does not matter."""
+"""Runs of on-demand loading by cell and rate. CACHED loads nothing, so its link does not matter."""
 GRID = tuple(
     Run(run_case, (tuple(key[0]), f"{key[1]}/s", key[2] if len(key) > 2 else ON_DEMAND, SEEDS[0], GRID_REQUESTS))
     for key in GRID_KEYS
@@ -212,7 +218,7 @@ CELL = Run(choose_cell, after=GRID)
 
 
 def cases(setting: str, preset: str) -> list[Run]:
-    """Return the runs of a preset in a setting, one a seed, in the chosen cell."""
+    """Return the runs of a preset in a setting, one per seed, in the chosen cell."""
     return [Run(run_case, (setting, preset, seed), after=(CELL,)) for seed in SEEDS]
 
 
@@ -233,8 +239,8 @@ def profile_of(name: str) -> CostProfile:
 def printed_steps() -> CostProfile:
     """Return the composed profile with steps on the line through the two prefills that the paper prints.
 
-    Its steps take three times as long as the device would need: 28 ms and 62 us for a token. Decodes fit in: without
-    adapters its lines begin at 32 and 34 ms for a batch whose context is not printed (Fig. 6).
+    These steps take three times as long as the device would need: 28 ms plus 62 us per token. Printed decodes agree:
+    without adapters, the lines of Fig. 6 begin at 32 and 34 ms for a batch whose context is not printed.
     """
     profile = load_profile(COMPOSED)
     (few, few_s), (many, many_s) = PREFILL_S.items()
@@ -247,7 +253,7 @@ def printed_steps() -> CostProfile:
         sampled_rows=Curve("rows", ((1, 0.0),), source="in tokens"),
         prefill_attention=Constant(0.0, "s/pair", source="in tokens"),
     )
-    # dLoRA's share is one of the base's computation, so of these steps.
+    # dLoRA's share refers to the base's computation, so it applies to these steps.
     einsum = msgspec.structs.replace(
         profile.lora_costs(KernelForm.EINSUM),
         fixed=Constant(EINSUM_SHARE * once_s, "s", source=source),
@@ -257,7 +263,7 @@ def printed_steps() -> CostProfile:
 
 
 def lengths(count: int, answer_tokens: int, seed: int) -> tuple[WorkloadRequest, ...]:
-    """Return requests with prompts of the log-normal distribution that has both printed quantiles."""
+    """Return requests whose prompts have the log-normal distribution with both printed quantiles."""
     generator = np.random.default_rng(seed)
     (low, low_tokens), (high, high_tokens) = PROMPT_QUANTILES.items()
     sigma = np.log(high_tokens / low_tokens) / (high - low)
@@ -302,7 +308,7 @@ def profiled(form: KernelForm, answer_tokens: int, *, prefill: bool) -> Performa
 
 
 def work_of_ranks(form: KernelForm, ranks: Sequence[int]) -> int:
-    """Return what equation 2 multiplies with its slope."""
+    """Return the value that equation 2 multiplies with its slope."""
     return sum(ranks) if form is KernelForm.UNPADDED else len(ranks) * max(ranks)
 
 
@@ -330,7 +336,7 @@ def determination(form: str) -> float:
 
 
 class Place(NamedTuple):
-    """Servers of a cluster, their adapters, requests per second, their choice, and the seconds of arrivals."""
+    """A cluster's servers, adapters, requests per second, distribution over adapters, and seconds of arrivals."""
 
     servers: int
     adapters: int
@@ -350,16 +356,17 @@ PLACES = {
 BY_DLORA, BY_CHANCE, FIRST_FIT = "toppings:dlora", "toppings:random", "toppings:first-fit"
 SCHEDULERS = (OURS, BY_DLORA, BY_CHANCE, FIRST_FIT)
 SLO_FACTOR, MAX_PACKED = 1.5, 64
-"""Of the limit on TPT: times what the base model reaches without LoRA. First fit packs fewer in a step (5)."""
+"""Limit on TPT, as a multiple of the base model's TPT without LoRA. First fit packs fewer requests in a step (5)."""
 READINGS = ("alone", "loaded")
-"""What the limit is 1.5 times of: the TPT of the base model with one request at a time, or under the same load."""
+"""Readings of the limit, which is 1.5 times a TPT of the base model: with one request at a time, or under the same
+load."""
 JUDGED_BY = READINGS[0]
-"""As the paper words it: "1.5 x higher than that achieved by LLM inference without LoRA". Pages show both."""
+"""The paper writes "1.5 x higher than that achieved by LLM inference without LoRA". Pages show both."""
 UNPADDED = ",kernel_form=unpadded"
 
 
 def limits_of(cell: Sequence[float], place: str) -> list[float]:
-    """Return the limit on TPT in seconds by reading."""
+    """Return the limit on TPT in seconds for each reading."""
     about, answers = PLACES[place], int(cell[1])
     return [SLO_FACTOR * _base_tpt_s(answers, rate) for rate in (0.05, about.rate / about.servers)]
 
@@ -374,9 +381,9 @@ def _base_tpt_s(answer_tokens: int, rate: float) -> float:
 def run_place(
     cell: Sequence[float], limits_s: Sequence[float], place: str, preset: str, reading: str, seed: int
 ) -> Figures:
-    """Return the figures of a preset at a place. How popular an adapter is has nothing to do with its rank.
+    """Return the figures of a preset at a place. An adapter's popularity does not depend on its rank.
 
-    ``reading`` is of the limit that the preset schedules by; the share within both limits is counted.
+    The preset schedules by the limit of ``reading``; the shares within both limits are counted.
     """
     about, profile, answers = PLACES[place], profile_of(SEVEN_B), int(cell[1])
     form = resolve_preset(preset)[1].kernel_form
@@ -412,7 +419,7 @@ LIMITS = {place: Run(limits_of, (place,), after=(CELL,)) for place in PLACES}
 
 
 def placed(place: str, preset: str, reading: str = READINGS[1]) -> list[Run]:
-    """Return the runs of a preset at a place, one a seed. Only TOPPINGS' scheduler goes by the limit."""
+    """Return the runs of a preset at a place, one per seed. Only TOPPINGS' scheduler uses the limit."""
     reading = reading if preset.startswith(OURS) and ":" not in preset else READINGS[1]
     return [Run(run_place, (place, preset, reading, seed), after=(CELL, LIMITS[place])) for seed in SEEDS]
 
@@ -421,7 +428,7 @@ def placed(place: str, preset: str, reading: str = READINGS[1]) -> list[Run]:
 
 
 def decode_s(form: str, batch: int, ranks: Sequence[int], context_tokens: int = 128) -> float:
-    """Return the time of a decode step of so many requests, whose ranks repeat, each with its own adapter."""
+    """Return the time of a decode step of ``batch`` requests with different adapters, which cycle through the ranks."""
     kernel_form = KernelForm(form)
     works = [
         SequenceWork(context_tokens, 1, True, number, QKV_SHARE * ranks[number % len(ranks)]) for number in range(batch)
@@ -467,13 +474,13 @@ MEANS = {"ttft": TTFT, "tpt": TPT, "e2e": E2E}
 
 
 def over_cached(setting: str, preset: str) -> dict[str, Figure]:
-    """Return by how many percent a preset's TTFT, TPT and latency are more than CACHED's."""
+    """Return the percentages by which a preset's TTFT, TPT and latency exceed CACHED's."""
     own, cached = cases(setting, preset), cases(setting, CACHED)
     return {name: compared(increase, own, cached, key) for name, key in MEANS.items()}
 
 
 def of_settings(*parts: tuple[str, str, str, str]) -> dict[str, Figure]:
-    """Return the figures of claims by (prefix of the claim, setting, preset, which means)."""
+    """Return the figures of claims by (prefix of the claim, setting, preset, names of means)."""
     return {
         f"{prefix}-{name}": figure
         for prefix, setting, preset, wanted in parts
@@ -483,7 +490,7 @@ def of_settings(*parts: tuple[str, str, str, str]) -> dict[str, Figure]:
 
 
 def speedups(prefix: str, setting: str) -> dict[str, Figure]:
-    """Return how many times S-LoRA's means are TOPPINGS'."""
+    """Return S-LoRA's means divided by TOPPINGS'."""
     theirs, own = cases(setting, S_LORA), cases(setting, OURS)
     return {f"{prefix}-{name}": compared(times, theirs, own, key) for name, key in MEANS.items()}
 
@@ -497,7 +504,7 @@ RIVALS = (
     ("S5", DLORA),
     ("S6", S_LORA),
 )
-"""Settings and rivals over which claims of "up to" are the largest."""
+"""Settings and rivals over which claims of "up to" take the largest value."""
 
 
 def at_most(change: Callable[[float, float], float], *, ours_first: bool = False) -> Figure:
@@ -510,12 +517,12 @@ def at_most(change: Callable[[float, float], float], *, ours_first: bool = False
 
 
 def within(made: Figures) -> float:
-    """Return the share of requests within the limit that claims are judged by."""
+    """Return the share of requests within the limit by which claims are judged."""
     return float(made["within"][READINGS.index(JUDGED_BY)])
 
 
 def attainment_gain(place: str) -> Figure:
-    """Return by how many points more requests keep the limit under TOPPINGS' scheduler than under dLoRA's."""
+    """Return the percentage points of requests that keep the limit with TOPPINGS' scheduler beyond dLoRA's."""
     return compared(difference, placed(place, OURS, JUDGED_BY), placed(place, BY_DLORA), within)
 
 
@@ -528,7 +535,7 @@ SHOWN = [
 ]
 SHOWN += [(SIMULATION, preset, READINGS[1]) for preset in SCHEDULERS]
 SHOWN += [(SIMULATION, preset + UNPADDED, READINGS[1]) for preset in (OURS, BY_DLORA)]
-"""Places, presets and the reading that the preset goes by, of the table of clusters."""
+"""Rows of the table of clusters: place, preset, and the reading that the preset uses."""
 
 
 def attainment_rows(made: Sequence[Any]) -> list[list[Any]]:
@@ -572,7 +579,7 @@ def adapter_bytes(rank: int) -> int:
 
 
 def gflop(tokens: int, rank: int) -> float:
-    """Return the operations of one layer's q, k and v adapters, in 10^9."""
+    """Return the operations of one layer's q, k and v adapters in GFLOP."""
     return adapter_bytes(rank) / 2 / profile_of(SEVEN_B).geometry.layers * 2 * tokens / 1e9
 
 
@@ -589,17 +596,17 @@ def free_host_rows(made: Sequence[Any]) -> list[list[Any]]:
 
 
 LARGEST_BATCH = 64
-"""The largest that the paper names (2.3)."""
+"""Largest number that the paper names (2.3)."""
 
 
 def heterogeneity() -> float:
-    """Return how many times longer a batch takes if one request has rank 64, and the others 8."""
+    """Return the factor by which a batch takes longer if one request has rank 64 instead of 8."""
     one_large = decode_s(KernelForm.PADDED, LARGEST_BATCH, (64, *[8] * (LARGEST_BATCH - 1)))
     return one_large / decode_s(KernelForm.PADDED, LARGEST_BATCH, (8,))
 
 
 def pipelined(rank: int, change: Callable[[float, float], float]) -> Figure:
-    """Return what loading in groups changes in the cold prefill of 256 tokens."""
+    """Return the change of the cold prefill of 256 tokens by loading in groups."""
     runs = tuple(Run(cold_prefill_s, (preset, rank, 256), after=(CELL,)) for preset in ("toppings:one-group", OURS))
     return Figure(runs, lambda made: change(made[0], made[1]))
 

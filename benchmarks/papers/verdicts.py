@@ -1,4 +1,4 @@
-"""How our figure is judged beside the printed one. Pure functions."""
+"""Judges our figure against the printed one, by pure functions."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -7,17 +7,17 @@ from typing import NamedTuple
 from benchmarks.papers.claims import Claim, Form
 
 SAME_FROM, SAME_TO = 0.8, 1.25
-"""A ratio of ours to the printed figure between both is the same."""
+"""Bounds of the ratio of ours to the printed figure within which both count as the same."""
 BETTER_TO = 1.5
-"""A gain of up to so many times the printed one is better; beyond, it overshoots."""
+"""A gain of up to this factor times the printed one is better; a larger gain overshoots."""
 HALF, DOUBLE = 0.5, 2.0
-"""A value that has no direction is opposite when it is less than half or more than double the printed one."""
+"""A value without a direction is opposite if it is less than half or more than double the printed one."""
 ROUNDS_TO_ZERO = 0.5
-"""Less than this is the same as a printed zero."""
+"""Values below this count as the same as a printed zero."""
 
 
 class Verdict(StrEnum):
-    """What our figure says of a claim."""
+    """Result of comparing our figure with a claim."""
 
     SAME = "same"
     """Ours is 0.8 to 1.25 times the printed figure, or keeps the printed bound."""
@@ -26,24 +26,24 @@ class Verdict(StrEnum):
     OVERSHOOTS = "overshoots"
     """The gain is more than 1.5 times the printed one: it does not count, and its cause is named."""
     SAME_DIRECTION = "same direction"
-    """The paper's side wins, or the value has the printed order of magnitude, but the figure is another."""
+    """The paper's side wins, or the value has the printed order of magnitude, but the figure differs."""
     OPPOSITE = "opposite"
-    """The claim did not come out; its cause is named."""
+    """The claim is not confirmed; its cause is named."""
     NOT_TESTABLE = "not testable"
-    """It cannot be measured here, for one of a closed list of reasons."""
+    """The claim cannot be measured here, for one of a closed list of reasons."""
     NOT_RUN = "not run"
-    """Its runs have not been made."""
+    """The claim's runs are missing."""
 
 
 class Judged(NamedTuple):
-    """Ours ÷ printed (``None`` for a printed zero), and the verdict."""
+    """The ratio of ours to the printed figure (``None`` for a printed zero), and the verdict."""
 
     ratio: float | None
     verdict: Verdict
 
 
 def judge(form: Form, printed: float, ours: float) -> Judged:
-    """Return how our figure compares with the printed one, both in the printed unit."""
+    """Return the ratio and verdict of our figure and the printed one, both in the printed unit."""
     # Rounded, so that 1.2 is 0.8 times 1.5.
     ratio = round(ours / printed, 9) if printed else None
     return Judged(ratio, _verdict(form, printed, ours, ratio))
@@ -71,7 +71,7 @@ def _verdict(form: Form, printed: float, ours: float, ratio: float | None) -> Ve
         case Form.LOWER:
             if ratio > DOUBLE:
                 return Verdict.OPPOSITE
-            # The same bounds, of which the upper one now is the worse side.
+            # The same bounds; the upper one is now the worse side.
             return Verdict.SAME if SAME_FROM <= ratio <= SAME_TO else _gain(1 / ratio if ratio > 0 else float("inf"))
         case Form.VALUE:
             if SAME_FROM <= ratio <= SAME_TO:
@@ -93,7 +93,7 @@ def _gain(ratio: float) -> Verdict:
 
 
 def _cost(printed: float, ours: float, ratio: float) -> Verdict:
-    """Return the verdict on a cost in percent: a cost of nearly nothing is a gain in the whole, not in the rest."""
+    """Return the verdict on a cost in percent; if it is almost zero, the gain is one of the whole, not of the rest."""
     if ratio > SAME_TO:
         return Verdict.SAME_DIRECTION if ratio <= DOUBLE else Verdict.OPPOSITE
     if ratio >= SAME_FROM:
@@ -102,21 +102,21 @@ def _cost(printed: float, ours: float, ratio: float) -> Verdict:
 
 
 class Share(NamedTuple):
-    """How many of the claims that count came out as printed or better."""
+    """Number of counted claims, and of those that match the printed figure or are better."""
 
     good: int
     counted: int
 
     @property
     def percent(self) -> float | None:
-        """Their share; ``None`` if none counts."""
+        """Share in percent; ``None`` if no claim counts."""
         return 100 * self.good / self.counted if self.counted else None
 
 
 def share_of(judged: Iterable[tuple[Claim, Verdict]]) -> Share:
-    """Return the share of claims that are the same or better, of those that are testable, no setting and no arithmetic.
+    """Return the share of claims that are the same or better, among the testable claims that are not excluded.
 
-    Claims that have not been run count as not good.
+    Claims without runs count as not good.
     """
     counted = [verdict for claim, verdict in judged if claim.excluded is None and verdict is not Verdict.NOT_TESTABLE]
     return Share(sum(verdict in (Verdict.SAME, Verdict.BETTER) for verdict in counted), len(counted))

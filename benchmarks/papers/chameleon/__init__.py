@@ -1,4 +1,4 @@
-"""Chameleon's figures: its setting, modelled, in the conditions under which S-LoRA comes out as the paper prints it."""
+"""Chameleon's figures in its modelled setting, under conditions in which S-LoRA's figures match the printed ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +50,7 @@ OTHERS = (
     "chameleon:s-lora-code",
 )
 FIRST = (1,)
-"""Seed of tables beyond the claims."""
+"""Seed of the tables that show more than the claims."""
 
 A40 = {
     "model and device": "Llama-2-7B on an A40 48 GB, LoRA costs of the paper's own Fig. 2 (`a40-llama-2-7b@chameleon`)",
@@ -67,13 +67,13 @@ TWO = {"seeds": "two, paired; 95 % intervals"}
 
 
 def _less(preset: str, load: str, percentile: str, base: str = S_LORA, windows: int = 1) -> Figure:
-    """Return the figure of by how much TTFT at a load is below a baseline's."""
+    """Return the figure for the reduction of TTFT against a baseline at a load."""
     own, theirs = (load_runs(each, load, windows) for each in (preset, base))
     return compared(reduction, own, theirs, f"ttft_{percentile}_s")
 
 
 def _ratio(preset: str) -> Figure:
-    """Return the figure of a system's knee over S-LoRA's."""
+    """Return the figure for a system's knee divided by S-LoRA's."""
     return compared(times, knee_runs(preset), knee_runs(S_LORA), float)
 
 
@@ -145,7 +145,7 @@ GRID_TABLE = Table(
 
 
 def _load_table(title: str, cases: Sequence[tuple[str, str, int]]) -> Table:
-    """Return a table of systems at loads for so many windows."""
+    """Return a table of systems at loads; each case names a number of windows."""
 
     def rows(made: Sequence[Any]) -> list[list[str]]:
         return [

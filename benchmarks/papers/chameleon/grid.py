@@ -1,7 +1,7 @@
 """The conditions that Chameleon's paper leaves open, as a grid, and the cell in which the paper is judged.
 
-The grid was written down and committed before Chameleon was run on it. The cell is chosen from S-LoRA's runs alone:
-where what the paper prints of S-LoRA comes out most nearly.
+The grid was committed before Chameleon was run on it. The cell is chosen from S-LoRA's runs alone: it is the cell where
+S-LoRA's figures are nearest to the printed ones.
 """
 
 import math
@@ -21,11 +21,14 @@ from benchmarks.papers.measure import Run
 
 PROFILE = "a40-llama-2-7b@chameleon"
 LENGTHS = (0.25, 0.3, 0.35)
-"""Factors on the lengths of Azure's trace. With whole lengths no A40 serves the printed 8.7 requests/s: the prefill of
-10,000 tokens a second alone takes longer than a second. Factors below and above these have knees far from it."""
+"""Factors on the lengths of Azure's trace.
+
+With whole lengths, no A40 can serve the printed 8.7 requests/s: the prefill of 10,000 tokens per second takes longer
+than a second. With smaller and larger factors, the knees are far from 8.7.
+"""
 LINKS_GB_PER_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 STEP_TOKENS = (512, 4096)
-"""512 only in the middle cell: prefills have steps of their own, so the step's size hardly matters."""
+"""512 is used only in the middle cell: prefills have separate steps, so the step's size hardly matters."""
 GRID = tuple(
     Setting(PROFILE, lengths, link, step)
     for step in STEP_TOKENS
@@ -34,14 +37,14 @@ GRID = tuple(
     if step != 512 or (lengths, link) == (0.3, 4.0)
 )
 MEDIUM_TOKENS = 1024
-"""The medium input of Fig. 2: also what the profile takes it to be, whose LoRA costs come from that figure."""
+"""The medium input of Fig. 2. The profile, whose LoRA costs come from that figure, assumes the same length."""
 LOADS = {"low": 6.0, "medium": 8.0, "high": 9.0}
 """Requests/s (5.2)."""
 GRID_SEED = 1
 
 
 class Printed(NamedTuple):
-    """What the paper prints of S-LoRA."""
+    """S-LoRA's figures as the paper prints them."""
 
     knee: float = 8.7
     load_percent: float = 17.5
@@ -52,7 +55,7 @@ PRINTED = Printed()
 
 
 def baseline_cell(setting: Setting) -> dict[str, Any]:
-    """Return S-LoRA's figures in a cell: shares of TTFT, limits, knees by reading, and TTFT at the three loads."""
+    """Return S-LoRA's shares of TTFT, limits, knee for each reading, and TTFT at the three loads, in a cell."""
     one = alone(setting, 128, MEDIUM_TOKENS)
     limits = limits_s(setting, GRID_SEED)
     return {
@@ -65,7 +68,7 @@ def baseline_cell(setting: Setting) -> dict[str, Any]:
 
 
 def chameleon_cell(baseline: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """Return Chameleon's knee by the limit whose reading is nearest in the cell, and TTFT at the three loads."""
+    """Return Chameleon's knee for the reading of the limit that is nearest in the cell, and TTFT at the three loads."""
     reading = min(READINGS, key=lambda each: distance(baseline, each))
     limits = {reading: baseline["limits_s"][reading]}
     return {
@@ -81,11 +84,11 @@ def _at_loads(preset: str, setting: Setting) -> dict[str, Any]:
 
 
 class Choice(NamedTuple):
-    """The cell to judge in.
+    """The cell in which the paper is judged.
 
     Attributes:
-        place: in ``GRID``.
-        reading: of the limit, one of ``READINGS``.
+        place: index in ``GRID``.
+        reading: reading of the limit, one of ``READINGS``.
         distance: see ``distance``.
     """
 
@@ -95,13 +98,13 @@ class Choice(NamedTuple):
 
 
 def distance(cell: dict[str, Any], reading: str) -> float:
-    """Return how far S-LoRA's figures in a cell are from the printed ones: the sum of the logarithms of ratios."""
+    """Return the distance of S-LoRA's figures in a cell from the printed ones: the sum of the logarithms of ratios."""
     ours = (cell["knees"][reading], cell["load_percent"], cell["adapter_percent"])
     return sum(abs(math.log(mine / theirs)) for mine, theirs in zip(ours, PRINTED, strict=True))
 
 
 def choose(*cells: dict[str, Any]) -> Choice:
-    """Return the cell and the reading nearest to what is printed of S-LoRA."""
+    """Return the cell and the reading nearest to S-LoRA's printed figures."""
     found = [
         Choice(place, reading, distance(cell, reading)) for place, cell in enumerate(cells) for reading in cell["knees"]
     ]
@@ -113,5 +116,5 @@ CHAMELEONS = tuple(
     Run(chameleon_cell, (setting,), (baseline,)) for setting, baseline in zip(GRID, BASELINES, strict=True)
 )
 CHOICE = Choice(0, "p99-ttft", 0.087)
-"""What ``choose`` returned of all baselines, committed before Chameleon was run in the cell."""
+"""The result of ``choose`` for all baselines, committed before Chameleon was run in the cell."""
 CELL = GRID[CHOICE.place]

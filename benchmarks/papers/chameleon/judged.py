@@ -10,18 +10,18 @@ from benchmarks.papers.chameleon.simulate import CHAMELEON, S_LORA, Setting, Swe
 from benchmarks.papers.measure import SEEDS, Run
 
 LONG = 3
-"""Windows of the longer run beyond S-LoRA's knee: a backlog grows with the run."""
+"""Number of windows of the longer run beyond S-LoRA's knee, since a backlog grows with the run's length."""
 FEW_SEEDS = SEEDS[:3]
-"""For knees: a search costs many runs."""
+"""Seeds of knees, because a search takes many runs."""
 LARGE_SEEDS = SEEDS[:2]
-"""For section 5.5, whose runs are the longest."""
+"""Seeds for section 5.5, whose runs are the longest."""
 
 
 # --- Llama-7B on an A40 ------------------------------------------------------------------------------
 
 
 def judged_load(cell: Setting, preset: str, load: str, seed: int, windows: int, accuracy: float) -> dict[str, Any]:
-    """Return the figures of a system at a printed load; requests arrive for so many windows."""
+    """Return the figures of a system at a printed load; requests arrive during ``windows`` windows."""
     setting = msgspec.structs.replace(cell, accuracy=accuracy)
     return run_at(preset, setting, LOADS[load], windows * setting.window_s, seed)
 
@@ -39,12 +39,12 @@ def judged_knee(limit_s: float, cell: Setting, preset: str, seed: int) -> float:
 def load_runs(
     preset: str, load: str, windows: int = 1, accuracy: float = 0.8, seeds: Sequence[int] = SEEDS
 ) -> tuple[Run, ...]:
-    """Return the runs of a system at a load, one a seed."""
+    """Return the runs of a system at a load, one per seed."""
     return tuple(Run(judged_load, (CELL, preset, load, seed, windows, accuracy)) for seed in seeds)
 
 
 def knee_runs(preset: str) -> tuple[Run, ...]:
-    """Return the runs that find the knee of a system, one a seed."""
+    """Return the runs that find the knee of a system, one per seed."""
     return tuple(
         Run(judged_knee, (CELL, preset, seed), (Run(judged_limit, (CELL, CHOICE.reading, seed)),)) for seed in FEW_SEEDS
     )
@@ -58,9 +58,9 @@ class Large(msgspec.Struct, frozen=True):
 
     Attributes:
         profile: name of the cost profile.
-        adapters: printed.
-        near: S-LoRA's knee in requests/s, roughly, from which the search starts.
-        memory_gib: to which the device is limited; 0 for all 80.
+        adapters: printed number of adapters.
+        near: approximate knee of S-LoRA in requests/s, at which the search starts.
+        memory_gib: limit on the device's memory; 0 for all 80 GiB.
     """
 
     profile: str
@@ -79,14 +79,14 @@ LARGE = {
 
 
 def large_setting(cell: Setting, large: Large) -> Setting:
-    """Return the setting of a model on an A100: lengths, link and step of the chosen cell."""
+    """Return the setting of a model on an A100, with the lengths, link and step of the chosen cell."""
     return msgspec.structs.replace(
         cell, profile=large.profile, adapters=large.adapters, memory_gib=large.memory_gib, tbt_slo_s=0.0
     )
 
 
 def large_knees(cell: Setting, reading: str, large: Large, seed: int) -> dict[str, float]:
-    """Return S-LoRA's and Chameleon's knees in requests/s, and the mean tokens of a request, prompt and answer."""
+    """Return S-LoRA's and Chameleon's knees in requests/s, and the mean tokens of a request (prompt plus answer)."""
     setting = large_setting(cell, large)
     limit_s = limits_s(setting, seed)[reading]
     base = Sweep(S_LORA, setting, seed, large.near).knee(limit_s)
@@ -99,9 +99,9 @@ def large_knees(cell: Setting, reading: str, large: Large, seed: int) -> dict[st
 
 
 def large_load(found: dict[str, float], cell: Setting, large: Large, load: str, seed: int) -> dict[str, float]:
-    """Return by how many percent Chameleon's P99 TTFT is below S-LoRA's at a load.
+    """Return the percentage by which Chameleon's P99 TTFT is below S-LoRA's at a load.
 
-    The rates are not printed. They are those shares of S-LoRA's knee that 6, 8 and 9 requests/s are of 8.7.
+    The paper does not print the rates. The loads are 6/8.7, 8/8.7 and 9/8.7 of S-LoRA's knee.
     """
     setting, rate = large_setting(cell, large), LOADS[load] / PRINTED.knee * found[S_LORA]
     own, base = (run_at(preset, setting, rate, setting.window_s, seed)["ttft_p99_s"] for preset in (CHAMELEON, S_LORA))
@@ -109,12 +109,12 @@ def large_load(found: dict[str, float], cell: Setting, large: Large, load: str, 
 
 
 def large_knee_runs(model: str) -> tuple[Run, ...]:
-    """Return the runs that find both knees, one a seed."""
+    """Return the runs that find both knees, one per seed."""
     return tuple(Run(large_knees, (CELL, CHOICE.reading, LARGE[model], seed)) for seed in LARGE_SEEDS)
 
 
 def large_load_runs(model: str) -> tuple[Run, ...]:
-    """Return the runs at the three loads, three a seed."""
+    """Return the runs at the three loads, three per seed."""
     knees = large_knee_runs(model)
     return tuple(
         Run(large_load, (CELL, LARGE[model], load, seed), (knee,))

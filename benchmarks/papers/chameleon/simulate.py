@@ -1,4 +1,4 @@
-"""Chameleon's setting, modelled: one run at a rate, the search of a knee, and one request alone."""
+"""Chameleon's modelled setting: one run at a rate, the search for a knee, and one request alone."""
 
 import math
 from functools import cache, partial
@@ -20,32 +20,35 @@ from lorikeet.workloads.workload import WorkloadRequest
 
 S_LORA, CHAMELEON = "chameleon:s-lora", "chameleon"
 CONTEXT_TOKENS = 4096
-"""Llama-2's; longer prompts of the trace are cut so that they and their answers fit."""
+"""Llama-2's context. Longer prompts of the trace are cut so that prompt and answer fit."""
 LONGEST_ANSWER_TOKENS = 1000
 """Of the trace (a test checks)."""
 TBT_SLO_S = 0.15
 """Printed (5.2)."""
 LOW_RATE, LOW_REQUESTS = 0.1, 200
-"""Low load, by which limits are set: requests hardly meet."""
+"""Low load, which sets the limits: requests hardly overlap."""
 SLO_TIMES = 5
 POWER = "rank-power:1"
-"""The i-th smallest rank in proportion to 1/i, adapters of a rank alike; the exponent is not printed."""
+"""The i-th smallest rank has a share in proportion to 1/i, and all adapters of a rank have the same share.
+
+The paper does not print the exponent.
+"""
 
 Figures = dict[str, Any]
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What a run depends on besides the system and the load.
+    """Conditions of a run besides the system and the load.
 
     Attributes:
         profile: name of a cost profile; the paper's own LoRA costs are those of ``@chameleon``.
-        lengths: factor on the trace's lengths.
-        link_gb_per_s: bandwidth that copies between host and device reach.
-        step_tokens: most tokens of a step, which bounds the batch of a prefill.
-        adapters: how many, of ``ranks`` in turn.
+        lengths: factor applied to the trace's lengths.
+        link_gb_per_s: bandwidth of copies between host and device.
+        step_tokens: maximum number of tokens of a step, which limits the batch of a prefill.
+        adapters: number of adapters, whose ranks cycle through ``ranks``.
         ranks: see ``adapters``.
-        choice: which adapter a request gets, see ``choose_adapters``.
-        memory_gib: of the device, of which nine tenths are used as by the profile; 0 for the profile's.
+        choice: distribution of requests over adapters, see ``choose_adapters``.
+        memory_gib: device memory, of which 90 % is used, as in the profile; 0 for the profile's memory.
         accuracy: probability that the predictor of lengths is right.
         tbt_slo_s: limit on TBT; 0 for five times the profile's decode step of one sequence.
     """
@@ -63,7 +66,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def window_s(self) -> float:
-        """Five times the longest answer at the limit on TBT: for so long requests arrive."""
+        """Seconds during which requests arrive: five times the longest answer at the limit on TBT."""
         limit_s = self.tbt_slo_s or SLO_TIMES * _decode_s(self.profile)
         return 5 * self.lengths * LONGEST_ANSWER_TOKENS * limit_s
 
@@ -85,7 +88,7 @@ def lengths() -> tuple[WorkloadRequest, ...]:
 
 
 def work_at(setting: Setting, rate: float, count: int, seed: int) -> MemoryWork:
-    """Return so many requests, whose arrivals are stretched to have exactly that rate."""
+    """Return a number of requests whose arrivals are stretched to have exactly a rate."""
     names, rates = tuple(adapter_names(setting.adapters)), Rates.constant(rate)
     recipe = Recipe(
         lengths=lengths(),
@@ -101,7 +104,7 @@ def work_at(setting: Setting, rate: float, count: int, seed: int) -> MemoryWork:
 
 
 def run_at(preset: str, setting: Setting, rate: float, window_s: float, seed: int) -> Figures:
-    """Return the figures of a system to which requests arrive for ``window_s`` seconds; all are served."""
+    """Return the figures of a system when requests arrive for ``window_s`` seconds and all are served."""
     return simulate_work(preset, setting, work_at(setting, rate, max(2, round(rate * window_s)), seed))
 
 
@@ -168,12 +171,12 @@ def _run(preset: str, setting: Setting, work: MemoryWork) -> PresetRun:
 
 
 READINGS = ("mean-ttft", "p99-ttft", "execution")
-"""What the limit on P99 TTFT is five times of, in S-LoRA at low load: mean TTFT or P99 TTFT (two readings of "the TTFT
-achieved on a low-load system", 2), or the mean execution time (5.1)."""
+"""Readings of the limit on P99 TTFT, which is five times one of S-LoRA's values at low load: mean TTFT or P99 TTFT (two
+readings of "the TTFT achieved on a low-load system", 2), or the mean execution time (5.1)."""
 
 
 def limits_s(setting: Setting, seed: int) -> dict[str, float]:
-    """Return the limit on P99 TTFT by reading, in seconds."""
+    """Return the limit on P99 TTFT in seconds for each reading."""
     low = simulate_work(S_LORA, setting, work_at(setting, LOW_RATE, LOW_REQUESTS, seed))
     found = (low["ttft_mean_s"], low["ttft_p99_s"], low["e2e_mean_s"])
     return {reading: SLO_TIMES * each_s for reading, each_s in zip(READINGS, found, strict=True)}
@@ -182,15 +185,15 @@ def limits_s(setting: Setting, seed: int) -> dict[str, float]:
 # --- knees -------------------------------------------------------------------------------------------
 
 STEP = 1.07
-"""Rates are so many times apart; a knee between two of them is interpolated."""
+"""Factor between neighbouring rates; a knee between two rates is interpolated."""
 
 
 class Sweep:
-    """P99 TTFT of a system by rate, each rate run once.
+    """Measures P99 TTFT of a system by rate, with one run per rate.
 
     Args:
         preset, setting, seed: see ``run_at``.
-        near: a rate; those that are tried are this one times powers of ``STEP``.
+        near: a rate; the sweep tries this rate times powers of ``STEP``.
     """
 
     def __init__(self, preset: str, setting: Setting, seed: int, near: float) -> None:
@@ -199,12 +202,12 @@ class Sweep:
         self._p99_s: dict[int, float] = {}
 
     def knee(self, limit_s: float) -> float:
-        """Return the rate at which P99 TTFT begins to miss the limit.
+        """Return the rate at which P99 TTFT begins to exceed the limit.
 
-        Between two rates the logarithm of P99 is taken as a line over the logarithm of the rate.
+        Between two rates, the logarithm of P99 is interpolated linearly over the logarithm of the rate.
 
         Raises:
-            RuntimeError: no rate or any rate keeps the limit.
+            RuntimeError: no rate keeps the limit, or every rate does.
         """
 
         def excess(place: int) -> float:
@@ -235,7 +238,7 @@ def knees(preset: str, setting: Setting, limits: dict[str, float], near: float, 
     Args:
         preset, setting, seed: see ``run_at``.
         limits: limit on P99 TTFT by reading, in seconds.
-        near: about where the knees are, in requests/s; that of the limit by mean TTFT is far below.
+        near: approximate knee in requests/s. The knee for the limit by mean TTFT is far below it.
     """
     sweeps = dict.fromkeys(READINGS, Sweep(preset, setting, seed, near))
     sweeps["mean-ttft"] = Sweep(preset, setting, seed, near / 2.5)
@@ -246,12 +249,12 @@ def knees(preset: str, setting: Setting, limits: dict[str, float], near: float, 
 
 
 def alone(setting: Setting, rank: int, input_tokens: int) -> dict[str, float]:
-    """Return the TTFT of one request alone in seconds: of the base model, with its adapter there, and loading it."""
+    """Return the TTFT in seconds of one request alone: on the base model, with a resident adapter, and with a load."""
     one = msgspec.structs.replace(setting, adapters=1, ranks=(rank,), choice="uniform")
     (name,) = adapter_names(1)
 
     def ttft_s(preset: str, adapter: str | None) -> float:
-        # The second of two requests far apart: S-LoRA has freed the adapter by then.
+        # The second of two requests far apart is measured, because S-LoRA has freed the adapter by then.
         requests = [WorkloadRequest(at_s, adapter, input_tokens, 2) for at_s in (0.0, 100.0)]
         exchange = _run(preset, one, MemoryWork(requests, (name,), 2, 1)).run.exchanges[1]
         return exchange.token_times_s[0] - exchange.due_s
