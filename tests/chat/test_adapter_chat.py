@@ -272,6 +272,9 @@ async def test_an_adapter_has_templates_for_tools_and_documents_and_by_name(star
             reply = await server.http.post(CHAT, json=body(model="own", **fields))
             assert reply.status_code == 200, reply.text
             assert prompts(server)[-1] == expected or not expected
-        reply = await server.http.post(CHAT, json=body(model="own", chat_template="{{ messages }}"))
-        assert reply.status_code == 501
-        assert "default, " in reply.json()["error"]["message"]
+        reply = await server.http.post(CHAT, json=body(model="own", chat_template="{{ messages[0]['content'] }}"))
+        assert reply.status_code == 200, reply.text
+        assert prompts(server)[-1] == "hello"
+        reply = await server.http.post(CHAT, json=body(model="own", chat_template="{{ messages"))
+        assert reply.status_code == 400
+        assert "chat_template" in reply.json()["error"]["message"]
