@@ -50,7 +50,7 @@ def main() -> None:
         "--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="the server's model, or its folder"
     )
     parser.add_argument("--out", default="grpo-policy", help="folder for the adapter; the server must read it")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -70,11 +70,12 @@ def main() -> None:
             max_steps=options.steps,
             per_device_train_batch_size=8,
             num_generations=8,
-            max_inflight_tasks=16,
+            max_inflight_tasks=8,
             max_completion_length=16,
             max_staleness=2,
             learning_rate=5e-4,
             token_budget=0,
+            gradient_checkpointing=False,
             use_cpu=not on_gpu,
             bf16=on_gpu,
             report_to=[],

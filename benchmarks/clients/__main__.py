@@ -34,7 +34,10 @@ PYTHON: dict[str, Sequence[str]] = {
     "lorax-client": ("lorax-client==0.6.3",),
     "trl": ("trl==1.16.0",),
     "skyrl": ("skyrl==0.3.0",),
-    "renderers": ("renderers==0.1.12", "prime-pydantic-config==0.4.0", "openai==3.57.0", "openai-harmony", "tiktoken"),
+    "renderers": (
+        *("renderers==0.1.12", "prime-pydantic-config==0.4.3", "openai-harmony==0.0.8", "tiktoken==0.14.0"),
+        "openai==3.57.0",
+    ),
     "art": ("openpipe-art==0.5.18",),
 }
 WITH_TORCH = ("lm-eval", "guidellm", "trl", "skyrl", "renderers", "art")

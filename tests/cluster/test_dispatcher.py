@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -81,6 +82,34 @@ def test_other_replicas_fetch_from_where_the_adapter_was_provided() -> None:
     fetch = only_fetch(actions)
     assert fetch[1:] == (A, S1, S2)
     assert dispatcher.fetched(fetch).sends == (Send(RequestId("r2"), S2),)
+
+
+def test_requests_of_a_session_stay_at_its_replica_while_that_is_open() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica in (S1, S2):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+
+    def replica_of(name: str, session: str) -> ReplicaId:
+        request = msgspec.structs.replace(asked(name, None), session=session)
+        ((_, replica),) = dispatcher.arrive(request, 0.0).sends
+        return replica
+
+    first = replica_of("r1", "a")
+    other = replica_of("r2", "b")
+    assert {first, other} == {S1, S2}
+    assert [replica_of(f"a{number}", "a") for number in range(4)] == [first] * 4
+    assert replica_of("b1", "b") == other
+    dispatcher.drain(first)
+    assert replica_of("a9", "a") == other
+
+
+def test_session_follows_its_adapter_to_other_replicas() -> None:
+    dispatcher = dispatcher_of(S1, S2, A=[S1])
+    request = msgspec.structs.replace(asked("r1"), session="a")
+    dispatcher.arrive(request, 0.0)
+    dispatcher.swap(table(2, A=[S2]), 0.0)
+    dispatcher.arrive(msgspec.structs.replace(request, request_id=RequestId("r2")), 0.0)
+    assert [dispatcher.fleet.where(RequestId(name)) for name in ("r1", "r2")] == [S1, S2]
 
 
 def test_failed_fetches_fall_back_to_source_files() -> None:
