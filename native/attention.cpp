@@ -274,18 +274,18 @@ using namespace lorikeet;
 // values lie in the blocks of its table: block b is [2 (k, v), block_tokens, kv_heads, head_dim] at kv + b *
 // block_stride; with codes [2, block_tokens, kv_heads, head_dim + 2], of which the last two are a scale in bfloat16. A
 // row sees its own and earlier positions, with a window the latest `window` only. With a softcap, scores are
-// softcap * tanh(scale * score / softcap).
+// softcap * tanh(scale * score / softcap). With one_order a row's bits do not depend on the number of its sequence's rows.
 LORIKEET_EXPORT void lorikeet_attention(
     const void* q, int64_t q_stride, const void* kv, int64_t kv_bytes, int64_t block_stride, void* out,
     int64_t out_stride, const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride,
     int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale,
-    int64_t window, double softcap, int64_t bytes, int64_t threads) {
+    int64_t window, double softcap, int64_t one_order, int64_t bytes, int64_t threads) {
   auto compute = [&](auto element, auto stored) {
     using T = decltype(element);
     using S = decltype(stored);
     attention<T, S>({(const T*)q, q_stride, (const S*)kv, block_stride, (T*)out, out_stride, row_starts, contexts, tables,
                      table_stride, sequences, heads, kv_heads, head_dim, block_tokens, float(scale), window,
-                     float(softcap)}, threads);
+                     float(softcap), one_order != 0}, threads);
   };
   if (bytes == 2)
     kv_bytes == 1 ? compute(bf16{}, int8_t{}) : compute(bf16{}, bf16{});

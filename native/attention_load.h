@@ -12,7 +12,6 @@
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kTile = 128;  // tokens of a tile
 constexpr int64_t kSpan = 2 * kLanes;
 
 // Cache lines of the next tile to prefetch per transposed block of keys, and per kPause groups in the two products, or per

@@ -25,7 +25,7 @@ LORIKEET_EXPORT void lorikeet_attention(
     const void* q, int64_t q_stride, const void* kv, int64_t kv_bytes, int64_t block_stride, void* out,
     int64_t out_stride, const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride,
     int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale,
-    int64_t window, double softcap, int64_t bytes, int64_t threads);
+    int64_t window, double softcap, int64_t one_order, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_scale_and_shift(
     void* out, int64_t stride, const void* extras, int64_t first, const void* targets, int64_t bytes, int64_t threads);

@@ -74,7 +74,7 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
                           s.slot_offsets, rows, m.bytes, threads);
     lorikeet_attention(s.qkv, qkv, kv, s.kv_bytes, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts, s.tables,
                        s.table_stride, s.sequences, m.heads, m.kv_heads, m.head_dim, s.block_tokens, reals.scale,
-                       layer.window, reals.softcap, m.bytes, threads);
+                       layer.window, reals.softcap, m.one_order, m.bytes, threads);
     if (index == m.count - 1 && s.samples < rows) {
       keep(s.x, m.hidden * m.bytes, s.sample_rows, s.samples, s.normed);
       keep(s.mixed, mixed * m.bytes, s.sample_rows, s.samples, s.qkv);

@@ -41,7 +41,7 @@ struct Layer {
 struct Model {
   const Layer* layers;
   int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes;
-  int64_t rotary_dims, rotates_neighbours, whole_norms;
+  int64_t rotary_dims, rotates_neighbours, whole_norms, one_order;
   Activation activation;
 };
 

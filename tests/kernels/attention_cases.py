@@ -1,7 +1,8 @@
 """Cases of attention for the native kernels."""
 
 import ctypes
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Shape:
-    """A call: ``sequences`` are (rows, context) each; ``window`` and ``softcap`` 0 are none."""
+    """A call: ``sequences`` are (rows, context) each; ``window`` and ``softcap`` 0 are none.
+
+    ``one_order`` sums as a prefill does, however many rows there are.
+    """
 
     sequences: list[tuple[int, int]]
     kv_heads: int = 3
@@ -21,6 +25,7 @@ class Shape:
     block_size: int = 16
     window: int = 0
     softcap: float = 0.0
+    one_order: bool = False
 
 
 class Case:
@@ -75,10 +80,21 @@ class Case:
             shape.head_dim**-0.5,
             shape.window,
             shape.softcap,
+            shape.one_order,
             self.q.element_size(),
             threads,
         )
         return out[starts[0] : starts[-1]]
+
+    def part(self, first: int, rows: int) -> "Case":
+        """Return the case in which the only sequence computes ``rows`` of its rows from the ``first`` on."""
+        (all_rows, context) = self.shape.sequences[0]
+        part = copy(self)
+        part.shape = replace(self.shape, sequences=[(rows, context - all_rows + first + rows)])
+        part.row_starts = torch.tensor([0, rows])
+        part.contexts = torch.tensor([context - all_rows + first + rows])
+        part.q = self.q[first : first + rows]
+        return part
 
     def by_torch(self, dtype: torch.dtype) -> Tensor:
         """Return the same, computed by torch in ``dtype``."""

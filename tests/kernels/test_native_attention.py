@@ -1,5 +1,7 @@
 """The native attention against fp64, by the error that torch makes in the same dtype."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from lorikeet.kernels.native import load_library, supported_instruction_sets
+from lorikeet.kernels.reference import kv_codes
 from tests.kernels.attention_cases import DTYPES, Case, Shape
 from tests.kernels.exactness import check_error
 
@@ -43,6 +46,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         block_size=draw(st.sampled_from([1, 5, 16, 64])),
         window=draw(st.sampled_from([0, 0, 1, 17, 100])),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
+        one_order=draw(st.booleans()),
     )
 
 
@@ -75,6 +79,26 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(
     for index in range(len(case.contexts)):
         start, stop = case.row_starts[index : index + 2].tolist()
         assert torch.equal(together[start:stop], case.native(library, 1, only=index))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instruction_set", supported_instruction_sets())
+@given(shapes(), st.sampled_from(DTYPES), st.booleans(), st.data())
+@settings(max_examples=60)
+def test_in_one_order_a_row_has_the_same_bits_in_every_chunk(
+    instruction_set: str, shape: Shape, dtype: torch.dtype, coded: bool, data: st.DataObject
+) -> None:
+    library = load_library(instruction_set)
+    case = Case(replace(shape, sequences=shape.sequences[:1], one_order=True), dtype)
+    if coded:
+        case.kv = kv_codes(case.kv)
+    whole = case.native(library, 2)
+    rows = shape.sequences[0][0]
+    first = 0
+    while first < rows:
+        size = data.draw(st.one_of(st.just(1), st.integers(1, rows - first)))
+        assert torch.equal(case.part(first, size).native(library, 1), whole[first : first + size])
+        first += size
 
 
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())

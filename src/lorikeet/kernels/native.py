@@ -63,7 +63,7 @@ _SIGNATURES = {
     "lorikeet_gelu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6)
     + (_FLOAT, _INT) * 2
-    + (_INT,),
+    + (_INT,) * 2,
     "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 4, _INT),
     "lorikeet_copy": (_ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _FLOAT),
     "lorikeet_place": (_ADDRESS, _INT, _INT),
@@ -284,10 +284,17 @@ class NativeLayers:
         weights: the packed weights.
         shape: the layers' other parameters.
         threads: function that returns the number of threads of a step.
+        one_order: see ``NativeKernels``.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, weights: Sequence[LayerWeights], shape: LayersShape, threads: Callable[[], int]
+        self,
+        library: ctypes.CDLL,
+        weights: Sequence[LayerWeights],
+        shape: LayersShape,
+        threads: Callable[[], int],
+        *,
+        one_order: bool,
     ) -> None:
         self._library = library
         self._weights = weights
@@ -312,6 +319,7 @@ class NativeLayers:
             rotary_dims=shape.pairs.dims,
             rotates_neighbours=shape.pairs.are_neighbours,
             whole_norms=shape.has_whole_norms,
+            one_order=one_order,
             activation=NativeActivation.of(shape.activation),
         )
         mixed = shape.heads * shape.head_dim
@@ -458,13 +466,16 @@ class NativeKernels:
     Args:
         instruction_set: the library's instruction set, which is part of the backend's name.
         library: a library from :func:`load_library`.
+        one_order: whether attention sums in the order of a prefill for any number of rows, so that a row's bits do not
+            depend on the other rows of its sequence in the step. All other sums have one order in any case.
     """
 
     fits_graphs = False
     reads_codes = True
 
-    def __init__(self, instruction_set: str, library: ctypes.CDLL) -> None:
-        self.name = f"native ({instruction_set})"
+    def __init__(self, instruction_set: str, library: ctypes.CDLL, *, one_order: bool = False) -> None:
+        self.name = f"native ({instruction_set}{', one order of sums' if one_order else ''})"
+        self._one_order = one_order
         self._threads = torch.get_num_threads()
         self._library = library
         self._slabs = Slabs()
@@ -547,7 +558,7 @@ class NativeKernels:
 
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers:
         """Return all layers as one call, without the interpreter between kernels."""
-        return NativeLayers(self._library, weights, shape, lambda: self._threads)
+        return NativeLayers(self._library, weights, shape, lambda: self._threads, one_order=self._one_order)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Multiply and add the LoRA delta in one call. Einsums run in torch."""
@@ -692,6 +703,7 @@ class NativeKernels:
             scale,
             window or 0,
             softcap,
+            self._one_order,
             qkv.element_size(),
             self._threads,
         )

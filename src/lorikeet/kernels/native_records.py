@@ -112,6 +112,7 @@ class ModelRecord(NativeRecord):
         ("rotary_dims", c_int64),
         ("rotates_neighbours", c_int64),
         ("whole_norms", c_int64),
+        ("one_order", c_int64),
         ("activation", c_int64),
     )
 
