@@ -185,6 +185,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` chooses native on a CPU and Triton on a GPU
             if these are installed and support dtype and device. With Triton, steps without CUDA graphs use FlashInfer's
             attention for bfloat16 and float16 if FlashInfer is installed.
+        deterministic: compute every row in one order of sums. Then an answer, its tokens and log probabilities do not
+            depend on other requests, chunks, prefix hits, preemption or a restart, to the last bit. Only on CPUs, with
+            the native kernels, for Lorikeet's own decoder on one rank; slower.
         enforce_eager: launch every kernel of every step. Otherwise pure decode steps are captured as CUDA graphs and
             replayed, on a GPU with one rank.
         threads: number of threads of one rank; 0 for ``OMP_NUM_THREADS``, or else an equal share of the cores.
@@ -224,6 +227,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank_key_file: str = ""
     device: str = "cpu"
     kernels: str = "auto"
+    deterministic: bool = False
     enforce_eager: bool = False
     threads: Count = 0
     load_threads: Positive = 1

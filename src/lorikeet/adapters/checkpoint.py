@@ -86,12 +86,14 @@ class AdapterChecks(msgspec.Struct, frozen=True):
         base: the base model to compare with the name in the adapter's config. None compares no names.
         only_low_rank: why only low-rank matrices on linear modules can be served; "" without this restriction.
         only_vectors: why whole weights and factors of inputs of linear modules cannot be served; "" if they can.
+        only_own_products: why neither whole weights nor changes of the vocabulary can be served; "" if they can.
     """
 
     dtype: str = ""
     base: ServedBase | None = None
     only_low_rank: str = ""
     only_vectors: str = ""
+    only_own_products: str = ""
 
 
 NO_CHECKS = AdapterChecks()
@@ -178,6 +180,8 @@ def describe_folder(
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {checks.only_low_rank}")
     if checks.only_vectors and (split := [each for each in extras if each.is_split]):
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(split)}: {checks.only_vectors}")
+    if checks.only_own_products and (by_torch := [each for each in extras if each.is_product]):
+        raise AdapterError(f"{WEIGHTS_FILE}: {summary(by_torch)}: {checks.only_own_products}")
     if extras and config.alora_invocation_tokens:  # These extras would change the KV before the invocation.
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: not supported with alora_invocation_tokens")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]

@@ -100,6 +100,11 @@ class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
         """Whether each tensor-parallel rank would need only some of the matrix's columns or rows."""
         return self.kind in ("weight", "input") and self.module not in (EMBEDDING, HEAD)
 
+    @property
+    def is_product(self) -> bool:
+        """Whether rows are multiplied by a matrix of its own, which is not LoRA on a linear module."""
+        return self.kind == "weight" or self.module in (EMBEDDING, HEAD)
+
 
 class AdapterDescription(msgspec.Struct, frozen=True):
     """The description of an adapter: everything that the server uses except the weights.

@@ -499,6 +499,9 @@ def _open_catalog(
             ),
             _why_only_low_rank(settings),
             _why_only_vectors(settings),
+            "--deterministic: torch multiplies by these, in an order that depends on the batch"
+            if settings.engine.deterministic
+            else "",
         ),
         accept=accept,
         fit_chat=chats.fit,

@@ -206,6 +206,12 @@ FLAGS = (
     Flag("--device", "engine.device", str, "cpu or cuda."),
     Flag("--kernels", "engine.kernels", str, "auto, native, triton or reference."),
     Flag(
+        "--deterministic",
+        "engine.deterministic",
+        bool,
+        "Compute answers to the same bits in any batch, after prefix hits, preemption and restarts. CPU only; slower.",
+    ),
+    Flag(
         "--enforce-eager --disable-cuda-graph", "engine.enforce_eager", bool, "Do not capture decode steps as graphs."
     ),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),

@@ -12,7 +12,7 @@ from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.adapter import AdapterRef, Shape
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import Executor
-from lorikeet.core.plan import StepPlan, StepResult
+from lorikeet.core.plan import KernelForm, StepPlan, StepResult
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.iteration_costs import iteration_costs
@@ -137,6 +137,8 @@ def build_replica(
         ValueError: the model or its weights cannot be used.
         ExecutorError: a rank or a loader process did not start.
     """
+    if settings.engine.deterministic:
+        settings = deterministic(settings)
     _, preset = resolve_preset(settings.engine.preset)
     clock = clock or MonotonicClock()
     if settings.engine.executor is ExecutorKind.PACED:
@@ -147,6 +149,28 @@ def build_replica(
         profile = load_profile(settings.engine.profile)
         sizes = sizes._replace(iterations=iteration_costs(transfer_model(settings.engine, profile), preset))
     return assemble(settings, executor, sizes, clock, on_ran)._replace(grammars=executor.grammars)
+
+
+def deterministic(settings: Settings) -> Settings:
+    """Return the settings of an engine whose answers may not depend on other requests.
+
+    Host cores compute no LoRA, since they round differently from the device's kernels.
+
+    Raises:
+        ConfigError: the preset or another setting makes answers depend on other requests.
+    """
+    name, preset = resolve_preset(settings.engine.preset)
+    engine = settings.engine
+    refused = {
+        f"preset {name} merges adapters into the base's weights": BATCHING.load(preset.batching).merges,
+        f"preset {name} computes LoRA by einsum over the adapters of a batch": preset.kernel_form is KernelForm.EINSUM,
+        "the sums of several ranks depend on the batch": engine.ranks > 1,
+        "a paced executor computes nothing": engine.executor is not ExecutorKind.TORCH,
+    }
+    for why, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(f"deterministic: {why}")
+    return msgspec.structs.replace(settings, engine=msgspec.structs.replace(engine, host_lora_workers=0))
 
 
 def assemble(

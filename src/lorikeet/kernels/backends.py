@@ -17,7 +17,7 @@ from lorikeet.kernels.reference import ReferenceKernels
 _FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kernels:
+def choose_kernels(name: str, dtype: torch.dtype, device: torch.device, *, one_order: bool = False) -> Kernels:
     """Return a backend.
 
     Args:
@@ -26,12 +26,15 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
             the reason.
         dtype: dtype of weights, adapters and KV.
         device: device of weights, adapters and KV.
+        one_order: whether a row's bits must not depend on other rows, which only the native kernels can ensure.
 
     Raises:
         ValueError: the name is unknown, the backend cannot be used here, or FlashInfer is installed but broken.
     """
     if name not in KERNELS:
         raise ValueError(f"{name!r} is not one of {', '.join(KERNELS)}")
+    if one_order:
+        return _kernels_in_one_order(name, dtype, device)
     if name == "reference":
         return ReferenceKernels()
     try:
@@ -48,6 +51,17 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
         if name != "auto":
             raise ValueError(str(error)) from error
         return ReferenceKernels(instead_of_faster=str(error))
+
+
+def _kernels_in_one_order(name: str, dtype: torch.dtype, device: torch.device) -> Kernels:
+    try:
+        if name not in ("auto", "native") or device.type != "cpu" or dtype not in DTYPES:
+            raise NativeUnavailableError(f"not {name} kernels for {str(dtype).removeprefix('torch.')} on {device.type}")
+        return NativeKernels(*best_library(), one_order=True)
+    except NativeUnavailableError as error:
+        raise ValueError(
+            f"deterministic needs the native kernels, for bfloat16 or float32 on a CPU: {error}"
+        ) from error
 
 
 def _flashinfer_kernels(device: torch.device) -> Kernels:

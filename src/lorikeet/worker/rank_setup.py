@@ -214,6 +214,11 @@ def _load_transformers(
     from lorikeet.models.transformers_attention import UnsupportedAttention
     from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 
+    if settings.engine.deterministic:
+        raise ConfigError(
+            f"deterministic: needs Lorikeet's own decoder, and {config.architecture} runs by transformers' modules, "
+            "whose products depend on the batch: leave --deterministic out"
+        )
     if settings.engine.kv_cache_dtype == "int8":
         raise ConfigError(
             f"kv_cache_dtype: int8 needs Lorikeet's own decoder, and {config.architecture} runs by transformers' "
@@ -239,7 +244,8 @@ def _load_transformers(
 
 def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Kernels:
     try:
-        kernels = choose_kernels(settings.engine.kernels, dtype, device)
+        one_order = settings.engine.deterministic
+        kernels = choose_kernels(settings.engine.kernels, dtype, device, one_order=one_order)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
     for name in ("lora_dtype", "kv_cache_dtype"):
