@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +13,7 @@ from lorikeet.cli.console import fail, parse_size
 from lorikeet.cli.serve_flags import origins, preload_pair
 
 if TYPE_CHECKING:
+    from lorikeet.core.splits import Split
     from lorikeet.router.adapters import RoutedAdapter
 
 _RANK = re.compile(r"(.*),rank=(\d+)")
@@ -33,6 +34,13 @@ def router(
             help="Adapter to serve, with a source that all backends can read; with its rank if it cannot be read here. "
             "Repeatable.",
             metavar="NAME=SOURCE[,rank=16]",
+        ),
+    ] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name whose requests are split between adapters of --lora-modules by shares. Repeatable.",
+            metavar="NAME=ADAPTER:SHARE,...",
         ),
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset whose routing and placement are used.")] = "auto",
@@ -105,9 +113,11 @@ def router(
         check_keys((*(api_key or ()), *(admin_key or ())))
         pages = tuple(chain.from_iterable(map(origins, allowed_origins or ())))
         check_origins(pages)
+        adapters = _read_adapters(lora_modules or ())
         options = RouterOptions(
             backends=tuple(backend),
-            adapters=_read_adapters(lora_modules or ()),
+            adapters=adapters,
+            splits=_read_splits(split or (), {adapter.name for adapter in adapters}),
             preset=preset,
             profile=profile,
             slo=parse_slo(slo),
@@ -157,6 +167,35 @@ def _read_adapters(texts: Iterable[str]) -> "tuple[RoutedAdapter, ...]":
         if first is not adapter:
             raise ValueError(f"adapter {adapter.name!r} is named twice: from {first.source} and from {adapter.source}")
     return tuple(adapters.values())
+
+
+def _read_splits(texts: Iterable[str], adapters: Set[str]) -> "dict[str, Split]":
+    """Read all ``--split``.
+
+    Raises:
+        ValueError: a value is not of the form ``NAME=ADAPTER:SHARE,...``, a share is not valid, a name is in use, or an
+            adapter does not exist.
+    """
+    from lorikeet.core.splits import Split, why_invalid
+
+    splits: dict[str, Split] = {}
+    for text in texts:
+        name, _, pairs = text.partition("=")
+        versions = {}
+        for pair in pairs.split(","):
+            version, _, share = pair.rpartition(":")
+            try:
+                versions[version] = float(share)
+            except ValueError:
+                raise ValueError(f"--split: {text!r} must be NAME=ADAPTER:SHARE,...") from None
+            if version not in adapters:
+                raise ValueError(f"--split: {version!r} in {text!r} is not a name of --lora-modules")
+        if reason := why_invalid(name, versions, {}):
+            raise ValueError(f"--split: {text!r}: {reason}")
+        if not name or name in adapters or name in splits:
+            raise ValueError(f"--split: the name {name!r} is empty or in use")
+        splits[name] = Split(versions)
+    return splits
 
 
 def read_adapter(text: str) -> "RoutedAdapter":

@@ -22,6 +22,10 @@ class BackgroundTasks:
         task.add_done_callback(self._ended)
         return task
 
+    def __len__(self) -> int:
+        """Return the number of running tasks."""
+        return len(self._running)
+
     async def close(self) -> None:
         """Cancel all running tasks, and wait until they have ended."""
         for task in self._running:

@@ -1,48 +1,23 @@
 """Builds the router's ASGI application, with forwarded routes and routes that the router answers."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.registry import check_name
 from lorikeet.http.anthropic_errors import AnthropicErrors
 from lorikeet.http.body_gate import SMALL_BODY_BYTES
-from lorikeet.http.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
-from lorikeet.http.logs import log
+from lorikeet.http.errors import ApiError, install_handlers, model_not_found
 from lorikeet.http.middleware import add_middleware
 from lorikeet.http.model_routes import MODEL_ROUTES
 from lorikeet.http.routes import BodySize, Callers, Forwarding, Route, RouteTable
-from lorikeet.http.vllm_adapter_answers import (
-    adapter_not_found,
-    already_loaded,
-    check_load,
-    check_unload,
-    load_answer,
-    unload_answer,
-)
 from lorikeet.http.web import page_file
 from lorikeet.observe.stats_stream import read_stats_query, stats_response
-from lorikeet.router.adapters import describe_adapter
+from lorikeet.router.adapter_routes import AdapterRoutes, json_response
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
-
-
-class _Load(msgspec.Struct):
-    lora_name: str = ""
-    lora_path: str = ""
-    load_inplace: bool = False
-    rank: int | None = None
-
-
-class _Unload(msgspec.Struct):
-    lora_name: str = ""
 
 
 def create_app(
@@ -65,6 +40,7 @@ def create_app(
     """
     app = Starlette()
     routes = _Routes(parts, preset)
+    adapters = AdapterRoutes(parts.catalog, parts.backend_router)
 
     rows: list[Route] = []
 
@@ -80,15 +56,20 @@ def create_app(
             serve(row, *(partial(_proxied, path, parts) for path in row.paths))
     serve(Route("GET /v1/models", Callers.KEYS), routes.models)
     serve(Route("GET /v1/models/{name:path}", Callers.KEYS), routes.model)
-    serve(Route("POST /v1/load_lora_adapter", Callers.ADMINS), routes.load)
-    serve(Route("POST /v1/unload_lora_adapter", Callers.ADMINS), routes.unload)
+    serve(Route("GET /v1/adapters", Callers.KEYS), adapters.list)
+    serve(Route("POST /v1/adapters", Callers.ADMINS), adapters.add)
+    serve(Route("GET /v1/adapters/{name:path}", Callers.KEYS), adapters.one)
+    serve(Route("PATCH /v1/adapters/{name:path}", Callers.ADMINS), adapters.change)
+    serve(Route("DELETE /v1/adapters/{name:path}", Callers.ADMINS), adapters.delete)
+    serve(Route("POST /v1/load_lora_adapter", Callers.ADMINS), adapters.load)
+    serve(Route("POST /v1/unload_lora_adapter", Callers.ADMINS), adapters.unload)
     serve(Route("GET /v1/cluster", Callers.ADMINS), routes.cluster)
     serve(Route("GET /v1/stats", Callers.ADMINS), routes.stats)
     serve(Route("GET /v1/stats/stream", Callers.ADMINS), routes.stats_stream)
     serve(Route("GET /ui /ui/{name}", Callers.ANYONE), routes.page, routes.page)
     serve(Route("GET /health", Callers.ANYONE), routes.health)
     serve(Route("GET /metrics", Callers.ANYONE), routes.metrics)
-    for method in ("GET", "POST", "PUT", "DELETE"):
+    for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
         app.add_route("/{path:path}", routes.not_served, methods=[method])
     install_handlers(app)
     add_middleware(
@@ -121,7 +102,7 @@ class _Routes:
 
     async def models(self, http: Request) -> Response:
         """Return all models, the base first."""
-        return _json({"object": "list", "data": self._parts.catalog.cards()})
+        return json_response({"object": "list", "data": self._parts.catalog.cards()})
 
     async def model(self, http: Request) -> Response:
         """Return one model."""
@@ -129,44 +110,13 @@ class _Routes:
         card = next((card for card in self._parts.catalog.cards() if card["id"] == name), None)
         if card is None:
             raise model_not_found(name)
-        return _json(card)
-
-    async def load(self, http: Request) -> Response:
-        """Serve an adapter, as vLLM's route does. A backend loads it with its first request."""
-        body = await _read(http, _Load)
-        name = body.lora_name
-        catalog = self._parts.catalog
-        check_load(name, body.lora_path)
-        self._check_is_new(body)
-        try:
-            check_name(name, {card["id"] for card in catalog.base_cards()})
-            adapter = await asyncio.to_thread(describe_adapter, name, body.lora_path, body.rank)
-        except AdapterError as error:
-            raise bad_request(hide_paths(str(error))) from error
-        self._check_is_new(body)  # Another call may have added the adapter during the await.
-        await catalog.add(adapter)
-        log.info("adapter added", adapter=name, source=adapter.source, rank=adapter.rank)
-        return load_answer(name)
-
-    def _check_is_new(self, body: _Load) -> None:
-        if body.lora_name in self._parts.catalog.adapters and not body.load_inplace:
-            raise already_loaded(body.lora_name)
-
-    async def unload(self, http: Request) -> Response:
-        """Stop serving an adapter."""
-        name = (await _read(http, _Unload)).lora_name
-        check_unload(name)
-        if name not in self._parts.catalog.adapters:
-            raise adapter_not_found(name)
-        await self._parts.catalog.remove(name)
-        log.info("adapter removed", adapter=name)
-        return unload_answer(name)
+        return json_response(card)
 
     async def cluster(self, http: Request) -> Response:
         """Return the backends as replicas, in the form of a server's own ``/v1/cluster``."""
         backend_router = self._parts.backend_router
         names = {digest: adapter.name for digest, adapter in backend_router.versions.items()}
-        return _json({**router_state(backend_router).shown(names), "preset": self._preset})
+        return json_response({**router_state(backend_router).shown(names), "preset": self._preset})
 
     async def stats(self, http: Request) -> Response:
         """Return the router's current statistics, in the form of a server's own ``/v1/stats``."""
@@ -196,18 +146,7 @@ class _Routes:
         raise ApiError(
             404,
             f"{http.method} {http.url.path} is not forwarded. lorikeet router forwards requests that name a model "
-            "(completions, chats, messages, responses, embeddings, scores, tokens) and has /v1/models, "
+            "(completions, chats, messages, responses, embeddings, scores, tokens) and has /v1/models, /v1/adapters, "
             "/v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats, /ui, /health and /metrics of its "
             "own; docs/router.md lists all. Ask a backend at its own address for others; /v1/cluster lists backends.",
         )
-
-
-async def _read(http: Request, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(await http.body(), type=kind)
-    except msgspec.DecodeError as error:
-        raise bad_request(f"The body does not fit this route: {error}.") from error
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

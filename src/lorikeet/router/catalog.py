@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -13,7 +13,9 @@ from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import ReplicaId
-from lorikeet.http.errors import ApiError, model_not_found
+from lorikeet.core.splits import Split, why_invalid
+from lorikeet.http.errors import ApiError, bad_request, model_not_found
+from lorikeet.http.vllm_adapter_answers import invalid_input
 from lorikeet.router.adapters import RoutedAdapter, as_new_version
 from lorikeet.router.backend_router import BackendRouter
 
@@ -34,9 +36,11 @@ class ModelCatalog:
         adapters: adapters that clients may name from the start.
         placements: places adapters.
         period_s: time between two placements, in seconds.
+        splits: names whose requests are split between adapters from the start.
 
     Attributes:
         adapters: adapters by name; read only.
+        splits: names whose requests are split between adapters, with their shares; read only.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class ModelCatalog:
         adapters: Iterable[RoutedAdapter],
         placements: PlacementService,
         period_s: float,
+        splits: Mapping[str, Split] | None = None,
     ) -> None:
         self.adapters = {adapter.name: adapter for adapter in adapters}
+        self.splits: dict[str, Split] = {}
         self._backend_router = backend_router
         self._placer = PlacementClient(placements, period_s, backend_router.set_placement)
         self._created = int(time.time())
@@ -58,6 +64,8 @@ class ModelCatalog:
         """Timers of backends that take no requests: when one ends, its backend leaves the placement."""
         for adapter in self.adapters.values():
             backend_router.add_adapter(adapter)
+        for name, split in (splits or {}).items():
+            self.set_split(name, split)
 
     async def start(self) -> None:
         """Place adapters on all backends, up or not; then again after every period and when backends change."""
@@ -88,7 +96,8 @@ class ModelCatalog:
         base = bases[0] if bases else {"object": "model", "owned_by": "lorikeet"}
         own = {"created": self._created, "parent": base.get("id")}
         adapters = self.adapters.values()
-        return bases + [{**base, **own, "id": each.name, "root": shown_source(each.source)} for each in adapters]
+        cards = bases + [{**base, **own, "id": each.name, "root": shown_source(each.source)} for each in adapters]
+        return cards + [{**base, **own, "id": name, "root": name} for name in self.splits]
 
     def find(self, model: str) -> RoutedAdapter | None:
         """Return the adapter of a name; None for the base model.
@@ -105,6 +114,37 @@ class ModelCatalog:
             why = f"No backend has been available yet{self._backend_router.backend_errors()}."
             raise ApiError(503, why, headers={"Retry-After": "1"})
         raise model_not_found(model, _ONE_NAME if any(mark in model for mark in "*+:@") else "")
+
+    def version_of(self, name: str, key: str) -> str:
+        """Return the version that answers a request of a split: the first in the key's order that still exists.
+
+        Raises:
+            ApiError: 404, all versions have been removed.
+        """
+        split = self.splits[name]
+        for version in split.ranked(name, key):
+            if version in self.adapters:
+                return version
+        raise ApiError(404, f"No version of `{name}` exists any more; it names {', '.join(split.versions)}.")
+
+    def set_split(self, name: str, split: Split) -> None:
+        """Split the requests of a name between adapters.
+
+        Raises:
+            ApiError: 400 if the name or a share is not valid, 404 for an adapter that does not exist.
+        """
+        if any(card["id"] == name for card in self.base_cards()):
+            raise invalid_input(f"A split cannot have the name of the base model, {name!r}.")
+        if reason := why_invalid(name, split.versions, split.shadow):
+            raise bad_request(reason, "versions")
+        for each in {**split.versions, **split.shadow}:
+            if each not in self.adapters:
+                raise ApiError(404, f"The adapter `{each}` does not exist.", param="versions")
+        self.splits[name] = split
+
+    def remove_split(self, name: str) -> None:
+        """Remove a split; its adapters stay."""
+        del self.splits[name]
 
     async def add(self, adapter: RoutedAdapter) -> None:
         """Serve an adapter. It replaces an adapter of the same name, whose running requests keep the old version."""

@@ -77,6 +77,12 @@ class RouterMetrics:
         self.continued = Counter(
             "lorikeet:route_continued", "Answers that went on at another backend.", registry=self.registry
         )
+        self._split = Counter(
+            "lorikeet:split_requests",
+            "Requests of a name that is split between versions.",
+            ("split", "version", "kind"),
+            registry=self.registry,
+        )
         self.registry.register(_Backends(backend_router))
         self.connections = ConnectionStats()
         self.registry.register(ConnectionCollector(self.connections.closed, {}))
@@ -84,6 +90,10 @@ class RouterMetrics:
     def ended(self, outcome: str) -> None:
         """Count an ended request. ``outcome`` is one of ``OUTCOMES``."""
         self._ended[outcome].inc()
+
+    def count_split(self, split: str, version: str, kind: str) -> None:
+        """Count a request of a split. ``kind`` is ``served``, ``shadow``, or ``skipped`` for an unsent copy."""
+        self._split.labels(split=split, version=version, kind=kind).inc()
 
     def page(self, accept: str) -> Response:
         """Return a page with all metrics; see :func:`metrics_page`."""

@@ -5,6 +5,7 @@ is the state that the proxy task and the backend router share.
 """
 
 import asyncio
+import copy
 import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -94,6 +95,27 @@ class RequestBody:
         self.fields: dict[str, Any] = fields
         self.content = content
 
+    def with_fields(self, **changed: Any) -> "RequestBody":
+        """Return the body with some fields changed; None removes a field."""
+        changed_body = copy.copy(self)
+        fields = {**self.fields, **changed}
+        changed_body.fields = {
+            name: value for name, value in fields.items() if value is not None or name not in changed
+        }
+        changed_body.content = msgspec.json.encode(changed_body.fields)
+        return changed_body
+
+    @property
+    def generates(self) -> bool:
+        """Whether the answer is generated token by token."""
+        return _FORWARDING[self.path] is Forwarding.GENERATED
+
+    @property
+    def user(self) -> str:
+        """The user in the body; empty for none."""
+        user = self.fields.get("user")
+        return user if isinstance(user, str) else ""
+
     @property
     def is_chat(self) -> bool:
         """Whether the request is a chat completion."""
@@ -125,7 +147,7 @@ class RequestBody:
     @property
     def streams(self) -> bool:
         """Whether the answer is streamed."""
-        return self.fields.get("stream") is True and _FORWARDING[self.path] is Forwarding.GENERATED
+        return self.fields.get("stream") is True and self.generates
 
     @property
     def max_tokens(self) -> int | None:

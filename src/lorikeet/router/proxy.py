@@ -10,11 +10,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import RequestId
 from lorikeet.http.answer_stream import error_text
 from lorikeet.http.anthropic_errors import MESSAGES_PATH, anthropic_error
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
 from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.logs import log
 from lorikeet.http.sessions import SESSION_HEADER, session_of
 from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream
 from lorikeet.http.threads import off_the_loop
@@ -34,6 +36,8 @@ from lorikeet.router.connections import (
 from lorikeet.router.health import HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import (
+    CHAT,
+    COMPLETIONS,
     RESPONSES,
     BackendLost,
     PromptLengths,
@@ -59,6 +63,8 @@ MAX_FAILURES = 3
 """Failures in a row after which a request fails, without lost backends."""
 _PAUSE_S = 0.1
 """Seconds before the third attempt; the pause grows with each further one."""
+MAX_COPIES = 32
+"""Most copies of requests for shadows of splits at a time. Further ones are not sent."""
 _NOT_RETRIED = (501, 504)
 """Statuses that are not retried: other backends would not support the request either, or time out again."""
 _TOO_MANY_REQUESTS = 429
@@ -98,6 +104,7 @@ class RouterParts(NamedTuple):
     Attributes:
         body_gate: bounds the bytes of large bodies, which are kept until their answers have ended.
         stored: the stored answers, with their backends.
+        copies: the tasks that answer copies of requests for the shadows of splits.
         isolates_keys: whether requests of different API keys must not share KV.
     """
 
@@ -110,6 +117,7 @@ class RouterParts(NamedTuple):
     request_numbers: "count[int]"
     body_gate: BodyGate
     stored: StoredAnswers
+    copies: BackgroundTasks
     isolates_keys: bool
 
 
@@ -138,10 +146,17 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
             held_bytes = len(content)
         tenant = http.state.tenant if parts.isolates_keys else ""
         body = await off_the_loop(partial(RequestBody, path, content, tenant), len(content) - SMALL_BODY_BYTES)
+        session = session_of(http.headers.get(SESSION_HEADER), http.state.tenant)
+        split = body.model if body.model in parts.catalog.splits else ""
+        if split:
+            version = parts.catalog.version_of(split, body.user or session or http.state.request_id)
+            whole = body
+            body = await off_the_loop(partial(whole.with_fields, model=version), len(content) - SMALL_BODY_BYTES)
+            parts.metrics.count_split(split, version, "served")
+            _copy_to_shadows(http, split, whole, parts)
         adapter = parts.catalog.find(body.model)
         prompt_tokens = parts.lengths.tokens(body)
         request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
-        session = session_of(http.headers.get(SESSION_HEADER), http.state.tenant)
         request = ProxiedRequest(request_id, body, adapter, prompt_tokens, session)
         if body.previous_response:
             keeper = _keeper(parts, body.previous_response, http.state.tenant, "previous_response_id")
@@ -155,6 +170,49 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
     if adapter is not None:
         parts.catalog.on_request(adapter, prompt_tokens)
     return CancelOnDisconnect(task.answer, task.close)
+
+
+def _copy_to_shadows(http: Request, split: str, body: RequestBody, parts: RouterParts) -> None:
+    """Send copies of a request of a split to the shadows of the split in the background."""
+    if not body.generates:
+        return
+    for shadow in parts.catalog.splits[split].copied_to(split, http.state.request_id):
+        adapter = parts.catalog.adapters.get(shadow)
+        is_sent = adapter is not None and len(parts.copies) < MAX_COPIES
+        parts.metrics.count_split(split, shadow, "shadow" if is_sent else "skipped")
+        if adapter is not None and is_sent:
+            parts.copies.run(_answer_copy(http, adapter, body, parts))
+
+
+async def _answer_copy(http: Request, adapter: RoutedAdapter, body: RequestBody, parts: RouterParts) -> None:
+    """Answer a copy of a request under another adapter, and drop the answer. Its figures count."""
+    changed: dict[str, Any] = {"model": adapter.name, "stream": None, "stream_options": None, "expect_digest": None}
+    if body.path in (COMPLETIONS, CHAT):
+        changed["service_tier"] = "flex"  # Lorikeet answers such requests when it is idle.
+    elif body.path == RESPONSES:
+        changed["store"] = False
+    number = next(parts.request_numbers)
+    size = len(body.content)
+    try:
+        if size > SMALL_BODY_BYTES:
+            await parts.body_gate.enter(size)
+        held_bytes = size if size > SMALL_BODY_BYTES else 0
+        try:
+            copied = await off_the_loop(partial(body.with_fields, **changed), size - SMALL_BODY_BYTES)
+            request_id = f"{http.state.request_id}-shadow-{number}"
+            request = ProxiedRequest(RequestId(request_id), copied, adapter, parts.lengths.tokens(copied))
+            task = ProxyTask(http, request, parts, held_bytes, request_id)
+        except BaseException:
+            parts.body_gate.leave(held_bytes)
+            raise
+        try:
+            await task.answer()
+        finally:
+            task.close()
+        if task.outcome != "complete":
+            log.warning("a copy of a request was not answered", adapter=adapter.name, outcome=task.outcome)
+    except ApiError as error:
+        log.warning("a copy of a request was not answered", adapter=adapter.name, error=error.message)
 
 
 def _keeper(parts: RouterParts, answer_id: str, tenant: str, param: str) -> Backend:
@@ -230,12 +288,15 @@ class ProxyTask:
         request: state of the request, shared with the backend router.
         parts: parts of the router.
         held_bytes: number of bytes of the body, which the gate counts until the end.
+        request_id: id of the request at the backends; empty for the client's.
 
     Attributes:
         outcome: the outcome in the metrics: ``complete``, ``refused`` or ``failed``; ``left`` if never set.
     """
 
-    def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int) -> None:
+    def __init__(
+        self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int, request_id: str = ""
+    ) -> None:
         self.outcome = "left"
         self._held_bytes = held_bytes
         self._request = request
@@ -243,7 +304,7 @@ class ProxyTask:
         self._backend_router = parts.backend_router
         self._stream = _stream_of(request.body)
         self._http = http
-        self._request_id: str = http.state.request_id
+        self._request_id: str = request_id or http.state.request_id
         self._attempts = self._failures = 0
         self._is_sent = self._has_sent = self._is_closed = False
         self._reply: BackendResponse | None = None

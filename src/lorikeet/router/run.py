@@ -22,6 +22,7 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.core.request import Slo
+from lorikeet.core.splits import Split
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
 from lorikeet.http.body_gate import BodyGate
@@ -54,6 +55,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         backends: at least one backend in the form of ``discovery.open_source``, all different.
         adapters: adapters that clients may name from the start.
+        splits: names whose requests are split between those adapters, with their shares.
         preset: the system whose routing and placement are used.
         profile: name or file of a cost profile of one backend, for presets that decide by costs; empty for none.
         slo: SLO targets for such presets.
@@ -72,6 +74,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     backends: tuple[str, ...]
     adapters: tuple[RoutedAdapter, ...] = ()
+    splits: dict[str, Split] = {}
     preset: str = "auto"
     profile: str = ""
     slo: Slo = Slo()
@@ -198,7 +201,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     backends = [Backend(replica, spec, options.backend_key) for replica, spec in zip(replicas, specs, strict=True)]
     backend_router = BackendRouter(backends, routing, prefetch=preset.pool_prefetch)
     placements = LocalPlacementService(Orchestrator(placement, replicas, time.monotonic()))
-    catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s)
+    catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s, options.splits)
+    copies = BackgroundTasks()
     monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s, options.backend_timeout_s)
     try:
         await monitor.start()
@@ -215,9 +219,11 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             count(),
             BodyGate(MAX_BODY_BYTES),
             StoredAnswers(),
+            copies,
             isolates_keys=not options.shared_prefix_cache,
         )
     finally:
+        await copies.close()
         await monitor.close()
         await catalog.close()
         await backend_router.close()
