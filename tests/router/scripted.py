@@ -45,7 +45,7 @@ class ScriptedBackend:
         open: while cleared, no word is said and no adapter loaded.
         dies_after: the connection of the next answer breaks after so many words.
         fails_with: status of all completions, with a message; None to answer.
-        busy: so many of the next completions are answered with 429.
+        busy: so many of the next completions are answered with 429, and with ``busy_headers``.
         stream_error: the next stream ends with this event after one word.
         counts: whether it counts tokens along.
         holds_heads: no answer begins until ``go_on`` is set.
@@ -79,6 +79,7 @@ class ScriptedBackend:
         self.dies_after: int | None = None
         self.fails_with: int | None = None
         self.busy = 0
+        self.busy_headers: dict[str, str] = {}
         self.stream_error: dict[str, Any] | None = None
         self.counts = True
         self.holds_heads = False
@@ -246,7 +247,7 @@ class ScriptedBackend:
             return _error(self.fails_with, "it is as it is")
         if self.busy:
             self.busy -= 1
-            return _error(429, "busy", {"Retry-After": "0"})
+            return _error(429, "busy", {"Retry-After": "0", **self.busy_headers})
         if body["model"] != "base" and body["model"] not in self.adapters:
             return _error(404, f"The model `{body['model']}` does not exist.")
         is_chat = http.url.path.endswith("chat/completions")

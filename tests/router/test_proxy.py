@@ -339,6 +339,41 @@ async def test_a_backends_refusals_are_passed_on(start: Start) -> None:
         assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 429
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_backend_passes_requests_to_one_with_room(start: Start, status: int, stream: bool) -> None:
+    async with start(count=3) as routing:
+        full, other, idle = routing.backends
+        full.fails_with, other.fails_with = status, 429
+        asking = [routing.http.post(COMPLETIONS, json=body("pirate", stream=stream)) for _ in range(12)]
+        replies = await asyncio.gather(*asking)
+        assert {reply.status_code for reply in replies} == {200}
+        assert all(words("pirate", "once", 1) in reply.text for reply in replies)
+        assert len(idle.bodies) == 12
+        moved = len(full.bodies) + len(other.bodies)
+        assert moved
+        await routing.metric(f"lorikeet:route_moved_total {moved}.0")
+        await routing.metric('lorikeet:route_requests_total{outcome="complete"} 12.0')
+
+
+async def test_a_request_that_no_backend_has_room_for_gets_the_last_answer(start: Start) -> None:
+    async with start(count=3) as routing:
+        for backend in routing.backends:
+            backend.busy = 1
+        reply = await routing.http.post(COMPLETIONS, json=body())
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "0")
+        assert [len(backend.bodies) for backend in routing.backends] == [1, 1, 1]
+        assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 200
+
+
+async def test_a_limit_of_the_clients_key_is_not_evaded(start: Start) -> None:
+    async with start() as routing:
+        for backend in routing.backends:
+            backend.busy, backend.busy_headers = 1, {"x-ratelimit-remaining-requests": "0"}
+        assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 429
+        assert sum(len(backend.bodies) for backend in routing.backends) == 1
+
+
 async def test_an_adapter_that_no_backend_can_load_is_a_400_with_the_reason(start: Start) -> None:
     async with start() as routing:
         for backend in routing.backends:

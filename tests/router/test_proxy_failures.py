@@ -168,7 +168,7 @@ async def test_one_of_two_concurrent_loads_of_a_name_is_refused(start: Start, mo
         together.wait()
         return describe_adapter(name, source, rank)
 
-    monkeypatch.setattr("lorikeet.router.app.describe_adapter", describe_together)
+    monkeypatch.setattr("lorikeet.router.adapter_routes.describe_adapter", describe_together)
     async with start() as router:
         asked = [{"lora_name": "json", "lora_path": f"/elsewhere/{name}", "rank": 4} for name in ("a", "b")]
         replies = await asyncio.gather(*(router.http.post("/v1/load_lora_adapter", json=each) for each in asked))

@@ -86,6 +86,10 @@ class ExclusionPolicy(RoutingPolicy):
         """Return whether a backend is excluded for an adapter while another one is not."""
         return replica in self._refused(adapter, now) and self.can_be_loaded(adapter, fleet, now)
 
+    def has_other(self, adapter: AdapterDigest | None, failed: Set[ReplicaId], fleet: Fleet, now: float) -> bool:
+        """Return whether an open backend has neither failed a request nor refused its adapter."""
+        return len(_others(self._refused(adapter, now) | failed, fleet)) > 0
+
     def route(self, request: RoutingRequest, fleet: Fleet, places: AdapterPlaces, now: float) -> Choice | None:
         """Return the policy's choice, or else the least loaded backend that is not excluded."""
         choice = self._policy.route(request, fleet, places, now)
@@ -214,6 +218,11 @@ class BackendRouter:
         if self.dispatcher.fleet.where(request.request_id) is None:
             return "No backend has had room for this request"
         return "This request has waited for a backend to load its adapter"
+
+    def has_other(self, request: ProxiedRequest) -> bool:
+        """Return whether an open backend that has not failed a request may answer it."""
+        digest = None if request.adapter is None else request.adapter.digest
+        return self._routing.has_other(digest, request.failed_at, self.dispatcher.fleet, time.monotonic())
 
     def on_first_token(self, request: ProxiedRequest) -> None:
         """Record that a request's backend has sent the first token."""

@@ -83,6 +83,9 @@ class RouterMetrics:
             ("split", "version", "kind"),
             registry=self.registry,
         )
+        self.moved = Counter(
+            "lorikeet:route_moved", "Requests sent to another backend, since one was full.", registry=self.registry
+        )
         self.registry.register(_Backends(backend_router))
         self.connections = ConnectionStats()
         self.registry.register(ConnectionCollector(self.connections.closed, {}))

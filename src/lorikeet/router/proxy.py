@@ -68,6 +68,8 @@ MAX_COPIES = 32
 _NOT_RETRIED = (501, 504)
 """Statuses that are not retried: other backends would not support the request either, or time out again."""
 _TOO_MANY_REQUESTS = 429
+_NO_ROOM = (_TOO_MANY_REQUESTS, 503)
+"""Statuses of a full backend, whose requests another backend may have room for."""
 _BUSY_PAUSE_S = 1.0
 """Seconds before a stream is resumed at a busy backend that sends no Retry-After."""
 _MAX_BUSY_PAUSE_S = 10.0
@@ -368,9 +370,25 @@ class ProxyTask:
             except (BackendLost, BackendConnectionError) as error:
                 await self._give_up_backend(error)
                 continue
+            if self._move_on(backend, reply):
+                continue
             if reply.status < 500 or reply.status in _NOT_RETRIED or self._failures == MAX_FAILURES:
                 return reply
             await self._give_up_backend(StreamCut(f"{backend.replica} answers {reply.status}", "status"))
+
+    def _move_on(self, backend: Backend, reply: BackendResponse) -> bool:
+        """Take a request away from a full backend if another one may have room. Return whether it was taken away."""
+        if reply.status not in _NO_ROOM or any(name.startswith(b"x-ratelimit-") for name, _ in reply.headers):
+            return False  # Limits of the client's key hold at the other backends, too.
+        self._request.failed_at.add(backend.replica)
+        if not self._backend_router.has_other(self._request):
+            return False
+        self._backend_router.release(self._request)
+        reply.close()
+        if reply.status != _TOO_MANY_REQUESTS:
+            self._parts.monitor.check_soon(backend)  # It may be draining.
+        self._parts.metrics.moved.inc()
+        return True
 
     async def _ask(self, backend: Backend) -> BackendResponse:
         """Send the body. If the backend has lost the adapter, load it there and send the body again."""
