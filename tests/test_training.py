@@ -47,6 +47,10 @@ def policy(base: Path) -> Any:
 
 def digest_of(policy: Any, folder: Path) -> str:
     policy.save_pretrained(folder)
+    return digest_of_folder(folder)
+
+
+def digest_of_folder(folder: Path) -> str:
     digest = begin_digest(folder / "adapter_config.json")
     digest.update((folder / "adapter_model.safetensors").read_bytes())
     return digest.hexdigest()
@@ -80,6 +84,11 @@ def test_a_sync_makes_the_version_of_a_saved_folder(server: RunningServer, polic
         second = sync(policy, "shared", server.url, shared_memory=shared)
         assert (second.digest, second.changed) == (digest_of(policy, tmp_path / "second"), 1)
         assert sync(policy, "shared", server.url, shared_memory=shared).changed == 0
+        other = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        policy.add_adapter("other", other)
+        third = sync(policy, "other", server.url, adapter="other", shared_memory=shared)
+        policy.save_pretrained(tmp_path, selected_adapters=["other"])
+        assert third.digest == digest_of_folder(tmp_path / "other")
         assert (FOLDER / shared.name).exists()
     assert not (FOLDER / shared.name).exists()
     assert sync(policy, "in-body", server.url).digest == second.digest

@@ -85,7 +85,7 @@ def sync(
     """
     began_s = time.monotonic()
     adapter = adapter or model.active_adapters[0]
-    tensors = _state(model, adapter)
+    tensors = _state(model, adapter) if shared_memory is None else shared_memory.state(model, adapter)
     query = {"name": name, "replace": "true", "config": _config(model, adapter)}
     header, size = _header(tensors)
     if shared_memory is None:
@@ -111,6 +111,26 @@ class SharedWeights:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._header = b""
         self._map: mmap.mmap | None = None
+        self._parameters: dict[str, Any] = {}
+        self._adapter = ""
+
+    def state(self, model: Any, adapter: str) -> dict[str, Any]:
+        """Return the tensors that PEFT saves of an adapter, on the CPU.
+
+        PEFT goes through the whole model to find them. Later calls read the parameters that the first one found, as
+        long as the model has them.
+        """
+        there = {id(parameter) for parameter in model.parameters()}
+        known = self._parameters
+        if not known or adapter != self._adapter or not all(id(each) in there for each in known.values()):
+            state = _saved(model, adapter)
+            owners = {parameter.data_ptr(): parameter for parameter in model.parameters()}
+            known = {name: owners.get(tensor.data_ptr()) for name, tensor in state.items()}
+            if any(found is None or found.shape != state[name].shape for name, found in known.items()):
+                return _on_cpu(state)  # A tensor is made for the file.
+            self._parameters = known
+            self._adapter = adapter
+        return _on_cpu(known)
 
     def write(self, header: bytes, size: int, tensors: Mapping[str, "np.ndarray[Any, np.dtype[np.uint8]]"]) -> int:
         """Write a weights file; return the number of tensors that were written.
@@ -153,9 +173,17 @@ class SharedWeights:
 
 def _state(model: Any, adapter: str) -> dict[str, Any]:
     """Return the tensors that PEFT saves of an adapter, on the CPU."""
+    return _on_cpu(_saved(model, adapter))
+
+
+def _saved(model: Any, adapter: str) -> dict[str, Any]:
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(model, adapter_name=adapter)
+    state: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=adapter)
+    return state
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
