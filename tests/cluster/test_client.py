@@ -216,6 +216,39 @@ async def test_requests_wait_while_all_replicas_restart(
     await until(lambda: both_there(client), "both replicas are up")
 
 
+async def test_sleeping_replicas_are_gone_and_all_requests_go_on_when_they_wake(
+    client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
+) -> None:
+    await until(lambda: both_there(client), "both replicas are up")
+    client.register_adapters(adapters.values())
+    handles = [client.submit(request) for request in mixed(adapters, count=4, tokens=150)]
+    await begun(*handles)
+    restarts = [view.restarts for view in client.views.values()]
+    pids = [view.process_id for view in client.views.values()]
+    await client.sleep()
+    assert client.is_asleep
+    assert not any(psutil.pid_exists(pid or 0) for pid in pids)
+    assert not client.alive
+    handles.append(client.submit(greedy("newcomer", prompt(5), 10, adapters["a"])))
+    await client.wake()
+    await check_answers(model, handles)
+    assert all(handle.deaths == 0 for handle in handles)
+    assert [view.restarts for view in client.views.values()] == restarts, "waking is no restart"
+    await until(lambda: both_there(client), "both replicas are up")
+
+
+async def test_requests_of_all_replicas_are_computed_again_under_another_salt(
+    client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
+) -> None:
+    await until(lambda: both_there(client), "both replicas are up")
+    client.register_adapters(adapters.values())
+    handles = [client.submit(request) for request in mixed(adapters, count=4, tokens=300)]
+    await begun(*handles)
+    client.recompute("salt")
+    await check_answers(model, handles)
+    await until(lambda: all_idle(client), "no replica holds anything")
+
+
 async def test_a_moved_request_goes_on_without_a_gap_or_a_repeat(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
