@@ -94,6 +94,10 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
         scheme = urlsplit(source).scheme.lower()
         if scheme in ("http", "https"):
             _read_http(read, until_s)
+        elif scheme == "oci":  # fsspec means Oracle's storage by it
+            from lorikeet.adapters.oci import OciSource  # an optional package
+
+            _read_plugin(OciSource(), read, until_s)
         elif (plugin := source_of(scheme)) is not None:
             _read_plugin(plugin, read, until_s)
         else:
@@ -109,7 +113,8 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
             ) from error
         raise AdapterNotFound(f"{source}: there is no such folder or repository: {error}") from error
     except ImportError as error:  # fsspec imports each file system's package when it is first used
-        hint = f"run `{install_command('s3')}`" if source.startswith(("s3:", "s3a:")) else str(error)
+        extra = {"s3": "s3", "s3a": "s3", "oci": "oci"}.get(urlsplit(source).scheme.lower())
+        hint = f"run `{install_command(extra)}`" if extra else str(error)
         raise AdapterError(f"{source}: a package is not installed: {hint}") from error
     except Exception as error:  # File systems raise other errors too, not only OSErrors.
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
