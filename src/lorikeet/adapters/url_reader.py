@@ -113,8 +113,9 @@ def read_url(read: UrlRead, until_s: float = math.inf) -> None:
             ) from error
         raise AdapterNotFound(f"{source}: there is no such folder or repository: {error}") from error
     except ImportError as error:  # fsspec imports each file system's package when it is first used
-        extra = {"s3": "s3", "s3a": "s3", "oci": "oci"}.get(urlsplit(source).scheme.lower())
-        hint = f"run `{install_command(extra)}`" if extra else str(error)
+        hints = {"s3": install_command("s3"), "s3a": install_command("s3"), "oci": install_command("oci")}
+        command = hints.get(urlsplit(source).scheme.lower())
+        hint = f"run `{command}`" if command else str(error)
         raise AdapterError(f"{source}: a package is not installed: {hint}") from error
     except Exception as error:  # File systems raise other errors too, not only OSErrors.
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
