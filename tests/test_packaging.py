@@ -89,7 +89,7 @@ def test_every_hint_names_an_extra_of_this_distribution() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     call = re.compile(r"install_command\(.(\w+).\)")
     asked = {extra for source in SOURCES.values() for extra in call.findall(source)}
-    assert asked == {"cluster", "demo", "gguf", "gpu", "peers", "postgres", "predictor", "s3", "tracing"}
+    assert asked == {"cluster", "demo", "gguf", "gpu", "oci", "peers", "postgres", "predictor", "s3", "tracing"}
     assert asked <= set(EXTRAS)
 
 
