@@ -42,3 +42,20 @@ def test_the_request_itself_does_not_wait_for_its_blocks() -> None:
 
 def test_without_known_step_times_kv_is_loaded() -> None:
     assert view(load_s=9.0, prefill_s=0.0).loading_kv_pays(10, 20)
+
+
+def test_copies_in_flight_now_do_not_delay_a_later_load() -> None:
+    busy = view(load_s=9.0, prefill_s=1.0)
+    busy.load_kv_alone_s = lambda blocks: 0.1 * blocks
+    busy.store_kv_s = lambda blocks: 0.2 * blocks
+    assert busy.waiting_for_a_copy_pays(10, 0.5)
+    assert not busy.waiting_for_a_copy_pays(10, 0.2), "0.2 s beside 0.2 times 0.9 s"
+
+
+def test_copies_of_kv_on_the_device_stay_until_lost_kv_is_requested_again() -> None:
+    made = view(load_s=1.0, prefill_s=5.0)
+    made.load_kv_alone_s = lambda blocks: 1.0 * blocks
+    made.store_kv_alone_s = lambda blocks: 1.0 * blocks
+    assert not made.losing_copies_pays(0.0)
+    assert not made.losing_copies_pays(0.2)
+    assert made.losing_copies_pays(0.3), "1 s beside 0.3 times 4 s"

@@ -490,16 +490,27 @@ class Evictor:
         stored = uncopied[len(uncopied) - free :]
         is_stored = set(stored)
         dropped = [node for node in nodes if node not in is_stored]
+        self._note_lost([node for node in dropped if not tree.on_host[node]])
         tiers.drop_kv(dropped)
         tiers.store_kv(stored, tiers.host.lease(len(stored)), now)
         self.remove_empty(dropped)
         # Evictable now, or evictable from the host
         self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))
 
+    def _note_lost(self, nodes: Sequence[int]) -> None:
+        """Record KV that leaves its last tier, if KV is copied ahead of its eviction."""
+        if nodes and self._options.host_kv is HostKv.AHEAD:
+            self._reuse.lost(int(self._tree.top[nodes[0]]), len(nodes))
+
     def _is_copied_late(self, nodes: Sequence[int]) -> bool:
-        """Return whether KV that was not copied ahead is copied when it is evicted."""
-        share = float(self._reuse.shares(self._tree.top[nodes[:1]].astype(np.int64))[0])
-        return self._eviction.view.waiting_for_a_copy_pays(len(nodes), share)
+        """Return whether KV that was not copied ahead is copied when it is evicted.
+
+        KV of an adapter whose KV is not copied ahead either, since it is rarely reused, is dropped.
+        """
+        top = self._tree.top[nodes[:1]].astype(np.int64)
+        if not self._reuse.is_copied(top)[0]:
+            return False
+        return self._eviction.view.waiting_for_a_copy_pays(len(nodes), float(self._reuse.shares(top)[0]))
 
     def evict_adapter(
         self, node: int, now: float, *, most: int | None = None, other_blocks: int = 0, dropped: bool = False
@@ -667,12 +678,13 @@ class Evictor:
         self._tiers.store_kv(chosen, self._tiers.host.lease(len(chosen)), now, stays=True)
 
     def _drop_copies(self, blocks: int, above: float) -> None:
-        """Free host blocks by dropping copies of KV that is also on the device.
+        """Free host blocks by dropping copies of KV that is also on the device, if that pays.
 
-        Only KV that scores above a limit is dropped, the highest score first.
+        Otherwise KV that is nowhere else is dropped, the lowest score first. Only copies of KV that scores above a
+        limit are dropped, the highest score first.
         """
         missing = blocks - self._tiers.host.free
-        if missing <= 0:
+        if missing <= 0 or not self._eviction.view.losing_copies_pays(self._reuse.lost_share()):
             return
         tree, end = self._tree, self._tree.end
         twice = tree.on_device[:end] & tree.on_host[:end] & (tree.moving[:end] == NodeTransfer.NO)
@@ -696,6 +708,7 @@ class Evictor:
             if score > limit or most <= 0:
                 return False
         run = self._host_queues.run(first[0], most)
+        self._note_lost([node for node in run if not tree.on_device[node]])
         self._tiers.drop_kv_from_host(run)
         self.remove_empty(run)
         return True

@@ -6,6 +6,7 @@ copies bytes nor waits: the executor makes the copies, and reports when a transf
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -91,10 +92,12 @@ class Memory:
             resident_adapters=lambda: self.tiers.resident_adapters,
             load_s=self.tiers.adapter_loads_s,
             load_kv_s=self.tiers.queued_kv_load_s,
+            load_kv_alone_s=partial(self.tiers.copy_s, Tier.HOST, Tier.DEVICE),
             store_kv_s=self.tiers.queued_kv_store_s,
+            store_kv_alone_s=partial(self.tiers.copy_s, Tier.DEVICE, Tier.HOST),
             prefill_s=lambda blocks: forecast.prefill_s(blocks * block_size),
             delay_per_lost_second=forecast.delay_per_lost_second,
-            kv_reuse=self._reuse.shares,
+            kv_reuse=self._reuse.shares_on_device,
         )
         self._eviction = EVICTION[eviction](self._view)
         self._prefetch = PREFETCH[prefetch](self._view, self._eviction)
@@ -278,7 +281,7 @@ class Memory:
         nodes = [adapter, *path]
         on_device = int(np.count_nonzero(self.tree.on_device[path]))
         unused_s = now - float(self.tree.last_use_s[path[-1]]) if path else 0.0
-        self._reuse.requested(adapter, keys, on_device, unused_s, now)
+        self._reuse.requested(adapter, keys, on_device, len(path), unused_s, now)
         self.tree.visits[nodes] += 1
         self.tree.last_use_s[nodes] = now
         self._eviction.arrived(adapter, path, now)

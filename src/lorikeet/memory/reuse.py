@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lorikeet.memory.tree import Nodes, Scores
 
@@ -23,14 +24,22 @@ _WAITS = 2.0
 of the mean time to reuse. Younger blocks do not count yet, because KV of an adapter that has just become popular waits
 for the next turns of its conversations.
 """
+_MIN_COPIED_SHARE = 0.05
+"""Reused share of an adapter's evicted KV below which its KV is not copied to the host, because the copies would only
+take host memory from other KV, and requests would wait for them."""
 _WEIGHT = 0.02
 """Weight of the newest request in that mean time."""
 
 
 class _Share:
-    """Estimates the reused share of a set of blocks, by adapter."""
+    """Estimates the reused share of a set of blocks, by adapter.
 
-    def __init__(self) -> None:
+    Args:
+        prior: share that is assumed without blocks.
+    """
+
+    def __init__(self, prior: float = _PRIOR_SHARE) -> None:
+        self._prior = prior
         self._blocks = np.zeros(0)  # by node
         self._reused = np.zeros(0)
         self._all_blocks = 0.0
@@ -54,11 +63,14 @@ class _Share:
         self._reused[top] += blocks
         self._all_reused += blocks
 
+    def of_all(self) -> float:
+        """Return the expected reused share of all adapters' blocks."""
+        return (self._all_reused + _PRIOR_BLOCKS * self._prior) / (self._all_blocks + _PRIOR_BLOCKS)
+
     def by_top(self, nodes: int) -> Scores:
         """Return the expected reused share of the blocks of each of the first ``nodes`` nodes as an adapter."""
         self._extend(nodes)
-        of_all = (self._all_reused + _PRIOR_BLOCKS * _PRIOR_SHARE) / (self._all_blocks + _PRIOR_BLOCKS)
-        shares: Scores = (self._reused[:nodes] + _PRIOR_BLOCKS * of_all) / (self._blocks[:nodes] + _PRIOR_BLOCKS)
+        shares: Scores = (self._reused[:nodes] + _PRIOR_BLOCKS * self.of_all()) / (self._blocks[:nodes] + _PRIOR_BLOCKS)
         return shares
 
     def forget(self, top: int) -> None:
@@ -86,10 +98,11 @@ class _Pending(NamedTuple):
 class KvReuse:
     """Estimates the share of each adapter's KV that is reused.
 
-    The estimate is the lower of two reused shares: the share of all KV that the adapter's requests computed, which is
-    known before any eviction, and the share of the KV that was evicted from the device. For the second share, the keys
-    of evicted blocks are remembered (ghost entries), with or without a copy on the host. So the estimate does not
-    depend on the choice of the copied blocks. A block that was prefetched and then evicted without a use counts once.
+    There are two estimates. KV on the device is expected to be reused like all KV that the adapter's requests computed.
+    KV that leaves the device is expected to be reused like the KV that was evicted before, but not more than on the
+    device: conversations that have ended fill most of it. For that, the keys of evicted blocks are remembered (ghost
+    entries), with or without a copy on the host. So the estimate does not depend on the choice of the copied blocks. A
+    block that was prefetched and then evicted without a use counts once.
 
     Args:
         most_keys: largest number of remembered keys; the oldest are forgotten first.
@@ -100,8 +113,10 @@ class KvReuse:
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         self._of_computed = _Share()
         self._of_evicted = _Share()
+        self._of_lost = _Share(prior=0.0)
         self._pending: deque[_Pending] = deque()
         self._wait_s = _FIRST_WAIT_S
+        self._now_s = 0.0
 
     def computed(self, top: int, blocks: int, now: float) -> None:
         """Record the blocks that a request has computed; ``top`` is the node of its adapter."""
@@ -116,7 +131,13 @@ class KvReuse:
         while len(self._ghosts) > self._most_keys:
             self._ghosts.popitem(last=False)
 
-    def requested(self, top: int, keys: Sequence[bytes], on_device: int, unused_s: float, now: float) -> None:
+    def lost(self, top: int, blocks: int) -> None:
+        """Record that blocks of an adapter leave their last tier."""
+        self._pending.append(_Pending(self._now_s, self._of_lost, top, blocks))
+
+    def requested(
+        self, top: int, keys: Sequence[bytes], on_device: int, found: int, unused_s: float, now: float
+    ) -> None:
         """Record the blocks that a request needs.
 
         Args:
@@ -124,9 +145,11 @@ class KvReuse:
             keys: keys of the request's blocks. Only the blocks before the first unknown block count; a block is unknown
                 if it is neither on the device nor remembered as evicted.
             on_device: number of the request's blocks on the device.
+            found: number of the request's blocks on any tier.
             unused_s: seconds since the last use of the request's blocks.
             now: the time.
         """
+        self._now_s = now
         self._of_computed.reuse(top, on_device)
         reused = on_device
         for place, key in enumerate(keys):
@@ -138,6 +161,8 @@ class KvReuse:
                     break
                 self._of_computed.reuse(evicted_of, 1)
                 reused += 1
+            if place >= found and evicted_of is not None:
+                self._of_lost.reuse(evicted_of, 1)
         if reused:
             wait_s = self._wait_s + _WEIGHT * (_WAITS * unused_s - self._wait_s)
             self._wait_s = min(_MAX_WAIT_S, wait_s)
@@ -145,17 +170,32 @@ class KvReuse:
             _, share, adapter, blocks = self._pending.popleft()
             share.count(adapter, blocks)
 
-    def shares(self, tops: Nodes) -> Scores:
-        """Return the expected share of each adapter's KV that will be reused."""
-        if not len(tops):
-            return np.zeros(0)
+    def shares_on_device(self, tops: Nodes) -> Scores:
+        """Return the expected share of each adapter's KV that will be reused if it stays on the device."""
         # Thousands of blocks have few adapters, whose nodes come early.
-        nodes = int(tops.max()) + 1
-        shares: Scores = np.minimum(self._of_computed.by_top(nodes), self._of_evicted.by_top(nodes))[tops]
+        shares: Scores = self._of_computed.by_top(int(tops.max(initial=0)) + 1)[tops]
         return shares
+
+    def shares(self, tops: Nodes) -> Scores:
+        """Return the expected share of each adapter's KV that will be reused after it was evicted from the device.
+
+        The share is at most that of KV on the device.
+        """
+        evicted = self._of_evicted.by_top(int(tops.max(initial=0)) + 1)[tops]
+        shares: Scores = np.minimum(self.shares_on_device(tops), evicted)
+        return shares
+
+    def is_copied(self, tops: Nodes) -> npt.NDArray[np.bool_]:
+        """Return whether each adapter's KV is reused often enough to be copied to the host."""
+        return self.shares(tops) >= _MIN_COPIED_SHARE
+
+    def lost_share(self) -> float:
+        """Return the share of KV that was requested again after it had left its last tier; 0 before any."""
+        return self._of_lost.of_all()
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""
+        self._of_lost.forget(top)
         self._of_computed.forget(top)
         self._of_evicted.forget(top)
         self._pending = deque(each for each in self._pending if each.top != top)

@@ -36,9 +36,6 @@ _COPIES_IN_FLIGHT = 128
 """Largest number of KV blocks that are being copied to the host ahead of their eviction, and the divisor of the
 evictable blocks that gives a second limit. The blocks cannot be evicted until their copy ends."""
 _COPIED_PART = 8
-_MIN_REUSED_SHARE = 0.05
-"""Reused share of an adapter's KV below which its KV is not copied ahead, because the copies would only take host
-memory from other KV."""
 PREFETCH_BELOW = 0.7
 """Share of the device up to which the swapper prefetches."""
 EVICT_TO = 0.95
@@ -219,7 +216,7 @@ class Swapper:
         most = min(_COPIES_IN_FLIGHT, cached // _COPIED_PART) - tiers.blocks_being_copied
         if tiers.host.total and most > 0 and self._view.loading_kv_pays(1):
             soon = cached // _COPIED_PART
-            self._evictor.copy_ahead(most, soon, lambda tops: self._reuse.shares(tops) >= _MIN_REUSED_SHARE, now)
+            self._evictor.copy_ahead(most, soon, self._reuse.is_copied, now)
 
     def _queue_host_read(self, node: int) -> None:
         """Queue an adapter to be read into the host tier, after all other queued adapters."""

@@ -52,11 +52,14 @@ class MemoryView:
         load_s: returns the expected seconds to load each of the given adapters; 0 if unknown.
         iteration_s: duration of the last step in seconds; 0 if unknown.
         load_kv_s: returns the expected seconds until so many blocks of KV are copied from the host; 0 if unknown.
+        load_kv_alone_s: returns the same for a later time, at which no other copies are in flight.
         store_kv_s: returns the expected seconds until this many blocks of KV are copied to the host; 0 if unknown.
+        store_kv_alone_s: returns the same for a later time, at which no other copies are in flight.
         prefill_s: returns the expected seconds that computing this many blocks of KV adds to a step; 0 if unknown.
         delay_per_lost_second: returns the total seconds by which all requests are delayed if the engine loses a second;
             see :class:`StepForecast`.
-        kv_reuse: returns the share of each adapter's KV that is expected to be reused, given the adapters' nodes.
+        kv_reuse: returns the share of each adapter's KV that is expected to be reused if it stays on the device, given
+            the adapters' nodes.
     """
 
     tree: DependencyTree
@@ -67,7 +70,9 @@ class MemoryView:
     load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))
     iteration_s: float = 0.0
     load_kv_s: Callable[[int], float] = lambda blocks: 0.0
+    load_kv_alone_s: Callable[[int], float] = lambda blocks: 0.0
     store_kv_s: Callable[[int], float] = lambda blocks: 0.0
+    store_kv_alone_s: Callable[[int], float] = lambda blocks: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
     delay_per_lost_second: Callable[[int], float] = lambda excluded: 0.0
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
@@ -94,7 +99,8 @@ class MemoryView:
         """Return whether KV should be copied to the host before its eviction, although requests wait for its blocks.
 
         The wait delays the request that needs the blocks, and the requests queued behind it. Without a copy, reused KV
-        must be computed again, in a longer step that delays all requests.
+        must be computed again, in a longer step that delays all requests. With a copy, it is loaded at a later time, so
+        the copies that are in flight now do not delay it.
 
         Args:
             blocks: number of blocks to copy.
@@ -103,8 +109,19 @@ class MemoryView:
         prefill_s = self.prefill_s(blocks)
         if not prefill_s:
             return True
-        saved_s = reused_share * (prefill_s - self.load_kv_s(blocks))
+        saved_s = reused_share * (prefill_s - self.load_kv_alone_s(blocks))
         return self.store_kv_s(blocks) * (1 + self.queued) <= saved_s * (1 + self.delay_per_lost_second(0))
+
+    def losing_copies_pays(self, lost_share: float) -> bool:
+        """Return whether to drop host copies of KV on the device, to keep KV that is nowhere else.
+
+        KV whose copy was dropped is copied again at its eviction. KV that leaves its last tier is computed again if it
+        is reused. Without measurements, copies stay.
+
+        Args:
+            lost_share: share of the KV that left its last tier and was requested again.
+        """
+        return self.store_kv_alone_s(1) < lost_share * (self.prefill_s(1) - self.load_kv_alone_s(1))
 
 
 class EvictionPolicy:
