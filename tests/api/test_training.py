@@ -92,12 +92,14 @@ async def test_a_paused_loop_does_not_pause_the_others(start: Start) -> None:
             await server.http.post("/v1/adapters", json={"name": name, "source": "pirate"})
         await call(server, "/pause", adapter="one", mode="keep")
         waiting = ask(server, model="one")
-        assert (await ask(server, model="two")).status_code == 200
+        large = ask(server, model="one", padding="x" * 70_000)
+        assert (await ask(server, model="two", padding="x" * 70_000)).status_code == 200
         assert not waiting.done()
+        assert not large.done()
         assert not await is_paused(server)
         assert (await call_get(server, "/is_paused", adapter="one"))["is_paused"]
         await call(server, "/resume", adapter="one")
-        assert (await waiting).status_code == 200
+        assert [(await each).status_code for each in (waiting, large)] == [200, 200]
 
 
 async def test_a_pause_of_an_adapter_ends_its_requests_alone(start: Start) -> None:

@@ -197,12 +197,21 @@ class PromptRoute(APIRoute):
                     is_batch = request.scope["state"].get("is_batch", False)
                     # A request that the gate would refuse is refused before its body is read.
                     service.gate_of(is_batch=is_batch).enter(1).release()
-                    if issubclass(kind, GenerationBody | TokensRequest):
-                        await service.resolver.pauses.wait("", request.scope["state"]["access"].actor)
                     state = request.scope["state"]
                     session = session_of(request.headers.get(SESSION_HEADER), state["tenant"]) or state["request_id"]
                     access = state["access"]
-                    prepared, body = await prepare(service, kind, body, state["tenant"], access, session, holding)
+                    pauses = service.resolver.pauses
+                    name = ""
+                    whole = body
+                    generates = issubclass(kind, GenerationBody | TokensRequest)
+                    while True:
+                        if generates:
+                            await pauses.wait(name, access.actor)
+                        prepared, body = await prepare(service, kind, whole, state["tenant"], access, session, holding)
+                        name = prepared.target.name
+                        if not (generates and pauses.holds(name, access.actor)):
+                            break
+                        prepared.lease.close()  # The request gets the version that the adapter has after the pause.
                     request.scope["state"][_PREPARED] = prepared
             return await handle(_SmallRequest(request, body))
 
