@@ -74,6 +74,7 @@ from lorikeet.cluster.setup import GENERIC, ClusterOptions, PolicySetup
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.config import KvEventSettings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Finished
 from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, ReplicaId, RequestId
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Token, TransferDone
@@ -294,6 +295,88 @@ def _loop_of_many() -> list[float]:
             if not engine.is_busy and (due_s := executor.next_transfer_s()) is not None:
                 made.clock.wait_until(due_s)
     return taken_s
+
+
+DECISION_ADAPTERS = 2000
+DECISION_QUEUE = 32
+DECISION_TURNS = 600
+
+
+def decisions() -> None:
+    """Print the time of a step's decisions beside the step, with many adapters and sequences."""
+    decided_s, steps_s = _decisions()
+    shares = [decided / step for decided, step in zip(decided_s, steps_s, strict=True)]
+    row = [f"{seconds / MS:.2f}" for seconds in np.quantile(decided_s, (0.5, 0.9))]
+    row += [f"{np.median(steps_s) / MS:.1f}", f"{np.median(shares):.1%}", f"{sum(decided_s) / sum(steps_s):.1%}"]
+    title = f"Decisions of a step: {MANY_ROWS} sequences, {DECISION_QUEUE} wait, {DECISION_ADAPTERS} adapters; A100, 7B"
+    print_table(title, ["median, ms", "P90", "step, ms", "median share", "share of all time"], [row])
+
+
+def _decisions() -> tuple[list[float], list[float]]:
+    """Return processor time of the decisions of full steps, and the modelled durations of the steps.
+
+    A request replaces each that ends. Its adapter is drawn at random, so that adapters are loaded and evicted.
+    Decisions are all that happens between two steps, but for what applies the tokens: finished transfers, tick, plan.
+    """
+    scenario = Scenario(
+        profile="a100-80-llama-2-7b",
+        adapters=DECISION_ADAPTERS,
+        ranks="8-64",
+        arrivals="now",
+        count=1,
+        engine={"max_num_seqs": MANY_ROWS, "max_num_batched_tokens": 2048, "host_memory_bytes": 256 * 10**9},
+    )
+    profile = load_profile(scenario.profile)
+    refs = list(scenario.adapter_refs(profile.geometry, scenario.recipe().requests()).values())
+    made = build_modelled(scenario.settings(), profile)
+    engine = made.replica.engine
+    engine.register_adapters(tuple(refs))
+    draw = random.Random(1)
+    count = MANY_ROWS + DECISION_QUEUE + 8 * DECISION_TURNS
+    fresh = iter(make_requests("", count, 64, MANY_TOKENS))
+    decided_s = list[float]()
+    steps_s = list[float]()
+    taken_s = 0.0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            nonlocal taken_s
+            began_s = time.thread_time()
+            result = call(*arguments)
+            taken_s += time.thread_time() - began_s
+            return result
+
+        return run
+
+    execute = made.executor.execute
+
+    def noted_execute(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        if len(plan.sequences) >= MANY_ROWS * 0.9:
+            steps_s.append(result.duration_s)
+            decided_s.append(taken_s)
+        return result
+
+    with (
+        mock.patch.object(made.executor, "execute", noted_execute),
+        mock.patch.object(engine, "_plan", timed(engine._plan)),
+        mock.patch.object(engine, "_apply_transfers", timed(engine._apply_transfers)),
+    ):
+        live = 0
+        while len(steps_s) < DECISION_TURNS:
+            while live < MANY_ROWS + DECISION_QUEUE:
+                # Answers of different lengths, so that requests end one after the other.
+                request = next(fresh)
+                sampling = msgspec.structs.replace(request.sampling, max_tokens=draw.randint(50, MANY_TOKENS - 100))
+                ref = refs[int(DECISION_ADAPTERS * draw.random() ** 2)]
+                engine.submit(msgspec.structs.replace(request, adapter=ref, sampling=sampling))
+                live += 1
+            taken_s = 0.0
+            outputs = engine.step()
+            live -= sum(isinstance(event, Finished) for event in outputs.events)
+            if not engine.is_busy and (due_s := made.executor.next_transfer_s()) is not None:
+                made.clock.wait_until(due_s)
+    return decided_s, steps_s
 
 
 def _turns_s(built: Replica, batch: int) -> list[float]:
@@ -985,6 +1068,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 PARTS: dict[str, Callable[[], None]] = {
     "step": step,
+    "decisions": decisions,
     "grammars": grammars,
     "eviction": eviction,
     "kv_events": kv_events,
