@@ -11,7 +11,7 @@ from benchmarks.clients.__main__ import run
 from benchmarks.harness import ROOT, RunningServer, running_server
 from lorikeet.models.default import NAME
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

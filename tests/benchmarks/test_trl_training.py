@@ -55,6 +55,7 @@ def digest_of(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_ten_steps_of_the_asynchronous_trainer_sync_what_was_trained(base: Path, tmp_path: Path) -> None:
     python = trainers.python("trl", install=os.environ.get("REQUIRE_ALL") == "1")
     if python is None:
