@@ -171,6 +171,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Beyond the limit, the copies unused for longest are deleted, except an adapter's last copy.
         comigration: whether requests and their adapters move together from busy replicas to idle ones.
         comigration_problem: the optimisation problem that decides what moves (papers).
+        guard: whether copies ahead of eviction, eviction by reuse, the order of admission and loads of KV act only
+            while they cost requests less time than their simple alternatives, as the engine measures it.
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -203,6 +205,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     comigration: bool = False
     comigration_problem: MigrationProblem = MigrationProblem.RELAXED
+    guard: bool = False
 
 
 class PresetGroup(NamedTuple):
@@ -233,6 +236,7 @@ _AUTO = replace(
     cold_start=ColdStart.AUTO,
     routing="seconds",
     pool_share=0.5,
+    guard=True,
 )
 
 OWN = PresetGroup(

@@ -14,6 +14,7 @@ from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArri
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.messages import (
     AssistCounters,
+    GuardStats,
     ModeStats,
     QueueStats,
 )
@@ -145,6 +146,19 @@ async def test_metrics_count_merging_and_cold_starts(server: Running) -> None:
     assert value(samples, "lorikeet:num_requests_ahead_of_adapter") == 3
     server.engine.stats = STATS
     assert "lorikeet:merged_adapter" not in await page(server)
+
+
+async def test_metrics_show_which_guarded_parts_act_and_what_both_choices_cost(server: Running) -> None:
+    guards = {"order": GuardStats(is_on=False, regret_s=0.5, switches=3, on_s=9.0, off_s=7.0)}
+    server.engine.stats = msgspec.structs.replace(STATS, guards=guards)
+    samples = await page(server)
+    assert value(samples, "lorikeet:guard_on", part="order") == 0
+    assert value(samples, "lorikeet:guard_regret_seconds", part="order") == 0.5
+    assert value(samples, "lorikeet:guard_switches_total", part="order") == 3
+    costs = [value(samples, "lorikeet:guard_cost_seconds_total", part="order", choice=each) for each in ("on", "off")]
+    assert costs == [9, 7]
+    server.engine.stats = STATS
+    assert "lorikeet:guard_on" not in await page(server)
 
 
 async def test_metrics_count_layers_of_host_workers(server: Running) -> None:

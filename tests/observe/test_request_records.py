@@ -138,6 +138,18 @@ def test_unknown_savings_are_not_shown_as_zero(tmp_path: Path) -> None:
     assert re.search(r"│ adapter_cache +│ +– │ +– │ +1 │", said), said
 
 
+def test_why_shows_when_parts_were_switched(tmp_path: Path) -> None:
+    text = "order is switched off: with it requests waited 3.120 s longer"
+    switch = {"mechanism": "guard", "saved_s": 0.0, "why": text}
+    line = {"input_tokens": 9, "output_tokens": 2, "ttft_s": 1.0, "request_id": "r-0", "decisions": [switch]}
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    said = CliRunner().invoke(app, ["why", str(path), "--top", "0"], env={"COLUMNS": "200"}).output
+    assert f"before r-0: {text}" in said
+    figures = json.loads(CliRunner().invoke(app, ["why", str(path), "--json", "-"]).output)
+    assert figures["switches"] == [f"before r-0: {text}"]
+
+
 @pytest.mark.parametrize("content", ['{"input_tokens": "x"}\n', "not json\n"])
 def test_error_names_a_line_that_is_not_a_request(tmp_path: Path, content: str) -> None:
     path = tmp_path / "requests.jsonl"

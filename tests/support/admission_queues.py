@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.guard import Guards
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.policies import ADMISSION
@@ -20,6 +21,7 @@ class View:
     max_model_len = 1_000
     max_running = 1_000
     step_times = StepTimeEstimator()
+    guards = Guards()
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[Request, int]] = {}

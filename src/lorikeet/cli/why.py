@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
+from lorikeet.core.events import Mechanism
 
 BASE = "(base)"
 
@@ -95,10 +96,11 @@ def why(
     by_adapter = defaultdict[str, list[LoggedRequest]](list)
     for each in found:
         by_adapter[each.name].append(each)
-    figures = {
+    figures: dict[str, Any] = {
         "requests": len(found),
         "ttft_s": _parts(found),
         "saved_s": _saved(found),
+        "switches": _switches(found),
         "adapters": {name: {"requests": len(of), **_parts(of)} for name, of in _slowest(by_adapter, top)},
         "slowest": [
             {"request_id": each.request_id, "adapter": each.name, "ttft_s": each.ttft_s, "most": each.waited_most_for()}
@@ -111,6 +113,8 @@ def why(
     console.print(f"{len(found)} requests of {_named(by_adapter)}")
     console.print(_parts_table(found))
     console.print(_saved_table(found))
+    for switch in figures["switches"]:
+        console.print(escape(switch))
     if top and not request:
         console.print(_adapters_table(_slowest(by_adapter, top)))
     if top:
@@ -165,6 +169,16 @@ def _saved(requests: Sequence[LoggedRequest]) -> dict[str, dict[str, float]]:
         name: {"saved": saved[name], "lost": lost[name], "requests": counts[name]}
         for name in sorted(counts, key=lambda each: lost[each] - saved[each])
     }
+
+
+def _switches(requests: Sequence[LoggedRequest]) -> list[str]:
+    """Return the switches of guarded parts, in words, each with the request before which it happened."""
+    return [
+        f"before {each.request_id}: {made.why}"
+        for each in requests
+        for made in each.decisions
+        if made.mechanism == Mechanism.GUARD
+    ]
 
 
 def _named(by_adapter: Collection[str]) -> str:

@@ -114,6 +114,8 @@ class Mechanism(StrEnum):
     """A request was admitted before older requests that take longer."""
     PLACEMENT = "placement"
     """The chosen replica serves the request at a lower cost to all requests than the mean replica."""
+    GUARD = "guard"
+    """A part of the engine was switched on or off before the request was admitted (``core.guard``)."""
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
@@ -231,7 +233,8 @@ class RequestTimings:
                 self.first_token_s = event.at_s if self.first_token_s is None else self.first_token_s
             case Decided():
                 self.decisions.append(event)
-                self.saved_s[event.mechanism] = self.saved_s.get(event.mechanism, 0.0) + event.saved_s
+                if event.mechanism is not Mechanism.GUARD:  # a switch saves nothing by itself
+                    self.saved_s[event.mechanism] = self.saved_s.get(event.mechanism, 0.0) + event.saved_s
             case Preempted():
                 self.preemptions += 1
             case Finished():

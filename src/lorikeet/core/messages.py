@@ -322,6 +322,24 @@ class AssistCounters(NamedTuple):
     lost_workers: int
 
 
+class GuardStats(msgspec.Struct, frozen=True):
+    """State of a guarded part, such as the order of admission (``core.guard``).
+
+    Attributes:
+        is_on: whether the part acts; otherwise its alternative does.
+        regret_s: seconds that requests have waited longer than with the other choice since the last switch, fading.
+        switches: number of switches since the start.
+        on_s, off_s: seconds that requests would have waited since the start with the part always on, and always off,
+            as its shadow counts them.
+    """
+
+    is_on: bool
+    regret_s: float
+    switches: int
+    on_s: float
+    off_s: float
+
+
 STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the classes in ``EngineStats.steps_by_tokens``."""
 
@@ -360,6 +378,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         queued: number of requests without blocks by reason, in the lower-case names of ``WaitReason``. ``order`` counts
             requests that were not refused but are behind others.
         drafted_tokens, kept_tokens: number of tokens drafted since the start, and number of those that were right.
+        guards: state of each guarded part by name.
     """
 
     at_s: float
@@ -393,6 +412,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     queued: dict[str, int] = {}
     drafted_tokens: int = 0
     kept_tokens: int = 0
+    guards: dict[str, GuardStats] = {}
 
 
 class ExportedKv(msgspec.Struct, frozen=True):

@@ -85,6 +85,7 @@ def memory_options(preset: Preset) -> MemoryOptions:
         adapter_chain=preset.adapter_chain,
         keep_adapters=preset.keep_adapters,
         tick_s=preset.swap_interval_s,
+        guard=preset.guard,
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock
 from lorikeet.core.executor import Executor
+from lorikeet.core.guard import Switch
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import (
     STEP_TOKENS_BOUNDS,
@@ -308,7 +309,12 @@ class Engine:
             queued=self._scheduler.queued(),
             drafted_tokens=self._scheduler.drafter.drafted_tokens,
             kept_tokens=self._scheduler.drafter.kept_tokens,
+            guards=self._memory.guards.stats(),
         )
+
+    def take_switches(self) -> list[Switch]:
+        """Return the switches of guarded parts since the last call, for the log."""
+        return self._memory.guards.take_logged()
 
     def memory_stats(self) -> MemoryStats:
         """Return the counters and gauges of the memory."""

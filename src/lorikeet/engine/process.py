@@ -61,6 +61,8 @@ REST_S = 1.0
 STATS_EVERY_S = 0.1
 """Least interval between two sends of the gauges while the engine is busy."""
 
+_log = structlog.get_logger("lorikeet")
+
 
 class Channel:
     """The engine's end of the channel.
@@ -266,6 +268,8 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: Kv
         if is_paused:
             continue
         outputs = engine.step()
+        for switch in engine.take_switches():
+            _log.info(str(switch))
         now = time.monotonic()
         if now >= stats_due_s or not engine.is_busy:
             outputs = msgspec.structs.replace(outputs, stats=engine.stats())
@@ -329,7 +333,7 @@ def main() -> None:
         with frozen_gc():
             serve(channel, replica.engine, Compiling(replica.grammars, channel.wake), kv_reports)
     except MessagesLost as error:
-        structlog.get_logger("lorikeet").error("engine ends: messages of the API process were lost", reason=str(error))
+        _log.error("engine ends: messages of the API process were lost", reason=str(error))
         sys.exit(1)
     finally:
         replica.engine.close()

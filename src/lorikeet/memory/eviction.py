@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
+from lorikeet.core.guard import Part
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError, WaitReason
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy
 from lorikeet.memory.reuse import KvReuse
+from lorikeet.memory.shadows import CopyShadow
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
@@ -280,6 +282,7 @@ class Evictor:
         counters: counts evictions.
         reuse: records the KV that leaves the device, if KV is copied ahead of its eviction.
         block_bytes: size of a block, for events.
+        copies: prices copies ahead of eviction beside other copies; None if they are not guarded.
 
     Attributes:
         allocation_failed: whether a request found too few free blocks since the swapper last reset it.
@@ -296,9 +299,12 @@ class Evictor:
         counters: MemoryCounters,
         reuse: KvReuse,
         block_bytes: int,
+        copies: CopyShadow | None = None,
     ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
+        self._copies = copies
+        self._guards = eviction.view.guards
         self._eviction = eviction
         self._prefetch = prefetch
         self._options = options
@@ -317,6 +323,18 @@ class Evictor:
         self.allocation_failed = False
         self.evicted: list[AdapterDigest] = []
         self.events: list[AdapterEvent] = []
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether KV is copied to the host ahead of its eviction now."""
+        return self._options.host_kv is HostKv.AHEAD and self._guards.is_on(Part.COPIES)
+
+    @property
+    def copies_at_eviction(self) -> bool:
+        """Whether all KV is copied to the host when it is evicted now."""
+        return self._options.host_kv is HostKv.EVICTED or (
+            self._options.host_kv is HostKv.AHEAD and not self._guards.is_on(Part.COPIES)
+        )
 
     # --- the device ----------------------------------------------------------------------------------
 
@@ -479,12 +497,15 @@ class Evictor:
         self._counters.removed(nodes)
         if self._options.host_kv is HostKv.AHEAD:
             for top in set(tree.top[nodes].tolist()):  # an aLoRA's KV may lie below the base's KV
-                self._reuse.evicted(top, [tree.key_of(node) for node in nodes if tree.top[node] == top], now)
+                keys = [tree.key_of(node) for node in nodes if tree.top[node] == top]
+                self._reuse.evicted(top, keys, now)
+                if self._copies is not None:
+                    self._copies.evicted(top, keys, now)
         uncopied = [n for n in nodes if not tree.on_host[n]] if tiers.host.total else []
         free = 0
-        if uncopied and self._options.host_kv is HostKv.EVICTED:
+        if uncopied and self.copies_at_eviction:
             free = self.free_host_for_kv(len(uncopied), before=nodes[0])
-        elif uncopied and self._options.host_kv is HostKv.AHEAD and self._is_copied_late(uncopied):
+        elif uncopied and self.copies_ahead and self._is_copied_late(uncopied):
             self._drop_copies(len(uncopied), float(tree.score[nodes[0]]))
             free = self.free_host_for_kv(len(uncopied), before=nodes[0])
         stored = uncopied[len(uncopied) - free :]

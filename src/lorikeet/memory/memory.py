@@ -12,6 +12,7 @@ import numpy as np
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
+from lorikeet.core.guard import Guards
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import MemoryStats
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
@@ -25,6 +26,7 @@ from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import MemoryView, StepForecast
 from lorikeet.memory.prefix_insertion import ComputedTokens, PrefixInsertion
 from lorikeet.memory.reuse import KvReuse
+from lorikeet.memory.shadows import Shadows
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
@@ -86,6 +88,7 @@ class Memory:
         self.tree = DependencyTree()
         self.tiers = Tiers(self.tree, BlockPool(device_blocks), BlockPool(host_blocks), dependent=options.dependent)
         self._reuse = KvReuse(_GHOSTS_PER_BLOCK * (device_blocks + host_blocks))
+        self.guards = Guards(enabled=options.guard)
         self._view = MemoryView(
             self.tree,
             device_blocks,
@@ -98,18 +101,30 @@ class Memory:
             prefill_s=lambda blocks: forecast.prefill_s(blocks * block_size),
             delay_per_lost_second=forecast.delay_per_lost_second,
             kv_reuse=self._reuse.shares_on_device,
+            kv_share=self._reuse.share_on_device,
+            evicted_kv_share=self._reuse.share,
+            guards=self.guards,
         )
         self._eviction = EVICTION[eviction](self._view)
         self._prefetch = PREFETCH[prefetch](self._view, self._eviction)
         self.counters = MemoryCounters(self.tiers, options)
+        self._shadows = Shadows.build(self._view, options, self._eviction, self.tiers)
         self.evictor = Evictor(
-            self.tiers, self._eviction, self._prefetch, options, self.counters, self._reuse, block_bytes
+            self.tiers,
+            self._eviction,
+            self._prefetch,
+            options,
+            self.counters,
+            self._reuse,
+            block_bytes,
+            self._shadows.copies,
         )
         self.swapper = Swapper(
             self.tiers, self.evictor, self._eviction, self._prefetch, options, self.counters, self._view, self._reuse
         )
         self.adapters = KnownAdapters(self.tiers, self.evictor, options, adapter_size, block_bytes)
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size, tokens)
+        self._copy_awaited_s: float | None = None
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
@@ -233,6 +248,8 @@ class Memory:
         leases = tuple(self._waiting.pop(done.transfer_id, ()))
         self.kv_migration.transfer_ended(done.transfer_id)
         self.swapper.note_transfer_end(inflight, done.error, now)
+        if self._shadows.loads is not None:
+            self._shadows.loads.ended(done.transfer_id, now - inflight.began_s, now)
         self._eviction.inserted(result.arrived, now)
         self.evictor.rescore(np.asarray(inflight.nodes, np.int64), now)
         nodes = np.asarray(inflight.nodes, np.int64)
@@ -282,6 +299,7 @@ class Memory:
         on_device = int(np.count_nonzero(self.tree.on_device[path]))
         unused_s = now - float(self.tree.last_use_s[path[-1]]) if path else 0.0
         self._reuse.requested(adapter, keys, on_device, len(path), unused_s, now)
+        self._shadows.requested(adapter, keys, path, now)
         self.tree.visits[nodes] += 1
         self.tree.last_use_s[nodes] = now
         self._eviction.arrived(adapter, path, now)
@@ -344,7 +362,7 @@ class Memory:
         path = tree.match(keys[: (tokens - 1) // self.block_size])
         away = [node for node in path if not tree.on_device[node] and tree.moving[node] != NodeTransfer.IN]
         may_compute = away and self._options.host_kv is HostKv.AHEAD
-        if may_compute and not self._view.loading_kv_pays(len(away), self.blocks_for(tokens), is_waiting=True):
+        if may_compute and not self._loads_kv(len(away), self.blocks_for(tokens), now):
             del path[path.index(away[0]) :]
             away = []
         private = self.blocks_for(tokens) - len(path)
@@ -352,9 +370,15 @@ class Memory:
         tiers.pin(pinned)
         if not self.evictor.ensure_free(private + len(away), adapter_blocks, now):
             lacking = self.evictor.wait_reason(private + len(away), adapter_blocks)
+            if self._copy_awaited_s is None and self.blocks_are_being_freed:
+                self._copy_awaited_s = now
             tiers.unpin(pinned)
             self.evictor.offer_all(np.asarray(pinned))
             return lacking
+        if self._copy_awaited_s is not None:
+            if self._shadows.copies is not None:
+                self._shadows.copies.waited(now - self._copy_awaited_s, now)
+            self._copy_awaited_s = None
         lease = SequenceLease(
             adapter, path=path, keys=list(keys), cached_blocks=len(path), salt=salt, adapter_start=start
         )
@@ -365,7 +389,9 @@ class Memory:
             order = load_order(ref, to_prefill) if ref is not None and may_assist else PACKING_ORDER
             self.swapper.load(adapter, now, demand=True, order=order)
         if away:
-            tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
+            inflight = tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
+            if self._shadows.loads is not None:
+                self._shadows.loads.began(inflight.transfer.transfer_id, len(away), self.blocks_for(tokens), now)
         # An adapter on the device may be in a transfer to the host. No sequence waits for such a transfer.
         for inflight in tiers.want([] if tree.on_device[adapter] else [adapter]):
             lease.adapter_transfers.add(inflight.transfer.transfer_id)
@@ -429,6 +455,8 @@ class Memory:
         """
         self._return_lease(lease, now)
         self._reuse.computed(lease.adapter, len(lease.path) - lease.cached_blocks, now)
+        if self._shadows.eviction is not None:
+            self._shadows.eviction.ended(lease.adapter, lease.keys[: len(lease.path)])
         if not self._options.keep_kv:
             for node in reversed(lease.path):
                 self.evictor.discard(node, now)
@@ -461,6 +489,12 @@ class Memory:
         self._view.iteration_s = step_s
 
     # --- internals -----------------------------------------------------------------------------------
+
+    def _loads_kv(self, blocks: int, needed: int, now: float) -> bool:
+        """Return whether a queued request loads KV from the host; else it computes that KV."""
+        if self._shadows.loads is not None:
+            return self._shadows.loads.loads(blocks, needed, now)
+        return self._view.loading_kv_pays(blocks, needed, is_waiting=True)
 
     def _return_lease(self, lease: SequenceLease, now: float) -> None:
         if lease not in self._leases:

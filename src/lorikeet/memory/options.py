@@ -20,6 +20,7 @@ class MemoryOptions(msgspec.Struct, frozen=True):
             far as blocks are needed, and its remaining blocks are not copied again. If False, an adapter is one node.
         keep_adapters: whether an adapter stays cached after its last running request, until its blocks are needed.
         tick_s: seconds between ticks of the swapper; 0 for none.
+        guard: parts with an alternative act only while they cost less (``core.guard``).
     """
 
     keep_kv: bool = True
@@ -30,3 +31,4 @@ class MemoryOptions(msgspec.Struct, frozen=True):
     adapter_chain: bool = False
     keep_adapters: bool = True
     tick_s: float = 0.0
+    guard: bool = False

@@ -73,6 +73,11 @@ class _Share:
         shares: Scores = (self._reused[:nodes] + _PRIOR_BLOCKS * self.of_all()) / (self._blocks[:nodes] + _PRIOR_BLOCKS)
         return shares
 
+    def one(self, top: int) -> float:
+        """Return the expected reused share of the blocks of one adapter."""
+        self._extend(top + 1)
+        return float((self._reused[top] + _PRIOR_BLOCKS * self.of_all()) / (self._blocks[top] + _PRIOR_BLOCKS))
+
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""
         self._extend(top + 1)
@@ -192,6 +197,14 @@ class KvReuse:
     def lost_share(self) -> float:
         """Return the share of KV that was requested again after it had left its last tier; 0 before any."""
         return self._of_lost.of_all()
+
+    def share_on_device(self, top: int) -> float:
+        """Return the share of one adapter's KV; see :meth:`shares_on_device`."""
+        return self._of_computed.one(top)
+
+    def share(self, top: int) -> float:
+        """Return the share of one adapter's KV; see :meth:`shares`."""
+        return min(self._of_computed.one(top), self._of_evicted.one(top))
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""

@@ -14,8 +14,14 @@ from itertools import islice
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.options import MemoryOptions
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, PrefetchPolicy, is_prefetchable
+from lorikeet.memory.policies.base import (
+    EvictionPolicy,
+    MemoryView,
+    PrefetchPolicy,
+    is_prefetchable,
+)
 from lorikeet.memory.reuse import KvReuse
+from lorikeet.memory.shadows import COPIED_PART, COPIES_IN_FLIGHT, EVICTIONS_PER_TICK, RESERVED_SHARE
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.transfer_records import KV_BLOCKS_PER_TRANSFER, InflightTransfer
@@ -32,15 +38,10 @@ requests may need other adapters.
 """
 _HOST_PREFETCH_SHARE = 0.5
 """Share of the host tier that prefetched adapters may use. The rest is for KV, if the preset stores KV on the host."""
-_COPIES_IN_FLIGHT = 128
-"""Largest number of KV blocks that are being copied to the host ahead of their eviction, and the divisor of the
-evictable blocks that gives a second limit. The blocks cannot be evicted until their copy ends."""
-_COPIED_PART = 8
 PREFETCH_BELOW = 0.7
 """Share of the device up to which the swapper prefetches."""
-EVICT_TO = 0.95
+EVICT_TO = 1 - RESERVED_SHARE
 """Share of the device that stays in use when the swapper evicts from a full device."""
-_EVICTIONS_PER_TICK = 64
 _PREFETCHES_PER_TICK = 256
 """Limits of one tick, which delays the next step; the next tick continues."""
 _RETRY_S = 5.0
@@ -127,15 +128,15 @@ class Swapper:
         in_flight = len(self._tiers.transfers)
         total = self._tiers.device.total
         unused = self._evictor.unused()
-        if self._options.host_kv is HostKv.AHEAD and total - unused >= PREFETCH_BELOW * total:
+        if self._evictor.copies_ahead and total - unused >= PREFETCH_BELOW * total:
             self._copy_ahead(now)
         wanted = round((1 - EVICT_TO) * total)
         is_full = unused == 0 or self._evictor.allocation_failed
         self._evictor.allocation_failed = False
-        evicts_early = self._options.host_kv is HostKv.EVICTED  # other evicted blocks become free immediately
+        evicts_early = self._evictor.copies_at_eviction  # other evicted blocks become free immediately
         self._is_evicting = evicts_early and (is_full or self._is_evicting) and unused < wanted
         if self._is_evicting:
-            self._evictor.evict_until_free(wanted, now, _EVICTIONS_PER_TICK)
+            self._evictor.evict_until_free(wanted, now, EVICTIONS_PER_TICK)
         elif self._prefetch.below_watermark_only and self._has_room(total - unused):
             self._prefetch_nodes(round((1 - PREFETCH_BELOW) * total), now)
         self._is_idle = len(self._tiers.transfers) == in_flight and not self._is_evicting
@@ -213,9 +214,9 @@ class Swapper:
         """Copy KV that will be evicted soon to the host, if loading it again would save time."""
         tiers = self._tiers
         cached = self._tiers.cached_blocks[NodeKind.KV]
-        most = min(_COPIES_IN_FLIGHT, cached // _COPIED_PART) - tiers.blocks_being_copied
+        most = min(COPIES_IN_FLIGHT, cached // COPIED_PART) - tiers.blocks_being_copied
         if tiers.host.total and most > 0 and self._view.loading_kv_pays(1):
-            soon = cached // _COPIED_PART
+            soon = cached // COPIED_PART
             self._evictor.copy_ahead(most, soon, self._reuse.is_copied, now)
 
     def _queue_host_read(self, node: int) -> None:
@@ -241,7 +242,7 @@ class Swapper:
                 continue
             size = tree.missing_blocks(node)
             short = size + len(batch) + leave_free - self._tiers.device.free
-            if short > 0 and self._options.host_kv is HostKv.AHEAD:
+            if short > 0 and self._evictor.copies_ahead:
                 self._evictor.evict_worthless(size + len(batch) + leave_free, now)
                 short = size + len(batch) + leave_free - self._tiers.device.free
             below = self._prefetch.evicts_below(node) if short > 0 else -math.inf

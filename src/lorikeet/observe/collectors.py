@@ -25,6 +25,7 @@ from lorikeet.core.messages import (
     STEP_TOKENS_BOUNDS,
     AssistCounters,
     EngineStats,
+    GuardStats,
     MemoryStats,
     QueueStats,
     RouteStats,
@@ -111,6 +112,8 @@ class EngineCollector(Collector):
         yield from self._blocks(stats)
         yield from self._adapters(stats)
         yield from self._modes(stats)
+        if stats.guards:
+            yield from self._guards(stats.guards)
         if stats.queue is not None:
             yield from self._classes(stats.queue)
         if stats.assist is not None:
@@ -215,6 +218,26 @@ class EngineCollector(Collector):
             "Sequences whose prefill is done while their adapter is still being transferred.",
             stats.ahead_of_adapter,
         )
+
+    def _guards(self, guards: Mapping[str, GuardStats]) -> Iterable[Metric]:
+        make = self._make
+        states = [((part,), float(each.is_on)) for part, each in guards.items()]
+        regrets = [((part,), each.regret_s) for part, each in guards.items()]
+        switches = [((part,), float(each.switches)) for part, each in guards.items()]
+        costs = [((part, "on"), each.on_s) for part, each in guards.items()]
+        costs += [((part, "off"), each.off_s) for part, each in guards.items()]
+        yield make.gauges(
+            "lorikeet:guard_on", "1 while a guarded part acts, 0 while its alternative does.", ("part",), states
+        )
+        yield make.gauges(
+            "lorikeet:guard_regret_seconds",
+            "Waiting that the other choice would have spared, fading.",
+            ("part",),
+            regrets,
+        )
+        yield make.counts("lorikeet:guard_switches", "Times a part was switched on or off.", ("part",), switches)
+        text = "Waiting of all requests with the part always on, and always off, as its shadow counts it."
+        yield make.counts("lorikeet:guard_cost_seconds", text, ("part", "choice"), costs)
 
     def _host_workers(self, counts: AssistCounters) -> Iterable[Metric]:
         for name, text, value in (

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.guard import Guards
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
@@ -77,6 +78,11 @@ class AdmissionView(Protocol):
     @property
     def step_times(self) -> StepTimeEstimator:
         """Estimator of the duration of steps."""
+        ...
+
+    @property
+    def guards(self) -> Guards:
+        """The engine's guards."""
         ...
 
     def free_tokens(self) -> int:
@@ -158,6 +164,9 @@ class AdmissionQueue(ABC):
 
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:  # noqa: B027  # optional
         """Handle the end of a running request. With ``will_resume``, the request was preempted or exported."""
+
+    def answered(self, request: Request, output_tokens: int, now: float) -> None:  # noqa: B027  # optional
+        """Handle the length of the answer of a running request that ends; :meth:`ended` follows."""
 
     def review(self, now: float) -> Iterable[Request]:
         """Return the running requests to preempt before the next step."""

@@ -97,6 +97,11 @@ class BackgroundLast(AdmissionQueue):
         """Return the number of waiting requests."""
         return len(self.foreground) + len(self._background)
 
+    def answered(self, request: Request, output_tokens: int, now: float) -> None:
+        """Pass the length of a foreground request's answer to the policy."""
+        if not request.background:
+            self.foreground.answered(request, output_tokens, now)
+
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
         """Pass the end of a foreground request to the policy."""
         if not request.background:

@@ -4,11 +4,12 @@ Each estimate is a difference of two measured times of steps, transfers or waiti
 waiting that a mechanism replaced, but not the consequences for later steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from lorikeet.core.events import Decided, Mechanism
+from lorikeet.core.guard import Switch
 from lorikeet.core.plan import StepPlan, StepResult, Tier
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.memory import Memory
@@ -111,6 +112,11 @@ class SavingsEstimator:
         if saved_s:
             why = "it was admitted before older requests that take longer"
             yield Decided(sequence.request_id, now, Mechanism.ORDER, saved_s, why)
+
+    def switched(self, sequence: Sequence, switches: Iterable[Switch], now: float) -> Iterator[Decided]:
+        """Yield the switches of guarded parts since the admission before this one; they save nothing by themselves."""
+        for each in switches:
+            yield Decided(sequence.request_id, now, Mechanism.GUARD, 0.0, str(each))
 
     def note_merged(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, step_s: float) -> None:
         """Add the time that merged steps saved, compared with unmerged steps, to each of their sequences."""

@@ -378,6 +378,7 @@ class Scheduler:
             Admitted(sequence.request_id, now, cached, waits_for_adapter, waits_for_kv, waited_for)
         )
         self._outputs.events += self._savings.admitted(sequence, lease, now)
+        self._outputs.events += self._savings.switched(sequence, self._memory.guards.take_switches(), now)
         sequence.admitted_s = now
         if lease.adapter_transfers and not lease.kv_transfers:
             sequence.cold_start = ColdStart.ASSIST if lease.assisted else ColdStart.WAIT
@@ -530,6 +531,8 @@ class Scheduler:
                 computed.append(ComputedTokens(lease, sequence.token_ids, end))
             if finish is not None:
                 ended.append((sequence, *finish))
+        if waited_s := self._outputs.take_waited_s():
+            self._memory.guards.waited(waited_s, now)
         self._memory.commit(computed, now)
         for sequence, reason, stop_token_id in ended:
             self._finish(sequence, now, reason, stop_token_id)
@@ -611,6 +614,8 @@ class Scheduler:
         if sequence.lease is None:
             self.queue.remove(sequence.request, now)
             return
+        if not will_resume:
+            self.queue.answered(sequence.request, sequence.output_tokens, now)
         self.queue.ended(sequence.request, now, will_resume=will_resume)
         if will_resume:
             computed = sequence.computed_tokens if sequence.is_ready else 0

@@ -36,6 +36,7 @@ class SchedulerView:
         self._running = running
         self._selector = selector
         self.step_times = step_times
+        self.guards = memory.guards
 
     @property
     def total_tokens(self) -> int:

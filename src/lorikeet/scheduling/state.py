@@ -403,6 +403,13 @@ class OutputCollector:
     def __init__(self) -> None:
         self._tokens: list[TokenOutput] = []
         self.events: list[RequestEvent] = []
+        self._waited_s = 0.0
+
+    def take_waited_s(self) -> float:
+        """Return the time for which the requests waited that had their first tokens since the last call."""
+        waited_s = self._waited_s
+        self._waited_s = 0.0
+        return waited_s
 
     def take(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return the tokens and events since the last call."""
@@ -449,6 +456,7 @@ class OutputCollector:
         sent = len(request.output_token_ids)
         if index <= sent < made:  # ``sent`` exceeds ``index`` only while the sequence restarts
             self.events.append(FirstToken(request.request_id, now))
+            self._waited_s += now - sequence.queued_s
         if made > sent:
             begin = index if index > sent else sent
             new = tokens if made - begin == len(tokens) else tokens[begin - index : made - index]

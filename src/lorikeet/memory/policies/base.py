@@ -12,10 +12,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from lorikeet.core.guard import Guards
 from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
 LOWEST = float(np.finfo(np.float64).min)
 """Replaces a score of minus infinity, which would become NaN when an infinite offset is added."""
+
+MIN_REUSED_SHARE = 0.05
+"""KV of an adapter is evicted first, and is not copied to the host, if a smaller share of it is reused."""
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -60,6 +64,9 @@ class MemoryView:
             see :class:`StepForecast`.
         kv_reuse: returns the share of each adapter's KV that is expected to be reused if it stays on the device, given
             the adapters' nodes.
+        kv_share: returns the same share of one adapter, given its node.
+        evicted_kv_share: returns the share of its KV that is expected to be reused after it left the device.
+        guards: the engine's guards; see ``core.guard``.
     """
 
     tree: DependencyTree
@@ -76,6 +83,9 @@ class MemoryView:
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
     delay_per_lost_second: Callable[[int], float] = lambda excluded: 0.0
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
+    kv_share: Callable[[int], float] = lambda top: 1.0
+    evicted_kv_share: Callable[[int], float] = lambda top: 1.0
+    guards: Guards = field(default_factory=Guards)
 
     def loading_kv_pays(self, blocks: int, needed: int = 0, *, is_waiting: bool = False) -> bool:
         """Return whether loading blocks of KV from the host is expected to cost less time than computing them.
@@ -88,12 +98,19 @@ class MemoryView:
             needed: number of all blocks that the request needs on the device.
             is_waiting: whether the request is queued now, so that it is one of the queued requests.
         """
-        prefill_s = self.prefill_s(blocks)
-        if not prefill_s:
+        if not self.prefill_s(blocks):
             return True
+        load_s = self.load_kv_cost_s(blocks, needed, is_waiting=is_waiting)
+        return load_s <= self.compute_kv_cost_s(blocks, is_waiting=is_waiting)
+
+    def load_kv_cost_s(self, blocks: int, needed: int = 0, *, is_waiting: bool = False) -> float:
+        """Return by how many seconds a load of KV delays all requests; see :meth:`loading_kv_pays`."""
         kept_share = max(blocks, needed) / self.device_blocks
-        load_s = self.load_kv_s(blocks) * (1 + max(0, self.queued - is_waiting) * kept_share)
-        return load_s <= prefill_s * (1 + self.delay_per_lost_second(int(is_waiting)))
+        return self.load_kv_s(blocks) * (1 + max(0, self.queued - is_waiting) * kept_share)
+
+    def compute_kv_cost_s(self, blocks: int, *, is_waiting: bool = False) -> float:
+        """Return by how many seconds computing KV delays all requests; see :meth:`loading_kv_pays`."""
+        return self.prefill_s(blocks) * (1 + self.delay_per_lost_second(int(is_waiting)))
 
     def waiting_for_a_copy_pays(self, blocks: int, reused_share: float) -> bool:
         """Return whether KV should be copied to the host before its eviction, although requests wait for its blocks.

@@ -4,11 +4,10 @@ from typing import Final
 
 import numpy as np
 
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView
+from lorikeet.core.guard import Part
+from lorikeet.memory.policies.base import MIN_REUSED_SHARE, EvictionPolicy, MemoryView
 from lorikeet.memory.tree import BASE, NodeKind, Nodes, Scores
 
-_MIN_REUSED_SHARE: Final = 0.05
-"""KV of an adapter is evicted first if a smaller share of the adapter's KV is reused."""
 _EVICTED_FIRST_S: Final = 1e9
 
 
@@ -27,7 +26,7 @@ class Lru(EvictionPolicy):
 class LruWithReuse(Lru):
     """Evicts by last use, except that KV of adapters whose KV is rarely reused (< 5 %) is evicted first.
 
-    Such KV is also evicted for prefetches.
+    Such KV is also evicted for prefetches. While ``Part.EVICTION`` is off, it evicts by last use alone.
     """
 
     worthless_below = -_EVICTED_FIRST_S / 2
@@ -37,18 +36,23 @@ class LruWithReuse(Lru):
         self._rarely_reused = b""
 
     def scores_changed(self) -> bool:
-        """Return whether the KV of any adapter has become rarely reused, or no longer is."""
+        """Return whether the KV of any adapter has become rarely reused or no longer is, or the guard has switched."""
         before = self._rarely_reused
+        if not self.view.guards.is_on(Part.EVICTION):
+            self._rarely_reused = b""
+            return before != b""
         tops = np.array([BASE, *self.view.tree.adapters], np.int64)
-        self._rarely_reused = np.packbits(self.view.kv_reuse(tops) < _MIN_REUSED_SHARE).tobytes() + tops.tobytes()
+        self._rarely_reused = np.packbits(self.view.kv_reuse(tops) < MIN_REUSED_SHARE).tobytes() + tops.tobytes()
         return self._rarely_reused != before
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the times of last use, minus a constant for KV that is rarely reused."""
         tree = self.view.tree
         scores = super().scores(nodes, now)
+        if not self.view.guards.is_on(Part.EVICTION):
+            return scores
         is_kv = tree.kind[nodes] == NodeKind.KV
         if is_kv.any():
-            lost = is_kv & (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < _MIN_REUSED_SHARE)
+            lost = is_kv & (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < MIN_REUSED_SHARE)
             scores[lost] -= _EVICTED_FIRST_S
         return scores

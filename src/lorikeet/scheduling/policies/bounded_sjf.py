@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from lorikeet.core.guard import Part
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
@@ -19,8 +20,10 @@ from lorikeet.scheduling.admission import (
     RunningRequest,
     tokens_needed,
 )
+from lorikeet.scheduling.order_shadow import OrderShadow
 
 _Floats = npt.NDArray[np.float64]
+_Bools = npt.NDArray[np.bool_]
 
 _DELAY_SHARE: Final = 0.15
 _DELAY_S: Final = 0.1
@@ -75,7 +78,8 @@ class BoundedShortestFirst(AdmissionQueue):
     A younger request passes only if all older requests may be delayed by it, and if it does not take memory into which
     the oldest request fits now. Otherwise the oldest request would have to wait until running requests end, and no
     estimate of this time exists. If no request may pass, the oldest request is next, as under FIFO. A request that
-    lacks blocks ends admission, so that no other request takes its turn.
+    lacks blocks ends admission, so that no other request takes its turn. While ``Part.ORDER`` is off, the oldest
+    request is always next.
 
     Args:
         view: state of the engine.
@@ -95,6 +99,8 @@ class BoundedShortestFirst(AdmissionQueue):
         self._worst_at_s = 0.0
         self._queued_s = _PACE_S
         self._served_s = _PACE_S
+        self._prompt_shares = np.zeros(0)
+        self._shadow = OrderShadow(view.guards) if view.guards.enabled else None
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request by time of arrival. A request that resumes keeps its earlier wait."""
@@ -110,6 +116,13 @@ class BoundedShortestFirst(AdmissionQueue):
     def remove(self, request: Request, now: float) -> None:
         """Remove a waiting request."""
         self._take(self._waiting.index(request))
+        if self._shadow is not None:
+            self._shadow.forget(request.request_id)
+
+    def answered(self, request: Request, output_tokens: int, now: float) -> None:
+        """Compare the costs of a request with those of the requests that it passed, or which passed it."""
+        if self._shadow is not None:
+            self._shadow.ended(request.request_id, output_tokens)
 
     def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
         """Remove a request, unless it will be queued again."""
@@ -124,26 +137,47 @@ class BoundedShortestFirst(AdmissionQueue):
             self._refresh(now)
         requests = self._waiting[: len(self._costs)]
         costs = self._costs
+        shares = self._prompt_shares
         allowances = self._allowances_s(now)
         passed = np.zeros(len(costs), np.bool_)  # the request was admitted, or its admission failed
         for left in range(len(costs), 0, -1):
-            chosen = oldest = int(np.argmin(passed))
-            if left > 1:
-                least = np.minimum.accumulate(np.where(passed, np.inf, allowances))
-                may_pass = ~passed & (costs <= np.concatenate(([np.inf], least[:-1])))
-                chosen = int(self._order[np.argmax(may_pass[self._order])])
-            if chosen != oldest and self._takes_room(requests[chosen], requests[oldest]):
-                chosen = oldest
+            oldest = int(np.argmin(passed))
+            shortest = self._shortest(requests, costs, allowances, passed) if left > 1 else oldest
+            chosen = shortest if self.view.guards.is_on(Part.ORDER) else oldest
             saved_s = 0.0
             if chosen and np.isfinite(costs[chosen]):
                 saved_s = float((costs[:chosen][~passed[:chosen]] - costs[chosen]).sum())
             reason = yield AdmissionCandidate(requests[chosen], saved_s)
+            if reason is None and self._shadow is not None and np.isfinite(costs[shortest]):
+                self._note_order(requests, costs, passed, shortest, now)
             passed[chosen] = True
             if reason in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
                 return
             if reason is None:
                 allowances[:chosen] -= costs[chosen]
-                self._note_admitted(requests[chosen], float(costs[chosen]), now)
+                self._note_admitted(requests[chosen], float(costs[chosen]), float(shares[chosen]), now)
+
+    def _shortest(self, requests: Sequence[Request], costs: _Floats, allowances: _Floats, passed: _Bools) -> int:
+        """Return the place of the cheapest request that may pass all older ones; of the oldest if none may."""
+        oldest = int(np.argmin(passed))
+        least = np.minimum.accumulate(np.where(passed, np.inf, allowances))
+        may_pass = ~passed & (costs <= np.concatenate(([np.inf], least[:-1])))
+        if self._shadow is not None and (admitted := self._shadow.virtually_admitted):
+            may_pass &= [request.request_id not in admitted for request in requests]
+            may_pass[oldest] = True
+        chosen = int(self._order[np.argmax(may_pass[self._order])])
+        takes_room = chosen != oldest and self._takes_room(requests[chosen], requests[oldest])
+        return oldest if takes_room else chosen
+
+    def _note_order(
+        self, requests: Sequence[Request], costs: _Floats, passed: _Bools, shortest: int, now: float
+    ) -> None:
+        """Pass the shadow the older requests that the shortest one passes, or would pass if the order were on."""
+        older = np.flatnonzero(~passed[:shortest])
+        if len(older) and self._shadow is not None:
+            ids = [requests[place].request_id for place in older.tolist()]
+            name = requests[shortest].request_id
+            self._shadow.passes(ids, name, costs[older].tolist(), float(costs[shortest]), now)
 
     def waiting(self) -> Iterable[Request]:
         """Return the waiting requests: the considered requests by cost, then all others by arrival."""
@@ -165,7 +199,7 @@ class BoundedShortestFirst(AdmissionQueue):
         self._fresh_until_s = -np.inf
         return delayed_s, waited_s - queued_s
 
-    def _note_admitted(self, request: Request, cost_s: float, now: float) -> None:
+    def _note_admitted(self, request: Request, cost_s: float, prompt_share: float, now: float) -> None:
         place = self._waiting.index(request)
         self._times[:place, (_DELAYED, _PENDING)] += cost_s
         if len(self._waiting) > 1:
@@ -176,6 +210,9 @@ class BoundedShortestFirst(AdmissionQueue):
             request.arrival_s, cost_s, max(1, request.expected_tokens), delayed_s, waited_s
         )
         self._note_fifo_wait(waited_s - delayed_s, now)
+        if self._shadow is not None and np.isfinite(cost_s):
+            tokens = request.expected_tokens
+            self._shadow.admitted(request.request_id, waited_s, cost_s, prompt_share, tokens, now)
 
     def _takes_room(self, younger: Request, oldest: Request) -> bool:
         """Return whether the oldest request fits into the memory now, but would not fit beside a younger request."""
@@ -237,6 +274,7 @@ class BoundedShortestFirst(AdmissionQueue):
         times = self.view.step_times
         view = self.view
         if not times.is_known:
+            self._prompt_shares = np.zeros(len(requests))
             return np.full(len(requests), np.inf)
         kv_tokens = view.free_tokens() + sum(each.kv_tokens for each in there)
         inputs = np.array([len(each.prompt_token_ids) + len(each.output_token_ids) for each in requests], np.float64)
@@ -245,6 +283,7 @@ class BoundedShortestFirst(AdmissionQueue):
         # In a step of a busy engine, each running request adds its prompt tokens divided by its answer tokens.
         beside = len(there) * inputs.sum() / outputs.sum()
         runs_s = prefill_s + outputs * times.step_s(beside, len(there) + 1)
+        self._prompt_shares = prefill_s / np.maximum(runs_s, 1e-12)
         steps_s = prefill_s + outputs * (times.step_s(0, 1) - times.step_s(0, 0))
         memory_s = runs_s * (inputs + outputs) / max(1, kv_tokens)
         pace = min(_MOST_PACE, max(1 / _MOST_PACE, self._queued_s / self._served_s)) if self._served_s else 1.0

@@ -1,0 +1,453 @@
+"""Shadows of the memory's guarded parts: they price a part and its alternative on the events of the memory.
+
+A shadow follows what the other choice would keep by the keys of blocks alone (ghosts). It holds a bounded number of
+them, sampled by their hashes, so each stands for those that were left out. See ``core.guard``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lorikeet.core.guard import HALF_LIFE_S, Guards, Part
+from lorikeet.memory.options import MemoryOptions
+from lorikeet.memory.policies.base import MIN_REUSED_SHARE, EvictionPolicy, MemoryView
+from lorikeet.memory.tiers import Tiers
+from lorikeet.memory.tree import BASE, NodeTransfer
+from lorikeet.presets import HostKv
+
+_MOST_GHOSTS = 8192
+"""Most blocks of both tiers that a shadow follows."""
+COPIES_IN_FLIGHT = 128
+"""Most blocks of KV that are copied to the host ahead of their eviction at a time, and as a divisor the largest part of
+the evictable blocks: they cannot be evicted until the copy ends."""
+COPIED_PART = 8
+EVICTIONS_PER_TICK = 64
+RESERVED_SHARE = 0.05
+"""Where KV is copied when it is evicted, the swapper evicts so many blocks a tick ahead of demand once the device was
+full, until this share of it is free."""
+_PRIOR_BLOCKS = 64.0
+"""Blocks that are assumed to have been as expected at the start."""
+_PROBE_S = 5.0
+"""Seconds after which a load is tried although ``Part.LOADS`` is off, to measure how long loads take."""
+_WEIGHT = 0.2
+_WEIGHT_OF_PROBE = 0.8
+"""Weights of the newest load in the mean ratio of measured to estimated times, and of a load that was the only one for
+some seconds."""
+
+
+class KeySample:
+    """Samples block keys by their hash: a key is always in the sample or never.
+
+    Args:
+        blocks: number of blocks that may be cached at a time.
+
+    Attributes:
+        scale: number of blocks that each sampled one stands for.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._below = max(1, min(256, 256 * _MOST_GHOSTS // max(1, blocks)))
+        self.scale = 256 / self._below
+
+    def of(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """Return the sampled keys with their places among ``keys``."""
+        below = self._below
+        return [(place, key) for place, key in enumerate(keys) if key[0] < below]
+
+
+class GhostList:
+    """Keys in the order in which a cache of limited size evicts them, without the cache."""
+
+    def __init__(self) -> None:
+        self._first: OrderedDict[bytes, float] = OrderedDict()
+        self._others: OrderedDict[bytes, float] = OrderedDict()
+        self.size = 0.0
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether the cache would hold a key."""
+        return key in self._others or key in self._first
+
+    def use(self, key: bytes, size: float = 1.0, *, goes_first: bool = False) -> None:
+        """Insert a key, or make it the last that is evicted; with ``goes_first`` only of those evicted first."""
+        for queue in (self._first, self._others):
+            self.size -= queue.pop(key, 0.0)
+        (self._first if goes_first else self._others)[key] = size
+        self.size += size
+
+    def shrink(self, size: float) -> None:
+        """Evict keys until the rest has at most this size."""
+        while self.size > size and (queue := self._first or self._others):
+            self.size -= queue.popitem(last=False)[1]
+
+
+class _Fading:
+    """A ratio of two sums that fade, so that it returns to 1 while nothing is measured.
+
+    Args:
+        prior: what both sums have at the start, and in which they fade.
+    """
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._above = self._below = 0.0
+        self._at_s = 0.0
+
+    def add(self, above: float, below: float, now: float) -> None:
+        """Add to both sums."""
+        fade: float = 0.5 ** (max(0.0, now - self._at_s) / HALF_LIFE_S)
+        self._at_s = now
+        self._above = fade * self._above + above
+        self._below = fade * self._below + below
+
+    def value(self, now: float) -> float:
+        """Return the ratio."""
+        fade: float = 0.5 ** (max(0.0, now - self._at_s) / HALF_LIFE_S)
+        return (fade * self._above + self._prior) / (fade * self._below + self._prior)
+
+
+class _Waits:
+    """The time for which requests wait for copies of KV, as a multiple of what the model of a choice expects.
+
+    Both are counted per copied block, since the wait is measured while the choice acts, and modelled while it does not.
+    """
+
+    def __init__(self) -> None:
+        self._modelled_s = self._modelled_blocks = 0.0
+        self._ratio = _Fading(_PRIOR_BLOCKS)
+
+    def model(self, seconds: float, blocks: float, now: float) -> float:
+        """Add a modelled wait for blocks that would be copied; return it corrected."""
+        self._modelled_s += seconds
+        self._modelled_blocks += blocks
+        return seconds * self._ratio.value(now)
+
+    def copied(self, blocks: float, now: float) -> None:
+        """Add blocks that were copied."""
+        self._ratio.add(0.0, blocks, now)
+
+    def measure(self, seconds: float, now: float) -> None:
+        """Add a wait for copies."""
+        if self._modelled_s:
+            self._ratio.add(seconds * self._modelled_blocks / self._modelled_s, 0.0, now)
+
+
+class CopyShadow:
+    """Prices copies ahead of eviction (on) beside copies at eviction (off).
+
+    KV that the acting choice keeps on the host is seen there; that of the other one is a ghost. Waits for copies are
+    measured where the acting choice makes them, and else modelled: KV without a copy is copied when it is evicted, and
+    requests wait for its blocks, as far as there is no reserve of free ones. Ghosts and model are corrected by what was
+    measured while their choice acted.
+
+    Args:
+        guards: gets the costs.
+        view: has prices.
+        sample: chooses the blocks.
+        tick_s: seconds between rounds of copies ahead of eviction.
+        host_kv_blocks: returns the number of host blocks that KV may use.
+    """
+
+    def __init__(
+        self, guards: Guards, view: MemoryView, sample: KeySample, tick_s: float, host_kv_blocks: Callable[[], int]
+    ) -> None:
+        guards.add(Part.COPIES)
+        self._guards = guards
+        self._view = view
+        self._sample = sample
+        self._copies_per_s = COPIES_IN_FLIGHT / tick_s if tick_s else 0.0
+        self._host_kv_blocks = host_kv_blocks
+        self._ahead = GhostList()
+        self._at_eviction = GhostList()
+        self._most_copied = view.device_blocks / COPIED_PART
+        self._copied = self._most_copied  # blocks that could have been copied ahead by now
+        self._most_reserved = view.device_blocks * RESERVED_SHARE
+        self._frees_per_s = EVICTIONS_PER_TICK / tick_s if tick_s else 0.0
+        self._refills = False
+        self._found_on = _Fading(_PRIOR_BLOCKS)
+        self._found_off = _Fading(_PRIOR_BLOCKS)
+        self._waits_on = _Waits()
+        self._waits_off = _Waits()
+        self._reserved = self._most_reserved  # blocks that are free, where copies are made at eviction
+        self._at_s = 0.0
+
+    def evicted(self, top: int, keys: Sequence[bytes], now: float) -> None:
+        """Record that KV of an adapter (its node) is evicted from the device."""
+        sampled = self._sample.of(keys)
+        view = self._view
+        store_s = view.store_kv_alone_s(1)
+        passed_s = max(0.0, now - self._at_s)
+        self._at_s = now
+        link_per_s = 1 / store_s if store_s else np.inf
+        self._copied = min(self._most_copied, self._copied + passed_s * min(self._copies_per_s, link_per_s))
+        if self._refills and passed_s:
+            freed = passed_s * min(self._frees_per_s, link_per_s)
+            self._reserved = min(self._most_reserved, self._reserved + freed)
+            self._refills = self._reserved < self._most_reserved
+        scale = self._sample.scale
+        waiting = max(1, view.queued)
+        share = view.evicted_kv_share(top)
+        is_copied = share >= MIN_REUSED_SHARE
+        late = [key for _, key in sampled if key not in self._ahead]
+        waits_on_s = waits_off_s = waited = 0.0
+        if late:
+            in_time = int(min(len(late), self._copied / scale)) if is_copied and view.loading_kv_pays(1) else 0
+            self._copied -= in_time * scale
+            rest = len(late) - in_time
+            if rest > 0 and is_copied and view.waiting_for_a_copy_pays(max(1, round(rest * scale)), share):
+                waits_on_s = store_s * rest * scale + view.iteration_s
+                waited = rest * scale
+                in_time = len(late)
+            late = late[:in_time]
+        copied = [key for _, key in sampled if key not in self._at_eviction]
+        short = max(0.0, len(keys) - self._reserved)
+        self._reserved = max(0.0, self._reserved - len(keys))
+        self._refills |= short > 0  # only then the swapper evicts ahead of demand
+        if short and copied:  # blocks that are free during a step are used by the next
+            waits_off_s = store_s * min(short, len(copied) * scale) + view.iteration_s
+        for ghosts, stored in ((self._ahead, set(late)), (self._at_eviction, set(copied))):
+            for _, key in sampled:
+                if key in stored or key in ghosts:
+                    ghosts.use(key)
+            ghosts.shrink(self._host_kv_blocks() / scale)
+        if self._guards.is_on(Part.COPIES):
+            self._waits_on.copied(waited, now)
+            other_s = waiting * self._waits_off.model(waits_off_s, len(copied) * scale, now)
+            if other_s:
+                self._guards.note(Part.COPIES, 0.0, other_s, now)
+        else:
+            self._waits_off.copied(len(copied) * scale, now)
+            other_s = waiting * self._waits_on.model(waits_on_s, waited, now)
+            if other_s:
+                self._guards.note(Part.COPIES, other_s, 0.0, now)
+
+    def waited(self, seconds: float, now: float) -> None:
+        """Record that a request, the first in the queue, waited so long for blocks that were being copied."""
+        cost_s = seconds * max(1, self._view.queued)
+        if self._guards.is_on(Part.COPIES):
+            self._waits_on.measure(seconds, now)
+            self._guards.note(Part.COPIES, cost_s, 0.0, now)
+        else:
+            self._waits_off.measure(seconds, now)
+            self._guards.note(Part.COPIES, 0.0, cost_s, now)
+
+    def requested(self, sampled: Sequence[tuple[int, bytes]], path: Sequence[int], now: float) -> None:
+        """Record that a request needs KV.
+
+        Args:
+            sampled: sampled keys of its blocks, with their places.
+            path: its nodes that are on a tier.
+            now: the time.
+        """
+        tree = self._view.tree
+        acts = self._guards.is_on(Part.COPIES)
+        own, other = (self._ahead, self._at_eviction) if acts else (self._at_eviction, self._ahead)
+        found, expected = (self._found_on, self._found_off) if acts else (self._found_off, self._found_on)
+        is_kept = is_expected = True
+        blocks = loads = ghosts = 0
+        for place, key in sampled:
+            is_there = place < len(path)
+            if is_there and (tree.on_device[path[place]] or tree.moving[path[place]] == NodeTransfer.IN):
+                continue
+            if key in own:
+                found.add(is_there, 1.0, now)
+            is_kept = is_kept and is_there
+            is_expected = is_expected and key in other
+            if not (is_kept or is_expected):
+                break
+            blocks += 1
+            loads += is_kept
+            ghosts += is_expected
+            for each in (own, other):
+                if key in each:
+                    each.use(key)
+        if not blocks:
+            return
+        scale = self._sample.scale
+        compute_s = self._view.compute_kv_cost_s(1)
+        load_s = min(compute_s, self._view.load_kv_alone_s(1))
+        own_s = scale * (blocks * compute_s - loads * (compute_s - load_s))
+        other_s = scale * (blocks * compute_s - ghosts * expected.value(now) * (compute_s - load_s))
+        self._guards.note(Part.COPIES, *((own_s, other_s) if acts else (other_s, own_s)), now)
+
+
+class EvictionShadow:
+    """Prices the eviction of rarely reused KV first (on) beside that of the least recently used (off).
+
+    Both are ghost lists of a device of the same size. A block or adapter that a request needs costs nothing where it is
+    there, and else the time to load or compute it.
+
+    Args:
+        guards: gets the costs.
+        view: has prices and the tree.
+        sample: chooses the blocks.
+        has_host: whether there is a host tier.
+    """
+
+    def __init__(self, guards: Guards, view: MemoryView, sample: KeySample, *, has_host: bool) -> None:
+        guards.add(Part.EVICTION)
+        self._guards = guards
+        self._view = view
+        self._sample = sample
+        self._has_host = has_host
+        self._by_worth = GhostList()
+        self._by_use = GhostList()
+
+    def requested(self, adapter: int, sampled: Sequence[tuple[int, bytes]], now: float) -> None:
+        """Record that a request needs an adapter (its node) and KV (sampled keys of its blocks, with their places)."""
+        share = self._view.kv_share(adapter)
+        view = self._view
+        on_s, off_s = self._adapter_costs_s(adapter)
+        kept_on = kept_off = True
+        lost_on = lost_off = 0
+        for _, key in sampled:
+            kept_on = kept_on and key in self._by_worth
+            kept_off = kept_off and key in self._by_use
+            if not (kept_on or kept_off):
+                break
+            lost_on += not kept_on
+            lost_off += not kept_off
+        if lost_on or lost_off:
+            recover_s = view.compute_kv_cost_s(1)
+            if self._has_host and share >= MIN_REUSED_SHARE:
+                recover_s = min(recover_s, view.load_kv_alone_s(1))
+            recover_s *= self._sample.scale
+            on_s += lost_on * recover_s
+            off_s += lost_off * recover_s
+        self._use(adapter, sampled, share)
+        if on_s or off_s:
+            self._guards.note(Part.EVICTION, on_s, off_s, now)
+
+    def ended(self, adapter: int, keys: Sequence[bytes]) -> None:
+        """Record that a request has computed blocks with these keys; ``adapter`` is the node of its adapter."""
+        self._use(adapter, self._sample.of(keys), self._view.kv_share(adapter))
+
+    def _adapter_costs_s(self, adapter: int) -> tuple[float, float]:
+        key = self._view.tree.key_of(adapter) if adapter != BASE else b""
+        lost_on = key not in self._by_worth
+        lost_off = key not in self._by_use
+        if adapter == BASE or lost_on == lost_off:
+            return 0.0, 0.0
+        load_s = float(self._view.load_s(np.array([adapter], np.int64))[0])
+        return load_s * lost_on, load_s * lost_off
+
+    def _use(self, adapter: int, sampled: Sequence[tuple[int, bytes]], share: float) -> None:
+        """Make a path the last that is evicted, later KV before earlier, and its adapter after it."""
+        tree = self._view.tree
+        scale = self._sample.scale
+        for ghosts, goes_first in ((self._by_worth, share < MIN_REUSED_SHARE), (self._by_use, False)):
+            for _, key in reversed(sampled):
+                ghosts.use(key, scale, goes_first=goes_first)
+            if adapter != BASE:
+                ghosts.use(tree.key_of(adapter), float(tree.size[adapter]))
+            ghosts.shrink(self._view.device_blocks)
+
+
+class LoadShadow:
+    """Prices loads of KV where estimates say that they pay (on) beside computing that KV again (off).
+
+    Loads are judged by the time that they took. While none is made, estimates count, corrected by the last loads, and
+    one is made from time to time, to see whether they still take so long.
+
+    Args:
+        guards: gets the costs.
+        view: has prices.
+    """
+
+    def __init__(self, guards: Guards, view: MemoryView) -> None:
+        guards.add(Part.LOADS)
+        self._guards = guards
+        self._view = view
+        self._ratio = 1.0
+        self._probe_s = -np.inf
+        self._loads: dict[int, tuple[float, float, float]] = {}
+
+    def loads(self, blocks: int, needed: int, now: float) -> bool:
+        """Return whether a queued request loads KV from the host; see ``MemoryView.loading_kv_pays``."""
+        view = self._view
+        if not view.loading_kv_pays(blocks, needed, is_waiting=True):
+            return False
+        if self._guards.is_on(Part.LOADS):
+            return True
+        load_s = view.load_kv_cost_s(blocks, needed, is_waiting=True) * self._ratio
+        compute_s = view.compute_kv_cost_s(blocks, is_waiting=True)
+        is_probe = now >= self._probe_s + _PROBE_S
+        if not is_probe and compute_s:
+            self._guards.note(Part.LOADS, load_s, compute_s, now)
+        return is_probe or self._guards.is_on(Part.LOADS)
+
+    def began(self, transfer_id: int, blocks: int, needed: int, now: float) -> None:
+        """Record the start of a load that a request waits for; it is among the transfers in flight already."""
+        view = self._view
+        estimate_s = view.load_kv_s(0)
+        cost_s = view.load_kv_cost_s(0, max(blocks, needed), is_waiting=True)
+        price = cost_s / estimate_s if estimate_s else 1.0
+        self._loads[transfer_id] = estimate_s, price, view.compute_kv_cost_s(blocks, is_waiting=True)
+        self._probe_s = now
+
+    def ended(self, transfer_id: int, took_s: float, now: float) -> None:
+        """Record the end of a transfer, which may be such a load."""
+        load = self._loads.pop(transfer_id, None)
+        if load is None:
+            return
+        estimate_s, price, compute_s = load
+        if estimate_s:
+            weight = _WEIGHT if self._guards.is_on(Part.LOADS) else _WEIGHT_OF_PROBE
+            self._ratio += weight * (took_s / estimate_s - self._ratio)
+        if compute_s:
+            self._guards.note(Part.LOADS, took_s * price, compute_s, now)
+
+
+class Shadows(NamedTuple):
+    """The shadows of a memory; those of parts that it does not have or guard are None."""
+
+    sample: KeySample
+    copies: CopyShadow | None = None
+    eviction: EvictionShadow | None = None
+    loads: LoadShadow | None = None
+
+    @classmethod
+    def build(cls, view: MemoryView, options: MemoryOptions, eviction: EvictionPolicy, tiers: Tiers) -> "Shadows":
+        """Create the shadows that a memory needs.
+
+        Args:
+            view: has prices, the tree and the guards.
+            options: memory options of the preset.
+            eviction: eviction policy of the preset.
+            tiers: has the sizes of both tiers.
+        """
+        guards = view.guards
+        host = tiers.host.total
+        sample = KeySample(view.device_blocks + host)
+        if not guards.enabled:
+            return cls(sample)
+        copies = loads = None
+        if host and options.host_kv is HostKv.AHEAD:
+
+            def host_kv_blocks() -> int:
+                return host - tiers.host_counts().adapter
+
+            copies = CopyShadow(guards, view, sample, options.tick_s, host_kv_blocks)
+            loads = LoadShadow(guards, view)
+        by_worth = eviction.worthless_below > -np.inf
+        return cls(
+            sample, copies, EvictionShadow(guards, view, sample, has_host=bool(host)) if by_worth else None, loads
+        )
+
+    def requested(self, adapter: int, keys: Sequence[bytes], path: Sequence[int], now: float) -> None:
+        """Record the arrival of a request.
+
+        Args:
+            adapter: node of its adapter.
+            keys: keys of its whole blocks.
+            path: its nodes that are on a tier.
+            now: the time.
+        """
+        if self.copies is None and self.eviction is None:
+            return
+        sampled = self.sample.of(keys)
+        if self.copies is not None:
+            self.copies.requested(sampled, path, now)
+        if self.eviction is not None:
+            self.eviction.requested(adapter, sampled, now)
