@@ -94,6 +94,7 @@ def _speed(rounds: int, dtype: str) -> None:
                 row += [f"{statistics.median(side):.0f}" for side in sides]
                 row.append(with_interval(ratios(sides[1], sides[0]), ".2f"))
             rows.append(row)
+            print(f"  {sequences} x {context} measured", flush=True)
     headings = ["sequences x context", "prefill", "one order", "ratio", "decode", "one order", "ratio"]
     print_table(f"Tokens/s, {dtype}, adapters in turns, {TOKENS} tokens each", headings, rows)
 
