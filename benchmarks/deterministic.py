@@ -1,9 +1,10 @@
 """What ``--deterministic`` costs, and how near log probabilities are to those of transformers and PEFT.
 
-``python -m benchmarks.deterministic [--parts speed,agreement] [--rounds N] [--dtype bfloat16]``. Speed: two engines in
-this process, one deterministic, one not, answer the same requests in turns: tokens/s of prefills, and of decodes at
-several contexts. Agreement: the differences of the log probability of each token of texts, in bfloat16, between
-Lorikeet and PEFT, beside those of PEFT with itself in a batch, and of each with PEFT in float32.
+``python -m benchmarks.deterministic [--parts attention,speed,agreement] [--rounds N] [--loads 8x512,1x64]
+[--adapters pirate] [--dtype bfloat16]``. Attention: the least time of its kernel for decodes, alone. Speed: two engines
+in this process, one deterministic, one not, answer the same requests in turns: tokens/s of prefills, and of decodes at
+several contexts. Agreement: the differences of log probabilities of the tokens of texts, in bfloat16, between Lorikeet
+and PEFT, beside those of PEFT with itself in a batch, and of each with PEFT in float32.
 """
 
 import argparse
@@ -37,13 +38,20 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica
 from lorikeet.engine.driver import wait_for_work
+from lorikeet.kernels.interface import Batch
+from lorikeet.kernels.native import NativeKernels, best_library
 from lorikeet.models.config import read_model_config
 
-PARTS = ("speed", "agreement")
-LOADS = ((1, 64), (1, 1024), (8, 64), (8, 512), (32, 128))
+PARTS = ("attention", "speed", "agreement")
+LOADS = "1x64,1x1024,8x64,8x512,32x128"
 """Sequences, and tokens of each prompt."""
+DECODES = ((1, 128), (1, 1024), (1, 8192), (8, 128), (8, 1024), (32, 1024))
+"""Sequences that decode, and tokens of each context."""
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 9, 3, 64, 16
+"""Those of the default model."""
+CALLS = 40
 TOKENS = 32
-TEXTS = 8
+TEXTS = 4
 TEXT_TOKENS = 96
 
 
@@ -59,27 +67,64 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--loads", default=LOADS, help="sequences x tokens of a prompt, of the part speed")
+    parser.add_argument("--adapters", default="pirate", help="some of the sample adapters, of the part agreement")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     options = parser.parse_args()
     print_setup()
     parts = options.parts.split(",")
+    if "attention" in parts:
+        _attention()
     if "speed" in parts:
-        _speed(options.rounds, options.dtype)
+        loads = [tuple(map(int, load.split("x"))) for load in options.loads.split(",")]
+        _speed(options.rounds, options.dtype, loads)
     if "agreement" in parts:
-        _agreement()
+        _agreement(options.adapters.split(","))
+
+
+# --- attention ----------------------------------------------------------------------------------------
+
+
+def _attention() -> None:
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        kernels = [NativeKernels(*best_library(), one_order=one_order) for one_order in (False, True)]
+        for sequences, context in DECODES:
+            plain_s, one_order_s = _least_times(kernels, dtype, sequences, context)
+            name = f"{str(dtype).removeprefix('torch.')}, {sequences} x {context}"
+            rows.append([name, f"{plain_s * 1e6:.0f}", f"{one_order_s * 1e6:.0f}", f"{one_order_s / plain_s:.2f}"])
+    headings = ["sequences x context", "µs a layer", "one order", "ratio"]
+    print_table(f"Attention of decodes, least of {CALLS} calls, {kernels[0].threads} threads", headings, rows)
+
+
+def _least_times(kernels: Sequence[NativeKernels], dtype: torch.dtype, sequences: int, context: int) -> list[float]:
+    blocks = context // BLOCK_TOKENS
+    tables = torch.randperm(sequences * blocks).view(sequences, blocks)
+    none = torch.zeros(0, dtype=torch.int64)
+    starts = torch.arange(sequences + 1)
+    batch = Batch(none, none, none, none, starts, torch.full((sequences,), context), tables, none)
+    kv = torch.randn(sequences * blocks, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM).to(dtype)
+    qkv = torch.randn(sequences, (HEADS + 2 * KV_HEADS) * HEAD_DIM).to(dtype)
+    least = [math.inf] * len(kernels)
+    for _ in range(CALLS):
+        for at, each in enumerate(kernels):
+            began_s = time.perf_counter()
+            each.attention(qkv, kv, batch, HEAD_DIM**-0.5, None)
+            least[at] = min(least[at], time.perf_counter() - began_s)
+    return least
 
 
 # --- speed ---------------------------------------------------------------------------------------------
 
 
-def _speed(rounds: int, dtype: str) -> None:
+def _speed(rounds: int, dtype: str, loads: Sequence[Sequence[int]]) -> None:
     model = default_model()
     geometry = read_model_config(model).geometry(2 if dtype == "bfloat16" else 4)
     refs = [reference(name, folder, geometry) for name, folder in sample_adapters().items()]
     rows = []
     small: dict[str, Any] = {"memory_bytes": 2**30, "host_memory_bytes": 0}
     with replica(model, dtype, **small) as plain, replica(model, dtype, deterministic=True, **small) as one_order:
-        for sequences, context in LOADS:
+        for sequences, context in loads:
 
             def run(built: Replica, turn: int, sequences: int = sequences, context: int = context) -> Speed:
                 requests = make_requests(f"{turn}", sequences, context, TOKENS, refs, seed=turn)
@@ -123,17 +168,19 @@ def timed(built: Replica, requests: Sequence[Request]) -> Speed:
 # --- agreement -------------------------------------------------------------------------------------------
 
 
-def _agreement() -> None:
+def _agreement(names: Sequence[str]) -> None:
     rows = []
-    for name, folder in sample_adapters().items():
+    for name in names:
+        folder = sample_adapters()[name]
         texts = np.random.default_rng(0).integers(300, 10_000, (TEXTS, TEXT_TOKENS)).tolist()
         exact = _by_peft(folder, texts, torch.float32, TEXTS)
         alone = _by_peft(folder, texts, torch.bfloat16, 1)
         together = _by_peft(folder, texts, torch.bfloat16, TEXTS)
+        own = _by_lorikeet(folder, texts, "bfloat16")
         pairs = {
-            "Lorikeet, PEFT": (_by_lorikeet(folder, texts, "bfloat16"), alone),
+            "Lorikeet, PEFT": (own, alone),
             "PEFT alone, in a batch": (alone, together),
-            "Lorikeet, PEFT in float32": (_by_lorikeet(folder, texts, "bfloat16"), exact),
+            "Lorikeet, PEFT in float32": (own, exact),
             "PEFT, PEFT in float32": (alone, exact),
             "both in float32": (_by_lorikeet(folder, texts, "float32"), exact),
         }
