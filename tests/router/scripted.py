@@ -60,6 +60,7 @@ class ScriptedBackend:
         is_occupied: its connections all answer requests, and ``/health`` gets no answer.
         word_s: seconds after each word of a stream.
         key: without which it does not tell its models; None for none.
+        owner: who its models are owned by; a Lorikeet mixes adapters.
         stored: ids of answers of other routes.
         allows: whose web pages it says may use it; None for nobody.
         streaming: answers under way.
@@ -95,6 +96,7 @@ class ScriptedBackend:
         self.is_occupied = False
         self.word_s = 0.0
         self.key: str | None = None
+        self.owner = "vllm"
         self.allows: str | None = None
         self.stored: set[str] = set()
         self.streaming = self.hung_up = 0
@@ -204,7 +206,8 @@ class ScriptedBackend:
     async def _models(self, http: Request) -> Any:
         if self.key is not None and http.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": "Unauthorized"}, 401)
-        cards: list[dict[str, Any]] = [{"id": "base", "object": "model", "root": "/models/base", "parent": None}]
+        base = {"id": "base", "object": "model", "root": "/models/base", "parent": None, "owned_by": self.owner}
+        cards: list[dict[str, Any]] = [base]
         shown = self.adapters if self.lists else {}
         cards += [{"id": name, "root": path, "parent": "base"} for name, path in shown.items()]
         return {"object": "list", "data": cards}
@@ -248,7 +251,8 @@ class ScriptedBackend:
         if self.busy:
             self.busy -= 1
             return _error(429, "busy", {"Retry-After": "0", **self.busy_headers})
-        if body["model"] != "base" and body["model"] not in self.adapters:
+        names = {part.partition("*")[0] for part in body["model"].split("+")}
+        if body["model"] != "base" and not names <= self.adapters.keys():
             return _error(404, f"The model `{body['model']}` does not exist.")
         is_chat = http.url.path.endswith("chat/completions")
         if is_chat:

@@ -116,14 +116,69 @@ async def test_error_of_a_stored_response_names_the_lost_backend(start: Start) -
             assert "the backend that kept it is gone" in gone.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("model", ["pirate*0.7+formal*0.3", "base:pirate", "pirate@05d07048"])
-async def test_error_of_a_mixture_or_version_name_has_the_reason(start: Start, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "status", "reason"),
+    [
+        ("pirate*0.7+formal*0.3", 400, "No backend of this router mixes adapters"),
+        ("pirate*0.7+nobody", 404, "The model `pirate*0.7+nobody` does not exist."),
+        ("base:nobody", 404, "The model `base:nobody` does not exist."),
+        ("other:pirate", 404, "The model `other:pirate` does not exist."),
+        ("pirate@05d07048", 404, "`pirate` is now the version"),
+        ("nobody@05d07048", 404, "The model `nobody@05d07048` does not exist."),
+        ("nobody", 404, "The model `nobody` does not exist."),
+    ],
+)
+async def test_error_of_a_mixture_or_version_name_has_the_reason(
+    start: Start, model: str, status: int, reason: str
+) -> None:
     async with start() as routing:
         reply = await routing.http.post(CHAT, json={"model": model, "messages": []})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
-        assert "A router takes one name of its /v1/models" in reply.json()["error"]["message"]
-        plain = await routing.http.post(CHAT, json={"model": "nobody", "messages": []})
-        assert plain.json()["error"]["message"] == "The model `nobody` does not exist."
+        assert (reply.status_code, reply.json()["error"]["param"]) == (status, "model")
+        assert reason in reply.json()["error"]["message"]
+        assert not any(backend.bodies for backend in routing.backends)
+
+
+async def test_backends_get_the_plain_name_of_an_adapter(start: Start) -> None:
+    async with start() as routing:
+        digest = (await routing.http.get("/v1/adapters/pirate")).json()["digest"]
+        for model in ("base:pirate", f"pirate@{digest[:8]}", f"base:pirate@{digest}"):
+            chat = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+            assert (await routing.http.post(CHAT, json=chat)).status_code == 200
+        assert {asked["model"] for backend in routing.backends for asked in backend.bodies} == {"pirate"}
+
+
+async def test_a_mixture_goes_to_a_lorikeet_that_has_loaded_all_of_its_adapters(start: Start) -> None:
+    async with start(count=3) as routing:
+        mixing = routing.backends[1]
+        mixing.owner = "lorikeet"
+        known = routing.parts.backend_router.backends.values()
+        await until(lambda: any(each.is_lorikeet for each in known), "the router has read the models again")
+        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        for model in ("pirate*0.7+formal*0.3", "base:formal + pirate*-1"):
+            reply = await routing.http.post(CHAT, json={"model": model, **chat})
+            assert reply.status_code == 200, reply.text
+        assert [body["model"] for body in mixing.bodies] == ["pirate*0.7+formal*0.3", "formal+pirate*-1"]
+        assert {*mixing.adapters} == {"pirate", "formal"}
+        mixing.adapters.clear()  # as after a restart
+        reply = await routing.http.post(CHAT, json={"model": "pirate+formal", **chat})
+        assert reply.status_code == 200
+        mixing.bad_paths.add("/elsewhere/formal")
+        mixing.adapters.clear()
+        refused = await routing.http.post(CHAT, json={"model": "pirate+formal", **chat})
+        assert refused.status_code == 400
+        assert "no tensors in" in refused.json()["error"]["message"]
+        assert not routing.backends[0].bodies + routing.backends[2].bodies
+
+
+async def test_backends_get_the_clients_keys_beside_the_routers_own(start: Start) -> None:
+    async with start(count=1, backend_key="own", admin_keys=("admin",), passes_keys=True) as routing:
+        (backend,) = routing.backends
+        backend.key = "own"  # which the router needs to read its models
+        chat = {"model": "pirate", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        headers = {"Authorization": "Bearer a-tenants"}
+        assert (await routing.http.post(CHAT, json=chat, headers=headers)).status_code == 200
+        assert backend.keys == ["Bearer a-tenants"]
+        assert (await routing.http.post("/v1/adapters", json={}, headers=headers)).status_code == 401
 
 
 @pytest.mark.parametrize("field", ["lora_path", "lora", "merged_adapters"])

@@ -64,6 +64,14 @@ def router(
         str,
         typer.Option(help="Key for the backends; else they get the client's key.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
+    pass_client_keys: Annotated[
+        bool,
+        typer.Option(
+            "--pass-client-keys",
+            help="Send the clients' keys to the backends, which then apply scopes and limits; --backend-key is only "
+            "for the router's own calls. Needs --backend-key and --admin-key.",
+        ),
+    ] = False,
     shared_prefix_cache: Annotated[
         bool, typer.Option("--shared-prefix-cache", help="Let API keys reuse each other's KV at the backends.")
     ] = False,
@@ -113,6 +121,8 @@ def router(
         check_keys((*(api_key or ()), *(admin_key or ())))
         pages = tuple(chain.from_iterable(map(origins, allowed_origins or ())))
         check_origins(pages)
+        if pass_client_keys and not (backend_key and admin_key):
+            raise ValueError("--pass-client-keys needs --backend-key and --admin-key")
         adapters = _read_adapters(lora_modules or ())
         options = RouterOptions(
             backends=tuple(backend),
@@ -130,6 +140,7 @@ def router(
             admin_keys=tuple(admin_key or ()),
             allowed_origins=pages,
             backend_key=backend_key,
+            passes_keys=pass_client_keys,
             shared_prefix_cache=shared_prefix_cache,
             connections=ConnectionLimits(
                 max_connections, _head_bytes(max_head), head_timeout, body_timeout, write_timeout

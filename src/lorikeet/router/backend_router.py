@@ -208,8 +208,8 @@ class BackendRouter:
             if isinstance(error, TimeoutError):
                 raise ApiError(503, f"{why} for {WAIT_S:g} s{self.backend_errors()}.") from None
             raise
-        if request.adapter is not None:
-            request.backend.note_use(request.adapter)
+        for adapter in request.adapters:
+            request.backend.note_use(adapter)
         return request.backend
 
     def _why_waiting(self, request: ProxiedRequest) -> str:
@@ -248,12 +248,10 @@ class BackendRouter:
             self._apply(self.dispatcher.ended(request.request_id, time.monotonic(), is_complete=False))
         self._forget(request)
 
-    def on_adapter_refused(self, request: ProxiedRequest, error: BackendRefused) -> bool:
-        """Record that a backend could not load a request's adapter again. Return whether another one may."""
-        assert request.adapter is not None
-        assert request.backend is not None
-        self._routing.on_refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
-        return self._can_be_loaded(request.adapter)
+    def on_adapter_refused(self, backend: Backend, adapter: RoutedAdapter, error: BackendRefused) -> bool:
+        """Record that a backend could not load an adapter of a request. Return whether another one may."""
+        self._routing.on_refused(adapter.digest, backend.replica, error, time.monotonic())
+        return self._can_be_loaded(adapter)
 
     def last_refusal(self, adapter: RoutedAdapter) -> str | None:
         """Return the error of the last backend that could not load an adapter; None without an error."""
@@ -301,7 +299,7 @@ class BackendRouter:
     def _uses(self, backend: Backend, name: str) -> bool:
         """Return whether a backend has a request for an adapter."""
         there = (each for each in self._requests.values() if each.backend is backend and each.is_dispatched)
-        return any(each.adapter is not None and each.adapter.name == name for each in there)
+        return any(adapter.name == name for each in there for adapter in each.adapters)
 
     def has_requests(self, backend: Backend) -> bool:
         """Return whether a backend has a request."""

@@ -72,7 +72,8 @@ class Backend:
     Args:
         replica: the backend's id in the router.
         spec: the backend's address and options.
-        api_key: key that is sent with every request; empty to pass on the client's key.
+        api_key: key of the router; empty for none.
+        passes_keys: whether clients' requests keep the client's key although the router has its own.
 
     Raises:
         ValueError: the address is not valid.
@@ -94,7 +95,7 @@ class Backend:
         watch: measures the waits for the backend's answers.
     """
 
-    def __init__(self, replica: ReplicaId, spec: BackendSpec, api_key: str = "") -> None:
+    def __init__(self, replica: ReplicaId, spec: BackendSpec, api_key: str = "", *, passes_keys: bool = False) -> None:
         self.replica = replica
         self.url = spec.url.rstrip("/")
         self.api: ServerApi = APIS[spec.api or ServerApi.name](spec.base)
@@ -123,18 +124,25 @@ class Backend:
         self._progress: tuple[str, ...] = ()
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
+        self._client_key: Headers = [] if passes_keys else self._key
         self._connections = Connections(self.url)
 
     @property
-    def has_own_key(self) -> bool:
+    def replaces_keys(self) -> bool:
         """Whether the router sends its own key instead of the client's."""
-        return bool(self._key)
+        return bool(self._client_key)
+
+    @property
+    def is_lorikeet(self) -> bool:
+        """Whether the server is a Lorikeet, which mixes adapters."""
+        return any(card.get("owned_by") == "lorikeet" for card in self.base_cards)
 
     async def open(
         self, method: str, path: str, headers: Headers, content: bytes | None = None, *, is_stream: bool = False
     ) -> BackendResponse:
         """Send a client's request. Return the answer once its head has arrived."""
-        return await self._connections.send(method, path, headers + self._key, content, self.watch, is_stream=is_stream)
+        headers = headers + self._client_key
+        return await self._connections.send(method, path, headers, content, self.watch, is_stream=is_stream)
 
     async def close(self) -> None:
         """Close all connections."""

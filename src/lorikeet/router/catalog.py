@@ -1,10 +1,11 @@
 """Keeps the models that a router serves, and places its adapters on backends."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterable, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,13 +20,25 @@ from lorikeet.http.vllm_adapter_answers import invalid_input
 from lorikeet.router.adapters import RoutedAdapter, as_new_version
 from lorikeet.router.backend_router import BackendRouter
 
-_ONE_NAME = (
-    " A router takes one name of its /v1/models: a mixture, base:adapter or adapter@version works at a backend's own "
-    "address only."
-)
+_VERSIONED = re.compile("(.+)@([0-9a-f]{8,64})")
+"""An adapter's name, and the beginning of the digest that the router's ``/v1/adapters`` lists."""
 
 AWAY_S = 60.0
 """Seconds for which a backend that is down stays in the placement: it may come back with its adapters."""
+
+
+class Target(NamedTuple):
+    """The model of a request.
+
+    Attributes:
+        model: the name for the backends.
+        adapter: the adapter that decides the backend; None for the base model.
+        mixed: further adapters that a mixture needs at the backend.
+    """
+
+    model: str
+    adapter: RoutedAdapter | None = None
+    mixed: tuple[RoutedAdapter, ...] = ()
 
 
 class ModelCatalog:
@@ -99,21 +112,51 @@ class ModelCatalog:
         cards = bases + [{**base, **own, "id": each.name, "root": shown_source(each.source)} for each in adapters]
         return cards + [{**base, **own, "id": name, "root": name} for name in self.splits]
 
-    def find(self, model: str) -> RoutedAdapter | None:
-        """Return the adapter of a name; None for the base model.
+    def find(self, model: str) -> Target:
+        """Return the model of a name: ``adapter``, ``base:adapter``, ``adapter@version``, or a mixture of adapters.
 
         Raises:
             ApiError: 404 for an unknown name, 503 while no backend has listed the base model.
         """
         if model in self.adapters:
-            return self.adapters[model]
-        cards = [card for backend in self._backend_router.backends.values() for card in backend.base_cards]
-        if not model or any(card["id"] == model for card in cards):
-            return None
-        if not cards:
+            return Target(model, self.adapters[model])
+        bases = self._base_names()
+        if not model or model in bases:
+            return Target(model)
+        if not bases:
             why = f"No backend has been available yet{self._backend_router.backend_errors()}."
             raise ApiError(503, why, headers={"Retry-After": "1"})
-        raise model_not_found(model, _ONE_NAME if any(mark in model for mark in "*+:@") else "")
+        name = self.without_base(model)
+        if "*" not in name and "+" not in name:
+            adapter = self._one(name, model)
+            return Target(adapter.name, adapter)
+        parts = [part.partition("*") for part in name.split("+")]
+        first, *others = adapters = [self._one(each.strip(), model) for each, _, _ in parts]
+        named = (each.name + by + weight for each, (_, by, weight) in zip(adapters, parts, strict=True))
+        return Target("+".join(named), first, tuple(others))
+
+    def without_base(self, model: str) -> str:
+        """Return the part after ``base:``; any other name unchanged."""
+        if model in self.adapters or ":" not in model:
+            return model
+        return next(
+            (model.removeprefix(f"{base}:") for base in self._base_names() if model.startswith(f"{base}:")), model
+        )
+
+    def _base_names(self) -> set[str]:
+        return {card["id"] for backend in self._backend_router.backends.values() for card in backend.base_cards}
+
+    def _one(self, name: str, asked: str) -> RoutedAdapter:
+        """Return the adapter of ``name``, which may end with ``@`` and the beginning of its digest."""
+        if name in self.adapters:
+            return self.adapters[name]
+        found = _VERSIONED.fullmatch(name)
+        adapter = None if found is None else self.adapters.get(found[1])
+        if found is None or adapter is None:
+            raise model_not_found(asked)
+        if not adapter.digest.startswith(found[2]):
+            raise model_not_found(asked, f" `{adapter.name}` is now the version {adapter.digest[:12]}.")
+        return adapter
 
     def version_of(self, name: str, key: str) -> str:
         """Return the version that answers a request of a split: the first in the key's order that still exists.

@@ -1,13 +1,14 @@
 """Polls the health of all backends."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import ReplicaId
 from lorikeet.http.logs import log
 from lorikeet.router.adapters import RoutedAdapter
+from lorikeet.router.apis import BackendSpec
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.connections import BackendConnectionError, LocalSocketError, plain_reason
@@ -52,11 +53,11 @@ class HealthMonitor:
         for backend in backends:
             self._tasks.run(self._watch(backend))
 
-    def follow(self, discovery: Discovery, api_key: str) -> None:
-        """Add and remove backends as a discovery finds them."""
-        self._tasks.run(self._follow(discovery, api_key))
+    def follow(self, discovery: Discovery, make: Callable[[ReplicaId, BackendSpec], Backend]) -> None:
+        """Add and remove backends, which ``make`` returns, as a discovery finds them."""
+        self._tasks.run(self._follow(discovery, make))
 
-    async def _follow(self, discovery: Discovery, api_key: str) -> None:
+    async def _follow(self, discovery: Discovery, make: Callable[[ReplicaId, BackendSpec], Backend]) -> None:
         numbers = count(len(self._backend_router.backends))
         while True:
             await asyncio.sleep(EVERY_S)
@@ -67,7 +68,7 @@ class HealthMonitor:
                     backend.is_leaving = url not in found
                     self.check_soon(backend)
             for url in found.keys() - known.keys():
-                backend = Backend(ReplicaId(f"backend-{next(numbers)}"), found[url], api_key)
+                backend = make(ReplicaId(f"backend-{next(numbers)}"), found[url])
                 log.info("backend found", backend=url)
                 self._check_now[backend.replica] = asyncio.Event()
                 self._backend_router.add_backend(backend)

@@ -280,6 +280,7 @@ class ProxiedRequest:
         adapter: adapter of the request; None for the base model.
         prompt_tokens: tokens of the prompt, counted or estimated.
         session: name of a conversation whose requests go to the same backend; empty for none.
+        mixed: further adapters that the backend needs for a mixture.
 
     Attributes:
         placed: future of the chosen backend, which is set once the backend has the adapter.
@@ -301,8 +302,10 @@ class ProxiedRequest:
         adapter: RoutedAdapter | None,
         prompt_tokens: int,
         session: str = "",
+        mixed: tuple[RoutedAdapter, ...] = (),
     ) -> None:
         self.session = session
+        self.mixed = mixed
         self.request_id = request_id
         self.body = body
         self.adapter = adapter
@@ -316,6 +319,11 @@ class ProxiedRequest:
         self.is_lost = False
         self._scope: asyncio.Timeout | None = None
         self._close: Callable[[], None] = _nothing
+
+    @property
+    def adapters(self) -> tuple[RoutedAdapter, ...]:
+        """All adapters that the backend needs."""
+        return self.mixed if self.adapter is None else (self.adapter, *self.mixed)
 
     def begin(self) -> None:
         """Prepare the request for its first or next placement."""

@@ -15,7 +15,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.http.answer_stream import error_text
 from lorikeet.http.anthropic_errors import MESSAGES_PATH, anthropic_error
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate
-from lorikeet.http.errors import ApiError, hide_paths
+from lorikeet.http.errors import ApiError, bad_request, hide_paths
 from lorikeet.http.logs import log
 from lorikeet.http.sessions import SESSION_HEADER, session_of
 from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream
@@ -149,17 +149,25 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         tenant = http.state.tenant if parts.isolates_keys else ""
         body = await off_the_loop(partial(RequestBody, path, content, tenant), len(content) - SMALL_BODY_BYTES)
         session = session_of(http.headers.get(SESSION_HEADER), http.state.tenant)
-        split = body.model if body.model in parts.catalog.splits else ""
-        if split:
+        split = parts.catalog.without_base(body.model)
+        if split in parts.catalog.splits:
             version = parts.catalog.version_of(split, body.user or session or http.state.request_id)
             whole = body
             body = await off_the_loop(partial(whole.with_fields, model=version), len(content) - SMALL_BODY_BYTES)
             parts.metrics.count_split(split, version, "served")
             _copy_to_shadows(http, split, whole, parts)
-        adapter = parts.catalog.find(body.model)
+        target = parts.catalog.find(body.model)
+        if target.model != body.model:
+            body = await off_the_loop(partial(body.with_fields, model=target.model), len(content) - SMALL_BODY_BYTES)
+        adapter = target.adapter
         prompt_tokens = parts.lengths.tokens(body)
         request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
-        request = ProxiedRequest(request_id, body, adapter, prompt_tokens, session)
+        request = ProxiedRequest(request_id, body, adapter, prompt_tokens, session, target.mixed)
+        if target.mixed:
+            backends = parts.backend_router.backends
+            request.failed_at = {replica for replica, backend in backends.items() if not backend.is_lorikeet}
+            if len(request.failed_at) == len(backends):
+                raise bad_request(f"No backend of this router mixes adapters, as `{body.model[:200]}` needs.", "model")
         if body.previous_response:
             keeper = _keeper(parts, body.previous_response, http.state.tenant, "previous_response_id")
             if not keeper.is_open:
@@ -278,7 +286,7 @@ def passed_headers(http: Request, backend: Backend) -> Headers:
     return [
         each
         for each in http.headers.raw
-        if each[0] not in _WITHHELD_REQUEST_HEADERS and not (backend.has_own_key and each[0] in _KEY_HEADERS)
+        if each[0] not in _WITHHELD_REQUEST_HEADERS and not (backend.replaces_keys and each[0] in _KEY_HEADERS)
     ]
 
 
@@ -393,16 +401,20 @@ class ProxyTask:
     async def _ask(self, backend: Backend) -> BackendResponse:
         """Send the body. If the backend has lost the adapter, load it there and send the body again."""
         adapter = self._request.adapter
+        if self._request.mixed and not backend.is_lorikeet:
+            raise ApiError(503, "No backend that mixes adapters takes requests now.", headers={"Retry-After": "1"})
         try:
-            if adapter is not None and not backend.holds(adapter):
-                await self._load(backend, adapter)
+            for each in self._request.adapters:
+                if not backend.holds(each):
+                    await self._load(backend, each)
             reply = await self._send(backend)
             if reply.status != 404 or adapter is None:
                 return reply
             reply.close()
             self._is_sent = False
-            backend.forget(adapter)
-            await self._load(backend, adapter)
+            for each in self._request.adapters:
+                backend.forget(each)
+                await self._load(backend, each)
             return await self._send(backend)
         except BackendRefused as error:
             raise ApiError(400 if error.status < 500 else 502, hide_paths(str(error))) from error
@@ -417,8 +429,10 @@ class ProxyTask:
         try:
             await backend.load(adapter)
         except BackendRefused as error:
-            if self._backend_router.on_adapter_refused(self._request, error):
-                raise BackendLost from error
+            if self._backend_router.on_adapter_refused(backend, adapter, error):
+                self._request.failed_at.add(backend.replica)
+                if not self._request.mixed or self._backend_router.has_other(self._request):
+                    raise BackendLost from error
             raise
 
     async def _send(self, backend: Backend) -> BackendResponse:

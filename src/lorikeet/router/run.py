@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import count
 from types import FrameType
 
@@ -65,6 +66,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         api_keys, admin_keys, allowed_origins: see ``lorikeet serve``.
         shared_prefix_cache: whether requests of different API keys reuse each other's KV at the backends.
         backend_key: key for the backends, which replaces the client's key; empty to pass on the client's key.
+        passes_keys: whether requests keep the client's key although there is a ``backend_key``.
         connections: limits on clients' connections.
         health_s: time between two health checks of a backend, in seconds.
         backend_timeout_s: seconds without any answer after which a backend gets no requests for a minute; 0 for never.
@@ -87,6 +89,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
+    passes_keys: bool = False
     shared_prefix_cache: bool = False
     connections: ConnectionLimits = ConnectionLimits()
     health_s: float = HEALTH_S
@@ -198,7 +201,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     log.info(describe_preset(options.preset), routing=preset.routing, placement=preset.placement)
     if preset.comigration:
         log.info("running requests are not migrated: a router cannot move them between servers")
-    backends = [Backend(replica, spec, options.backend_key) for replica, spec in zip(replicas, specs, strict=True)]
+    make = partial(Backend, api_key=options.backend_key, passes_keys=options.passes_keys)
+    backends = [make(replica, spec) for replica, spec in zip(replicas, specs, strict=True)]
     backend_router = BackendRouter(backends, routing, prefetch=preset.pool_prefetch)
     placements = LocalPlacementService(Orchestrator(placement, replicas, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s, options.splits)
@@ -208,7 +212,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         await monitor.start()
         await catalog.start()
         if not discovery.is_fixed:
-            monitor.follow(discovery, options.backend_key)
+            monitor.follow(discovery, make)
         yield RouterParts(
             backend_router,
             catalog,
