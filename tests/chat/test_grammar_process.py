@@ -121,6 +121,20 @@ def test_objects_that_must_contain_one_another_without_end_are_refused() -> None
 
 
 @pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "foo"}', "Invalid type: foo"),
+        (GrammarKind.LARK, 'start: r0\nr0: %json {"type": "foo"}', "failed to compile JSON schema: Invalid type: foo"),
+        (GrammarKind.EBNF, "start: nope", 'at 1(8): unknown name: "nope"\n   1 | start: nope\n'),
+    ],
+)
+def test_error_shows_the_lines_of_the_senders_own_grammar_only(kind: GrammarKind, text: str, reason: str) -> None:
+    error = READER.check(GrammarSpec(kind, text, "p")).error
+    assert error.startswith(reason)
+    assert ("start:" in error) == (kind is GrammarKind.EBNF)
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "most"),
     [
         (GrammarKind.CHOICE, '["yes", "né"]', 3),

@@ -43,6 +43,9 @@ _MOST_BYTES_OF_A_LETTER = 4
 _PATTERNS = '"patternProperties"'
 _JSON_RULE = "%json "
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+_POSITION = re.compile(r"^at \d+\(\d+\): ")
+_LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+"""The lines of a grammar around an error, which the parser appends."""
 _MAX_FORMATS = 16
 _MEMORY_BYTES = 2**30
 _MAX_FORCED = 512
@@ -180,7 +183,7 @@ class GrammarReader:
         if time.thread_time() - began_s <= _MAX_CHECK_S:
             _follow_forced(matcher)
         if matcher.is_error():
-            return GrammarChecked(error=_reason(matcher.get_error()))
+            return GrammarChecked(error=_reason(matcher.get_error(), spec))
         if time.thread_time() - began_s > _MAX_CHECK_S:
             return GrammarChecked(error="the grammar takes too long to compile; simplify it, above all its repetitions")
         if spec.least_tokens and not can_have_bytes(spec, grammar):
@@ -267,9 +270,11 @@ def _follow_forced(matcher: LLMatcher) -> None:
         followed += len(forced)
 
 
-def _reason(error: str) -> str:
-    """Return a parser's error without its state, which may follow."""
+def _reason(error: str, spec: GrammarSpec) -> str:
+    """Return a parser's error without its state, which may follow, and without lines that the sender did not write."""
     reason = error.partition("\n<")[0]
+    if spec.kind is not GrammarKind.EBNF:
+        reason = _POSITION.sub("", _LISTING.sub("", reason))
     return "no answer can follow the grammar" if reason.startswith("NoExtension") else reason
 
 
