@@ -112,7 +112,7 @@ async def sleep(
         await service.client.sleep()
     elif pauses.stops_all:
         service.client.set_paused(True)
-    log.info("asleep", tags=sorted(pauses.asleep), level=level, mode=mode)
+    log.info("asleep", asleep=" ".join(sorted(pauses.asleep)), level=level, mode=mode)
     return {"status": "asleep", "asleep": sorted(pauses.asleep)}
 
 
@@ -132,7 +132,7 @@ async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Qu
             raise engine_unavailable(error) from error
     pauses.change(lambda held: setattr(held, "asleep", asleep))
     service.client.set_paused(pauses.stops_all)
-    log.info("woken", asleep=sorted(asleep))
+    log.info("woken", asleep=" ".join(sorted(asleep)))
     return {"status": "asleep" if asleep else "awake", "asleep": sorted(asleep)}
 
 
