@@ -304,6 +304,8 @@ async def test_served_folder_is_listed_before_its_adapters_are_loaded(start: Sta
         assert (listed["has_more"], listed["next_cursor"], listed["total"]) == (True, "json", 3)
         card = (await server.http.get("/v1/adapters/pirate")).json()
         assert (card["digest"], card["source"], card["loaded"]) == (None, "pirate", False)
+        content = await server.http.get("/v1/adapters/pirate/content")
+        assert (content.status_code, "not loaded yet" in content.text) == (404, True), content.text
         warmed = (await server.http.patch("/v1/adapters/pirate", json={"warm": True})).json()
         assert warmed["loaded"]
         assert warmed.keys() == card.keys()

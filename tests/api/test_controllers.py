@@ -5,6 +5,7 @@ The bodies are those that lora-syncer, AIBrix and Dynamo send: ``docs/deployment
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -65,6 +66,23 @@ async def test_dynamo_takes_a_second_load_as_success(server: Running) -> None:
     assert replies[0]["status"] == "success"
     assert (await server.http.get("/v1/loras")).json()["count"] == 1
     assert (await server.http.delete("/v1/loras/legal")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "more"),
+    [
+        ("/load_lora_adapter", {"lora_name": "legal", "lora_path": "pirate"}),
+        ("/v1/loras", {"lora_name": "legal", "source": {"uri": "pirate"}}),
+        ("/adapters", {"name": "legal", "src": "pirate"}),
+    ],
+)
+async def test_route_without_a_field_to_replace_names_no_such_field(
+    server: Running, route: str, more: dict[str, Any]
+) -> None:
+    await server.http.post("/v1/load_lora_adapter", json={"lora_name": "legal", "lora_path": "org/legal"})
+    reply = await server.http.post(route, json=more)
+    assert reply.status_code == 400
+    assert "Unload it first, or replace it by POST /v1/adapters" in reply.text
 
 
 async def test_folder_takes_precedence_over_a_repository_of_the_same_name(server: Running) -> None:

@@ -116,6 +116,14 @@ async def test_a_split_that_is_not_valid_is_refused(server: Running, fields: dic
     assert reply.status_code == status, reply.text
 
 
+async def test_split_is_named_as_such_where_an_adapter_is_needed(server: Running) -> None:
+    reply = await server.http.post("/v1/adapters", json={"name": "other", "versions": {"legal": 1.0}})
+    assert reply.json()["error"]["message"] == "`legal` is a split itself; name adapters."
+    for part in ("stats", "content"):
+        reply = await server.http.get(f"/v1/adapters/legal/{part}")
+        assert (reply.status_code, "is a split" in reply.text) == (404, True), reply.text
+
+
 async def test_an_adapter_becomes_a_split_without_a_lost_request(server: Running) -> None:
     await server.http.post("/v1/adapters", json={"name": "contract", "source": str(server.sources / "formal")})
     await server.http.post("/v1/adapters", json={"name": "contract-v1", "alias_of": "contract"})

@@ -36,12 +36,18 @@ def check_unload(name: str) -> None:
         raise invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.")
 
 
-def already_loaded(name: str, replaced_by: str = "load_inplace") -> ApiError:
-    """Return the 400 for a name that is in use. ``replaced_by`` is the field that allows a replacement."""
-    return invalid_input(
-        f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
-        f"set '{replaced_by}' to True."
-    )
+def already_loaded(name: str, replaced_by: str | None = "load_inplace") -> ApiError:
+    """Return the 400 for a name that is in use.
+
+    Args:
+        name: the adapter's name.
+        replaced_by: the field of the route's body that allows a replacement; None for a route that replaces nothing.
+    """
+    if replaced_by is None:
+        remedy = "Unload it first, or replace it by POST /v1/adapters with 'replace'."
+    else:
+        remedy = f"If you want to load the LoRA adapter in place, set '{replaced_by}' to True."
+    return invalid_input(f"The lora adapter '{name}' has already been loaded. {remedy}")
 
 
 def adapter_not_found(name: str) -> ApiError:

@@ -181,6 +181,8 @@ class ModelCatalog:
         if reason := why_invalid(name, split.versions, split.shadow):
             raise bad_request(reason, "versions")
         for each in {**split.versions, **split.shadow}:
+            if each in self.splits:
+                raise ApiError(404, f"`{each}` is a split itself; name adapters.", param="versions")
             if each not in self.adapters:
                 raise ApiError(404, f"The adapter `{each}` does not exist.", param="versions")
         self.splits[name] = split

@@ -146,6 +146,8 @@ async def change_split(
         raise bad_request(reason, "versions")
     known = {*await service.resolver.adapter_names(access)}
     for each in {**split.versions, **split.shadow}:
+        if splits.get(each) is not None and access.may_see(each):
+            raise ApiError(404, f"`{each}` is a split itself; name adapters.", param="versions")
         if each not in known:
             raise ApiError(404, f"The adapter `{each}` does not exist.", param="versions")
         if each in service.catalog:
@@ -182,7 +184,7 @@ async def load_adapter(
     *,
     access: Access,
     replace: bool,
-    replaced_by: str = "load_inplace",
+    replaced_by: str | None = None,
     overrides: ChatOverrides = NO_OVERRIDES,
     persistent: bool = True,
 ) -> RegisteredAdapter:
@@ -194,7 +196,7 @@ async def load_adapter(
         source: the adapter's folder or URL.
         access: the sender's rights.
         replace: whether the adapter may replace a registered adapter of the same name.
-        replaced_by: the name of the body's field for ``replace``, for errors.
+        replaced_by: the name of the body's field for ``replace``, for errors; None if the route has no such field.
         overrides: chat settings that replace the settings in the adapter's files.
         persistent: whether the adapter stays registered after a restart. If False, the load always waits and is never
             refused with 429.
@@ -257,7 +259,7 @@ async def make_mixture(service: Service, name: str, parts: Sequence[Part]) -> No
 
 
 async def register_adapter(
-    service: Service, name: str, source: str, register: Callable[[], RegisteredAdapter], replaced_by: str
+    service: Service, name: str, source: str, register: Callable[[], RegisteredAdapter], replaced_by: str | None
 ) -> RegisteredAdapter:
     """Register a name with the catalog and the engines, and drop the version that it replaces."""
     # Read the latest changes of other servers, so that the check below includes them.

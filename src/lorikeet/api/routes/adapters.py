@@ -187,7 +187,7 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
 )
 async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return the traffic of one adapter, its latest requests and errors; a tenant sees only its own."""
-    record = _record(service, name, sender.access)
+    record = await _record(service, name, sender.access)
     check_owner(service, sender.access, name)
     total = service.observer.usage.peek(name).total
     return {
@@ -209,7 +209,7 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
 )
 async def adapter_content(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return the settings and the digest of each tensor of one adapter, as its files have them."""
-    record = _record(service, name, sender.access)
+    record = await _record(service, name, sender.access)
     check_owner(service, sender.access, name)
     with service.resolver.leases.take(record.ref):  # The files stay while they are read.
         content = await in_daemon_thread(partial(read_content, Path(record.ref.folder)))
@@ -223,7 +223,7 @@ async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict
         return _split_card(service, name, split)
     if service.models.missing(name) and name in await service.resolver.unloaded_names(sender.access):
         return _unloaded_card(service, name)
-    record = _record(service, name, sender.access)
+    record = await _record(service, name, sender.access)
     card = _card(service, record)
     if not sender.access.owns(service.catalog.owner(name) or ""):
         return card
@@ -255,7 +255,7 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
         await in_daemon_thread(lambda: service.catalog.note_change(sender.access.actor, action, target.name, {}))
     if body.warm:
         await service.warm(name, sender)
-    return _card(service, _record(service, target.name, sender.access))
+    return _card(service, await _record(service, target.name, sender.access))
 
 
 @ROUTES.add(Route("DELETE /v1/adapters/{name:path}", Callers.ADMINS_AND_TENANTS))
@@ -292,11 +292,21 @@ def _visible(service: Service, access: Access) -> list[AdapterRecord]:
     return [record for record in service.catalog.list() if access.may_see(record.name)]
 
 
-def _record(service: Service, name: str, access: Access) -> AdapterRecord:
+async def _record(service: Service, name: str, access: Access) -> AdapterRecord:
+    """Return a loaded adapter.
+
+    Raises:
+        ApiError: 404, the name is unknown, a split's, or that of an adapter which no request has named yet.
+    """
     record = service.models.record(name) if access.may_see(name) else None
-    if record is None:
-        raise ApiError(404, f"The adapter `{name}` does not exist.", param="name")
-    return record
+    if record is not None:
+        return record
+    reason = "does not exist"
+    if access.may_see(name) and service.resolver.splits.get(name) is not None:
+        reason = "is a split, which has no weights; name one of its adapters"
+    elif name in await service.resolver.unloaded_names(access):
+        reason = "is not loaded yet; the first request that names it loads it"
+    raise ApiError(404, f"The adapter `{name}` {reason}.", param="name")
 
 
 def _unloaded_card(service: Service, name: str) -> dict[str, Any]:
@@ -354,7 +364,12 @@ async def load_lora_adapter(body: LoadAdapter, service: ServiceDep, sender: Send
     """Load an adapter as vLLM does."""
     check_load(body.lora_name, body.lora_path)
     loaded = await load_adapter(
-        service, body.lora_name, body.lora_path, access=sender.access, replace=body.load_inplace
+        service,
+        body.lora_name,
+        body.lora_path,
+        access=sender.access,
+        replace=body.load_inplace,
+        replaced_by="load_inplace",
     )
     return load_answer(body.lora_name, *loaded.warnings)
 

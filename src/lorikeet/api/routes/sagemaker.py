@@ -86,9 +86,7 @@ async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: Sende
     access = sender.access
     if body.pin:
         refuse_pin(access)
-    await load_adapter(
-        service, body.name, body.src, access=access, replace=False, replaced_by="replace of /v1/adapters"
-    )
+    await load_adapter(service, body.name, body.src, access=access, replace=False)
     service.resolver.loader.pin(body.name, bool(body.pin))
     if body.preload:
         await service.warm(body.name, sender)
