@@ -20,7 +20,7 @@ class Verdict(StrEnum):
     """Result of comparing our figure with a claim."""
 
     SAME = "same"
-    """Ours is 0.8 to 1.25 times the printed figure, or keeps the printed bound."""
+    """Ours is 0.8 to 1.25 times the printed figure, of a gain in times by its effect, or keeps the printed bound."""
     BETTER = "better"
     """Ours is better for the paper's system, by a gain of up to 1.5 times the printed one."""
     OVERSHOOTS = "overshoots"
@@ -43,9 +43,16 @@ class Judged(NamedTuple):
 
 
 def judge(form: Form, printed: float, ours: float) -> Judged:
-    """Return the ratio and verdict of our figure and the printed one, both in the printed unit."""
+    """Return the ratio and verdict of our figure and the printed one, both in the printed unit.
+
+    A gain in times is judged by its effect, which is what it differs from 1, so that no effect is never the same as one.
+    """
+    if form in (Form.GAIN_TIMES, Form.BASELINE_TIMES) and printed != 1:
+        ratio: float | None = (ours - 1) / (printed - 1)
+    else:
+        ratio = ours / printed if printed else None
     # Rounded, so that 1.2 is 0.8 times 1.5.
-    ratio = round(ours / printed, 9) if printed else None
+    ratio = None if ratio is None else round(ratio, 9)
     return Judged(ratio, _verdict(form, printed, ours, ratio))
 
 

@@ -36,11 +36,12 @@ from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import Constant, Curve
 
 JUDGED = [
-    # A printed 1.5 x: 1.2 to 1.875 is the same, up to 2.25 better, and no gain is opposite whatever the ratio.
-    (Form.GAIN_TIMES, 1.5, 1.2, "same"),
-    (Form.GAIN_TIMES, 1.5, 1.1, "same direction"),
-    (Form.GAIN_TIMES, 1.5, 2.2, "better"),
-    (Form.GAIN_TIMES, 1.5, 2.3, "overshoots"),
+    # A printed 1.5 x is an effect of 0.5: 1.4 to 1.625 is the same, up to 1.75 better, and no gain is opposite.
+    (Form.GAIN_TIMES, 1.5, 1.4, "same"),
+    (Form.GAIN_TIMES, 1.5, 1.3, "same direction"),
+    (Form.GAIN_TIMES, 1.5, 1.7, "better"),
+    (Form.GAIN_TIMES, 1.5, 1.8, "overshoots"),
+    (Form.GAIN_TIMES, 1.2, 1.02, "same direction"),
     (Form.GAIN_TIMES, 1.2, 1.0, "opposite"),
     # A printed 20 % less.
     (Form.GAIN_PERCENT, 20, 16, "same"),
@@ -90,7 +91,10 @@ JUDGED = [
 def test_a_figure_is_judged_beside_the_printed_one(form: Form, printed: float, ours: float, verdict: str) -> None:
     judged = judge(form, printed, ours)
     assert judged.verdict == verdict
-    assert judged.ratio == (pytest.approx(ours / printed) if printed else None)
+    if form in (Form.GAIN_TIMES, Form.BASELINE_TIMES):
+        assert judged.ratio == pytest.approx((ours - 1) / (printed - 1)), "by its effect"
+    else:
+        assert judged.ratio == (pytest.approx(ours / printed) if printed else None)
 
 
 def test_280_claims_have_names_of_their_own() -> None:
@@ -308,7 +312,7 @@ def test_a_page_has_settings_plots_and_causes(declared: Paper, tmp_path: Path) -
     run_missing([TWO, FOUR], cache, 1, lambda line: None)
     page = write_page("toppings", tmp_path / "pages", cache).read_text()
     assert "| link | 1 GB/s / 2 GB/s |" in page
-    assert "| **head-latency-max** | 1.7 | 1 | 0.9 to 1.1 | x | 0.59 | opposite |" in page
+    assert "| **head-latency-max** | 1.7 | 1 | 0.9 to 1.1 | x | 0.00 | opposite |" in page
     assert "**head-latency-max (opposite).** The link is faster." in page
     assert f"| mot-lmsys-p90 | 90 | % | {Reason.INPUT} |" in page
     plots = sorted((tmp_path / "pages").glob("*.svg"))

@@ -28,7 +28,8 @@ than a second. With smaller and larger factors, the knees are far from 8.7.
 """
 LINKS_GB_PER_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 STEP_TOKENS = (512, 4096)
-"""512 is used only in the middle cell: prefills have separate steps, so the step's size hardly matters."""
+"""Only the middle cell has 512. The size matters: at 9 requests/s S-LoRA's P99 TTFT is 4.2 s with 512 and 1.4 s with
+4,096, in one seed."""
 GRID = tuple(
     Setting(PROFILE, lengths, link, step)
     for step in STEP_TOKENS

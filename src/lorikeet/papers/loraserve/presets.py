@@ -13,6 +13,7 @@ _LORASERVE = Preset(
     cold_start=ColdStart.BLOCK,
     placement="loraserve",
     routing="table",
+    placement_period_s=60.0,  # as in the paper's runs; placements every 10 s follow chance
 )
 _REPLICATED = replace(_LORASERVE, placement="everywhere", pool_prefetch=True)
 
