@@ -45,7 +45,7 @@ class Judged(NamedTuple):
 def judge(form: Form, printed: float, ours: float) -> Judged:
     """Return the ratio and verdict of our figure and the printed one, both in the printed unit.
 
-    A gain in times is judged by its effect, which is what it differs from 1, so that no effect is never the same as one.
+    A gain in times is judged by its effect, its difference from 1, so that no effect is never the same as a gain.
     """
     if form in (Form.GAIN_TIMES, Form.BASELINE_TIMES) and printed != 1:
         ratio: float | None = (ours - 1) / (printed - 1)
