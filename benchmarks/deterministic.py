@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from peft import PeftModel
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness import (
+    ROOT,
     default_model,
     in_turns,
     make_requests,
@@ -172,17 +174,20 @@ def _agreement(names: Sequence[str]) -> None:
     rows = []
     for name in names:
         folder = sample_adapters()[name]
-        texts = np.random.default_rng(0).integers(300, 10_000, (TEXTS, TEXT_TOKENS)).tolist()
+        texts = _texts()
         exact = _by_peft(folder, texts, torch.float32, TEXTS)
         alone = _by_peft(folder, texts, torch.bfloat16, 1)
         together = _by_peft(folder, texts, torch.bfloat16, TEXTS)
         own = _by_lorikeet(folder, texts, "bfloat16")
+        wide = _by_lorikeet(folder, texts, "float32")
         pairs = {
             "Lorikeet, PEFT": (own, alone),
             "PEFT alone, in a batch": (alone, together),
             "Lorikeet, PEFT in float32": (own, exact),
             "PEFT, PEFT in float32": (alone, exact),
-            "both in float32": (_by_lorikeet(folder, texts, "float32"), exact),
+            "both in float32": (wide, exact),
+            "Lorikeet in float32, PEFT in float64": (wide, _by_peft(folder, texts, torch.float64, TEXTS)),
+            "PEFT in float32, in float64": (exact, _by_peft(folder, texts, torch.float64, TEXTS)),
         }
         for title, (one, other) in pairs.items():
             difference = np.abs(np.array(one) - np.array(other)).ravel()
@@ -190,6 +195,13 @@ def _agreement(names: Sequence[str]) -> None:
             rows.append([f"{name}: {title}", f"{(difference == 0).mean():.0%}", *quantiles])
     headings = ["differences of log probabilities", "none", "median", "90 %", "99 %", "largest"]
     print_table(f"{TEXTS} texts of {TEXT_TOKENS} tokens, bfloat16 where nothing else is named", headings, rows)
+
+
+def _texts() -> list[list[int]]:
+    """Return the beginnings of pages of the docs."""
+    tokenizer = Tokenizer.from_file(str(default_model() / "tokenizer.json"))
+    pages = [file.read_text() for file in sorted((ROOT / "docs" / "decisions").glob("*.md"))[:TEXTS]]
+    return [tokenizer.encode(page).ids[:TEXT_TOKENS] for page in pages]
 
 
 def _by_lorikeet(folder: Path, texts: list[list[int]], dtype: str) -> list[list[float]]:
@@ -220,7 +232,8 @@ def _by_peft(folder: Path, texts: list[list[int]], dtype: torch.dtype, batch: in
     scores: list[list[float]] = []
     for first in range(0, len(texts), batch):
         ids = torch.tensor(texts[first : first + batch])
-        logprobs = model(ids).logits[:, :-1].float().log_softmax(-1)
+        logits = model(ids).logits[:, :-1]
+        logprobs = (logits.float() if dtype == torch.bfloat16 else logits).log_softmax(-1)
         scores += logprobs.gather(2, ids[:, 1:, None])[..., 0].tolist()
     return scores
 

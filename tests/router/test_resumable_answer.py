@@ -53,6 +53,16 @@ def test_first_backend_gets_the_request_with_usage_enabled() -> None:
     assert sent == {**question.fields, "stream_options": options}
 
 
+def test_the_next_backend_must_have_the_expected_weights_too() -> None:
+    answer = ResumableAnswer(completion(max_tokens=9, expect_digest="05d07048"))
+    assert body(answer)["expect_digest"] == "05d07048"
+    chunk = read(answer.feed(text_event(" upon", 1, system_fingerprint="base-05d07048")))
+    assert chunk[0]["system_fingerprint"] == "base-05d07048"
+    assert body(answer)["expect_digest"] == "05d07048"
+    chunk = read(answer.feed(text_event(" a", 1, system_fingerprint="other-05d07048")))
+    assert chunk[0]["system_fingerprint"] == "other-05d07048", "each chunk names the weights that made it"
+
+
 def test_the_next_backend_gets_the_text_behind_the_prompt_and_fewer_tokens() -> None:
     answer = ResumableAnswer(completion(max_tokens=9, min_tokens=4, temperature=0, seed=3))
     answer.next_body()
@@ -226,6 +236,7 @@ def test_answers_beyond_text_cannot_be_resumed(delta: dict[str, Any]) -> None:
         completion(prompt=[[1], [2]]),
         completion(response_format={"type": "json_object"}),
         completion(stream_options="all"),
+        completion(return_weight_versions=True),
         chat(logprobs=True),
         chat(messages=[]),
         chat(add_generation_prompt=False),
@@ -241,6 +252,7 @@ def test_some_requests_cannot_be_resumed(question: RequestBody) -> None:
     [
         completion(n=1, echo=False, logprobs=None, response_format={"type": "text"}, stop=["x"]),
         completion(prompt=[1, 2]),
+        completion(return_weight_versions=False, expect_digest="05d07048"),
         chat(logprobs=False, tools=[{}], temperature=1),
     ],
 )
