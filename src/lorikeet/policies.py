@@ -80,6 +80,7 @@ ROUTING: PolicyRegistry["RoutingPolicy"] = PolicyRegistry(
         "kv-affinity": "lorikeet.cluster.routing.affinity:KvAffinity",
         "seconds": "lorikeet.cluster.routing.seconds:FewestSeconds",
         "placed-work": "lorikeet.cluster.routing.placed_work:PlacedWork",
+        "consistent": "lorikeet.cluster.routing.consistent:Consistent",
     },
     constructor="build",
 )

@@ -10,6 +10,7 @@ from lorikeet.cluster.routing import plain
 from lorikeet.cluster.routing.affinity import AdapterAffinity, KvAffinity, PrefixDepths, SentPrefixes
 from lorikeet.cluster.routing.base import RoutingPolicy
 from lorikeet.cluster.routing.by_table import ByTable
+from lorikeet.cluster.routing.consistent import Consistent
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo
 from lorikeet.cluster.routing.placed_work import LeastWork, PlacedWork
 from lorikeet.cluster.routing.plain import LeastLoaded, RandomChoice, RoundRobin
@@ -299,3 +300,52 @@ def test_placed_work_ignores_placement_beyond_a_factor_of_the_least_cost() -> No
         run(fleet, "a", ask("x", known_tokens=tokens, expected_tokens=0))
         asked = ask("new", 8, "wanted", known_tokens=100, expected_tokens=0)
         assert routed_to(policy, asked, fleet, placed) == choice
+
+
+# --- by hash -----------------------------------------------------------------------------------------
+
+
+def test_choices_by_hash_agree_in_any_order_and_a_replica_that_leaves_moves_only_its_adapters() -> None:
+    names = [f"adapter-{number}" for number in range(60)]
+    fleet, turned = fleet_of("a", "b", "c", "d"), fleet_of("d", "c", "b", "a")
+    chosen = {name: routed(Consistent(), fleet, 1, name)[0] for name in names}
+    assert {name: routed(Consistent(), turned, 1, name)[0] for name in names} == chosen
+    assert {*chosen.values()} == {"a", "b", "c", "d"}
+    fleet.leave(ReplicaId("b"))
+    after = {name: routed(Consistent(), fleet, 1, name)[0] for name in names}
+    assert {name for name in names if after[name] != chosen[name]} == {name for name in names if chosen[name] == "b"}
+
+
+def test_choices_by_hash_use_names_before_ids() -> None:
+    names = [f"adapter-{number}" for number in range(20)]
+    chosen = []
+    for ids in (("0", "1"), ("1", "0")):
+        fleet = Fleet()
+        for replica, address in zip(ids, ("x", "y"), strict=True):
+            fleet.join(ReplicaInfo(ReplicaId(replica), name=address))
+        at = dict(zip(ids, ("x", "y"), strict=True))
+        chosen.append([at[str(routed(Consistent(), fleet, 1, name)[0])] for name in names])
+    assert chosen[0] == chosen[1]
+
+
+def test_a_popular_adapter_overflows_to_the_next_replica_by_hash() -> None:
+    fleet = fleet_of("a", "b", "c")
+    counts: Counter[str] = Counter()
+    for number in range(60):
+        asked = ask(str(number), 8, "x")
+        replica = routed_to(Consistent(), asked, fleet)
+        assert replica is not None
+        fleet.dispatched(asked, ReplicaId(replica))
+        counts[replica] += 1
+    assert max(counts.values()) <= 26
+    assert len(counts) == 3
+
+
+def test_prompts_of_the_base_that_begin_alike_go_to_one_replica_by_hash() -> None:
+    fleet = fleet_of("a", "b", "c")
+    by_key = [
+        {routed_to(Consistent(), ask("r", 0, None, keys=(bytes([first]), bytes([rest]))), fleet) for rest in range(5)}
+        for first in range(12)
+    ]
+    assert all(len(replicas) == 1 for replicas in by_key)
+    assert len(set.union(*by_key)) == 3

@@ -358,7 +358,7 @@ class BackendRouter:
         held = [adapter.digest for adapter in adapters if backend.adopt_listed(adapter)]
         log.info("backend up", backend=backend.url, adapters=len(held))
         now = time.monotonic()
-        self._apply(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch), now, held))
+        self._apply(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch, name=backend.url), now, held))
         for digest in held:
             self.dispatcher.on_adapter_loaded(backend.replica, digest)
         if (table := self.dispatcher.table) is not None:

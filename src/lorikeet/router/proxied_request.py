@@ -8,7 +8,7 @@ import asyncio
 import copy
 import hashlib
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -53,6 +53,18 @@ _OTHER_WAYS = ("lora_path", "lora", "merged_adapters", "adapter_parameters", "ad
 """Fields beside ``model`` that name adapters at some servers. The router would not know which backend has these."""
 
 
+class Received(msgspec.Struct, forbid_unknown_fields=True):
+    """The part of a streamed answer that the client has from an earlier request.
+
+    Attributes:
+        text: the text.
+        tokens: number of its tokens, from the last event's usage, or else the number of events with text.
+    """
+
+    text: str
+    tokens: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class RequestBody:
     """The body of a request that names a model.
 
@@ -64,10 +76,12 @@ class RequestBody:
     Attributes:
         fields: the parsed body, unknown fields included.
         content: the bytes as received; with a tenant, encoded again with a ``cache_salt`` of that tenant.
+        received: the part of the answer that the client has already; None for a new answer. The field is for the router
+            only.
 
     Raises:
-        ApiError: 400, the body is not a JSON object, ``model`` or ``cache_salt`` is not a string, or other fields name
-            adapters.
+        ApiError: 400, the body is not a JSON object, ``model`` or ``cache_salt`` is not a string, ``received`` is not
+            valid, or other fields name adapters.
     """
 
     def __init__(self, path: str, content: bytes, tenant: str = "") -> None:
@@ -90,6 +104,13 @@ class RequestBody:
                 raise bad_request("cache_salt: must be a string.", "cache_salt")
             # A field of vLLM: backends reuse KV only between requests with the same salt.
             fields["cache_salt"] = hashlib.sha256(f"{tenant}\0{own}".encode()).hexdigest()[:32]
+            content = msgspec.json.encode(fields)
+        self.received: Received | None = None
+        if "received" in fields:
+            try:
+                self.received = msgspec.convert(fields.pop("received"), Received | None)
+            except msgspec.ValidationError as error:
+                raise bad_request(f"received: {error}.", "received") from error
             content = msgspec.json.encode(fields)
         self.path = path
         self.fields: dict[str, Any] = fields

@@ -343,6 +343,9 @@ class ProxyTask:
             ApiError: no backend can answer.
         """
         streams = self._request.body.streams
+        if streams and self._stream.is_whole:  # The client lacks only the last events.
+            self.outcome = "complete"
+            return Response(self._stream.closing(), media_type="text/event-stream")
         try:
             reply = await (self.open_response() if streams else self.read_whole())
         except Exception as error:
@@ -646,6 +649,10 @@ def _count_failure(backend: Backend, error: Exception) -> None:
 
 def _stream_of(body: RequestBody) -> ResumableAnswer | PassthroughAnswer:
     why_not = why_not_resumable(body)
+    if body.received is not None:
+        why_not = why_not if body.streams else "it is not streamed"
+        if why_not is not None:
+            raise bad_request(f"received: this answer cannot be continued: {why_not}.", "received")
     if why_not is None:
         return ResumableAnswer(body)
     is_named = body.path in (MESSAGES_PATH, RESPONSES)

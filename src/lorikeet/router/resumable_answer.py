@@ -6,6 +6,7 @@ chunk counts as a token. Tokens without text yet are not counted and are generat
 are passed through. This module handles bytes and bodies, not connections.
 """
 
+import time
 from typing import Any
 
 import msgspec
@@ -259,6 +260,12 @@ class ResumableAnswer:
         self._has_usage = False
         self.failure: BackendFailed | None = None
         self._lines = EventLines()
+        if body.received is not None and body.received.text:
+            self._text.append(body.received.text)
+            self._counted = body.received.tokens
+            self._has_opened = True
+            kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+            self._head = {"id": "", "object": kind, "created": int(time.time()), "model": body.model}
 
     @property
     def text(self) -> str:
@@ -358,7 +365,7 @@ class ResumableAnswer:
             raise BackendFailed(f"in its stream: {data[:300].decode(errors='replace')}", b"data: " + data + b"\n\n")
         usage = event.pop("usage", None)
         choices = event.get("choices")
-        if not self._head:
+        if not self._ids:
             self._head = {name: value for name, value in event.items() if name != "choices"}
             self._ids = {name: event[name] for name in ("id", "created") if name in event}
         event |= self._ids

@@ -228,6 +228,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
         max_batch: largest number of requests in a step.
         kv_token_bytes: bytes of one token's KV, over all ranks; 0 if unknown. If unknown, adapters count as needing no
             memory.
+        name: a name that is the same for every router, such as the address; empty for the id.
     """
 
     replica: ReplicaId
@@ -235,6 +236,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     total_tokens: float = float("inf")
     max_batch: int = 256
     kv_token_bytes: float = 0.0
+    name: str = ""
 
 
 @dataclass(slots=True, eq=False)
