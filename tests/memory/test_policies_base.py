@@ -59,3 +59,5 @@ def test_copies_of_kv_on_the_device_stay_until_lost_kv_is_requested_again() -> N
     assert not made.losing_copies_pays(0.0)
     assert not made.losing_copies_pays(0.2)
     assert made.losing_copies_pays(0.3), "1 s beside 0.3 times 4 s"
+    made.delay_per_lost_second = lambda excluded: 1.0
+    assert made.losing_copies_pays(0.2), "the longer step delays another request"

@@ -133,12 +133,13 @@ class MemoryView:
         """Return whether to drop host copies of KV on the device, to keep KV that is nowhere else.
 
         KV whose copy was dropped is copied again at its eviction. KV that leaves its last tier is computed again if it
-        is reused. Without measurements, copies stay.
+        is reused, in a longer step that delays all requests. Without measurements, copies stay.
 
         Args:
             lost_share: share of the KV that left its last tier and was requested again.
         """
-        return self.store_kv_alone_s(1) < lost_share * (self.prefill_s(1) - self.load_kv_alone_s(1))
+        saved_s = lost_share * (self.prefill_s(1) - self.load_kv_alone_s(1))
+        return self.store_kv_alone_s(1) < saved_s * (1 + self.delay_per_lost_second(0))
 
 
 class EvictionPolicy:
