@@ -43,7 +43,7 @@ BASES = (
     pytest.param(("qwen3", "auto"), marks=pytest.mark.long),
     pytest.param(("gemma2", "int8"), marks=pytest.mark.long),
 )
-"""Bases, and how KV is kept."""
+"""Bases, and how KV and adapters are kept."""
 DTYPES = ("float32", "bfloat16")
 RANKS = (1, 4, 13)
 SCARCE, AMPLE = 260_000, 4_000_000
@@ -119,7 +119,13 @@ class Models:
 
     def build(self, dtype: str, *, is_deterministic: bool = True, **engine: Any) -> Engine:
         """Return a new engine."""
-        small = {"block_size": 4, "memory_bytes": AMPLE, "host_memory_bytes": 0, "kv_cache_dtype": self._kv}
+        small = {
+            "block_size": 4,
+            "memory_bytes": AMPLE,
+            "host_memory_bytes": 0,
+            "kv_cache_dtype": self._kv,
+            "lora_dtype": self._kv,
+        }
         given = EngineSettings(**{**small, "deterministic": is_deterministic, **engine})
         return build_replica(Settings(ModelSettings(str(self.folder), dtype=dtype), given)).engine
 
