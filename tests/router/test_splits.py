@@ -69,6 +69,8 @@ async def test_a_split_is_listed_changed_and_removed(start: Start) -> None:
         assert (card["versions"], card["shadow"]) == (SPLIT["versions"], {})
         listed = (await routing.http.get("/v1/adapters")).json()
         assert [each["name"] for each in listed["data"]] == ["formal", "pirate", "tone"]
+        nested = await routing.http.post("/v1/adapters", json={"name": "other", "versions": {"tone": 1.0}})
+        assert nested.json()["error"]["message"] == "`tone` is a split itself; name adapters."
         assert card in listed["data"]
         page = (await routing.http.get("/v1/adapters?limit=2")).json()
         assert (page["has_more"], page["next_cursor"]) == (True, "pirate")

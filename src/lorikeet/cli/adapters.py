@@ -109,13 +109,17 @@ def split_adapter(
 @app.command("promote")
 def promote_adapter(
     name: Annotated[str, typer.Argument(help="The name that clients write.")],
-    version: Annotated[str, typer.Argument(help="The adapter that answers all of its requests from now on.")],
+    version: Annotated[str, typer.Argument(help="The version or shadow that answers all of its requests from now on.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Give one adapter all requests of a split."""
+    """Give one version of a split, or its shadow, all requests."""
     api = ServerClient(url, api_key)
-    shadow = api.get(f"/v1/adapters/{quote(name)}").get("shadow", {})
+    card = api.get(f"/v1/adapters/{quote(name)}")
+    shadow = card.get("shadow", {})
+    versions = {**card.get("versions", {}), **shadow}
+    if versions and version not in versions:  # Another name, perhaps a slip, would get all requests.
+        fail(f"{version!r} is not a version of {name}, which has {', '.join(versions)}; `adapters split` adds one")
     shadow.pop(version, None)
     api.patch(f"/v1/adapters/{quote(name)}", {"versions": {version: 1.0}, "shadow": shadow})
     print(f"{name} is answered by {version}")
