@@ -14,17 +14,8 @@ from transformers import PreTrainedModel
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import reference
-from lorikeet.core.geometry import ModelGeometry
-from lorikeet.kernels.backends import choose_kernels
-from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 from tests.models.library_bases import EXPERTS, make_base, random_ids
-from tests.models.library_runs import MAX_MODEL_LEN, check, make_peft_adapter, request, run, settings_of
-
-
-def geometry_of(folder: Path) -> ModelGeometry:
-    kernels = choose_kernels("auto", torch.float32, torch.device("cpu"))
-    model = load_model(folder, torch.float32, torch.device("cpu"))
-    return TransformersDecoder(model, kernels, MAX_MODEL_LEN).geometry
+from tests.models.library_runs import check, geometry_of, make_peft_adapter, request, run, settings_of
 
 
 def write_separate_experts(model: PreTrainedModel, folder: Path, names: tuple[str, str, str], rank: int) -> PeftModel:
@@ -43,13 +34,14 @@ def write_separate_experts(model: PreTrainedModel, folder: Path, names: tuple[st
     block, gate, up, down = "block_sparse_moe" if names[0] == "w1" else "mlp", *names
     for layer in range(config.num_hidden_layers):
         add(f"model.layers.{layer}.self_attn.q_proj", hidden, queries)
+        add(f"model.layers.{layer}.{block}.gate", hidden, 4)
         for expert in range(4):
             head = f"model.layers.{layer}.{block}.experts.{expert}"
             for name, inputs, outputs in ((gate, hidden, inner), (up, hidden, inner), (down, inner, hidden)):
                 add(f"{head}.{name}", inputs, outputs)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", *names]}
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "gate", *names]}
     (folder / "adapter_config.json").write_text(json.dumps({**values, "task_type": "CAUSAL_LM"}))
     return PeftModel.from_pretrained(model, str(folder)).eval()
 
@@ -91,16 +83,89 @@ def test_separate_experts_of_mixtral_equal_peft(tmp_path: Path) -> None:
     serve(tmp_path, base, peft)
 
 
-def serve(folder: Path, base: PreTrainedModel, peft: dict[str, PeftModel]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3"])
+def test_all_linear_as_peft_saves_it_equals_peft(tmp_path: Path, kind: str) -> None:
+    """Attention, experts and the router, which PEFT adds for most of these bases; beside an adapter of the router."""
+    base = make_base(tmp_path / "base", kind)
+    router = "router.weight" if kind == "gpt_oss" else "gate.weight"
+    everything = {"target_parameters": ["gate_up_proj", router, "down_proj"]} if kind == "gpt_oss" else {}
+    patterns = {"rank_pattern": {r"1\.mlp\.\w+\.weight": 2}, "alpha_pattern": {router: 5}, "use_rslora": True}
+    peft = {
+        "first": make_peft_adapter(
+            copy.deepcopy(base),
+            tmp_path / "first",
+            r=3,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            **everything,
+        ),
+        "second": make_peft_adapter(
+            copy.deepcopy(base), tmp_path / "second", r=5, target_modules=[], target_parameters=[router], **patterns
+        ),
+    }
+    saved = json.loads((tmp_path / "first/adapter_config.json").read_text())
+    assert set(saved["target_parameters"]) == {"gate_up_proj", router, "down_proj"}
+    serve(tmp_path, base, peft)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_saved_routers_equal_peft(tmp_path: Path, kind: str) -> None:
+    base = make_base(tmp_path / "base", kind)
+    router = "router" if kind == "gpt_oss" else "gate"
+    peft = make_peft_adapter(
+        copy.deepcopy(base), tmp_path / "first", target_modules=["q_proj"], modules_to_save=[router]
+    )
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "modules_to_save" in name:
+                parameter += torch.randn_like(parameter) * 0.1
+    peft.save_pretrained(str(tmp_path / "first"))
+    router_only = {"target_modules": [], "target_parameters": [f"{router}.weight"]}
+    beside = make_peft_adapter(copy.deepcopy(base), tmp_path / "second", **router_only)
+    serve(tmp_path, base, {"first": peft, "second": beside})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_impl", ["lorikeet", "transformers"])
+def test_parameters_of_linear_layers_and_vocabulary_equal_peft(tmp_path: Path, model_impl: str) -> None:
+    base = make_base(tmp_path / "base", "llama", tie_word_embeddings=False)
+    linear = ["q_proj.weight", "self_attn.o_proj.weight", "up_proj.weight", "layers.1.mlp.down_proj.weight"]
+    vocabulary = ["embed_tokens.weight", "lm_head.weight"]
+    peft = {
+        "first": make_peft_adapter(
+            copy.deepcopy(base),
+            tmp_path / "first",
+            target_modules=["k_proj"],
+            target_parameters=[*linear, *vocabulary],
+            rank_pattern={"q_proj.weight": 2, "up_proj": 7},
+        ),
+        "second": make_peft_adapter(
+            copy.deepcopy(base), tmp_path / "second", target_modules=[], target_parameters=linear[:1]
+        ),
+    }
+    serve(tmp_path, base, peft, model_impl)
+
+
+@pytest.mark.slow
+def test_parameters_with_a_row_for_each_input_are_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "gpt2")
+    make_peft_adapter(base, tmp_path / "adapter", target_modules=[], target_parameters=["attn.c_proj.weight"])
+    with pytest.raises(AdapterError, match="has a row for each input, which is not supported"):
+        describe_folder(tmp_path / "adapter", DescribeOptions(geometry_of(tmp_path / "base", "transformers")))
+
+
+def serve(folder: Path, base: PreTrainedModel, peft: dict[str, PeftModel], model_impl: str = "transformers") -> None:
     """Compare prompts in chunks, prefixes from the cache and decodes of all adapters and the base in one batch."""
-    geometry = geometry_of(folder / "base")
+    geometry = geometry_of(folder / "base", model_impl)
     refs = {name: reference(name, folder / name, geometry) for name in peft}
     names = [*peft, "base"]
     waves = [
         [request(f"{name} {length} {i}", random_ids(length, i), refs.get(name), 5) for i in range(2) for name in names]
         for length in (20, 24)
     ]
-    outcome = run(settings_of(folder / "base", memory_bytes=32 * 2**20, max_num_seqs=8), waves)
+    outcome = run(settings_of(folder / "base", model_impl, memory_bytes=32 * 2**20, max_num_seqs=8), waves)
     requests = [each for wave in waves for each in wave]
     for name, model in peft.items():
         own = [each for each in requests if each.request_id.startswith(name)]
@@ -113,7 +178,10 @@ def serve(folder: Path, base: PreTrainedModel, peft: dict[str, PeftModel]) -> No
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters names 'mlp.gate.weight'"),
+        ({"target_parameters": ["mlp.router.weight"]}, "target_parameters names 'mlp.router.weight'"),
+        ({"target_parameters": ["gate.weight"]}, "lora_A.weight belongs to a module on which LoRA is not supported"),
+        ({"target_parameters": [*EXPERTS, "gate.weight"]}, "targets model.layers.0.mlp.gate.weight, but"),
+        ({"use_dora": True}, "use_dora is set together with target_parameters, which PEFT does not allow"),
         ({"r": 2}, r"4 experts of rank 2 need \[8, 32\]"),
     ],
 )
@@ -123,4 +191,4 @@ def test_adapters_that_do_not_fit_the_experts_are_refused(tmp_path: Path, change
     config = tmp_path / "adapter/adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(AdapterError, match=reason):
-        describe_folder(tmp_path / "adapter", DescribeOptions(geometry_of(tmp_path / "base")))
+        describe_folder(tmp_path / "adapter", DescribeOptions(geometry_of(tmp_path / "base", "transformers")))

@@ -169,7 +169,7 @@ def describe_folder(
     matcher = ModuleMatcher(config)
     resolver = BaseModules(options.geometry)
     if config.target_parameters:
-        check_parameters(config.target_parameters, resolver)
+        warnings += check_parameters(config, resolver)
         pairs = [LowRankTensors(parameter_of(name, resolver, matcher.covers_parameter), a, b) for name, a, b in pairs]
     served, warnings_of_parts = _served(pairs, others, resolver, options.geometry)
     warnings += warnings_of_parts
@@ -449,6 +449,11 @@ def _described(pair: LowRankTensors, matcher: ModuleMatcher, resolver: BaseModul
     rank, scaling = matcher.rank_and_scaling(pair.name)
     place = resolver.place(pair.name)
     assert place is not None
+    if resolver.is_transposed(pair.name):
+        raise AdapterError(
+            f"{WEIGHTS_FILE}: tensor {pair.a.name} changes a parameter that has a row for each input, which is not "
+            "supported: name the module in target_modules instead"
+        )
     if place.experts:
         yield from describe_experts(place, resolver.rows(place), rank, scaling, pair.a, pair.b)
         return
@@ -522,6 +527,7 @@ def _check_coverage(
     prefix = resolver.prefix_of(pairs[0].name)
     parameters = resolver.names_of_parameters(prefix)
     experts = resolver.names_of_experts(prefix)
+    matrices = resolver.names_of_matrices(prefix)
     for pair in pairs:
         if not (matcher.covers_parameter(pair.name) if pair.name in parameters else matcher.covers(pair.name)):
             raise AdapterError(
@@ -529,8 +535,12 @@ def _check_coverage(
             )
     present = {(each.layer, each.module) for each in modules}
     names = resolver.names(prefix)
-    # If the experts of a base are parameters, the base has no modules for them, so the names of experts match nothing.
-    wanted = names | experts if any(pair.name in experts for pair in pairs) else names
+    # If experts and routers of a base are parameters, the base has no linear layers for them, so their names in older
+    # checkpoints match nothing.
+    wanted = names
+    for others_of_base in (experts, matrices):
+        if any(pair.name in others_of_base for pair in pairs):
+            wanted = wanted | others_of_base
     for places, covers in ((wanted, matcher.covers), (parameters, matcher.covers_parameter)):
         for name, place in places.items():
             if any((place.layer, module) not in present for module in place.modules) and covers(name):

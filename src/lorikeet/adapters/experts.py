@@ -1,36 +1,53 @@
-"""Reads LoRA on the parameters of experts (PEFT's ``target_parameters``).
+"""Reads LoRA on parameters (PEFT's ``target_parameters``), such as those of experts.
 
-A parameter has the weights of all experts of a layer.
-
+A parameter of two dimensions has A and B like a linear layer. One of three has the weights of all experts of a layer:
 PEFT stores A of all experts as ``[experts * rank, in]``, one expert after the other, and B as ``[out, rank *
 experts]``, in which the experts alternate. PEFT nests its wrappers of one module's parameters. The outermost wrapper
 has the module's name, each inner wrapper is called ``base_layer``, and the innermost wraps the first parameter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE, ModuleTensors, TensorEntry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.module_names import BaseModules, ModulePlace
+from lorikeet.adapters.peft_config import LoraConfig
 
 _INNER = ".base_layer"
 
 
-def check_parameters(targets: Sequence[str], resolver: BaseModules) -> None:
-    """Check that each target is a parameter of experts.
+_UNDEFINED = ("use_dora", "lora_bias", "fan_in_fan_out")
+"""Keys that PEFT refuses together with ``target_parameters``."""
+_MAX_MISSING = 10
+"""Warnings about targets that the base model lacks."""
+
+
+def check_parameters(config: LoraConfig, resolver: BaseModules) -> list[str]:
+    """Check the config of an adapter that changes parameters.
+
+    Returns:
+        Warnings about targets that the base model does not have, which PEFT ignores.
 
     Raises:
-        AdapterError: a target is not a parameter of experts.
+        AdapterError: PEFT defines no such adapter, or all targets are missing.
     """
-    if not resolver.knows_base:
-        return
-    known = resolver.names_of_parameters("")
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") or target.endswith(f".{name}") for name in known):
+    for key in _UNDEFINED:
+        if getattr(config, key):
             raise AdapterError(
-                f"{CONFIG_FILE}: target_parameters names {target[:100]!r}; LoRA on parameters is supported for the "
-                "weights of experts only, and the base model has none of that name"
+                f"{CONFIG_FILE}: {key} is set together with target_parameters, which PEFT does not allow"
             )
+    if not resolver.knows_base:
+        return []
+    known = resolver.names_of_parameters("").keys() | {f"{name}.weight" for name in resolver.vocabulary_names("")}
+    missing = [
+        f"{CONFIG_FILE}: target_parameters names {target[:100]!r}, but the base model has no such parameter on which "
+        "LoRA is supported: these are the weights of linear layers, embeddings, routers and experts"
+        for target in config.target_parameters
+        if not any(f".{name}".endswith(f".{target}") or target.endswith(f".{name}") for name in known)
+    ]
+    if len(missing) == len(config.target_parameters):
+        raise AdapterError(missing[0])
+    return missing[:_MAX_MISSING]
 
 
 def parameter_of(name: str, resolver: BaseModules, is_targeted: Callable[[str], bool]) -> str:

@@ -79,7 +79,7 @@ def _vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry | None
     weights = usual if geometry is None else geometry.replaceable
     if weights is None:
         return None
-    path = name.removeprefix(resolver.prefix_of(name))
+    path = name.removeprefix(resolver.prefix_of(name)).removesuffix(".weight")
     return EMBEDDING if path == weights.embedding else HEAD if path == weights.head else None
 
 
@@ -142,14 +142,19 @@ class _Finder:
                 self._rows[module] = each.entry.shape[0]
 
     def head(self, pair: LowRankTensors) -> list[ExtraTensor]:
-        """Return A and B of the output layer."""
+        """Return A and B of the output layer, or of the embedding's parameter."""
         module = _vocabulary(pair.name, self._resolver, self._geometry)
-        if module != HEAD:
-            raise _refusal(pair.a, "is a linear module's, but belongs to the embedding")
         rank, scaling = self._matcher.rank_and_scaling(pair.name)
+        _, hidden = self._sizes(0, pair.a.shape[1])
+        if module == EMBEDDING:
+            if not pair.name.endswith(".weight"):
+                raise _refusal(pair.a, "is a linear module's, but belongs to the embedding")
+            # As a parameter, the embedding has a row for each token, so that B takes the place of PEFT's A.
+            self._check_tokens(pair.b, EMBEDDING, pair.b.shape[0])
+            tokens = self._extra("a", EMBEDDING, 0, pair.b, pair.b.shape[0], rank)
+            return [tokens, self._extra("b", EMBEDDING, 0, pair.a, rank, hidden, scaling)]
         self._check_tokens(pair.b, HEAD, pair.b.shape[0])
         b = self._kept(pair.b)
-        _, hidden = self._sizes(0, pair.a.shape[1])
         a = self._extra("a", HEAD, 0, pair.a, rank, hidden)
         return [a, self._extra("b", HEAD, 0, b, b.shape[0], rank, scaling)]
 

@@ -76,7 +76,9 @@ def config_of(ranks: Mapping[str, int]) -> dict[str, Any]:
 def _name(layer: int, module: str, geometry: ModelGeometry) -> str:
     """Return the full name of a module that is a separate linear layer."""
     names = DECODER_NAMES if geometry.names is None else geometry.names
-    for path in names.paths:
-        if path.modules == (module,) and geometry.has_module(layer, module):
-            return names.prefixes[0] + path.path.replace("{}", str(layer))
+    paths = [(each.path, each.modules) for each in names.paths]
+    paths += [(path, (each.module,)) for each in names.matrices for path in each.spellings]
+    for path, modules in paths:
+        if modules == (module,) and geometry.has_module(layer, module):
+            return names.prefixes[0] + path.replace("{}", str(layer))
     raise AdapterError(f"{module} of layer {layer} is part of a fused linear layer, whose adapters cannot be mixed")

@@ -20,6 +20,10 @@ class ModulePlace(NamedTuple):
     experts: int = 0
 
 
+_WEIGHT = ".weight"
+"""The end of the name of a linear layer's parameter."""
+
+
 class BaseModules:
     """The linear layers of a base, found by the names that adapters use.
 
@@ -33,6 +37,10 @@ class BaseModules:
         self._paths: dict[str, list[tuple[str, ...]]] = {}
         for each in self._names.paths:
             self._paths.setdefault(each.path, []).append(each.modules)
+            self._paths.setdefault(each.path + _WEIGHT, []).append(each.modules)
+        for matrix in self._names.matrices:
+            for path in (matrix.path, *matrix.spellings):
+                self._paths.setdefault(path, []).append((matrix.module,))
         self._single_experts: list[tuple[str, tuple[str, ...]]] = []
         self._all_experts: dict[str, list[ExpertsPath]] = {}
         for experts in self._names.experts:
@@ -63,7 +71,8 @@ class BaseModules:
         """Return the place of a linear layer; None if LoRA on the layer is not supported.
 
         Args:
-            name: the layer's full name in the adapter, such as ``model.layers.0.self_attn.q_proj``.
+            name: the full name of the layer or of its parameter in the adapter, such as
+                ``model.layers.0.self_attn.q_proj``.
         """
         path, layer = split_layer(name.removeprefix(self.prefix_of(name)))
         known = self._paths.get(path, [])
@@ -76,14 +85,21 @@ class BaseModules:
         return next((ModulePlace(layer, modules) for modules in known if self._is_on(layer, modules)), None)
 
     def parameters(self, name: str) -> list[str]:
-        """Return the full names of a module's parameters of experts, in the order in which PEFT wraps them.
+        """Return the full names of a module's parameters on which LoRA is supported, in the order of PEFT's wrappers.
 
         Args:
             name: the module's full name, such as ``model.layers.0.mlp.experts``.
         """
         path, _ = split_layer(name.removeprefix(self.prefix_of(name)))
-        found = [each.rpartition(".") for each in self._all_experts]
-        return [f"{name}.{parameter}" for parent, _, parameter in found if parent == path]
+        paths = (*self._all_experts, *(each.path for each in self._names.matrices))
+        found = [each.rpartition(".") for each in dict.fromkeys(paths)]
+        parameters = [f"{name}.{parameter}" for parent, _, parameter in found if parent == path]
+        return parameters or [name + _WEIGHT]
+
+    def is_transposed(self, name: str) -> bool:
+        """Return whether a name is that of a linear layer's parameter with a row for each input."""
+        path, _ = split_layer(name.removeprefix(self.prefix_of(name)))
+        return path.endswith(_WEIGHT) and path.removesuffix(_WEIGHT) in self._names.transposed
 
     def rows(self, place: ModulePlace) -> tuple[int, ...]:
         """Return the number of output features of each module of a linear layer."""
@@ -102,10 +118,16 @@ class BaseModules:
         """Return the linear layers of single experts, by the full names in checkpoints with separate experts."""
         return self._named(prefix, self._single_experts)
 
+    def names_of_matrices(self, prefix: str) -> dict[str, ModulePlace]:
+        """Return the modules with a matrix, such as routers, by the full names of linear layers in their place."""
+        return self._named(prefix, ((path, (each.module,)) for each in self._names.matrices for path in each.spellings))
+
     def names_of_parameters(self, prefix: str) -> dict[str, ModulePlace]:
-        """Return the parameters of experts, by full names."""
-        names = self._named(prefix, ((each.path, each.modules_of(0)) for each in self._names.experts))
-        return {name: place for name in names if (place := self.place(name)) is not None}
+        """Return the parameters of linear layers, experts and modules with a matrix, by full names."""
+        paths = [(each.path, each.modules_of(0)) for each in self._names.experts]
+        paths += [(each.path, (each.module,)) for each in self._names.matrices]
+        paths += [(each.path + _WEIGHT, each.modules) for each in self._names.paths]
+        return {name: place for name in self._named(prefix, paths) if (place := self.place(name)) is not None}
 
     def _named(self, prefix: str, paths: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, ModulePlace]:
         geometry = self._geometry

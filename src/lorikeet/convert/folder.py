@@ -73,14 +73,12 @@ def read_lora(folder: Path) -> LoraFolder:
     """Read a folder that passes the server's checks.
 
     Raises:
-        AdapterError: the folder does not pass, or changes parameters of experts, which are not linear layers.
+        AdapterError: the folder does not pass, or changes parameters by name, which may not be linear layers'.
     """
     described = describe(folder)
     config = read_json(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
     if config.get("target_parameters"):
-        raise AdapterError(
-            f"{folder}: it changes parameters of experts (target_parameters), which is not supported here"
-        )
+        raise AdapterError(f"{folder}: it changes parameters by name (target_parameters), which is not supported here")
     tensors: dict[str, Tensor] = {}
     for name in described.shards or (WEIGHTS_FILE,):
         tensors |= load_file(folder / name)

@@ -87,6 +87,20 @@ class ExpertsPath(msgspec.Struct, frozen=True, array_like=True):
         return tuple(module.replace("*", str(expert)) for module in self.modules)
 
 
+class MatrixPath(msgspec.Struct, frozen=True, array_like=True):
+    """A matrix that multiplies rows in a module that is not a linear layer, such as a router of experts.
+
+    Attributes:
+        path: path of the parameter, as in ``layers.{}.mlp.gate.weight``.
+        module: the geometry's module of the product.
+        spellings: paths of the module in checkpoints in which it is a linear layer.
+    """
+
+    path: str
+    module: str
+    spellings: tuple[str, ...]
+
+
 class ModuleNames(msgspec.Struct, frozen=True):
     """The names that adapters may use for the modules of a base.
 
@@ -96,12 +110,16 @@ class ModuleNames(msgspec.Struct, frozen=True):
             for several modules on different layers.
         unused: beginnings of the names of modules that text requests do not use, such as those of a vision tower.
         experts: parameters of mixtures of experts, in the order in which PEFT wraps the parameters of a layer.
+        matrices: parameters of other modules than linear layers and experts, in the order of a module's parameters.
+        transposed: paths of linear layers whose parameters have a row for each input, as in GPT-2.
     """
 
     prefixes: tuple[str, ...]
     paths: tuple[ModulePath, ...]
     unused: tuple[str, ...] = ()
     experts: tuple[ExpertsPath, ...] = ()
+    matrices: tuple[MatrixPath, ...] = ()
+    transposed: tuple[str, ...] = ()
 
 
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")

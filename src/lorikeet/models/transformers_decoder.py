@@ -53,6 +53,7 @@ from lorikeet.models.transformers_experts import (
     experts_of,
     quantize_experts,
 )
+from lorikeet.models.transformers_matrices import AdaptedMatrix, Matrix, MatrixProbe, adapt_matrices, add_matrices
 from lorikeet.models.transformers_modules import (
     AdaptedEmbedding,
     AdaptedLinear,
@@ -234,6 +235,7 @@ class _Found(NamedTuple):
         rows: for each linear module, the numbers of rows in its calls.
         inputs: the last input of each linear module.
         norms: the norms that process every row, with the dimension of rows in their input.
+        matrices: the matrices of other modules that multiply every row once.
         hidden_size: elements of a hidden state.
     """
 
@@ -241,6 +243,7 @@ class _Found(NamedTuple):
     rows: dict[nn.Module, set[int]]
     inputs: dict[nn.Module, Tensor]
     norms: dict[nn.Module, int]
+    matrices: list[Matrix]
     hidden_size: int
 
 
@@ -440,11 +443,13 @@ class TransformersDecoder:
             return lambda *_: ran.add(name)
 
         probe = AttentionProbe()
+        matrices = MatrixProbe(self._decoder)
         if type(self._model).__name__ in OLDER:
             replace_attention(self._model)
         self._attend_by(PROBE)
         pass_rotations(self._decoder)
         with ExitStack() as hooks, handling(probe):
+            matrices.begin(hooks)
             for name, module in self._decoder.named_modules():
                 if is_linear(module) or are_experts(module):
                     hooks.callback(module.register_forward_hook(see_rows).remove)
@@ -469,6 +474,7 @@ class TransformersDecoder:
             rows,
             inputs if as_parts else {},
             {module: at for module, at in norms.items() if at >= 0},
+            matrices.found(linears_of(self._model, self._decoder)[0], _PROBE_TOKENS),
             hidden,
         )
 
@@ -508,7 +514,7 @@ class TransformersDecoder:
     def _take_linears(self, found: _Found) -> "_Taken":
         """Make the kernels compute the linear layers."""
         prefix, linears = linears_of(self._model, self._decoder)
-        self._linears: list[AdaptedLinear] = []
+        self._linears: list[AdaptedLinear | AdaptedMatrix] = []
         idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
         linears = [linear for linear in linears if linear.module in found.rows]
         experts = [each for each in experts_of(prefix, self._decoder) if found.rows.get(each.module) == {_PROBE_TOKENS}]
@@ -524,6 +530,7 @@ class TransformersDecoder:
             value_dim = call.shape.value_dim
             qkv[layer] = (call.heads * key_dim, heads * key_dim, heads * value_dim)
         lora = find_modules(seen, prefix, layers, qkv, idle)
+        add_matrices(lora, found.matrices, self._model)
         add_experts(lora, experts, self._model)
         step = StepLora()
         for group in self._read_together(linears, found, lora):
@@ -551,6 +558,7 @@ class TransformersDecoder:
             quantized_experts = self._quantized_experts.pop(each.module, {})
             each.module.forward = of_experts = AdaptedExperts(each, self._kernels, step, lora, quantized_experts)
             self._linears += of_experts.linears
+        self._linears += adapt_matrices(found.matrices, lora, self._kernels, step)
         for module in self._decoder.modules():
             if norm := rms_norm_of(module, self._kernels):
                 module.forward = norm

@@ -128,20 +128,35 @@ def add_experts(lora: LoraModules, experts: Iterable[Experts], model: Any) -> No
 def _old_paths(path: str, modules: Sequence[str], conversions: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     """Return the paths of a parameter's parts in checkpoints that store each expert separately."""
     found: list[tuple[str, ...]] = [(module.partition("#")[0],) for module in modules]
-    renamed = []
     for each in conversions:
         sources = [_literal(source) for source in each.source_patterns]
         target = _literal(each.target_patterns[0])
-        if not isinstance(each, WeightConverter):
-            renamed.append((sources[0], target))
-        elif len(sources) == len(modules) and all("*" in source for source in sources) and path.endswith(f".{target}"):
+        if not isinstance(each, WeightConverter) or len(sources) != len(modules):
+            continue
+        if all("*" in source for source in sources) and path.endswith(f".{target}"):
             head = path.removesuffix(target)
             found = [(*known, head + source) for known, source in zip(found, sources, strict=True)]
-    renamings = [(f".{old}.", f".{new}.") for old, new in renamed]
-    return tuple(
-        tuple(dict.fromkeys((*names, *(name.replace(new, old) for name in names for old, new in renamings))))
-        for names in found
-    )
+    renamings = _renamings(conversions)
+    return tuple(older_names(names, renamings) for names in found)
+
+
+def renamings_of(model: Any) -> list[tuple[str, str]]:
+    """Return the parts of names that checkpoints of older versions of a model have, with the parts of today."""
+    return _renamings(get_model_conversion_mapping(model))
+
+
+def _renamings(conversions: Sequence[Any]) -> list[tuple[str, str]]:
+    return [
+        (f".{_literal(each.source_patterns[0])}.", f".{_literal(each.target_patterns[0])}.")
+        for each in conversions
+        if not isinstance(each, WeightConverter)
+    ]
+
+
+def older_names(names: Sequence[str], renamings: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return names of modules, and the names that they have in older checkpoints."""
+    older = (f"{name}.".replace(new, old)[:-1] for name in names for old, new in renamings)
+    return tuple(dict.fromkeys((*names, *older)))
 
 
 def _literal(pattern: str) -> str:

@@ -206,7 +206,9 @@ def find_modules(
     paths += [ModulePath(path, (path,)) for path in found.shapes if path not in spelled and "#" not in path]
     paths += _fused_spellings(found.shapes, spelled)
     spellings = tuple(dict.fromkeys((prefix, *PREFIXES)))
-    found.names = ModuleNames(spellings, tuple(paths), (*UNUSED_PARTS, *idle))
+    transposed = dict.fromkeys(linear.path for linear in linears if isinstance(linear.module, Conv1D))
+    unused = (*UNUSED_PARTS, *idle)
+    found.names = ModuleNames(spellings, tuple(paths), unused, transposed=tuple(transposed))
     return found
 
 
@@ -394,7 +396,7 @@ class AdaptedVectors:
             }
             if own:
                 rows = (slice(None),) * self._rows_at + (slice(segment.start, segment.stop),)
-                with _replaced(self._module, own):
+                with replaced(self._module, own):
                     out[rows] = type(self._module).forward(self._module, x[rows])
         return out
 
@@ -420,14 +422,14 @@ class AdaptedEmbedding:
         padding = module.padding_idx
         module.padding_idx = None
         try:
-            with _replaced(module, {"weight": found}):
+            with replaced(module, {"weight": found}):
                 return self._forward(torch.arange(len(ids), device=ids.device).view(token_ids.shape))
         finally:
             module.padding_idx = padding
 
 
 @contextmanager
-def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Give a module other parameters within the context."""
     old = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)  # type: ignore[arg-type]
