@@ -276,3 +276,15 @@ def test_a_body_that_names_no_model_is_refused(content: bytes) -> None:
     with pytest.raises(ApiError) as refusal:
         RequestBody(COMPLETIONS, content)
     assert refusal.value.status == 400
+
+
+def test_events_of_the_next_backend_keep_the_ids_of_the_first() -> None:
+    answer = ResumableAnswer(chat(max_tokens=9))
+    answer.next_body()
+    answer.feed(delta_event(0, role="assistant", content=""))
+    answer.next_body()
+    for word in ("a", "b", "c"):
+        choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
+        data = json.dumps({"id": "other", "created": 2, "choices": [choice], "usage": usage(1)}).encode()
+        (chunk,) = read(answer.feed(b"data: " + data + b"\n\n"))
+        assert (chunk["id"], chunk["created"]) == ("a", 1)

@@ -230,8 +230,7 @@ class BackendRouter:
             request.is_started = True
             if request.is_dispatched and request.backend is not None:
                 replica = request.backend.replica
-                self.dispatcher.on_tokens(replica, request.request_id, 1)
-                self.dispatcher.on_admitted(replica, request.request_id, time.monotonic())
+                self.dispatcher.on_first_token(replica, request.request_id, time.monotonic())
 
     def on_finished(self, request: ProxiedRequest, output_tokens: int) -> None:
         """Record that a request's answer is complete, with ``output_tokens`` tokens from all backends."""

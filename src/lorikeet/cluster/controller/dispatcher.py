@@ -264,12 +264,12 @@ class Dispatcher:
             self._try_waiting(collected, now)
         return collected.actions()
 
-    def on_admitted(self, replica: ReplicaId, request_id: RequestId, now: float) -> None:
-        """Record that a replica runs a request.
+    def on_first_token(self, replica: ReplicaId, request_id: RequestId, now: float) -> None:
+        """Record that a replica runs a request and has generated its first token.
 
         Callers that receive no engine outputs use this method and the next three.
         """
-        self.fleet.admitted(replica, request_id, now)
+        self.fleet.started(replica, request_id, now)
 
     def on_tokens(self, replica: ReplicaId, request_id: RequestId, tokens: int) -> None:
         """Record that a replica has generated ``tokens`` more tokens for a request."""

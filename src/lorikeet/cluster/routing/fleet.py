@@ -437,6 +437,13 @@ class Fleet:
                 entry.admitted_s = now
             self._set(entry, True, entry.is_prefilled, entry.output_tokens)
 
+    def started(self, replica_id: ReplicaId, request_id: RequestId, now: float) -> None:
+        """Record that a request left the queue and has generated its first token."""
+        if (entry := self._find(replica_id, request_id)) is not None:
+            if entry.admitted_s is None:
+                entry.admitted_s = now
+            self._set(entry, True, True, entry.output_tokens + 1)
+
     def preempted(self, replica_id: ReplicaId, request_id: RequestId) -> None:
         """Record that a request was preempted, so that it is queued and must be prefilled again."""
         if (entry := self._find(replica_id, request_id)) is not None:
