@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lorikeet.core.guard import Guard, Guards, Part
+from lorikeet.core.guard import Guard, GuardedPart, Guards
 
 PHASE_S = 300.0
 
@@ -19,13 +19,13 @@ def feed(guard: Guard, on_s: float, off_s: float, *, begin_s: float, seconds: fl
 
 
 def test_a_part_without_data_acts() -> None:
-    guard = Guard(Part.ORDER)
+    guard = Guard(GuardedPart.ORDER)
     assert guard.is_on
     assert guard.note(5.0, 0.0, 1.0) is None, "one loss proves nothing"
 
 
 def test_a_part_that_loses_is_switched_off_and_on_again_when_it_wins() -> None:
-    guard = Guard(Part.ORDER)
+    guard = Guard(GuardedPart.ORDER)
     assert feed(guard, 0.2, 0.1, begin_s=0.0, seconds=60.0) < 20.0
     assert not guard.is_on
     assert feed(guard, 0.1, 0.2, begin_s=60.0, seconds=60.0) < 10.0
@@ -34,20 +34,20 @@ def test_a_part_that_loses_is_switched_off_and_on_again_when_it_wins() -> None:
 
 
 def test_merits_of_the_past_excuse_no_loss() -> None:
-    guard = Guard(Part.ORDER)
+    guard = Guard(GuardedPart.ORDER)
     feed(guard, 0.1, 0.2, begin_s=0.0, seconds=600.0)
     assert feed(guard, 0.2, 0.1, begin_s=600.0, seconds=60.0) < 20.0
 
 
 def test_a_regret_that_no_request_notices_switches_nothing() -> None:
-    guard = Guard(Part.ORDER)
+    guard = Guard(GuardedPart.ORDER)
     for second in range(600):
         guard.waited(10.0, float(second))
         assert guard.note(0.02, 0.01, float(second)) is None, "0.1 % of the waiting"
 
 
 def test_noise_hardly_switches() -> None:
-    guard = Guard(Part.ORDER)
+    guard = Guard(GuardedPart.ORDER)
     chance = random.Random(1)
     for event in range(36_000):
         guard.note(chance.expovariate(1.0), chance.expovariate(1.0), event / 10)
@@ -55,7 +55,7 @@ def test_noise_hardly_switches() -> None:
 
 
 def test_each_time_off_makes_the_next_one_harder() -> None:
-    guard = Guard(Part.ORDER)
+    guard = Guard(GuardedPart.ORDER)
     first_s = feed(guard, 0.2, 0.1, begin_s=0.0, seconds=60.0)
     feed(guard, 0.1, 0.2, begin_s=first_s, seconds=60.0)
     assert feed(guard, 0.2, 0.1, begin_s=2 * first_s, seconds=120.0) > 1.3 * first_s
@@ -65,7 +65,7 @@ def test_each_time_off_makes_the_next_one_harder() -> None:
 @pytest.mark.parametrize("times", [1.3, 2.0, 4.0])
 def test_adversarial_phases_cost_at_most_five_percent(times: float, seed: int) -> None:
     """The sign changes every five minutes; costs are exponential, and requests wait as long as the part lets them."""
-    guard = Guard(Part.COPIES)
+    guard = Guard(GuardedPart.COPIES)
     chance = random.Random(seed)
     cost_s = best_s = now = 0.0
     for phase in range(8):
@@ -87,16 +87,16 @@ def test_adversarial_phases_cost_at_most_five_percent(times: float, seed: int) -
 
 def test_parts_act_where_nothing_is_guarded() -> None:
     guards = Guards()
-    guards.add(Part.ORDER)
-    assert guards.is_on(Part.ORDER)
+    guards.add(GuardedPart.ORDER)
+    assert guards.is_on(GuardedPart.ORDER)
     assert guards.stats() == {}
 
 
 def test_switches_are_reported_to_the_next_request_and_to_the_log() -> None:
     guards = Guards(enabled=True)
-    guards.add(Part.ORDER)
+    guards.add(GuardedPart.ORDER)
     for event in range(200):
-        guards.note(Part.ORDER, 0.2, 0.1, event / 10)
+        guards.note(GuardedPart.ORDER, 0.2, 0.1, event / 10)
     (switch,) = guards.take_switches()
     assert not switch.is_on
     assert str(switch).startswith("order is switched off: with it requests waited")

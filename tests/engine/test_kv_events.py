@@ -251,6 +251,28 @@ def test_a_replaced_name_loses_its_blocks_and_a_second_name_gets_them() -> None:
     assert take() == set()
 
 
+def test_a_reset_of_the_prefix_cache_clears_blocks_and_hides_its_salt() -> None:
+    tokens = BlockTokens(BLOCK_TOKENS)
+    bench = Bench(block_tokens=tokens)
+    kv = KvEvents(bench.memory.tree, tokens)
+    blocks = Blocks()
+
+    def take(name: str, salt: str) -> set[str]:
+        asked = request(name, list(range(9)), bench.clock.now())
+        bench.engine.submit(msgspec.structs.replace(asked, cache_salt=salt))
+        bench.run()
+        blocks.apply([0.0, msgspec.to_builtins(kv.take()), 0])
+        return {salt for *_, salt in blocks.found("GPU")}
+
+    assert take("a", "") == {""}
+    assert take("b", "\0mine") == {"", "mine"}
+    kv.set_names({}, "epoch")
+    assert take("c", "") == set(), "a request from before the reset"
+    assert take("d", "epoch\0") == {""}
+    assert take("e", "epoch\0\0mine") == {"", "mine"}
+    assert not kv.take()
+
+
 def test_kv_of_another_engine_is_reported_once_its_tokens_are_known() -> None:
     tokens = BlockTokens(BLOCK_TOKENS)
     tree = DependencyTree()

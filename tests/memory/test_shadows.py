@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lorikeet.core.guard import Guards, Part
+from lorikeet.core.guard import GuardedPart, Guards
 from lorikeet.memory.policies.base import MemoryView
 from lorikeet.memory.shadows import CopyShadow, EvictionShadow, GhostList, KeySample, LoadShadow
 from lorikeet.memory.tree import DependencyTree
@@ -22,7 +22,7 @@ BASE_S = 0.02
 class World:
     """A clock and the guards of an engine. It adds up the waiting with each choice, and with the guard's."""
 
-    def __init__(self, part: Part, seed: int) -> None:
+    def __init__(self, part: GuardedPart, seed: int) -> None:
         self.guards = Guards(enabled=True)
         self.chance = random.Random(seed)
         self.tree = DependencyTree()
@@ -65,7 +65,7 @@ class World:
 
 def loads(seed: int) -> World:
     """A link that is as fast as it seems, then four times slower."""
-    world = World(Part.LOADS, seed)
+    world = World(GuardedPart.LOADS, seed)
     world.view.load_kv_s = lambda blocks: 0.02 * max(blocks, 1)
     shadow = LoadShadow(world.guards, world.view)
     for transfer, is_fast in enumerate(world.phases(per_s=20)):
@@ -80,7 +80,7 @@ def loads(seed: int) -> World:
 
 def evictions(seed: int) -> World:
     """KV of an adapter that is rarely reused as a whole, but that is reused soon, if at all, in every other phase."""
-    world = World(Part.EVICTION, seed)
+    world = World(GuardedPart.EVICTION, seed)
     single, chat = add_adapter(world.tree), add_adapter(world.tree)
     size = 200
     world.view = view_of(world.tree, device_blocks=size)
@@ -111,7 +111,7 @@ def evictions(seed: int) -> World:
 
 def copies(seed: int) -> World:
     """Requests wait for copies at eviction, then KV is lost that seemed not worth its copy ahead."""
-    world = World(Part.COPIES, seed)
+    world = World(GuardedPart.COPIES, seed)
     adapter = add_adapter(world.tree)
     blocks = [add_kv(world.tree, adapter) for _ in range(8)]
     for node in reversed(blocks):

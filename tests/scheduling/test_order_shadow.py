@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lorikeet.core.guard import Guards, Part
+from lorikeet.core.guard import GuardedPart, Guards
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.scheduling.admission import AdmissionQueue
@@ -97,4 +97,4 @@ def test_pairs_and_costs_of_requests_that_are_gone_are_forgotten() -> None:
     shadow.forget(older)
     assert not shadow._pairs
     assert not shadow._costs
-    assert guards.stats()[Part.ORDER].off_s == 1.0
+    assert guards.stats()[GuardedPart.ORDER].off_s == 1.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import Running, Start
+from tests.support.chat_requests import CHAT, body
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

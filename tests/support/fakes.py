@@ -162,7 +162,7 @@ class FakeEngine:
     def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
         self.pinned = tuple(digests)
 
-    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest], epoch: str) -> None:
         self.names = dict(names)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:

@@ -149,7 +149,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         log_restored(catalog)
         client.register_adapters(await to_thread.run_sync(catalog.versions))
         if settings.kv_events.endpoint:
-            client.name_adapters({record.name: record.digest for record in catalog.list()})
+            client.name_adapters({record.name: record.digest for record in catalog.list()}, "")
         log.info("adapters registered", adapters=len(catalog.names()), **served_when_named(settings.adapters))
 
         names = ServedModels(

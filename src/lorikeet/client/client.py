@@ -303,7 +303,7 @@ class Engines(Protocol):
         """Replace the pinned versions, which all present and later engines evict last."""
         ...
 
-    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest], epoch: str) -> None:
         """Send the names of all adapter versions to all present and later engines, which use the names in KV events."""
         ...
 
@@ -402,7 +402,7 @@ class EngineClient:
         self._drops = PendingDrops()
         self._registered: dict[AdapterDigest, AdapterRef] = {}
         self._pinned: tuple[AdapterDigest, ...] = ()
-        self._names: dict[AdapterName, AdapterDigest] = {}
+        self._names: tuple[dict[AdapterName, AdapterDigest], str] | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
 
     @property
@@ -465,10 +465,10 @@ class EngineClient:
         self._pinned = tuple(digests)
         self._supervisor.pin_adapters(self._pinned)
 
-    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest], epoch: str) -> None:
         """Send the names of all versions to the engine, and keep them for an engine that replaces it."""
-        self._names = dict(names)
-        self._supervisor.name_adapters(self._names)
+        self._names = dict(names), epoch
+        self._supervisor.name_adapters(*self._names)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Drop a version from the engine. Return the bytes freed."""
@@ -561,8 +561,8 @@ class EngineClient:
         self._supervisor.register_adapters(self._registered.values())
         if self._pinned:
             self._supervisor.pin_adapters(self._pinned)
-        if self._names:
-            self._supervisor.name_adapters(self._names)
+        if self._names is not None:
+            self._supervisor.name_adapters(*self._names)
         handles = list(self._streams)
         for handle in handles:
             handle.replica = ONLY_REPLICA

@@ -225,9 +225,9 @@ class EngineSupervisor:
         """Send a running engine all versions to evict last."""
         self.send(PinAdapters(tuple(digests)))
 
-    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest], epoch: str) -> None:
         """Send the names of all adapter versions, for events of KV."""
-        self.send(NameAdapters(dict(names)))
+        self.send(NameAdapters(dict(names), epoch))
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
         """Send a running engine a version to free once no request uses it."""

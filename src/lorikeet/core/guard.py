@@ -27,7 +27,7 @@ _MOST_LOGGED = 64
 """Switches that are kept for a log that nobody reads."""
 
 
-class Part(StrEnum):
+class GuardedPart(StrEnum):
     """Guarded parts of the engine."""
 
     COPIES = "copies"
@@ -50,7 +50,7 @@ class Switch(NamedTuple):
         at_s: the time.
     """
 
-    part: Part
+    part: GuardedPart
     is_on: bool
     regret_s: float
     at_s: float
@@ -80,7 +80,7 @@ class Guard:
         switches: number of changes so far.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: GuardedPart) -> None:
         self.part = part
         self.is_on = True
         self.regret_s = 0.0
@@ -164,21 +164,21 @@ class Guards:
 
     def __init__(self, *, enabled: bool = False) -> None:
         self.enabled = enabled
-        self._guards: dict[Part, Guard] = {}
+        self._guards: dict[GuardedPart, Guard] = {}
         self._switched: list[Switch] = []
         self._logged: deque[Switch] = deque(maxlen=_MOST_LOGGED)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: GuardedPart) -> None:
         """Guard a part from now on; nothing happens if guards are not enabled."""
         if self.enabled:
             self._guards.setdefault(part, Guard(part))
 
-    def is_on(self, part: Part) -> bool:
+    def is_on(self, part: GuardedPart) -> bool:
         """Return whether a part acts. A part that is not guarded always does."""
         guard = self._guards.get(part)
         return guard is None or guard.is_on
 
-    def note(self, part: Part, on_s: float, off_s: float, now: float) -> bool:
+    def note(self, part: GuardedPart, on_s: float, off_s: float, now: float) -> bool:
         """Add the costs of an event of a guarded part (see :meth:`Guard.note`); return whether it was switched."""
         switch = self._guards[part].note(on_s, off_s, now)
         if switch is not None:

@@ -1,6 +1,7 @@
 """Distinct types for ids, so that a type checker finds mixed-up ids."""
 
 from typing import NewType
+from zlib import crc32
 
 RequestId = NewType("RequestId", str)
 """Chosen by the submitter; unique while the request lives."""
@@ -16,3 +17,8 @@ BlockId = NewType("BlockId", int)
 
 ReplicaId = NewType("ReplicaId", str)
 """One engine of a cluster, with all its tensor-parallel ranks."""
+
+
+def number_of(digest: AdapterDigest) -> int:
+    """Return the number of a version in interfaces that want one, such as Dynamo's and events of KV."""
+    return crc32(digest.encode())

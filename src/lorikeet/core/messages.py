@@ -85,6 +85,7 @@ class NameAdapters(msgspec.Struct, frozen=True, tag=True):
     """The names of all adapter versions, for events of KV; they replace the present ones."""
 
     names: dict[AdapterName, AdapterDigest]
+    epoch: str = ""
 
 
 class SetPaused(msgspec.Struct, frozen=True, tag=True):

@@ -228,7 +228,7 @@ class KvReports:
         if self._events is None:
             return
         if isinstance(message, NameAdapters):
-            self._events.set_names(message.names)
+            self._events.set_names(message.names, message.epoch)
         elif isinstance(message, Submit):
             self._events.learn(message.request)
 

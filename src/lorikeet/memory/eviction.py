@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lorikeet.core.events import AdapterEvent, AdapterEvicted
-from lorikeet.core.guard import Part
+from lorikeet.core.guard import GuardedPart
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError, WaitReason
 from lorikeet.memory.options import MemoryOptions
@@ -327,13 +327,13 @@ class Evictor:
     @property
     def copies_ahead(self) -> bool:
         """Whether KV is copied to the host ahead of its eviction now."""
-        return self._options.host_kv is HostKv.AHEAD and self._guards.is_on(Part.COPIES)
+        return self._options.host_kv is HostKv.AHEAD and self._guards.is_on(GuardedPart.COPIES)
 
     @property
     def copies_at_eviction(self) -> bool:
         """Whether all KV is copied to the host when it is evicted now."""
         return self._options.host_kv is HostKv.EVICTED or (
-            self._options.host_kv is HostKv.AHEAD and not self._guards.is_on(Part.COPIES)
+            self._options.host_kv is HostKv.AHEAD and not self._guards.is_on(GuardedPart.COPIES)
         )
 
     # --- the device ----------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ Format: https://docs.vllm.ai/en/latest/api/vllm/distributed/kv_events/
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from zlib import crc32
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.ids import AdapterDigest, AdapterName, number_of
 from lorikeet.core.request import Request
 from lorikeet.memory.tree import DependencyTree, NodeKind, block_keys
 
@@ -119,6 +118,7 @@ class _Block:
         token_ids: tokens of the block.
         salt: the cache salt of the first block of a prompt; empty for the others.
         media: bits of the media that hold the block.
+        is_stale: whether a reset of the prefix cache keeps requests from the block, which is then not reported.
     """
 
     key: bytes
@@ -127,6 +127,7 @@ class _Block:
     token_ids: Sequence[int]
     salt: str
     media: int = 0
+    is_stale: bool = False
 
 
 class KvEvents:
@@ -149,10 +150,22 @@ class KvEvents:
         self._unknown: set[int] = set()
         self._names: dict[AdapterDigest, frozenset[AdapterName]] = {}
         self._events: list[KvEvent] = [AllBlocksCleared()]
+        self._epoch = ""
 
-    def set_names(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
-        """Set the names of all adapter versions, and report KV whose version has lost or gained a name."""
+    def set_names(self, names: Mapping[AdapterName, AdapterDigest], epoch: str = "") -> None:
+        """Set the names of all adapter versions, and report KV whose version has lost or gained a name.
+
+        Args:
+            names: all names with their versions.
+            epoch: text with which salts begin since the last reset of the prefix cache; empty before the first. A new
+                epoch clears all blocks, since later requests do not find them.
+        """
         self._compare()
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._events.append(AllBlocksCleared())
+            for block in self._blocks.values():
+                block.is_stale = True
         new: dict[AdapterDigest, frozenset[AdapterName]] = {}
         for name, digest in names.items():
             new[digest] = new.get(digest, frozenset()) | {name}
@@ -161,7 +174,9 @@ class KvEvents:
         changed = {digest for digest in old.keys() | new.keys() if old.get(digest) != new.get(digest)}
         if not changed:
             return
-        blocks = [block for block in self._blocks.values() if block.digest in changed and block.media]
+        blocks = [
+            block for block in self._blocks.values() if block.digest in changed and block.media and not block.is_stale
+        ]
         for digest in changed:
             before = old.get(digest, frozenset())
             now = new.get(digest, frozenset())
@@ -222,7 +237,7 @@ class KvEvents:
             block = self._blocks.get(node)
             if block is not None and block.key != key:
                 for medium, bit in _MEDIA:
-                    if block.media & bit:
+                    if block.media & bit and not block.is_stale:
                         removed.setdefault((block.digest, medium), []).append(block)
                 self._tokens.forget(block.key)
                 del self._blocks[node]
@@ -235,7 +250,7 @@ class KvEvents:
                     self._unknown.add(node)
                     continue
             if block.media != state:
-                for medium, bit in _MEDIA:
+                for medium, bit in () if block.is_stale else _MEDIA:
                     if state & bit and not block.media & bit:
                         stored.setdefault((block.digest, medium), []).append(block)
                     elif block.media & bit and not state & bit:
@@ -258,7 +273,9 @@ class KvEvents:
         if parent is None and not is_first:
             return None
         token_ids, salt = known
-        block = _Block(key, tree.digest(int(tree.top[node])), parent, token_ids, salt if is_first else "")
+        is_stale = not salt.startswith(self._epoch)
+        shown = salt.removeprefix(f"{self._epoch}\0" if self._epoch else "").removeprefix("\0") if is_first else ""
+        block = _Block(key, tree.digest(int(tree.top[node])), parent, token_ids, shown, is_stale=is_stale)
         self._blocks[node] = block
         return block
 
@@ -301,7 +318,7 @@ class KvEvents:
             parent,
             [token for each in chain for token in each.token_ids],
             self._tokens.block_size,
-            None if first.digest is None else crc32(first.digest.encode()),
+            None if first.digest is None else number_of(first.digest),
             medium,
             name,
             extra,

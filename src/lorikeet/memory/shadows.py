@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lorikeet.core.guard import HALF_LIFE_S, Guards, Part
+from lorikeet.core.guard import HALF_LIFE_S, GuardedPart, Guards
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import MIN_REUSED_SHARE, EvictionPolicy, MemoryView
 from lorikeet.memory.tiers import Tiers
@@ -30,7 +30,7 @@ full, until this share of it is free."""
 _PRIOR_BLOCKS = 64.0
 """Blocks that are assumed to have been as expected at the start."""
 _PROBE_S = 5.0
-"""Seconds after which a load is tried although ``Part.LOADS`` is off, to measure how long loads take."""
+"""Seconds after which a load is tried although ``GuardedPart.LOADS`` is off, to measure how long loads take."""
 _WEIGHT = 0.2
 _WEIGHT_OF_PROBE = 0.8
 """Weights of the newest load in the mean ratio of measured to estimated times, and of a load that was the only one for
@@ -152,7 +152,7 @@ class CopyShadow:
     def __init__(
         self, guards: Guards, view: MemoryView, sample: KeySample, tick_s: float, host_kv_blocks: Callable[[], int]
     ) -> None:
-        guards.add(Part.COPIES)
+        guards.add(GuardedPart.COPIES)
         self._guards = guards
         self._view = view
         self._sample = sample
@@ -211,26 +211,26 @@ class CopyShadow:
                 if key in stored or key in ghosts:
                     ghosts.use(key)
             ghosts.shrink(self._host_kv_blocks() / scale)
-        if self._guards.is_on(Part.COPIES):
+        if self._guards.is_on(GuardedPart.COPIES):
             self._waits_on.copied(waited, now)
             other_s = waiting * self._waits_off.model(waits_off_s, len(copied) * scale, now)
             if other_s:
-                self._guards.note(Part.COPIES, 0.0, other_s, now)
+                self._guards.note(GuardedPart.COPIES, 0.0, other_s, now)
         else:
             self._waits_off.copied(len(copied) * scale, now)
             other_s = waiting * self._waits_on.model(waits_on_s, waited, now)
             if other_s:
-                self._guards.note(Part.COPIES, other_s, 0.0, now)
+                self._guards.note(GuardedPart.COPIES, other_s, 0.0, now)
 
     def waited(self, seconds: float, now: float) -> None:
         """Record that a request, the first in the queue, waited so long for blocks that were being copied."""
         cost_s = seconds * max(1, self._view.queued)
-        if self._guards.is_on(Part.COPIES):
+        if self._guards.is_on(GuardedPart.COPIES):
             self._waits_on.measure(seconds, now)
-            self._guards.note(Part.COPIES, cost_s, 0.0, now)
+            self._guards.note(GuardedPart.COPIES, cost_s, 0.0, now)
         else:
             self._waits_off.measure(seconds, now)
-            self._guards.note(Part.COPIES, 0.0, cost_s, now)
+            self._guards.note(GuardedPart.COPIES, 0.0, cost_s, now)
 
     def requested(self, sampled: Sequence[tuple[int, bytes]], path: Sequence[int], now: float) -> None:
         """Record that a request needs KV.
@@ -241,7 +241,7 @@ class CopyShadow:
             now: the time.
         """
         tree = self._view.tree
-        acts = self._guards.is_on(Part.COPIES)
+        acts = self._guards.is_on(GuardedPart.COPIES)
         own, other = (self._ahead, self._at_eviction) if acts else (self._at_eviction, self._ahead)
         found, expected = (self._found_on, self._found_off) if acts else (self._found_off, self._found_on)
         is_kept = is_expected = True
@@ -269,7 +269,7 @@ class CopyShadow:
         load_s = min(compute_s, self._view.load_kv_alone_s(1))
         own_s = scale * (blocks * compute_s - loads * (compute_s - load_s))
         other_s = scale * (blocks * compute_s - ghosts * expected.value(now) * (compute_s - load_s))
-        self._guards.note(Part.COPIES, *((own_s, other_s) if acts else (other_s, own_s)), now)
+        self._guards.note(GuardedPart.COPIES, *((own_s, other_s) if acts else (other_s, own_s)), now)
 
 
 class EvictionShadow:
@@ -286,7 +286,7 @@ class EvictionShadow:
     """
 
     def __init__(self, guards: Guards, view: MemoryView, sample: KeySample, *, has_host: bool) -> None:
-        guards.add(Part.EVICTION)
+        guards.add(GuardedPart.EVICTION)
         self._guards = guards
         self._view = view
         self._sample = sample
@@ -317,7 +317,7 @@ class EvictionShadow:
             off_s += lost_off * recover_s
         self._use(adapter, sampled, share)
         if on_s or off_s:
-            self._guards.note(Part.EVICTION, on_s, off_s, now)
+            self._guards.note(GuardedPart.EVICTION, on_s, off_s, now)
 
     def ended(self, adapter: int, keys: Sequence[bytes]) -> None:
         """Record that a request has computed blocks with these keys; ``adapter`` is the node of its adapter."""
@@ -356,7 +356,7 @@ class LoadShadow:
     """
 
     def __init__(self, guards: Guards, view: MemoryView) -> None:
-        guards.add(Part.LOADS)
+        guards.add(GuardedPart.LOADS)
         self._guards = guards
         self._view = view
         self._ratio = 1.0
@@ -368,14 +368,14 @@ class LoadShadow:
         view = self._view
         if not view.loading_kv_pays(blocks, needed, is_waiting=True):
             return False
-        if self._guards.is_on(Part.LOADS):
+        if self._guards.is_on(GuardedPart.LOADS):
             return True
         load_s = view.load_kv_cost_s(blocks, needed, is_waiting=True) * self._ratio
         compute_s = view.compute_kv_cost_s(blocks, is_waiting=True)
         is_probe = now >= self._probe_s + _PROBE_S
         if not is_probe and compute_s:
-            self._guards.note(Part.LOADS, load_s, compute_s, now)
-        return is_probe or self._guards.is_on(Part.LOADS)
+            self._guards.note(GuardedPart.LOADS, load_s, compute_s, now)
+        return is_probe or self._guards.is_on(GuardedPart.LOADS)
 
     def began(self, transfer_id: int, blocks: int, needed: int, now: float) -> None:
         """Record the start of a load that a request waits for; it is among the transfers in flight already."""
@@ -393,10 +393,10 @@ class LoadShadow:
             return
         estimate_s, price, compute_s = load
         if estimate_s:
-            weight = _WEIGHT if self._guards.is_on(Part.LOADS) else _WEIGHT_OF_PROBE
+            weight = _WEIGHT if self._guards.is_on(GuardedPart.LOADS) else _WEIGHT_OF_PROBE
             self._ratio += weight * (took_s / estimate_s - self._ratio)
         if compute_s:
-            self._guards.note(Part.LOADS, took_s * price, compute_s, now)
+            self._guards.note(GuardedPart.LOADS, took_s * price, compute_s, now)
 
 
 class Shadows(NamedTuple):

@@ -53,7 +53,7 @@ _OTHER_WAYS = ("lora_path", "lora", "merged_adapters", "adapter_parameters", "ad
 """Fields beside ``model`` that name adapters at some servers. The router would not know which backend has these."""
 
 
-class Received(msgspec.Struct, forbid_unknown_fields=True):
+class ReceivedAnswer(msgspec.Struct, forbid_unknown_fields=True):
     """The part of a streamed answer that the client has from an earlier request.
 
     Attributes:
@@ -105,10 +105,10 @@ class RequestBody:
             # A field of vLLM: backends reuse KV only between requests with the same salt.
             fields["cache_salt"] = hashlib.sha256(f"{tenant}\0{own}".encode()).hexdigest()[:32]
             content = msgspec.json.encode(fields)
-        self.received: Received | None = None
+        self.received: ReceivedAnswer | None = None
         if "received" in fields:
             try:
-                self.received = msgspec.convert(fields.pop("received"), Received | None)
+                self.received = msgspec.convert(fields.pop("received"), ReceivedAnswer | None)
             except msgspec.ValidationError as error:
                 raise bad_request(f"received: {error}.", "received") from error
             content = msgspec.json.encode(fields)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from lorikeet.core.guard import Guards, Part
+from lorikeet.core.guard import GuardedPart, Guards
 from lorikeet.core.ids import RequestId
 
 _MOST_PAIRS: Final = 4096
@@ -50,7 +50,7 @@ class OrderShadow:
     """
 
     def __init__(self, guards: Guards) -> None:
-        guards.add(Part.ORDER)
+        guards.add(GuardedPart.ORDER)
         self._guards = guards
         self.virtually_admitted: set[RequestId] = set()
         self._costs: dict[RequestId, _Cost] = {}
@@ -74,8 +74,8 @@ class OrderShadow:
         gain_s = sum(older_s) - len(older) * younger_s
         ratio = self._true_s / self._expected_s if self._expected_s > 0 else 1.0
         judged_s = gain_s * max(-_MOST_RATIO, min(_MOST_RATIO, ratio))
-        self._guards.note(Part.ORDER, max(0.0, -judged_s), max(0.0, judged_s), now)
-        if self._guards.is_on(Part.ORDER):
+        self._guards.note(GuardedPart.ORDER, max(0.0, -judged_s), max(0.0, judged_s), now)
+        if self._guards.is_on(GuardedPart.ORDER):
             self.virtually_admitted.clear()
         else:
             self.virtually_admitted.add(younger)
@@ -104,7 +104,7 @@ class OrderShadow:
         self._costs[request] = _Cost(cost_s, prompt_share, max(1, tokens))
         if len(self._costs) > _MOST_COSTS:
             self.forget(next(iter(self._costs)))
-        self._guards.note(Part.ORDER, waited_s, waited_s, now)
+        self._guards.note(GuardedPart.ORDER, waited_s, waited_s, now)
 
     def ended(self, request: RequestId, tokens: int) -> None:
         """Record the end of a running request after an answer of so many tokens."""

@@ -295,7 +295,7 @@ def _serve(service: Service, record: AdapterRecord, old: AdapterRecord | None) -
     """Register a name's new version with the engines and drop the old version."""
     if service.catalog.has(record.digest):  # Another request may have removed the adapter during the registration.
         service.client.register_adapters([record.ref])
-    _send_names(service)
+    service.send_names()
     if old is None:
         return
     if record.name in service.resolver.loader.pinned:
@@ -307,16 +307,10 @@ def _stop_serving(service: Service, record: AdapterRecord) -> "asyncio.Task[int]
     """Unpin a removed name, drop its version in the background, and delete its counts."""
     if record.name in service.resolver.loader.pinned:
         set_pinned(service, record.name, False)
-    _send_names(service)
+    service.send_names()
     freeing = _in_background(service, _drop_version(service, record))
     freeing.add_done_callback(lambda _: _forget_counts(service, record.name))
     return freeing
-
-
-def _send_names(service: Service) -> None:
-    """Send the engines all names if they report events of KV under the names."""
-    if service.sends_names:
-        service.client.name_adapters({record.name: record.digest for record in service.catalog.list()})
 
 
 _PINNED_SHARE = 0.5

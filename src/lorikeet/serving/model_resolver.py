@@ -19,7 +19,7 @@ from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.leases import AdapterLeases, Lease, VersionChanged
 from lorikeet.serving.pauses import Pauses
 from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
-from lorikeet.serving.splits import Splits
+from lorikeet.serving.splits import SplitNames
 from lorikeet.tenants.keys import OPERATOR, Access
 
 _INDEX = re.compile("[0-9]{1,10}")
@@ -51,7 +51,7 @@ class ModelResolver:
         self.loader = loader
         self.mixtures = mixtures
         self.leases = AdapterLeases(catalog)
-        self.splits = Splits(catalog)
+        self.splits = SplitNames(catalog)
         self.pauses = Pauses()
 
     async def resolve(

@@ -401,8 +401,15 @@ class Service:
             recompute: whether requests in flight compute their KV again, from the tokens that they have.
         """
         self.cache_epoch = secrets.token_hex(8)  # The epoch is random, so that a client's salt cannot equal it.
+        self.send_names()
         if recompute:
             self.client.recompute(self.cache_epoch)
+
+    def send_names(self) -> None:
+        """Send the engines all names and the epoch of salts, if they report events of KV."""
+        if self.sends_names:
+            names = {record.name: record.digest for record in self.catalog.list()}
+            self.client.name_adapters(names, self.cache_epoch)
 
     def _shed(self, requests: list[Request], forecast: TtftForecast) -> None:
         """Refuse a request whose first token is predicted to miss its target, so that it does not delay other requests.

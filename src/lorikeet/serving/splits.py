@@ -10,7 +10,7 @@ from lorikeet.http.logs import log
 from lorikeet.tenants.keys import Access
 
 
-class Splits:
+class SplitNames:
     """The splits of this server, and of the others that share its store.
 
     Args:

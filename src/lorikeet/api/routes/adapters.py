@@ -19,6 +19,7 @@ from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.stats import figures_of
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.chat.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
+from lorikeet.core.ids import number_of
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.splits import Split
 from lorikeet.http.errors import ApiError
@@ -444,7 +445,7 @@ def _sglang(
 @ROUTES.add(Route("GET /v1/loras", Callers.KEYS, note="Dynamo's"))
 async def list_loras(service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return all adapters as Dynamo lists them."""
-    loras = {record.name: int(record.digest[:8], 16) for record in _visible(service, sender.access)}
+    loras = {record.name: number_of(record.digest) for record in _visible(service, sender.access)}
     return {"status": "success", "loras": loras, "count": len(loras)}
 
 
@@ -452,7 +453,7 @@ async def list_loras(service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
 async def load_lora(body: DynamoAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Load an adapter as Dynamo does."""
     loaded = await load_adapter(service, body.lora_name, body.source.uri, access=sender.access, replace=False)
-    lora_id = int(loaded.record.digest[:8], 16)
+    lora_id = number_of(loaded.record.digest)
     return {"status": "success", "lora_name": loaded.record.name, "lora_id": lora_id, **_warnings(loaded.warnings)}
 
 

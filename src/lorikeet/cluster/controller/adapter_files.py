@@ -65,7 +65,7 @@ class AdapterFiles:
         self._dropped: dict[AdapterDigest, AdapterRef] = {}  # dropped versions, in the order in which they were dropped
         self._retiring = RetiringAdapters()
         self.pinned: tuple[AdapterDigest, ...] = ()
-        self.names: dict[AdapterName, AdapterDigest] = {}
+        self.names: tuple[dict[AdapterName, AdapterDigest], str] | None = None
         self.copier = AdapterCopier(transport, self._refs, self._dropped, self)
 
     def register(self, refs: Iterable[AdapterRef]) -> None:

@@ -163,11 +163,11 @@ class ClusterClient:
         for replica in self._replicas.values():
             replica.supervisor.pin_adapters(self._files.pinned)
 
-    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest]) -> None:
+    def name_adapters(self, names: Mapping[AdapterName, AdapterDigest], epoch: str) -> None:
         """Send the names of all versions to every replica. See ``Engines``."""
-        self._files.names = dict(names)
+        self._files.names = dict(names), epoch
         for replica in self._replicas.values():
-            replica.supervisor.name_adapters(self._files.names)
+            replica.supervisor.name_adapters(*self._files.names)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Drop an adapter from all replicas and return the bytes freed. See ``Engines``."""

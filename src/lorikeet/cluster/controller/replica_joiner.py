@@ -75,7 +75,7 @@ class ReplicaJoiner:
         supervisor.register_adapters(copier.placed_at(supervisor.replica))
         if self._files.pinned:
             supervisor.pin_adapters(self._files.pinned)
-        if self._files.names:
-            supervisor.name_adapters(self._files.names)
+        if self._files.names is not None:
+            supervisor.name_adapters(*self._files.names)
         replica.is_joined = True
         self._apply(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))

@@ -4,7 +4,7 @@ from typing import Final
 
 import numpy as np
 
-from lorikeet.core.guard import Part
+from lorikeet.core.guard import GuardedPart
 from lorikeet.memory.policies.base import MIN_REUSED_SHARE, EvictionPolicy, MemoryView
 from lorikeet.memory.tree import BASE, NodeKind, Nodes, Scores
 
@@ -26,7 +26,7 @@ class Lru(EvictionPolicy):
 class LruWithReuse(Lru):
     """Evicts by last use, except that KV of adapters whose KV is rarely reused (< 5 %) is evicted first.
 
-    Such KV is also evicted for prefetches. While ``Part.EVICTION`` is off, it evicts by last use alone.
+    Such KV is also evicted for prefetches. While ``GuardedPart.EVICTION`` is off, it evicts by last use alone.
     """
 
     worthless_below = -_EVICTED_FIRST_S / 2
@@ -38,7 +38,7 @@ class LruWithReuse(Lru):
     def scores_changed(self) -> bool:
         """Return whether the KV of any adapter has become rarely reused or no longer is, or the guard has switched."""
         before = self._rarely_reused
-        if not self.view.guards.is_on(Part.EVICTION):
+        if not self.view.guards.is_on(GuardedPart.EVICTION):
             self._rarely_reused = b""
             return before != b""
         tops = np.array([BASE, *self.view.tree.adapters], np.int64)
@@ -49,7 +49,7 @@ class LruWithReuse(Lru):
         """Return the times of last use, minus a constant for KV that is rarely reused."""
         tree = self.view.tree
         scores = super().scores(nodes, now)
-        if not self.view.guards.is_on(Part.EVICTION):
+        if not self.view.guards.is_on(GuardedPart.EVICTION):
             return scores
         is_kv = tree.kind[nodes] == NodeKind.KV
         if is_kv.any():

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.core.guard import Part
+from lorikeet.core.guard import GuardedPart
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
@@ -78,7 +78,7 @@ class BoundedShortestFirst(AdmissionQueue):
     A younger request passes only if all older requests may be delayed by it, and if it does not take memory into which
     the oldest request fits now. Otherwise the oldest request would have to wait until running requests end, and no
     estimate of this time exists. If no request may pass, the oldest request is next, as under FIFO. A request that
-    lacks blocks ends admission, so that no other request takes its turn. While ``Part.ORDER`` is off, the oldest
+    lacks blocks ends admission, so that no other request takes its turn. While ``GuardedPart.ORDER`` is off, the oldest
     request is always next.
 
     Args:
@@ -143,7 +143,7 @@ class BoundedShortestFirst(AdmissionQueue):
         for left in range(len(costs), 0, -1):
             oldest = int(np.argmin(passed))
             shortest = self._shortest(requests, costs, allowances, passed) if left > 1 else oldest
-            chosen = shortest if self.view.guards.is_on(Part.ORDER) else oldest
+            chosen = shortest if self.view.guards.is_on(GuardedPart.ORDER) else oldest
             saved_s = 0.0
             if chosen and np.isfinite(costs[chosen]):
                 saved_s = float((costs[:chosen][~passed[:chosen]] - costs[chosen]).sum())
