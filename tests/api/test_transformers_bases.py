@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-from tests.models.library_bases import EXPERTS, make_base
+from tests.models.library_bases import make_base
 from tests.models.library_runs import make_peft_adapter
 from tests.support import sampling
 from tests.support.api_server import TOKENIZER
@@ -44,11 +44,11 @@ async def check(server: Server, expected: Mapping[str, list[int]], prompt: list[
 
 
 @pytest.mark.long
-async def test_a_mixture_of_experts_with_an_adapter_on_its_experts(tmp_path: Path) -> None:
+async def test_a_mixture_of_experts_with_an_adapter_on_all_linear_layers(tmp_path: Path) -> None:
+    """Attention, experts and the router, as PEFT saves them."""
     base = make_base(tmp_path / "tiny", "qwen3_moe", vocab_size=TOKENIZER.get_vocab_size())
     TOKENIZER.save(str(tmp_path / "tiny/tokenizer.json"))
-    options = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
-    adapted = make_peft_adapter(copy.deepcopy(base), tmp_path / "adapter", **options)
+    adapted = make_peft_adapter(copy.deepcopy(base), tmp_path / "adapter", target_modules="all-linear")
     flags = [f"--lora-modules=adapter={tmp_path / 'adapter'}", "--dtype=float32", "--max-model-len=64"]
     async with serving(tmp_path / "tiny", tmp_path / "home", *flags) as server:
         assert (await server.http.get("/health")).json()["model_impl"].startswith("transformers ")

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import PeftModel
@@ -125,6 +126,25 @@ def test_saved_routers_equal_peft(tmp_path: Path, kind: str) -> None:
     router_only = {"target_modules": [], "target_parameters": [f"{router}.weight"]}
     beside = make_peft_adapter(copy.deepcopy(base), tmp_path / "second", **router_only)
     serve(tmp_path, base, {"first": peft, "second": beside})
+
+
+@pytest.mark.slow
+def test_routers_that_compute_in_fp32_have_adapters_in_bfloat16(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "deepseek_v3")
+    lora = {"target_modules": [], "target_parameters": ["gate.weight"], "lora_alpha": 80}
+    make_peft_adapter(copy.deepcopy(base), tmp_path / "first", **lora)
+    geometry = msgspec.structs.replace(geometry_of(tmp_path / "base", "transformers"), dtype_bytes=2)
+    settings = settings_of(tmp_path / "base", memory_bytes=32 * 2**20)
+    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, dtype="bfloat16"))
+    prompt = random_ids(20, 0)
+    requests = [
+        request("first", prompt, reference("first", tmp_path / "first", geometry), 5),
+        request("base", prompt, None, 5),
+    ]
+    together = run(settings, [requests]).tokens
+    alone = run(settings, [requests[1:]]).tokens
+    assert [token.top for token in together["base"]] == [token.top for token in alone["base"]]
+    assert together["first"][0].top != together["base"][0].top
 
 
 @pytest.mark.slow

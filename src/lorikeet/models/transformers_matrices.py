@@ -215,12 +215,12 @@ class AdaptedMatrix:
         if lora.has_extras:
             flat = scaled_inputs(flat, lora, layer, targets)
         out = nn.functional.linear(flat, weight, bias)
+        # Modules may compute in fp32, but adapters have the dtype of the model.
+        rows = flat.to(self._matrix.weight.dtype).contiguous()
         if lora.changes(targets):
-            # Modules may compute in fp32, but adapters have the dtype of the model.
-            rows = flat.to(self._matrix.weight.dtype).contiguous()
             out += self._kernels.linear(rows, self._zeros, None, LoraDelta(lora, layer, targets))
         if lora.has_extras:
-            replace_products(out, flat, bias, lora, layer, targets)
+            replace_products(out, rows, bias, lora, layer, targets)
             scale_and_shift(out, lora, layer, targets)
         return out.view(*x.shape[:-1], -1)
 
