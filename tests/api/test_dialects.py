@@ -296,7 +296,13 @@ async def test_servers_tell_of_themselves(server: Running) -> None:
     assert answers["/get_model_info"]["model_path"] == answers["/get_server_info"]["model_path"] == "/models/base"
     assert answers["/model_info"]["is_generation"] is True
     asked = (await server.http.get("/server_info", params={"config_format": "json"})).json()["vllm_config"]
-    assert asked["model_config"] == {"model": "/models/base", "dtype": "torch.bfloat16", "max_model_len": 256}
+    assert asked["model_config"] == {
+        "model": "/models/base",
+        "dtype": "torch.bfloat16",
+        "max_model_len": 256,
+        "max_logprobs": 20,
+        "logprobs_mode": "raw_logprobs",
+    }
     assert asked["weight_transfer_config"] is None
     assert (await server.http.get("/tokenizer_info")).status_code == 404, "it was not read from a folder"
 

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,8 @@ async def test_server_restarts_immediately_on_its_port(model: Path, tmp_path: Pa
     assert {each.status for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port}
     async with serving(model, tmp_path, port=port) as server:
         assert (await server.http.get("/health")).status_code == 200
-        assert await idle.read() == b""
+        with suppress(ConnectionResetError):  # A process that is killed may not have accepted it.
+            assert await idle.read() == b""
         second = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", str(port), "--log-json"),
             stderr=asyncio.subprocess.PIPE,

@@ -130,7 +130,7 @@ def test_the_options_that_the_page_on_benchmarks_names_exist() -> None:
     text = "".join(re.findall(commands_shown + r"|`[^`\n]+`", page, re.M))
     named = set(re.findall(r"--[a-z][a-z-]*", text))
     assert named
-    assert named <= options | {"--help"}
+    assert named <= options | {"--help", "--all"}  # the last one is pytest's
 
 
 @pytest.mark.slow
