@@ -330,6 +330,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         write_timeout_s: most seconds for which a client may leave its answer unread. The connection is then closed.
         request_timeout_s: seconds after which a request ends with an error; 0 for never.
         drain_timeout_s: seconds for which accepted requests may continue after SIGTERM.
+        auto_model: whether requests may name the model ``auto``. The adapter whose examples are nearest to the prompt
+            then answers, or the base model if no adapter is near.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         metrics_max_adapters: most adapters that ``vllm:lora_requests_info`` and ``vllm:lora_adapter_loaded`` name; the
             busiest are named.
@@ -388,6 +390,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_timeout_s: PositiveSeconds = 60.0
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
+    auto_model: bool = False
     metrics_adapters: Count = 20
     metrics_max_adapters: Count = 500
     otlp_traces_endpoint: str = ""

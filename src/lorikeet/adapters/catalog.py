@@ -168,6 +168,7 @@ class AdapterCatalog:
         self._state = threading.Lock()  # The lock guards the fields below. It is never held during input or output.
         self._is_closed = False  # Threads hold ``_changes`` to use the flag.
         self._busy: set[str] = set()
+        self.changes = 0
         self._records: dict[str, AdapterRecord] = {}
         self._names: Counter[str] = Counter()  # Number of names by digest.
         self._uses: Counter[str] = Counter()  # Number of uses by digest.
@@ -271,6 +272,7 @@ class AdapterCatalog:
             self._registry.remove(name, actor)
             with self._state:
                 record = self._records.pop(name)
+                self.changes += 1
                 self._names[record.digest] -= 1
             self._drop_if_unused(record.digest)
             return record
@@ -431,6 +433,7 @@ class AdapterCatalog:
         record = None if row is None else AdapterRecord(row, str(self._store.folder(AdapterDigest(row.digest))))
         why_not = "" if record is None else self._why_not(record)
         with self._state:
+            self.changes += 1
             if record is None:
                 del self._records[name]
             else:
@@ -530,6 +533,7 @@ class AdapterCatalog:
             self._drop_if_unused(digest)
             raise
         with self._state:
+            self.changes += 1
             self._not_served.pop(digest, None)
             self._records[name] = record
             self._names[digest] += 1

@@ -8,6 +8,14 @@ from lorikeet.adapters.task import AdapterTask
 
 MAX_TOKEN_CHARS = 512
 """Longest added token."""
+MAX_EXAMPLE_CHARS = 2000
+"""Longest example of a prompt."""
+
+Examples = Annotated[
+    tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_EXAMPLE_CHARS)], ...],
+    msgspec.Meta(min_length=2, max_length=64),
+]
+"""Examples of prompts. With a single one, nothing shows how much an adapter's prompts differ from each other."""
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,6 +59,7 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
         tool_call_parser: name of the format of tool calls. Empty if the template determines the format.
         reasoning_parser: name of the format of reasoning. Empty for the base's format.
         task: the adapter's tasks besides text (vectors and labels).
+        examples: examples of the adapter's prompts, by which ``model: "auto"`` chooses it.
     """
 
     chat_template: str = ""
@@ -66,6 +75,7 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     task: AdapterTask = AdapterTask()
+    examples: tuple[str, ...] = ()
 
 
 class ChatOverrides(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -79,6 +89,7 @@ class ChatOverrides(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     generation: GenerationDefaults = GenerationDefaults()
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    examples: Examples | None = None
 
 
 NO_OVERRIDES = ChatOverrides()

@@ -77,6 +77,7 @@ def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES, labels: int
         tool_call_parser=_first(overrides.tool_call_parser, settings.tool_call_parser),
         reasoning_parser=_first(overrides.reasoning_parser, settings.reasoning_parser),
         task=read_task(folder, labels),
+        examples=next((each for each in (overrides.examples, settings.examples) if each is not None), ()),
     )
 
 

@@ -543,10 +543,15 @@ class AdapterRecord:
         """Largest rank of the adapter."""
         return self.row.max_rank
 
-    @property
+    @cached_property
     def chat(self) -> AdapterChat:
         """The adapter's chat settings that differ from the base model's."""
         return _decode_chat(self.row.chat)
+
+    @cached_property
+    def request_chat(self) -> AdapterChat:
+        """The chat settings that requests need: all but the examples, which would travel with every large body."""
+        return msgspec.structs.replace(self.chat, examples=()) if self.chat.examples else self.chat
 
     @cached_property
     def ref(self) -> AdapterRef:

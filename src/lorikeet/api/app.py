@@ -49,6 +49,7 @@ from lorikeet.observe.traffic import MOST_TENANTS, AdapterUsage
 from lorikeet.presets import resolve_preset
 from lorikeet.serving import adapter_life
 from lorikeet.serving.adapter_loader import AdapterLoader
+from lorikeet.serving.auto_model import AutoModel
 from lorikeet.serving.batches.batches import Batches
 from lorikeet.serving.batches.dispatch import BatchDispatcher
 from lorikeet.serving.batches.storage import BatchStorage
@@ -141,6 +142,7 @@ def create_service(
         catalog,
         AdapterLoader(settings.adapters, partial(adapter_life.load_on_demand, service), remove),
         Mixtures(partial(adapter_life.make_mixture, service), remove),
+        AutoModel(catalog, is_enabled=settings.server.auto_model),
     )
     service.batches = Batches(
         BatchStorage(settings.batches, models.base, settings.server.max_body_bytes),

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings, with_template
+from lorikeet.chat.choice_prompt import AUTO_MODEL, choice_prompt
 from lorikeet.chat.conversation import content_text
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.chat.prompt_embeds import read_prompt_embeds, token_count
@@ -125,12 +126,14 @@ class WhichModel(msgspec.Struct, frozen=True, tag=True):
         model, lora_path: fields of the body.
         previous_response_id: field of a body that continues a stored response.
         user: field of a body that names the user.
+        prompt: the text by which the model ``auto`` is chosen; empty for other models.
     """
 
     model: str | None
     lora_path: str | None
     previous_response_id: str | None = None
     user: str | None = None
+    prompt: str = ""
 
 
 class BodyNeeds(msgspec.Struct, frozen=True):
@@ -209,7 +212,9 @@ class PromptReader:
         refuse_unsupported(body)
         previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
         user = getattr(body, "user", None)
-        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous, user)
+        model = getattr(body, "model", None)
+        prompt = choice_prompt(body, self._chats.base.text_processor) if model == AUTO_MODEL else ""
+        return WhichModel(model, getattr(body, "lora_path", None), previous, user, prompt)
 
     def read(self, needs: BodyNeeds) -> BodyRead:
         """Return the content of the checked body.

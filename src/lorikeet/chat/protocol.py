@@ -479,7 +479,7 @@ class UnloadAdapter(Body):
 class NewAdapter(Body):
     """Body of ``POST /v1/adapters``: a source, another adapter's name, or the versions of a split with their shares.
 
-    The last five fields override the adapter's files; None keeps the files' values.
+    The last six fields override the adapter's files; None keeps the files' values.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -495,6 +495,7 @@ class NewAdapter(Body):
     generation_config: dict[str, Any] | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    examples: list[str] | None = None
 
 
 class AdapterChange(Body):

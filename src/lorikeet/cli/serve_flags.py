@@ -345,6 +345,7 @@ FLAGS = (
     Flag("--write-timeout", "server.write_timeout_s", float, "Seconds that an answer may stay unread."),
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
+    Flag("--auto-model", "server.auto_model", bool, "Choose the adapter by the prompt where `model` is `auto`."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
     Flag("--metrics-max-adapters", "server.metrics_max_adapters", int, "Adapters named as loaded in metrics."),
     Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", str, "Where OpenTelemetry traces are sent, a URL."),

@@ -41,6 +41,7 @@ class LoggedRequest(msgspec.Struct, frozen=True):
     ttft_s: float | None = None
     e2e_s: float | None = None
     finish_reason: str = ""
+    chosen: str = ""
     preemptions: int = 0
     saved_s: dict[str, float] = {}
     decisions: tuple[LoggedDecision, ...] = ()
@@ -103,7 +104,13 @@ def why(
         "switches": _switches(found),
         "adapters": {name: {"requests": len(of), **_parts(of)} for name, of in _slowest(by_adapter, top)},
         "slowest": [
-            {"request_id": each.request_id, "adapter": each.name, "ttft_s": each.ttft_s, "most": each.waited_most_for()}
+            {
+                "request_id": each.request_id,
+                "adapter": each.name,
+                "ttft_s": each.ttft_s,
+                "most": each.waited_most_for(),
+                **({"chosen": each.chosen} if each.chosen else {}),
+            }
             for each in _slowest_requests(found, top)
         ],
     }
@@ -248,7 +255,7 @@ def _requests_table(requests: Sequence[LoggedRequest]) -> Table:
             each.name,
             _ms(each.ttft_s),
             each.waited_most_for(),
-            "\n".join(map(_said, each.decisions)),
+            "\n".join([*([f"auto: {each.chosen}"] if each.chosen else []), *map(_said, each.decisions)]),
         )
         table.add_row(*map(escape, cells))
     return table

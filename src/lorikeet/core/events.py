@@ -194,6 +194,7 @@ class RequestTimings:
         cached_tokens: prompt tokens found in KV at the first admission.
         preemptions: number of preemptions.
         waited_for: the last reason why the request stayed in the queue.
+        chosen: why the server chose the model; empty if the request named it.
         decisions: the latest decisions for the request.
         saved_s: seconds that each mechanism saved.
     """
@@ -209,6 +210,7 @@ class RequestTimings:
     cached_tokens: int = 0
     preemptions: int = 0
     waited_for: str = ""
+    chosen: str = ""
     decisions: deque[Decided] = field(default_factory=lambda: deque(maxlen=MOST_DECISIONS))
     saved_s: dict[Mechanism, float] = field(default_factory=dict)
 

@@ -19,6 +19,8 @@ from lorikeet.observe.ended_request import EndedRequest
 from lorikeet.observe.metric_families import MetricFamilies
 from lorikeet.observe.waits import CAUSES, cause_of
 
+_MOST_CHOSEN = 500
+"""Models with their own count of choices by the prompt; the others share the label ``other``."""
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
@@ -104,6 +106,13 @@ class RequestMetrics:
             (*self.labels, "split", "version", "kind"),
             registry=self.registry,
         )
+        self._auto_names = set[str]()
+        self._auto = Counter(
+            "lorikeet:auto_model_requests",
+            "Requests whose model the server chose by their prompt.",
+            (*self.labels, "chosen"),
+            registry=self.registry,
+        )
         for cause in CAUSES:
             self._queue_by.labels(**self.labels, cause=cause)
         for mechanism in Mechanism:
@@ -148,6 +157,13 @@ class RequestMetrics:
             kind: ``served``, or ``shadow`` for a copy.
         """
         self._split.labels(**self.labels, split=name, version=version, kind=kind).inc()
+
+    def count_auto(self, chosen: str) -> None:
+        """Count a request whose model, ``chosen``, was chosen by the prompt."""
+        if chosen not in self._auto_names and len(self._auto_names) >= _MOST_CHOSEN:
+            chosen = "other"
+        self._auto_names.add(chosen)
+        self._auto.labels(**self.labels, chosen=chosen).inc()
 
     def observe_params(self, n: int, max_tokens: int) -> None:
         """Count the fields of an accepted request: number of answers per prompt, and token limit of an answer."""

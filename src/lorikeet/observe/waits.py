@@ -38,6 +38,7 @@ def parts_of(timings: RequestTimings, now_s: float) -> tuple[float, float, float
 def waits_json(timings: RequestTimings) -> dict[str, Any]:
     """Return a request's waits, and the seconds that mechanisms saved, as JSON. Times count from arrival."""
     return {
+        **({"chosen": timings.chosen} if timings.chosen else {}),
         "cached_tokens": timings.cached_tokens,
         "queue_s": _since_arrival_s(timings, timings.admitted_s),
         "waited_for": timings.waited_for,

@@ -244,11 +244,17 @@ async def prepare(
 
     async def resolve(which: WhichModel) -> BodyNeeds:
         split = service.resolver.splits.get(which.lora_path or which.model)
-        may_load = split is None and service.resolver.loader.is_enabled
+        is_auto = service.resolver.is_auto(which.model, which.lora_path)
+        may_load = split is None and not is_auto and service.resolver.loader.is_enabled
         if may_load and service.models.missing(which.model, which.lora_path):
             raise _NotLoaded(which.model, which.lora_path)
         target, lease = await service.resolver.lease(
-            which.model, which.lora_path, access=access, generates=False, key=which.user or session
+            which.model,
+            which.lora_path,
+            access=access,
+            generates=False,
+            key=which.user or session,
+            prompt=lambda: which.prompt,
         )
         holding.enter_context(lease)
         models.append((target, lease))

@@ -1,7 +1,7 @@
 """Finds the model that a request names: loads adapters on demand, makes mixtures, and leases versions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 import msgspec
@@ -10,12 +10,14 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.mixture import Part
 from lorikeet.adapters.task import AdapterTask
+from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.core.ids import AdapterName
 from lorikeet.core.splits import Split
 from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.adapter_loader import AdapterLoader
+from lorikeet.serving.auto_model import AutoModel
 from lorikeet.serving.leases import AdapterLeases, Lease, VersionChanged
 from lorikeet.serving.pauses import Pauses
 from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
@@ -36,6 +38,7 @@ class ModelResolver:
         catalog: the registered adapters.
         loader: loads adapters that are not registered.
         mixtures: makes mixtures of adapters.
+        auto: chooses the adapters of requests that name none.
 
     Attributes:
         splits: the names whose requests are split between adapters.
@@ -44,12 +47,18 @@ class ModelResolver:
     """
 
     def __init__(
-        self, models: ServedModels, catalog: AdapterCatalog, loader: AdapterLoader, mixtures: Mixtures
+        self,
+        models: ServedModels,
+        catalog: AdapterCatalog,
+        loader: AdapterLoader,
+        mixtures: Mixtures,
+        auto: AutoModel,
     ) -> None:
         self.models = models
         self.catalog = catalog
         self.loader = loader
         self.mixtures = mixtures
+        self.auto = auto
         self.leases = AdapterLeases(catalog)
         self.splits = SplitNames(catalog)
         self.pauses = Pauses()
@@ -62,6 +71,7 @@ class ModelResolver:
         access: Access,
         generates: bool = True,
         key: str = "",
+        prompt: Callable[[], str] | None = None,
     ) -> ResolvedModel:
         """Return the model that a request names. An adapter that is not registered is loaded if a source has it.
 
@@ -71,17 +81,44 @@ class ModelResolver:
             generates: whether the request waits while generation is paused. It then gets the adapter's version after
                 the pause.
             key: the user, session or request, which chooses the version of a split.
+            prompt: returns the text by which the model ``auto`` is chosen; None for a route without a prompt.
 
         Raises:
-            ApiError: see ``ServedModels.resolve`` and ``AdapterLoader.load``.
+            ApiError: see ``ServedModels.resolve`` and ``AdapterLoader.load``; 400, the route cannot choose a model.
         """
         if generates:
             await self.pauses.wait("", access.actor)
+        if self.is_auto(model, lora_path):
+            return await self._chosen(prompt, access, generates=generates)
         target = await self._resolved(model, lora_path, access, key)
         while generates and self.pauses.holds(target.name, access.actor):
             await self.pauses.wait(target.name, access.actor)
             target = await self._resolved(model, lora_path, access, key)
         return target
+
+    def is_auto(self, model: str | None, lora_path: str | None) -> bool:
+        """Return whether a request leaves the choice to the server. A model with the name ``auto`` comes first."""
+        return (
+            self.auto.is_enabled
+            and model == AUTO_MODEL
+            and not lora_path
+            and not self.models.is_base(AUTO_MODEL)
+            and AUTO_MODEL not in self.catalog
+            and self.splits.get(AUTO_MODEL) is None
+        )
+
+    async def _chosen(self, prompt: Callable[[], str] | None, access: Access, *, generates: bool) -> ResolvedModel:
+        """Return the adapter whose examples are nearest to a prompt, or the base model."""
+        if prompt is None:
+            raise bad_request("model: this route has no prompt by which `auto` could choose; name a model.", "model")
+        text = prompt()
+        for _ in range(_ATTEMPTS):
+            nearest = await self.auto.choose(text, access)
+            with suppress(ApiError):  # The adapter may just have been removed.
+                target = await self.resolve(nearest.name or self.models.base, access=access, generates=generates)
+                return target._replace(chosen=nearest.why)
+        target = await self.resolve(self.models.base, access=access, generates=generates)
+        return target._replace(chosen="none: the nearest cannot be used")
 
     async def _resolved(self, model: str | None, lora_path: str | None, access: Access, key: str) -> ResolvedModel:
         """Return the model that a request names now."""
@@ -116,6 +153,7 @@ class ModelResolver:
         access: Access,
         generates: bool = True,
         key: str = "",
+        prompt: Callable[[], str] | None = None,
     ) -> tuple[ResolvedModel, Lease]:
         """Resolve a model with :meth:`resolve`, and lease its version. The caller must close the lease.
 
@@ -123,7 +161,7 @@ class ModelResolver:
             ApiError: see :meth:`resolve`.
         """
         while True:
-            target = await self.resolve(model, lora_path, access=access, generates=generates, key=key)
+            target = await self.resolve(model, lora_path, access=access, generates=generates, key=key, prompt=prompt)
             with suppress(VersionChanged):  # Another thread has just replaced the version.
                 return target, self.leases.take(target.adapter)
 

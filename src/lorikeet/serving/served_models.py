@@ -32,12 +32,14 @@ class ResolvedModel(NamedTuple):
         adapter: the adapter version; None for the base model.
         chat: chat settings in which the model differs from the base model.
         split: the split that chose the model; empty for none.
+        chosen: why ``model: "auto"`` chose the model; empty if the request names it.
     """
 
     name: str
     adapter: AdapterRef | None
     chat: AdapterChat = AdapterChat()
     split: str = ""
+    chosen: str = ""
 
 
 class ServedModels:
@@ -157,7 +159,7 @@ class ServedModels:
         if access.may_use(plain):
             record = self.record(plain)
             if record is not None and (plain == model or _has_version(record, model)):
-                return ResolvedModel(plain, record.ref, record.chat)
+                return ResolvedModel(plain, record.ref, record.request_chat)
         elif plain in self._catalog:
             check_use(access, (plain,), model)
         for prefix in self._prefixes:
@@ -171,7 +173,7 @@ class ServedModels:
         record = self.record(plain)
         if record is None or not _has_version(record, name):
             raise model_not_found(asked)
-        return ResolvedModel(plain, record.ref, record.chat)
+        return ResolvedModel(plain, record.ref, record.request_chat)
 
     def record(self, name: str) -> AdapterRecord | None:
         """Return an adapter's record; None for an unknown name.
@@ -267,6 +269,7 @@ def describe_chat(chat: AdapterChat) -> dict[str, Any]:
         "labels": chat.task.labels,
         "pooling": chat.task.pooling,
         "invocation_token_ids": chat.task.invocation_token_ids,
+        "examples": len(chat.examples),
     }
     return {key: value for key, value in said.items() if value}
 

@@ -8,8 +8,9 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import structlog
@@ -19,6 +20,7 @@ from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
+from lorikeet.chat.choice_prompt import choice_prompt
 from lorikeet.chat.grammar_process import GrammarChecked
 from lorikeet.chat.prompt_process import BodyNeeds, BodyRead, WhichModel
 from lorikeet.chat.protocol import (
@@ -178,6 +180,10 @@ class Service:
         wanted = None if target.adapter is None or not stats else target.adapter.digest
         return wanted is None or any(wanted in each.resident_adapters for each in stats)
 
+    def prompt_of(self, body: Body) -> Callable[[], str]:
+        """Return a function for the text of a body by which the model ``auto`` is chosen."""
+        return partial(choice_prompt, body, self.text_processor)
+
     async def encode_chat(
         self, body: ChatCompletionRequest, chat: ChatSettings, prepared: PreparedBody | None
     ) -> list[list[int]]:
@@ -287,6 +293,10 @@ class Service:
         self.generations.add(generation)
         if target.split:
             self._copy_to_shadows(body, target, spec, prompts, sender)
+        if target.chosen:
+            self.observer.metrics.count_auto(target.name)
+            for choice in generation.choices:
+                choice.handle.timings.chosen = target.chosen
         return generation
 
     def _copy_to_shadows(

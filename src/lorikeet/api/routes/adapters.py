@@ -11,7 +11,7 @@ from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
-from lorikeet.adapters.chat import ChatOverrides, GenerationDefaults
+from lorikeet.adapters.chat import ChatOverrides, Examples, GenerationDefaults
 from lorikeet.adapters.content import read_content
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.shared_memory import copy_shared
@@ -163,14 +163,18 @@ def _overrides(body: NewAdapter) -> ChatOverrides:
     """Return a body's settings for conversations.
 
     Raises:
-        ApiError: 400, a default of a sampling field is not valid.
+        ApiError: 400, a default of a sampling field, or an example, is not valid.
     """
     try:
         generation = msgspec.convert(body.generation_config or {}, GenerationDefaults)
     except msgspec.ValidationError as error:
         raise ApiError(400, f"generation_config: {error}", param="generation_config") from error
+    try:
+        examples = None if body.examples is None else msgspec.convert(body.examples, Examples)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"examples: {error}", param="examples") from error
     return ChatOverrides(
-        body.chat_template, body.system_prompt, generation, body.tool_call_parser, body.reasoning_parser
+        body.chat_template, body.system_prompt, generation, body.tool_call_parser, body.reasoning_parser, examples
     )
 
 

@@ -173,7 +173,11 @@ async def start_completion(
         lease = prepared.lease
     else:
         target, lease = await service.resolver.lease(
-            body.model, body.lora_path, access=sender.access, key=sender.split_key(body.user)
+            body.model,
+            body.lora_path,
+            access=sender.access,
+            key=sender.split_key(body.user),
+            prompt=service.prompt_of(body),
         )
     with lease:
         chat = await service.chats.settings_of(target.chat)

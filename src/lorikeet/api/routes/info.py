@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
 from lorikeet.api.dependencies import SenderDep, ServiceDep
+from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.chat.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.http.errors import ApiError, bad_request, not_supported
 from lorikeet.http.model_routes import DETOKENIZE, POOLING, TOKENIZE
@@ -172,6 +173,8 @@ async def models(service: ServiceDep, sender: SenderDep) -> Response:
     """
     unloaded = await in_daemon_thread(service.resolver.loader.names) if service.resolver.loader.is_enabled else []
     unloaded = [*unloaded, *service.resolver.splits.names(sender.access)]
+    if service.resolver.is_auto(AUTO_MODEL, None):
+        unloaded.append(AUTO_MODEL)
     body = {"object": "list", "data": service.models.cards(unloaded, sender.access)}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
@@ -202,7 +205,9 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
     target = (
         prepared.target
         if prepared
-        else await service.resolver.resolve(body.model, access=sender.access, generates=False)
+        else await service.resolver.resolve(
+            body.model, access=sender.access, generates=False, prompt=service.prompt_of(body)
+        )
     )
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")

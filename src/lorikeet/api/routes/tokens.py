@@ -109,7 +109,9 @@ async def render_chat(http: Request, body: ChatCompletionRequest, service: Servi
     target = (
         prepared.target
         if prepared
-        else await service.resolver.resolve(body.model, body.lora_path, access=sender.access, generates=False)
+        else await service.resolver.resolve(
+            body.model, body.lora_path, access=sender.access, generates=False, prompt=service.prompt_of(body)
+        )
     )
     chat = (await service.chats.settings_of(target.chat)).for_body(body)
     (token_ids,) = await service.encode_chat(body, chat, prepared)
