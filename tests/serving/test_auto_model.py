@@ -14,9 +14,8 @@ from lorikeet.cli.app import app
 from lorikeet.observe.request_log import RequestLog
 from lorikeet.tenants.keys import OPERATOR, KeySettings
 from lorikeet.tenants.tenants import Tenants
-from tests.api.test_chat import CHAT, body
 from tests.support.api_server import TOKENIZER, Running, Start
-from tests.support.chat_requests import COMPLETIONS, bearer
+from tests.support.chat_requests import CHAT, COMPLETIONS, bearer, body
 from tests.support.fakes import write_adapter
 
 pytestmark = pytest.mark.slow

@@ -85,19 +85,19 @@ class NearestExamples:
                 self._features.setdefault(feature, len(self._features))
         columns = [[np.array([self._features[each] for each in part], int) for part in parts] for parts in texts]
         counts = np.zeros(len(self._features))
-        for part in (part for parts in columns for part in parts):
-            counts[part] += 1
+        for column_ids in (each for groups in columns for each in groups):
+            counts[column_ids] += 1
         least = 1 / max(1, len(self._names))  # With few adapters, features that all their examples share count, too.
         self._idf = np.log((len(texts) + 1) / (counts + 1)) + least
         self._unknown_idf = float(np.log(len(texts) + 1)) + least
         rows, found, weights = [], [], []
-        for row, parts in enumerate(columns):
-            for part in parts:
-                weight = self._idf[part]
+        for row, groups in enumerate(columns):
+            for column_ids in groups:
+                weight = self._idf[column_ids]
                 norm = float(np.sqrt((weight**2).sum()))
-                rows.append(np.full(len(part), row))
-                found.append(part)
-                weights.append(weight / (norm * np.sqrt(len(parts))) if norm else weight)
+                rows.append(np.full(len(column_ids), row))
+                found.append(column_ids)
+                weights.append(weight / (norm * np.sqrt(len(groups))) if norm else weight)
         column = np.concatenate(found or [np.zeros(0, int)])
         order = np.argsort(column, kind="stable")
         self._rows = np.concatenate(rows or [np.zeros(0, int)])[order]
@@ -119,14 +119,15 @@ class NearestExamples:
                 weights.append(self._weights[found] * (self._idf[feature] * scale))
         if not rows:
             return np.zeros(self._number)
-        return np.bincount(np.concatenate(rows), np.concatenate(weights), self._number)
+        return np.bincount(np.concatenate(rows), np.concatenate(weights), self._number).astype(np.float64)
 
     def _by_adapter(self, similarities: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the similarity of every adapter, given those of its examples and its number of examples."""
         table = np.zeros((len(self._names), max(_NEAREST, int(self._sizes.max()))))
         table[self._adapter, self._place] = similarities
         best = -np.partition(-table, _NEAREST - 1, axis=1)[:, :_NEAREST]
-        return best.sum(axis=1) / np.clip(sizes, 1, _NEAREST)
+        sums: NDArray[np.float64] = best.sum(axis=1)
+        return sums / np.clip(sizes, 1, _NEAREST)
 
     def _learned(self, texts: Sequence[list[list[str]]]) -> float:
         """Return the threshold, at which the two shares of right choices have the largest sum."""
