@@ -21,6 +21,17 @@ AUTO_MODEL = "auto"
 """The name by which a request leaves the choice of the adapter to the server."""
 
 
+CHOOSING_BODIES = (
+    CompletionRequest,
+    TokensRequest,
+    ChatCompletionRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+"""Bodies with a prompt by which an adapter can be chosen."""
+
 _MOST_TOKENS = 4000
 """Token ids of a longer prompt that are decoded, half of them at each end."""
 
@@ -58,8 +69,7 @@ def _prompt(body: Body, texts: TextProcessor) -> str:
             return _last_of_user(body.chat(b"").messages)
         case TokenizeRequest():
             return body.prompt or _last_of_user(body.messages or ())
-        case _:
-            return ""
+    raise TypeError(f"{type(body).__name__} has no prompt")
 
 
 def _text(prompt: str | list[int], texts: TextProcessor) -> str:

@@ -89,13 +89,7 @@ async def start_chat(
         target = prepared.target
         lease = prepared.lease
     else:
-        target, lease = await service.resolver.lease(
-            body.model,
-            body.lora_path,
-            access=sender.access,
-            key=sender.split_key(body.user),
-            prompt=service.prompt_of(body),
-        )
+        target, lease = await service.lease(body, sender)
     with lease:
         chat = (await service.chats.settings_of(target.chat)).for_body(body)
         use: ToolUse | None = None

@@ -20,7 +20,7 @@ from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
-from lorikeet.chat.choice_prompt import choice_prompt
+from lorikeet.chat.choice_prompt import CHOOSING_BODIES, choice_prompt
 from lorikeet.chat.grammar_process import GrammarChecked
 from lorikeet.chat.prompt_process import BodyNeeds, BodyRead, WhichModel
 from lorikeet.chat.protocol import (
@@ -180,9 +180,30 @@ class Service:
         wanted = None if target.adapter is None or not stats else target.adapter.digest
         return wanted is None or any(wanted in each.resident_adapters for each in stats)
 
-    def prompt_of(self, body: Body) -> Callable[[], str]:
-        """Return a function for the text of a body by which the model ``auto`` is chosen."""
-        return partial(choice_prompt, body, self.text_processor)
+    async def resolve(self, body: Body, sender: Sender, *, generates: bool = True) -> ResolvedModel:
+        """Return the model that a body names for its sender; see :meth:`ModelResolver.resolve`."""
+        return await self.resolver.resolve(
+            getattr(body, "model", None),
+            getattr(body, "lora_path", None),
+            access=sender.access,
+            generates=generates,
+            key=sender.split_key(getattr(body, "user", None)),
+            prompt=self._prompt_of(body),
+        )
+
+    async def lease(self, body: GenerationBody, sender: Sender) -> tuple[ResolvedModel, Lease]:
+        """Return the model that a body names, and a lease of its version; see :meth:`ModelResolver.lease`."""
+        return await self.resolver.lease(
+            body.model,
+            body.lora_path,
+            access=sender.access,
+            key=sender.split_key(body.user),
+            prompt=self._prompt_of(body),
+        )
+
+    def _prompt_of(self, body: Body) -> Callable[[], str] | None:
+        """Return a function for the text by which the model ``auto`` is chosen; None for a body without a prompt."""
+        return partial(choice_prompt, body, self.text_processor) if isinstance(body, CHOOSING_BODIES) else None
 
     async def encode_chat(
         self, body: ChatCompletionRequest, chat: ChatSettings, prepared: PreparedBody | None

@@ -137,9 +137,7 @@ def _head(http: Request, prefix: str, target: ResolvedModel) -> dict[str, Any]:
 @ROUTES.add(CLASSIFY)
 async def classify(http: Request, body: ClassificationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the probability of each label and the likeliest label."""
-    target = await service.resolver.resolve(
-        body.model, body.lora_path, access=sender.access, key=sender.split_key(getattr(body, "user", None))
-    )
+    target = await service.resolve(body, sender)
     labels = labels_of(target)
     run = PooledRun(service, body, target, sender)
 
@@ -205,9 +203,7 @@ def _check_one_label(target: ResolvedModel) -> None:
 @ROUTES.add(SCORE)
 async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return scores of pairs of texts: one text with each of the others, or two lists text by text."""
-    target = await service.resolver.resolve(
-        body.model, body.lora_path, access=sender.access, key=sender.split_key(getattr(body, "user", None))
-    )
+    target = await service.resolve(body, sender)
     _check_one_label(target)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) == 1:
@@ -231,9 +227,7 @@ async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: 
 @ROUTES.add(RERANK)
 async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the documents that match a query best, best first."""
-    target = await service.resolver.resolve(
-        body.model, body.lora_path, access=sender.access, key=sender.split_key(getattr(body, "user", None))
-    )
+    target = await service.resolve(body, sender)
     _check_one_label(target)
     documents = _texts(body.documents, "documents")
     if not documents:
@@ -261,9 +255,7 @@ async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender
 @ROUTES.add(MODERATIONS)
 async def moderations(http: Request, body: ModerationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the labels of a classification adapter that apply, and whether one of them flags the text."""
-    target = await service.resolver.resolve(
-        body.model, body.lora_path, access=sender.access, key=sender.split_key(getattr(body, "user", None))
-    )
+    target = await service.resolve(body, sender)
     labels = labels_of(target)
     texts = [body.input] if isinstance(body.input, str) else _texts(body.input, "input")
     run = PooledRun(service, body, target, sender)

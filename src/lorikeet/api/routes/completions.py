@@ -172,13 +172,7 @@ async def start_completion(
         target = prepared.target
         lease = prepared.lease
     else:
-        target, lease = await service.resolver.lease(
-            body.model,
-            body.lora_path,
-            access=sender.access,
-            key=sender.split_key(body.user),
-            prompt=service.prompt_of(body),
-        )
+        target, lease = await service.lease(body, sender)
     with lease:
         chat = await service.chats.settings_of(target.chat)
         spec = _completion_spec(body, chat, prepared, default_max_tokens)

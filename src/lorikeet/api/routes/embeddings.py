@@ -57,9 +57,7 @@ def normalized(vectors: Sequence[Vector]) -> list[Vector]:
 @ROUTES.add(EMBEDDINGS)
 async def embeddings(http: Request, body: EmbeddingRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return a vector for each text."""
-    target = await service.resolver.resolve(
-        body.model, body.lora_path, access=sender.access, key=sender.split_key(getattr(body, "user", None))
-    )
+    target = await service.resolve(body, sender)
     task = task_of(service, target)
     named = {"last": PoolingKind.LAST, **{kind.value: kind for kind in PoolingKind}}
     kind = task.pooling if body.pooling is None else named[body.pooling]

@@ -202,13 +202,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
     """Return the token ids of a prompt, or of messages in the chat template, as in chat completions."""
     refuse_unsupported(body)
     prepared = prepared_body(http)
-    target = (
-        prepared.target
-        if prepared
-        else await service.resolver.resolve(
-            body.model, access=sender.access, generates=False, prompt=service.prompt_of(body)
-        )
-    )
+    target = prepared.target if prepared else await service.resolve(body, sender, generates=False)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None and body.add_special_tokens:
@@ -240,11 +234,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the text of token ids."""
     prepared = prepared_body(http)
-    target = (
-        prepared.target
-        if prepared
-        else await service.resolver.resolve(body.model, access=sender.access, generates=False)
-    )
+    target = prepared.target if prepared else await service.resolve(body, sender, generates=False)
     if prepared:
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:

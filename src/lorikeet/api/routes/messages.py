@@ -63,9 +63,7 @@ async def count_tokens(
     if prepared := prepared_body(http):
         return Response(prepared.answer, headers=ignored_header(body.ignored), media_type="application/json")
     response.headers.update(ignored_header(body.ignored))
-    target = await service.resolver.resolve(
-        body.model, body.lora_path, access=sender.access, generates=False, prompt=service.prompt_of(body)
-    )
+    target = await service.resolve(body, sender, generates=False)
     chat = await service.chats.settings_of(target.chat)
     asked = body.tokenize_body()
     assert asked.messages is not None

@@ -106,13 +106,7 @@ async def render_chat(http: Request, body: ChatCompletionRequest, service: Servi
     """Return the body of ``/inference/v1/generate`` for a conversation, whose prompt its template has written."""
     refuse_unsupported(body)
     prepared = prepared_body(http)
-    target = (
-        prepared.target
-        if prepared
-        else await service.resolver.resolve(
-            body.model, body.lora_path, access=sender.access, generates=False, prompt=service.prompt_of(body)
-        )
-    )
+    target = prepared.target if prepared else await service.resolve(body, sender, generates=False)
     chat = (await service.chats.settings_of(target.chat)).for_body(body)
     (token_ids,) = await service.encode_chat(body, chat, prepared)
     given = body.model_dump(exclude_none=True, include=set(_SAMPLING))
