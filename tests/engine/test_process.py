@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from lorikeet.config import KvEventSettings
 from lorikeet.core.events import AdapterEvent, AdapterEvicted, AdapterLoaded, Finished, FinishReason
-from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import (
     Abort,
     DropAdapter,
@@ -30,12 +29,11 @@ from lorikeet.core.messages import (
 )
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine import process
-from lorikeet.engine.process import Channel, Compiling, KvReports, serve
+from lorikeet.engine.process import Channel, Compiling, serve
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
 
 BLOCKS = 10_000
-NO_EVENTS = KvReports(None, KvEventSettings(), ReplicaId("0"))
 
 
 class Peer:
@@ -109,7 +107,7 @@ def bench(peer: Peer, channel: Channel, host_blocks: int) -> Iterator[Bench]:
     """An engine that is served on a thread until the test's end."""
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=40_000)
     made = Bench(blocks=BLOCKS, host_blocks=host_blocks, limits=limits)
-    serving = threading.Thread(target=serve, args=(channel, made.engine, Compiling(None, lambda: None), NO_EVENTS))
+    serving = threading.Thread(target=serve, args=(channel, made.engine, Compiling(None, lambda: None)))
     serving.start()
     yield made
     peer.send(Shutdown())

@@ -210,7 +210,7 @@ class KvReports:
     """Publishes the changes of the cached KV after each turn.
 
     Args:
-        events: finds the changes; None publishes nothing.
+        events: finds the changes.
         settings: address and topic.
         replica: id of the replica, whose number is added to the ports.
 
@@ -218,15 +218,13 @@ class KvReports:
         ConfigError: an address is not valid, or in use.
     """
 
-    def __init__(self, events: KvEvents | None, settings: KvEventSettings, replica: ReplicaId) -> None:
+    def __init__(self, events: KvEvents, settings: KvEventSettings, replica: ReplicaId) -> None:
         self._events = events
         number = replica.rpartition("-")[2]
-        self._publisher = None if events is None else KvPublisher(settings, int(number) if number.isdecimal() else 0)
+        self._publisher = KvPublisher(settings, int(number) if number.isdecimal() else 0)
 
     def receive(self, message: ToEngine) -> None:
         """Take names of adapters and tokens of requests from a message."""
-        if self._events is None:
-            return
         if isinstance(message, NameAdapters):
             self._events.set_names(message.names, message.epoch)
         elif isinstance(message, Submit):
@@ -234,17 +232,21 @@ class KvReports:
 
     def publish(self) -> None:
         """Publish what has changed since the last call."""
-        if self._events is not None and self._publisher is not None:
-            self._publisher.publish(self._events.take())
+        self._publisher.publish(self._events.take())
 
     def close(self) -> None:
         """Close the sockets."""
-        if self._publisher is not None:
-            self._publisher.close()
+        self._publisher.close()
 
 
-def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: KvReports) -> None:
+def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: KvReports | None = None) -> None:
     """Receive messages, run a step and send its outputs, until ``Shutdown`` arrives.
+
+    Args:
+        channel: the engine's end of the channel.
+        engine: the engine.
+        compiling: holds requests while their grammars compile.
+        kv_reports: publishes changes of the cached KV; None without events.
 
     Raises:
         ExecutorError: a step failed. The supervisor starts another engine.
@@ -257,7 +259,8 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: Kv
         for message in channel.receive(math.inf if is_paused else wait_s):
             if isinstance(message, Shutdown):
                 return
-            kv_reports.receive(message)
+            if kv_reports is not None:
+                kv_reports.receive(message)
             if isinstance(message, SetPaused):
                 is_paused = message.paused
             else:
@@ -276,7 +279,8 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: Kv
             stats_due_s = now + STATS_EVERY_S
         if outputs != StepOutputs((), (), ()):
             channel.send(outputs)
-        kv_reports.publish()
+        if kv_reports is not None:
+            kv_reports.publish()
 
 
 def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
@@ -321,7 +325,9 @@ def main() -> None:
         replica = build_replica(
             settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake
         )
-        kv_reports = KvReports(replica.kv_events, settings.kv_events, given.replica)
+        kv_reports = None
+        if replica.kv_events is not None:
+            kv_reports = KvReports(replica.kv_events, settings.kv_events, given.replica)
     except (ValueError, OSError, ExecutorError) as error:
         channel.send(Fatal(str(error)))
         channel.close()
@@ -337,7 +343,8 @@ def main() -> None:
         sys.exit(1)
     finally:
         replica.engine.close()
-        kv_reports.close()
+        if kv_reports is not None:
+            kv_reports.close()
         channel.close()
 
 
