@@ -98,6 +98,15 @@ async def test_shadow_gets_copies_whose_answers_are_dropped(server: Running) -> 
     assert server.service.observer.usage.of("legal-v3").total.requests == 3
 
 
+async def test_an_error_names_the_field_of_the_unknown_adapter(server: Running) -> None:
+    for field, other in (("versions", {}), ("shadow", {"versions": {"legal-v2": 1.0}})):
+        made = {"name": "other", **other, field: {"nobody": 0.5}}
+        reply = await server.http.post("/v1/adapters", json=made)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (404, field)
+        reply = await server.http.post("/v1/adapters", json={**made, field: {"legal-v3": -1.0}})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
 @pytest.mark.parametrize(
     ("fields", "status"),
     [

@@ -143,13 +143,14 @@ async def change_split(
     if (old is not None or name in service.catalog) and not replace:
         raise bad_request(f"{name!r} exists already; set 'replace' to True to change it.", "name")
     if reason := why_invalid(name, split.versions, split.shadow):
-        raise bad_request(reason, "versions")
+        raise bad_request(reason, reason.partition(":")[0])
     known = {*await service.resolver.adapter_names(access)}
     for each in {**split.versions, **split.shadow}:
+        field = "versions" if each in split.versions else "shadow"
         if splits.get(each) is not None and access.may_see(each):
-            raise ApiError(404, f"`{each}` is a split itself; name adapters.", param="versions")
+            raise ApiError(404, f"`{each}` is a split itself; name adapters.", param=field)
         if each not in known:
-            raise ApiError(404, f"The adapter `{each}` does not exist.", param="versions")
+            raise ApiError(404, f"The adapter `{each}` does not exist.", param=field)
         if each in service.catalog:
             check_owner(service, access, each)
     try:

@@ -1,7 +1,5 @@
 """Keeps the names whose requests are split between several adapters."""
 
-from collections.abc import Iterable
-
 import msgspec
 
 from lorikeet.adapters.catalog import AdapterCatalog
@@ -57,7 +55,3 @@ class SplitNames:
         """
         self._catalog.set_split(name, "", actor)
         self._splits = {each: split for each, split in self._splits.items() if each != name}
-
-    def using(self, adapter: str) -> Iterable[str]:
-        """Yield the splits that name an adapter."""
-        return (name for name, split in self._splits.items() if adapter in {**split.versions, **split.shadow})
