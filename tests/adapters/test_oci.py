@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lorikeet.adapters.errors import AdapterError, AdapterNotFound
 from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
 from tests.support.fakes import write_adapter
+from tests.support.web_server import serving_http
 
 pytestmark = pytest.mark.slow
 
@@ -62,12 +62,9 @@ def registry() -> Iterator[Registry]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    held.address = f"oci://127.0.0.1:{server.server_port}"
-    yield held
-    server.shutdown()
-    server.server_close()
+    with serving_http(Handler) as url:
+        held.address = url.replace("http://", "oci://")
+        yield held
 
 
 @pytest.fixture

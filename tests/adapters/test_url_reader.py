@@ -1,10 +1,9 @@
 """Adapters from misbehaving web servers: redirects, trickles, refusals."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, suppress
+from http.server import BaseHTTPRequestHandler
 from math import ceil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from lorikeet.adapters.errors import AdapterError, AdapterNotFound
 from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import write_adapter
+from tests.support.web_server import serving_http
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -46,17 +46,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-@contextmanager
-def web_server(answer: Callable[[Handler], None]) -> Iterator[str]:
-    """Serve in threads; yield the address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answering", (Handler,), {"answer": answer}))
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+def web_server(answer: Callable[[Handler], None]) -> AbstractContextManager[str]:
+    """Serve in threads; enter for the address."""
+    return serving_http(type("Answering", (Handler,), {"answer": answer}))
 
 
 @pytest.fixture

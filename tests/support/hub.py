@@ -1,13 +1,14 @@
 """A Hub on this machine: the routes of Hugging Face's that reading a repository's files needs."""
 
 import json
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
+
+from tests.support.web_server import serving_http
 
 _COMMIT = "0" * 40
 
@@ -65,14 +66,6 @@ class _Hub(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-@contextmanager
-def hub(repositories: Mapping[str, Path]) -> Iterator[str]:
-    """Serve repositories, ``org/repo`` to folder, on a free port; yield the value of ``HF_ENDPOINT``."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"repositories": repositories}))
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+def hub(repositories: Mapping[str, Path]) -> AbstractContextManager[str]:
+    """Serve repositories, ``org/repo`` to folder, on a free port; enter for the value of ``HF_ENDPOINT``."""
+    return serving_http(type("Hub", (_Hub,), {"repositories": repositories}))
