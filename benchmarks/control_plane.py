@@ -889,7 +889,7 @@ def _ticks(name: str, adapters: int, replicas: int) -> list[float]:
 
 
 def _problem(seed: int) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]]:
-    """Return replicas, one of which is overloaded, so that its requests wait."""
+    """Return replicas. The requests of one replica wait, because it is overloaded."""
     draw = random.Random(seed)
     adapters = [AdapterDigest(f"a{number:03}") for number in range(MOVABLE)]
     replicas = [ReplicaId(f"r{number}") for number in range(CHOSEN)]

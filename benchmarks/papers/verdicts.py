@@ -109,7 +109,7 @@ def _cost(printed: float, ours: float, ratio: float) -> Verdict:
 
 
 class Share(NamedTuple):
-    """Number of counted claims, and of those that match the printed figure or are better."""
+    """Number of counted claims, and number of claims as printed or better."""
 
     good: int
     counted: int

@@ -48,7 +48,7 @@ class Setting(msgspec.Struct, frozen=True):
         adapters: number of adapters, whose ranks cycle through ``ranks``.
         ranks: see ``adapters``.
         choice: distribution of requests over adapters, see ``choose_adapters``.
-        memory_gib: device memory, of which 90 % is used, as in the profile; 0 for the profile's memory.
+        memory_gib: device memory in GiB; the engine uses 90 % of it. 0 for the profile's memory.
         accuracy: probability that the predictor of lengths is right.
         tbt_slo_s: limit on TBT; 0 for five times the profile's decode step of one sequence.
     """

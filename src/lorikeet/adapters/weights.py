@@ -72,7 +72,7 @@ def load_weights(
                 if matrix is None:
                     matrix = _read(stream, each.b)
                 first, step = each.columns
-                if step > 1:  # Experts alternate between a few tensors, each of which is read once.
+                if step > 1:  # Experts alternate between a few tensors. Each tensor is read once.
                     of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: matrix}
                 a = _read(stream, each.a)[:, columns]
                 b = matrix[rows, first::step]

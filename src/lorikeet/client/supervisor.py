@@ -356,7 +356,7 @@ class EngineSupervisor:
             await self._settle()
 
     async def _settle(self) -> None:
-        """Inform those who wait that the engine has started or ended."""
+        """Wake the tasks that wait for the engine to start or end."""
         async with self._settled:
             self._settled.notify_all()
 

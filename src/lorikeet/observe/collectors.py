@@ -50,10 +50,10 @@ class AdapterNames:
     """
 
     by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]]
-    activity: Callable[[str], float] = lambda _name: 0.0
-    typical_blocks: Callable[[], float] = lambda: 1.0
-    pinned: Set[str] = frozenset()
-    most: int = 500
+    activity: Callable[[str], float]
+    typical_blocks: Callable[[], float]
+    pinned: Set[str]
+    most: int
 
     def busiest(self, names: Iterable[str]) -> list[str]:
         """Return the ``most`` busiest names in alphabetical order."""

@@ -44,7 +44,7 @@ class ClusterPolicies(NamedTuple):
 
 
 class ClusterCosts(NamedTuple):
-    """Holds the costs by which the client moves requests, and those that it measures.
+    """Holds measured costs, and the costs by which the client decides whether to move a request.
 
     Attributes:
         times: times of moves.
