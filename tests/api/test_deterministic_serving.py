@@ -67,8 +67,9 @@ async def test_kills_restarts_and_other_requests_change_no_bit(tmp_path: Path, d
         chunks: list[dict[str, Any]] = []
         async with server.http.stream("POST", URL, json=asked(1, stream=True)) as reply:
             async for line in reply.aiter_lines():
-                if line.startswith("data: {"):
-                    chunks += json.loads(line[6:])["choices"]
+                if not line.startswith("data: {"):
+                    continue
+                chunks += json.loads(line[6:])["choices"]
                 if len(chunks) == 5:
                     os.kill(engine_of(server), signal.SIGKILL)
         assert read(chunks) == alone[1]
