@@ -92,7 +92,7 @@ def build_move_times(
     """
     _, preset = resolve_preset(settings.preset)
     prefill_s = _prefill_s(preset, profile) if profile is not None else lambda tokens: costs().unloaded_ttft_s(tokens)
-    token_bytes = kv_token_bytes if profile is None else profile.geometry.block_bytes(1)
+    token_bytes = kv_token_bytes if profile is None else profile.geometry.token_bytes
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     is_one_rank = settings.ranks == 1 and (profile is None or profile.tensor_parallel == 1)
     can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes != 0 and is_one_rank

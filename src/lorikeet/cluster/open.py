@@ -86,7 +86,7 @@ def cluster_options(settings: Settings) -> ClusterOptions:
         ranks = engine.ranks
         costs = estimate_costs(geometry, config.vocab_size, engine.device, cores, gpus, ranks)
         memory_bytes = memory_bytes or estimate_memory_bytes(geometry, config.vocab_size, engine.device, gpus, ranks)
-        token_bytes = geometry.block_bytes(1)
+        token_bytes = geometry.token_bytes
     return ClusterOptions(
         ttft_s=settings.server.slo_ttft_s,
         tpot_s=settings.server.slo_tpot_s,

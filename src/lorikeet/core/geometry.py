@@ -4,6 +4,8 @@ import re
 
 import msgspec
 
+from lorikeet.core.states import StateShape, aligned, place_states
+
 LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 """The seven linear modules of a layer of the own decoder, in packing order. Other bases have modules of their own."""
 
@@ -188,6 +190,9 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             stored in the dtype.
         kv_bits: 8 if keys and values are stored as codes of 8 bits with a scale for each token and head; 0 if they are
             stored in the dtype.
+        states: the state that layers carry from token to token for each sequence. Empty if all layers have only keys
+            and values.
+        has_kv: whether a layer has keys and values. False for models whose layers all have a state instead.
     """
 
     layers: int
@@ -204,6 +209,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     stages: int = 1
     lora_bits: int = 0
     kv_bits: int = 0
+    states: tuple[StateShape, ...] = ()
+    has_kv: bool = True
 
     def shape_of(self, module: str) -> ModuleShape:
         """Return the shape of a module, or of :data:`SCORE`."""
@@ -255,6 +262,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def kv_shapes(self) -> tuple[KvShape, ...]:
         """Return the KV of one token on each layer that has keys and values."""
+        if not self.has_kv:
+            return ()
         return self.kv_layers or (KvShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     def kv_elements_per_token(self) -> int:
@@ -273,12 +282,30 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return elements
 
     def block_elements(self, block_size: int) -> int:
-        """Return the number of elements of a block that holds ``block_size`` tokens of KV over all layers."""
-        return block_size * self.kv_elements_per_token()
+        """Return the number of elements of a block that holds ``block_size`` tokens of KV over all layers.
+
+        If layers have a state, a block also holds any part of it, and without KV a rank row of any module.
+        """
+        elements = block_size * self.kv_elements_per_token()
+        if not self.states:
+            return elements
+        least = max(state.part_bytes for state in self.states)
+        if not elements:
+            least = max(least, *(self.row_elements(module) * self.dtype_bytes for module in self.modules), 0)
+        return aligned(max(elements * self.dtype_bytes, least)) // self.dtype_bytes
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of a block that holds ``block_size`` tokens of KV over all layers."""
         return self.block_elements(block_size) * self.dtype_bytes
+
+    def state_blocks(self, block_size: int) -> int:
+        """Return the number of blocks that the state of one sequence takes; 0 without a state."""
+        return place_states(self.states, self.block_bytes(block_size)).blocks if self.states else 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token over all layers."""
+        return self.kv_elements_per_token() * self.dtype_bytes
 
 
 _LAYER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")

@@ -52,6 +52,22 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     adapter_start: int = 0
 
 
+class StateStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Orders for the state that a sequence carries from token to token; see ``core.states``.
+
+    Attributes:
+        blocks: blocks of the sequence's state, with its first step after an admission; else empty.
+        load: blocks of a snapshot that is copied to the state before the step; empty for none.
+        save: blocks to which the state is copied once ``save_at`` tokens are computed; empty for none.
+        save_at: number of computed tokens at which the state is copied to ``save``.
+    """
+
+    blocks: tuple[BlockId, ...] = ()
+    load: tuple[BlockId, ...] = ()
+    save: tuple[BlockId, ...] = ()
+    save_at: int = 0
+
+
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step.
 
@@ -63,6 +79,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         samples: whether the step yields a token: the last computed token is the newest one, and nothing is pooled.
         draft: drafted tokens that may follow the newest token. They are the last tokens of the step. The step yields a
             token after the newest one, and after each drafted token up to the first wrong one.
+        state: orders for the sequence's state; None without any.
     """
 
     request_id: RequestId
@@ -71,6 +88,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_blocks: tuple[BlockId, ...]
     samples: bool
     draft: tuple[int, ...] = ()
+    state: StateStep | None = None
 
     @property
     def known_tokens(self) -> int:

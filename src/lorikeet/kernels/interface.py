@@ -91,6 +91,22 @@ class HostMetadata(NamedTuple):
     sample_rows: Tensor
 
 
+class StateTable(NamedTuple):
+    """The states of a batch's sequences; see ``core.states``.
+
+    Attributes:
+        blocks: int64 ``[n, N]``, blocks of the arena that hold the state of each sequence. The step updates the state
+            in place.
+        resumed: int64 ``[n]``, 1 if the state holds the tokens before the step, and 0 if the sequence starts from
+            zeros; the blocks then have any content.
+        host_resumed: a copy on the host; None in a graph.
+    """
+
+    blocks: Tensor
+    resumed: Tensor
+    host_resumed: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Batch:
     """The metadata of one step, built once per step.
@@ -110,6 +126,7 @@ class Batch:
         embeds: rows, int64 ``[E]``, and the embeddings ``[E, hidden]`` that replace the embeddings of the rows' tokens.
             None without such rows.
         host: copies on the host; None in a graph.
+        states: states of the sequences; None if no layer has a state.
     """
 
     token_ids: Tensor
@@ -124,6 +141,7 @@ class Batch:
     assist: Assist | None = None
     embeds: tuple[Tensor, Tensor] | None = None
     host: HostMetadata | None = None
+    states: StateTable | None = None
 
     @cached_property
     def parts(self) -> tuple[BatchPart, ...]:

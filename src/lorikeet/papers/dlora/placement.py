@@ -178,7 +178,7 @@ class BurstTolerance(PlacementPolicy):
         options, profile = setup.options, setup.profile
         memory_bytes = options.memory_bytes or (GENERIC_MEMORY_BYTES if profile is None else profile.pool_bytes)
         token_bytes = options.kv_token_bytes or (
-            GENERIC_TOKEN_BYTES if profile is None else profile.geometry.block_bytes(1)
+            GENERIC_TOKEN_BYTES if profile is None else profile.geometry.token_bytes
         )
         request_bytes = (options.prompt_tokens + options.output_tokens) * token_bytes
         return cls(memory_bytes, request_bytes, RESERVED_SHARE if setup.preset.comigration else 0.0, **parameters)
