@@ -28,7 +28,6 @@ from lorikeet.cli.presets import about
 from lorikeet.cli.serve import build_settings
 from lorikeet.cli.serve_flags import name_settings
 from lorikeet.config import SECRET_VARIABLES, ConfigError, Settings
-from lorikeet.core.machine import memory_limit_bytes
 from lorikeet.core.text import format_size
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS, resolve_preset
@@ -325,20 +324,6 @@ def test_every_preset_is_listed_with_a_line_and_that_of_a_variant_stands_for_it(
             if "," in line and " " not in line:
                 assert resolve_preset(line)[1] == preset
     assert json.loads(runner.invoke(app, ["presets", "--json", "-"]).output)["elora"]["eviction"] == "elora"
-
-
-def test_the_memory_limit_is_the_lowest_of_the_control_groups(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "memory.max").write_text("1000\n")
-    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
-    own.write_text("0::/a/b\n")
-    assert memory_limit_bytes(tmp_path, own) == 1000
-    (tmp_path / "memory" / "c").mkdir(parents=True)
-    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("500\n")
-    own.write_text("9:cpu:/c\n8:memory:/c\n")
-    assert memory_limit_bytes(tmp_path, own) == 500
-    assert memory_limit_bytes(tmp_path, tmp_path / "nothing") > 1000
 
 
 def test_the_help_of_serve_shows_defaults_and_wraps_at_the_terminal() -> None:

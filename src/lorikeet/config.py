@@ -190,7 +190,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the native kernels, for Lorikeet's own decoder on one rank; slower.
         enforce_eager: launch every kernel of every step. Otherwise pure decode steps are captured as CUDA graphs and
             replayed, on a GPU with one rank.
-        threads: number of threads of one rank; 0 for ``OMP_NUM_THREADS``, or else an equal share of the cores.
+        threads: number of threads of one rank; 0 for ``OMP_NUM_THREADS``, or else an equal share of the cores that
+            other processes leave.
         load_threads: number of adapters that each rank reads at the same time. Prefetches do not delay an adapter that
             a request waits for.
         host_lora_workers: number of processes that compute LoRA for prefills while the adapter is copied from the host,

@@ -55,6 +55,7 @@ SOON_S = PAUSE_S / 2
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "usable_cores", lambda: {2, 3, 5, 7})
+    monkeypatch.setattr(threads, "busy_core_s", lambda cores: 0.0)
 
 
 def test_a_plan_after_a_pause_has_a_core_for_each_thread(tmp_path: Path) -> None:

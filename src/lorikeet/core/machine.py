@@ -1,7 +1,9 @@
 """Reads memory, cores, processor and GPUs of this machine from the system, without device libraries."""
 
+import math
 import os
 import platform
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -33,34 +35,85 @@ def usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))  # macOS has no affinity.
 
 
-def _limits(cgroups: Path, own_groups: Path) -> list[int]:
-    """Return the limits of the process's control group and of all groups above it."""
+def core_limit(cgroups: Path = _CGROUPS, own_groups: Path = Path("/proc/self/cgroup")) -> float:
+    """Return the cores' worth of time that control groups let this process use, such as a pod's CPU limit.
+
+    Args:
+        cgroups: folder where control groups are mounted.
+        own_groups: file that names this process's control groups.
+
+    Returns:
+        The lowest quota divided by its period, which may be a fraction; infinity without a limit.
+    """
+    limit = math.inf
+    for group, version in _groups("cpu", cgroups, own_groups):
+        if version == 2:
+            quota, _, period = _read(group / "cpu.max").partition(" ")
+        else:
+            quota = _read(group / "cpu.cfs_quota_us")
+            period = _read(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():  # A group without a limit says "max" or -1.
+            limit = min(limit, int(quota) / int(period))
+    return limit
+
+
+def busy_core_s(cores: Iterable[int]) -> float:
+    """Return the core-seconds for which some cores have been busy since the machine started.
+
+    Time of processes with a lower priority (``nice``) does not count, since they leave a core to others. Time that a
+    hypervisor took away does.
+    """
+    times = psutil.cpu_times(percpu=True)
+    return float(
+        sum(
+            sum(getattr(times[core], kind, 0.0) for kind in ("user", "system", "irq", "softirq", "steal"))
+            for core in cores
+            if core < len(times)
+        )
+    )
+
+
+def process_core_s(process_id: int) -> float:
+    """Return the core-seconds that a process has used; 0 if it has ended."""
     try:
-        lines = own_groups.read_text().splitlines()
-    except OSError:  # The system is not Linux.
-        return []
-    found = []
-    for line in lines:
+        times = psutil.Process(process_id).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _limits(cgroups: Path, own_groups: Path) -> list[int]:
+    """Return the memory limits of the process's control group and of all groups above it."""
+    files = {2: "memory.max", 1: "memory.limit_in_bytes"}
+    values = (_read(group / files[version]) for group, version in _groups("memory", cgroups, own_groups))
+    return [int(value) for value in values if value.isdigit()]  # A group without a limit says "max".
+
+
+def _groups(controller: str, cgroups: Path, own_groups: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the process's control group for a controller and the groups above it, each with its version, 1 or 2."""
+    for line in _read(own_groups).splitlines():  # The file is missing where the system is not Linux.
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # The entry is of version 2.
+        if not controllers:
             root = cgroups
-            file = "memory.max"
-        elif "memory" in controllers.split(","):
-            root = cgroups / "memory"
-            file = "memory.limit_in_bytes"
+            version = 2
+        elif controller in controllers.split(","):
+            root = cgroups / controller
+            version = 1
         else:
             continue
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            try:
-                limit = (folder / file).read_text().strip()
-            except OSError:
-                continue
-            if limit.isdigit():  # The value is a number, not "max".
-                found.append(int(limit))
-    return found
+            yield folder, version
+
+
+def _read(file: Path) -> str:
+    """Return a file's text without space around it; empty if it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
 
 
 def cpu_model() -> str:

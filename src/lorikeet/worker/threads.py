@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import tempfile
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from lorikeet.core.machine import usable_cores
+from lorikeet.core.machine import busy_core_s, core_limit, process_core_s, usable_cores
 from lorikeet.core.plan import KernelForm, StepPlan
 from lorikeet.kernels.interface import Kernels
 
@@ -30,6 +31,13 @@ _STALE_AFTER_S = 3600.0
 """Files older than this are deleted."""
 
 
+_TAKEN_FROM = 0.6
+"""Part of a core's time from which other processes have taken the core.
+
+A process that always computes gets two thirds of a core or more beside two threads on two cores.
+"""
+
+
 class _RankCores(msgspec.Struct, frozen=True):
     """The content of a rank's file: the rank's cores, and its fixed number of threads (0 for a fair share)."""
 
@@ -40,7 +48,8 @@ class _RankCores(msgspec.Struct, frozen=True):
 class CpuBudget:
     """One rank's share of the machine's cores.
 
-    The busy ranks of a user's processes publish files in a common folder, and divide the cores fairly.
+    The busy ranks of a user's processes publish files in a common folder. They divide the cores fairly, up to a control
+    group's limit, without the cores that other processes take (``docs/decisions/threads.md``).
 
     Args:
         threads: fixed number of threads. 0 takes a fair share.
@@ -57,7 +66,11 @@ class CpuBudget:
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex}"
         self._content = msgspec.json.encode(_RankCores(self.all, threads))
         self._due_s = float("-inf")
-        self._threads = threads or len(self.all)
+        self._limit = core_limit()
+        self._threads = threads or max(1, math.floor(min(len(self.all), self._limit)))
+        self._measured_s = math.inf
+        self._busy_s = 0.0
+        self._ranks_s: dict[int, float] = {}
         self._warned = False
 
     def threads(self, now: float) -> int:
@@ -70,7 +83,7 @@ class CpuBudget:
         """
         if now >= self._due_s:
             try:
-                self._update()
+                self._update(now)
             except OSError as error:  # The disk may be full, for example. The engine must run on.
                 if not self._warned:
                     _LOG.warning("the ranks on this machine cannot share its cores: %s", error)
@@ -78,35 +91,55 @@ class CpuBudget:
             self._due_s = now + HEARTBEAT_S
         return self._threads
 
-    def _update(self) -> None:
+    def _update(self, now: float) -> None:
         """Renew this rank's file and recompute its share."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path.write_bytes(self._content)
         if not self._fixed:
-            self._threads = self._fair_threads()
+            self._threads = self._fair_threads(now)
 
     def close(self) -> None:
         """Delete this rank's file, so that other ranks get its cores."""
         self._path.unlink(missing_ok=True)
 
-    def _fair_threads(self) -> int:
-        """Return the cores that fixed numbers of threads leave, divided by the number of ranks with a fair share."""
-        left = len(self.all)
+    def _fair_threads(self, now: float) -> int:
+        """Return the cores that others leave, divided by the number of ranks with a fair share."""
+        ranks = self._busy_others()
+        left = len(self.all) - self._taken_cores(now, {os.getpid(), *(process for process, _ in ranks)})
         sharing = 1
-        for rank in self._busy_others():
+        for _, rank in ranks:
             if not set(rank.cores).isdisjoint(self.all):
                 left -= rank.threads
                 sharing += rank.threads == 0
-        return max(1, left // sharing)
+        return max(1, math.floor(min(left, self._limit)) // sharing)
 
-    def _busy_others(self) -> list[_RankCores]:
+    def _taken_cores(self, now: float, ranks: set[int]) -> int:
+        """Return the number of cores that processes other than ranks have taken since the last call.
+
+        Args:
+            now: the time in seconds of a monotonic clock.
+            ranks: process ids of all busy ranks.
+        """
+        busy_s = busy_core_s(self.all)
+        ranks_s = {process: process_core_s(process) for process in ranks}
+        used_s = busy_s - self._busy_s
+        used_s -= sum(max(0.0, ranks_s[process] - self._ranks_s.get(process, math.inf)) for process in ranks)
+        passed_s = now - self._measured_s
+        self._measured_s = now
+        self._busy_s = busy_s
+        self._ranks_s = ranks_s
+        return max(0, math.floor(used_s / passed_s + 1 - _TAKEN_FROM)) if passed_s > 0 else 0
+
+    def _busy_others(self) -> list[tuple[int, _RankCores]]:
+        """Return process id and content of the file of each other busy rank."""
         ranks = []
         for path in self._folder.iterdir():
             # Another rank may be writing or deleting its file at the same time.
             with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
                 age_s = time.time() - path.stat().st_mtime
                 if path != self._path and age_s < BUSY_WITHIN_S:
-                    ranks.append(msgspec.json.decode(path.read_bytes(), type=_RankCores))
+                    content = msgspec.json.decode(path.read_bytes(), type=_RankCores)
+                    ranks.append((int(path.name.partition("-")[0]), content))
                 elif age_s > _STALE_AFTER_S:
                     path.unlink()
         return ranks
