@@ -18,6 +18,7 @@ from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.guard import GuardedPart
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError, WaitReason
+from lorikeet.memory.host_values import HostValues
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy
 from lorikeet.memory.reuse import KvReuse
@@ -319,6 +320,7 @@ class Evictor:
             self._shares = (_DeviceShare((NodeKind.ADAPTER,), adapters), _DeviceShare((NodeKind.KV,), total - adapters))
         self._device_queues = device_queues(self._tree, dependent=options.dependent, deeper_first=eviction.deeper_first)
         self._host_queues = host_queues(self._tree)
+        self._host_values = HostValues(eviction.view)
         self._pinned: frozenset[AdapterDigest] = frozenset()
         self.allocation_failed = False
         self.evicted: list[AdapterDigest] = []
@@ -504,10 +506,10 @@ class Evictor:
         uncopied = [n for n in nodes if not tree.on_host[n]] if tiers.host.total else []
         free = 0
         if uncopied and self.copies_at_eviction:
-            free = self.free_host_for_kv(len(uncopied), before=nodes[0])
+            free = self.free_host_for_kv(len(uncopied), nodes[0], now)
         elif uncopied and self.copies_ahead and self._is_copied_late(uncopied):
             self._drop_copies(len(uncopied), float(tree.score[nodes[0]]))
-            free = self.free_host_for_kv(len(uncopied), before=nodes[0])
+            free = self.free_host_for_kv(len(uncopied), nodes[0], now)
         stored = uncopied[len(uncopied) - free :]
         is_stored = set(stored)
         dropped = [node for node in nodes if node not in is_stored]
@@ -629,9 +631,10 @@ class Evictor:
     # --- the host ------------------------------------------------------------------------------------
 
     def ensure_host_free(self, blocks: int, now: float) -> bool:
-        """Evict from the host until an adapter of this many blocks fits: KV first, then other adapters.
+        """Evict from the host until an adapter of this many blocks fits.
 
-        If eviction cannot free enough blocks, nothing is evicted and False is returned.
+        KV is evicted first, and then other adapters; but if KV is copied ahead of its eviction, whichever has the lower
+        value (see ``HostValues``). If eviction cannot free enough blocks, nothing is evicted and False is returned.
         """
         tiers = self._tiers
         if tiers.host.free < blocks:
@@ -639,24 +642,46 @@ class Evictor:
                 return False
             self._score_adapters(self._host_queues, now)
         while tiers.host.free < blocks:
-            if self._evict_host_kv(blocks):
-                continue
+            kv = self._host_queues.first(NodeKind.KV, 1)
             others = self._host_queues.first(NodeKind.ADAPTER, 1)
-            if not others:
+            if kv and not (others and self._is_worth_less(others[0], kv[0], now)):
+                self._evict_host_kv(blocks)
+            elif others:
+                tiers.drop_adapter_from_host(others[0])
+            else:
                 return False
-            tiers.drop_adapter_from_host(others[0])
         return True
 
-    def free_host_for_kv(self, blocks: int = 1, before: int | None = None) -> int:
-        """Evict other KV from the host. Return how many of ``blocks`` host blocks can then be leased for KV.
+    def _is_worth_less(self, adapter: int, kv: int, now: float) -> bool:
+        """Return whether a host block of an adapter is worth less than one of KV.
+
+        Without measurements, and if KV is not copied ahead of its eviction, KV is worth less.
+        """
+        values = self._host_values
+        if self._options.host_kv is not HostKv.AHEAD or self.is_pinned(adapter) or not values.known():
+            return False
+        return values.of(adapter, now) < values.of(kv, now)
+
+    def free_host_for_kv(self, blocks: int = 1, before: int | None = None, now: float = 0.0) -> int:
+        """Evict from the host for KV. Return how many of ``blocks`` host blocks can then be leased for KV.
+
+        Other KV is evicted, and adapters that are worth less than the KV (see :meth:`ensure_host_free`).
 
         Args:
             blocks: wanted.
             before: node before which the evicted KV must rank, by a lower score, or by an equal score and a larger
-                depth. None if any KV may be evicted.
+                depth. None if any KV, but no adapter may be evicted.
+            now: the time; needed with ``before``.
         """
-        while self._tiers.host.free < blocks and self._evict_host_kv(blocks, before):
-            pass
+        while self._tiers.host.free < blocks:
+            adapters = [] if before is None else self._host_queues.first(NodeKind.ADAPTER, 1)
+            if before is not None and adapters and self._is_worth_less(adapters[0], before, now):
+                kv = self._host_queues.first(NodeKind.KV, 1)
+                if not kv or self._is_worth_less(adapters[0], kv[0], now):
+                    self._tiers.drop_adapter_from_host(adapters[0])
+                    continue
+            if not self._evict_host_kv(blocks, before):
+                break
         return min(blocks, self._tiers.host.free)
 
     def copy_to_host(self, nodes: Sequence[int], now: float) -> None:
@@ -695,7 +720,7 @@ class Evictor:
             return
         chosen: list[int] = nodes.tolist()
         self._drop_copies(len(chosen), float(tree.score[chosen[-1]]))
-        chosen = chosen[: self.free_host_for_kv(len(chosen), before=chosen[0])]
+        chosen = chosen[: self.free_host_for_kv(len(chosen), chosen[0], now)]
         self._tiers.store_kv(chosen, self._tiers.host.lease(len(chosen)), now, stays=True)
 
     def _drop_copies(self, blocks: int, above: float) -> None:

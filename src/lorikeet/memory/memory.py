@@ -98,6 +98,7 @@ class Memory:
             load_kv_alone_s=partial(self.tiers.copy_s, Tier.HOST, Tier.DEVICE),
             store_kv_s=self.tiers.queued_kv_store_s,
             store_kv_alone_s=partial(self.tiers.copy_s, Tier.DEVICE, Tier.HOST),
+            reread_s=self.tiers.adapter_reread_s,
             prefill_s=lambda blocks: forecast.prefill_s(blocks * block_size),
             delay_per_lost_second=forecast.delay_per_lost_second,
             kv_reuse=self._reuse.shares_on_device,

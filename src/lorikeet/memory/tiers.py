@@ -149,6 +149,14 @@ class Tiers:
         seconds: Scores = np.where(self.tree.on_host[nodes], host_s, source_s) * blocks
         return seconds
 
+    def adapter_reread_s(self, blocks: int) -> float:
+        """Return the expected seconds by which loading an adapter takes longer from its source than from the host.
+
+        The result is 0 before a transfer of each kind, and where the source is as fast.
+        """
+        host_s = self.copy_s(Tier.HOST, Tier.DEVICE, blocks)
+        return max(0.0, self.copy_s(Tier.SOURCE, Tier.DEVICE, blocks) - host_s) if host_s else 0.0
+
     def queued_kv_load_s(self, blocks: int) -> float:
         """Return the expected seconds until this many blocks of KV are copied to the device.
 

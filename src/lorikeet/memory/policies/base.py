@@ -59,6 +59,8 @@ class MemoryView:
         load_kv_alone_s: returns the same for a later time, at which no other copies are in flight.
         store_kv_s: returns the expected seconds until this many blocks of KV are copied to the host; 0 if unknown.
         store_kv_alone_s: returns the same for a later time, at which no other copies are in flight.
+        reread_s: returns the expected seconds by which loading this many blocks of an adapter takes longer from its
+            source than from the host; 0 if unknown.
         prefill_s: returns the expected seconds that computing this many blocks of KV adds to a step; 0 if unknown.
         delay_per_lost_second: returns the total seconds by which all requests are delayed if the engine loses a second;
             see :class:`StepForecast`.
@@ -80,6 +82,7 @@ class MemoryView:
     load_kv_alone_s: Callable[[int], float] = lambda blocks: 0.0
     store_kv_s: Callable[[int], float] = lambda blocks: 0.0
     store_kv_alone_s: Callable[[int], float] = lambda blocks: 0.0
+    reread_s: Callable[[int], float] = lambda blocks: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
     delay_per_lost_second: Callable[[int], float] = lambda excluded: 0.0
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
