@@ -1,8 +1,8 @@
 """Predicts output lengths by the recent answers of an adapter."""
 
+from array import array
+from bisect import insort
 from collections import OrderedDict
-
-from datasketches import kll_ints_sketch
 
 _MIN_ANSWERS = 20
 """Number of answers from which an adapter's history is used.
@@ -10,11 +10,8 @@ _MIN_ANSWERS = 20
 With fewer answers, the history of all adapters is used.
 """
 
-_SKETCH_ANSWERS = 500
-"""Number of answers per sketch before a new sketch is started, so that the last 500 to 1,000 answers count."""
-
-_RANK_ERROR_K = 200
-"""Accuracy of the sketches; with the library's default of 200 the rank error is 1.3 %, in about a kilobyte."""
+_GENERATION = 500
+"""Number of answers of a generation. The newest two generations count, so that old answers are forgotten."""
 
 _MAX_ADAPTERS = 10_000
 """Largest number of adapters with a history. The adapters without an answer for longest are dropped first."""
@@ -25,9 +22,8 @@ class LengthHistory:
 
     The median is the constant that minimises the mean absolute error, of log lengths as well. Answers that
     ``max_tokens`` cut short count with their number of tokens, because the purpose is to predict the running time of
-    requests. Adapters are identified by name, so that a new version inherits the history of the last version.
-
-    Quantiles come from KLL sketches (Karnin, Lang, Liberty: Optimal quantile approximation in streams, FOCS 2016).
+    requests. Adapters are identified by name, so that a new version inherits the history of the last version. Equal
+    answers in equal order give equal predictions, so that a simulation can be repeated.
     """
 
     def __init__(self) -> None:
@@ -53,29 +49,26 @@ class LengthHistory:
 
 
 class _Recent:
-    """Holds two sketches; when the newer sketch is full, it replaces the older one."""
+    """Holds the lengths of two generations of answers, sorted. A full newer generation replaces the older one."""
 
     def __init__(self) -> None:
-        self._older = kll_ints_sketch(_RANK_ERROR_K)
-        self._newer = kll_ints_sketch(_RANK_ERROR_K)
+        self._older = array("i")
+        self._newer = array("i")
         self._median: int | None = None
 
     @property
     def answers(self) -> int:
-        return int(self._older.n + self._newer.n)
+        return len(self._older) + len(self._newer)
 
     def add(self, tokens: int) -> None:
-        if self._newer.n >= _SKETCH_ANSWERS:
+        if len(self._newer) >= _GENERATION:
             self._older = self._newer
-            self._newer = kll_ints_sketch(_RANK_ERROR_K)
-        self._newer.update(tokens)
+            self._newer = array("i")
+        insort(self._newer, tokens)
         self._median = None
 
     def median(self) -> int | None:
-        """Return the median of both sketches; None if they are empty. The median is cached until the next answer."""
+        """Return the median of both generations; None without answers. It is cached until the next answer."""
         if self._median is None and self.answers:
-            both = kll_ints_sketch(_RANK_ERROR_K)
-            both.merge(self._older)
-            both.merge(self._newer)
-            self._median = int(both.get_quantile(0.5))
+            self._median = sorted((*self._older, *self._newer))[self.answers // 2]
         return self._median
