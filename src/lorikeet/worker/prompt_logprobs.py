@@ -1,4 +1,7 @@
-"""Computes the log probabilities of prompt tokens."""
+"""Computes the log probabilities of prompt tokens.
+
+They are the model's in every mode of log probabilities, as in vLLM: nobody samples the tokens of a prompt.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,7 +11,6 @@ from torch import Tensor
 
 from lorikeet.core.plan import PromptLogprobs, PromptToken
 from lorikeet.kernels.devices import to_device
-from lorikeet.kernels.sampling import GREEDY_BELOW
 from lorikeet.worker.batch import RankSequence
 
 _SLICE_ROWS = 64
@@ -45,13 +47,12 @@ def score_prompts(head: Callable[[Sequence[int]], Tensor], scored: Sequence[Scor
 def _tokens(head: Callable[[Sequence[int]], Tensor], rows: ScoredRows) -> list[PromptToken]:
     sampling = rows.sequence.sampling
     alternatives = sampling.prompt_logprobs or 0
-    is_scaled = sampling.processed_logprobs and sampling.temperature >= GREEDY_BELOW
     token_ids = rows.sequence.token_ids.values[rows.position : rows.position + rows.tokens].copy()
     found: list[PromptToken] = []
     for begin in range(0, rows.tokens, _SLICE_ROWS):
         end = min(begin + _SLICE_ROWS, rows.tokens)
         logits = head(range(rows.first + begin, rows.first + end)).float()
-        logprobs = (logits / sampling.temperature if is_scaled else logits).log_softmax(dim=-1)
+        logprobs = logits.log_softmax(dim=-1)
         wanted = to_device(torch.from_numpy(token_ids[begin:end]), logprobs.device)
         own = logprobs.gather(1, wanted[:, None])
         ranks = (logprobs > own).sum(dim=1) + 1
