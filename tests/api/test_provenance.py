@@ -146,6 +146,8 @@ async def test_a_request_that_expects_other_weights_is_refused(server: Running, 
         assert len(server.engine.submitted) == submitted, "nothing is computed"
     for expected in ("", "abc", "not hexadecimal", f"{digest}0", 5, f"{digest}-"):
         assert (await server.http.post(path, json=body | {"expect_digest": expected})).status_code == 400
+    said = (await server.http.post(path, json=body | {"expect_digest": "latest"})).json()["error"]["message"]
+    assert "expect_digest: must be the first 8 to 64 hexadecimal digits of a digest" in said
     assert server.service.gate.active == 0
 
 

@@ -73,12 +73,14 @@ async def test_a_large_body_is_read_apart(server: Running) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"token_ids": []}, 400, "prompt"),
-        ({"token_ids": [10**6]}, 400, "prompt"),
+        ({"token_ids": []}, 400, "token_ids"),
+        ({"token_ids": [10**6]}, 400, "token_ids"),
         ({"features": {"mm_hashes": {}}}, 501, "features"),
-        ({"sampling_params": {"temperature": -1}}, 400, "temperature"),
+        ({"token_ids": [10**6], "padding": "x" * 70_000}, 400, "token_ids"),
+        ({"token_ids": PROMPT * 1000}, 400, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, 400, "sampling_params.temperature"),
         ({"sampling_params": {"prompt": "a"}}, 400, "sampling_params.prompt"),
-        ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, 400, "prompt_logprobs"),
+        ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, 400, "sampling_params.prompt_logprobs"),
     ],
 )
 async def test_wrong_fields_are_refused(server: Running, fields: dict[str, Any], status: int, param: str) -> None:

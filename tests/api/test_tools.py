@@ -331,3 +331,5 @@ async def test_grammar_enforces_a_required_call(start: Start) -> None:
         bad = {"type": "function", "function": {"name": "bad", "parameters": schema}}
         refused = await server.http.post(CHAT, json=body(tools=[bad], tool_choice="required"))
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+        refused = await server.http.post(CHAT, json=body(tools=[*TOOLS, bad], tool_choice="required"))
+        assert refused.json()["error"]["message"].startswith("tools: bad: ")

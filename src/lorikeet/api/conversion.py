@@ -1,29 +1,9 @@
-"""Serves the routes of other servers: names their fields in errors, and collects whole answers."""
+"""Collects whole answers for the routes of other servers."""
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lorikeet.core.plan import Token
-from lorikeet.http.errors import ApiError
 from lorikeet.serving.generation import ActiveChoice, Generation, OutputDelta
-
-
-@contextmanager
-def in_words(words: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in errors within the context to a dialect's names.
-
-    Args:
-        words: the dialect's name of each field of a completion.
-    """
-    try:
-        yield
-    except ApiError as error:
-        # "prompt" is also an English word, so the text gets new names only for names with an underscore.
-        said = re.sub(r"\b\w+_\w+\b", lambda found: words.get(found[0], found[0]), error.message)
-        param = None if error.param is None else words.get(error.param, error.param)
-        raise ApiError(error.status, said, param=param, type=error.type, headers=error.headers) from error
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Writes and reads the conversations with one model, by its chat settings."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -13,7 +15,7 @@ from lorikeet.chat.reasoning import REASONING_FORMATS, ReasoningFormat
 from lorikeet.chat.sampling import ModelLimits
 from lorikeet.chat.structured_output import MAX_GRAMMAR_BYTES
 from lorikeet.chat.text_processor import PromptStyle, TextProcessor, tool_format_of
-from lorikeet.chat.tool_parsers.base import CallGrammar, ToolFormat
+from lorikeet.chat.tool_parsers.base import CallGrammar, Parameters, ToolFormat
 from lorikeet.core.chat_template import TOOL_USE
 from lorikeet.http.errors import bad_request
 
@@ -106,21 +108,34 @@ class ChatSettings:
                 only = "with tools an answer can only follow a JSON schema"
                 raise bad_request(f"{content.param}: {only}.", content.param)
             schema = json.loads(content.text)
-        builder = CallGrammar(
-            use.functions,
-            use.parallel,
-            self.text_processor.special_token_id,
-            schema,
-            is_free,
-        )
-        try:
-            text = tool_format.grammar(builder)
-        except ValueError as error:
-            raise bad_request(f"tools: {error} in this model's format.", "tools") from error
+        text = self._call_grammar(tool_format, use.functions, use.parallel, schema, is_free)
         if len(text) > MAX_GRAMMAR_BYTES:
             most = f"at most {MAX_GRAMMAR_BYTES} are allowed for an answer that must follow them"
             raise bad_request(f"tools: {len(text)} characters; {most}.", "tools")
         return GrammarSpec(GrammarKind.LARK, text, "tools")
+
+    def grammars_of_functions(self, use: ToolUse | None) -> Iterator[GrammarSpec]:
+        """Yield the grammar of a call of each function alone."""
+        tool_format = self.tool_format
+        if use is None or tool_format is None:
+            return
+        for name, schema in use.functions.items():
+            text = self._call_grammar(tool_format, {name: schema}, parallel=False)
+            yield GrammarSpec(GrammarKind.LARK, text, "tools", function=name)
+
+    def _call_grammar(
+        self,
+        tool_format: ToolFormat,
+        functions: Mapping[str, Parameters],
+        parallel: bool,
+        content: Any = None,
+        is_free: bool = False,
+    ) -> str:
+        builder = CallGrammar(functions, parallel, self.text_processor.special_token_id, content, is_free)
+        try:
+            return tool_format.grammar(builder)
+        except ValueError as error:
+            raise bad_request(f"tools: {error} in this model's format.", "tools") from error
 
     def why_unbounded(self) -> str | None:
         """Return why thoughts cannot have a budget; None if they can."""

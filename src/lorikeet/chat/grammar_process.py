@@ -104,6 +104,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         kind: notation of ``text``.
         text: the grammar.
         param: the field of the grammar, for errors.
+        function: the only function that the grammar may call, for errors; empty for several or none.
         whitespace: regex of the whitespace that JSON may have between its parts; empty for no whitespace.
         thoughts: thoughts that may precede the answer; None for no thoughts.
         least_tokens: number of tokens that an answer needs before its end.
@@ -115,6 +116,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     whitespace: str = WHITESPACE
     thoughts: Thoughts | None = None
     least_tokens: int = 0
+    function: str = ""
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):

@@ -46,12 +46,12 @@ from lorikeet.chat.responses_body import ResponsesRequest, in_these_words
 from lorikeet.chat.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, of_prompt, truncated
 from lorikeet.chat.structured_output import grammar_spec
 from lorikeet.chat.text_processor import TextProcessor
-from lorikeet.chat.tokens_body import TokensRequest
+from lorikeet.chat.tokens_body import WORDS, TokensRequest
 from lorikeet.core.chat_template import ChatTemplate, TemplateError
 from lorikeet.core.request import PromptEmbeds
 from lorikeet.http.admission import AdmissionGate
 from lorikeet.http.body_structure import BodyStructure, check_structure
-from lorikeet.http.errors import ApiError, bad_request, invalid_json, model_not_found, unexpected_failure
+from lorikeet.http.errors import ApiError, bad_request, in_words, invalid_json, model_not_found, unexpected_failure
 from lorikeet.http.helper_main import run_helper
 
 KINDS: tuple[type[Body], ...] = (
@@ -232,7 +232,9 @@ class PromptReader:
             case CompletionRequest():
                 return self._completion(body)
             case TokensRequest():
-                read = self._completion(body.completion())
+                completion = body.completion()
+                with in_words(WORDS):
+                    read = self._completion(completion)
                 return BodyRead(_fields(body, token_ids=[0]), read.prompts)
             case ChatCompletionRequest():
                 return self._chat(body)

@@ -10,11 +10,20 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from lorikeet.chat.mixtures import MAX_PARTS, of_fields
-from lorikeet.core.provenance import EXPECTED
+from lorikeet.core.provenance import EXPECTED, EXPECTED_IN_WORDS, is_expected_digest
 from lorikeet.http.errors import bad_request, invalid_body, not_supported
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -22,7 +31,15 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fas
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
 Penalty = Annotated[float, Field(ge=1e-6, le=1e6)]
 """Range of factors on logits; a factor outside it would make them zero or infinite in fp32."""
-ExpectedDigest = Annotated[str, Field(pattern=EXPECTED)]
+
+
+def _check_digest(value: str) -> str:
+    if not is_expected_digest(value):
+        raise PydanticCustomError("digest", EXPECTED_IN_WORDS)
+    return value
+
+
+ExpectedDigest = Annotated[str, AfterValidator(_check_digest), Field(json_schema_extra={"pattern": EXPECTED})]
 """Digest of the weights that must make the answer, or its beginning."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 

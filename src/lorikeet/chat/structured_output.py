@@ -5,8 +5,9 @@ The fields come from OpenAI (``response_format``), vLLM (``structured_outputs``,
 """
 
 import json
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -295,10 +296,23 @@ class GrammarChecks:
         if len(self._checked) > _MAX_CHECKED:
             self._checked.popitem(last=False)
         if checked.error:
-            raise bad_request(f"{spec.param}: {_one_line(checked.error)}", spec.param)
+            where = f"{spec.param}: {spec.function}" if spec.function else spec.param
+            raise bad_request(f"{where}: {_one_line(checked.error)}", spec.param)
         if len(checked.grammar) * sequences > _MAX_ALL_BYTES:
             raise bad_request(f"{spec.param}: too large for a request of {sequences} sequences.", spec.param)
         return checked
+
+    async def check_each(self, specs: Iterable[GrammarSpec]) -> None:
+        """Check the grammars of single functions, whose common grammar has an error, to name the faulty function.
+
+        Raises:
+            ApiError: 400, one of the first grammars has an error.
+        """
+        end_s = time.monotonic() + _CHECK_S
+        for spec in specs:
+            if time.monotonic() > end_s:
+                return
+            await self.check(spec, 1)
 
     async def close(self) -> None:
         """End the process of the checks."""

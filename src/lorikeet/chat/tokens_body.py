@@ -16,7 +16,7 @@ from lorikeet.chat.protocol import (
     refuse_unsupported,
     validated,
 )
-from lorikeet.http.errors import bad_request
+from lorikeet.http.errors import bad_request, in_words
 
 _ONLY_TEXT = "Only text is supported."
 _NO_MOVES = "Moving KV by a request is not supported."
@@ -76,6 +76,14 @@ class TokensRequest(Body):
         )
         fields = {name: value for name, value in own.items() if value is not None}
         defaults = {name: value for name, value in _DEFAULTS.items() if name not in params}
-        completion = validated(CompletionRequest, defaults | params | fields | {"prompt": self.token_ids})
-        refuse_unsupported(completion)
+        with in_words(WORDS):
+            completion = validated(CompletionRequest, defaults | params | fields | {"prompt": self.token_ids})
+            refuse_unsupported(completion)
         return completion
+
+
+WORDS = {
+    name: f"sampling_params.{name}"
+    for name in CompletionRequest.model_fields.keys() - TokensRequest.model_fields.keys()
+} | {"prompt": "token_ids"}
+"""The body's names of a completion's fields, for errors."""

@@ -71,7 +71,8 @@ def add_adapter(
     api_key: ApiKey = None,
 ) -> None:
     """Register an adapter on a running server."""
-    card = ServerClient(url, api_key).post("/v1/adapters", {"name": name, "source": source, "replace": replace})
+    body = {"name": name, "source": source, "replace": replace}
+    card = ServerClient(url, api_key).post("/v1/adapters", body, {"set 'replace' to True": "add --replace"})
     for warning in card.get("warnings", ()):
         print(f"warning: {warning}", file=sys.stderr)
     print(f"added {card['name']}: rank {card['rank']}, {format_size(card['weight_bytes'])}, version {card['digest']}")

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -63,9 +64,15 @@ class ServerClient:
         status, _ = self._exchange("GET", f"/v1/models/{quote(name)}")
         return status < 400
 
-    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send POST with ``body`` and return the JSON object of the answer."""
-        return self._call("POST", path, json=body)
+    def post(self, path: str, body: dict[str, Any], words: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        """Send POST with ``body`` and return the JSON object of the answer.
+
+        Args:
+            path: the route.
+            body: the body.
+            words: replacements in an error's message, where it names fields of the body for which a command has flags.
+        """
+        return self._call("POST", path, words, json=body)
 
     def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send PATCH with ``body`` and return the JSON object of the answer."""
@@ -101,10 +108,15 @@ class ServerClient:
             async for line in response.content:
                 yield line
 
-    def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, words: Mapping[str, str] = MappingProxyType({}), **arguments: Any
+    ) -> dict[str, Any]:
         status, content = self._exchange(method, path, **arguments)
         if status >= 400:
-            fail(_message(status, content))
+            message = _message(status, content)
+            for said, meant in words.items():
+                message = message.replace(said, meant)
+            fail(message)
         return dict(json.loads(content))
 
     def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:

@@ -10,6 +10,15 @@ EXPECTED = r"^[0-9a-fA-F]{8,64}(-[0-9a-fA-F]{8,64})?$"
 
 _SHOWN = 12
 _PARTS = re.compile(EXPECTED)
+EXPECTED_IN_WORDS = (
+    "must be the first 8 to 64 hexadecimal digits of a digest, such as 3c9ffbe396ef, or the base's and the adapter's "
+    "joined by a hyphen, such as 431d70ca9c51-3c9ffbe396ef"
+)
+
+
+def is_expected_digest(text: str) -> bool:
+    """Return whether a text has the form of an expected digest."""
+    return _PARTS.fullmatch(text) is not None
 
 
 class Provenance(NamedTuple):

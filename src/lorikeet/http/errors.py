@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -82,6 +83,22 @@ def hide_paths(text: str) -> str:
     Clients need not know the folders of the server. The log has the whole text.
     """
     return _PATH.sub(lambda found: found[0].strip("'\"").rstrip("/").rpartition("/")[2], text)
+
+
+@contextmanager
+def in_words(words: Mapping[str, str]) -> Iterator[None]:
+    """Rename fields in errors within the context to the names of the client's body.
+
+    Args:
+        words: the body's name of each field of a completion.
+    """
+    try:
+        yield
+    except ApiError as error:
+        # "prompt" is also an English word, so the text gets new names only for names with an underscore.
+        said = re.sub(r"\b\w+_\w+\b", lambda found: words.get(found[0], found[0]), error.message)
+        param = None if error.param is None else words.get(error.param, error.param)
+        raise ApiError(error.status, said, param=param, type=error.type, headers=error.headers) from error
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

@@ -133,6 +133,7 @@ def _spec(
         arrival_s=prepared.arrival_s if prepared else None,
         kept_tokens=chat.kept_tokens(use),
         grammar=chat.grammar(use, content, has_budget=budget is not None),
+        function_grammars=partial(chat.grammars_of_functions, use),
         thoughts=partial(chat.thoughts, most_tokens=budget),
     )
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,6 +72,7 @@ class GenerationSpec:
         arrival_s: monotonic time at which the body was complete; None for now.
         kept_tokens: special tokens that are never left out of an answer's text.
         grammar: the grammar that the answers follow; None without a grammar.
+        function_grammars: returns the grammar of each function alone, to name the one with an error.
         embeds: embeddings of each prompt, which replace the prompt's tokens; empty if the prompts are tokens.
         thoughts: returns the form of the thoughts that may precede such an answer to a prompt.
         pooling: settings for making a vector of each prompt; None for answers in text.
@@ -87,6 +88,7 @@ class GenerationSpec:
     arrival_s: float | None = None
     kept_tokens: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
+    function_grammars: Callable[[], Iterable[GrammarSpec]] = tuple
     embeds: Sequence[PromptEmbeds] = ()
     thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
     pooling: Pooling | None = None

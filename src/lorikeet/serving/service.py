@@ -269,7 +269,11 @@ class Service:
                 thoughts = spec.thoughts(prompts[0])
                 least = body.min_tokens or 0
                 answer = msgspec.structs.replace(spec.grammar, thoughts=thoughts, least_tokens=least)
-                grammar = await self.grammars.check(answer, sequences)
+                try:
+                    grammar = await self.grammars.check(answer, sequences)
+                except ApiError:
+                    await self.grammars.check_each(spec.function_grammars())
+                    raise
             predicted: list[int | None] = [None] * len(prompts)
             if spec.pooling is None:
                 predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from lorikeet.api.conversion import Answer, in_words, whole_answers
+from lorikeet.api.conversion import Answer, whole_answers
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.completions import StartedCompletion, start_completion
 from lorikeet.chat.protocol import (
@@ -30,7 +30,7 @@ from lorikeet.chat.protocol import (
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.provenance import Provenance
-from lorikeet.http.errors import ApiError, bad_request, not_supported
+from lorikeet.http.errors import ApiError, bad_request, in_words, not_supported
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.requests import Sender

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from lorikeet import __version__
-from lorikeet.api.conversion import Answer, in_words, whole_answers
+from lorikeet.api.conversion import Answer, whole_answers
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.completions import StartedCompletion, start_completion
 from lorikeet.chat.protocol import (
@@ -28,7 +28,7 @@ from lorikeet.chat.protocol import (
 )
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.core.plan import Token
-from lorikeet.http.errors import ApiError
+from lorikeet.http.errors import ApiError, in_words
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.serving.generation import OutputDelta

@@ -12,9 +12,10 @@ from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.completions import start_completion
 from lorikeet.chat.logprobs import TokenNames, chat_logprobs
 from lorikeet.chat.protocol import ChatCompletionRequest, refuse_unsupported
-from lorikeet.chat.tokens_body import TokensRequest
+from lorikeet.chat.tokens_body import WORDS, TokensRequest
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.plan import Token
+from lorikeet.http.errors import in_words
 from lorikeet.http.model_routes import RENDER_CHAT, TOKENS
 from lorikeet.http.routes import Routes
 from lorikeet.serving.generation import OutputDelta
@@ -86,10 +87,12 @@ class TokensFormat:
 async def generate_tokens(http: Request, body: TokensRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Continue token ids by token ids, without any text."""
     completion = body.completion()
-    check_stream(completion)
     sender = sender._replace(request_id=body.request_id or sender.request_id)
     prepared = prepared_body(http)
-    generation, texts, model = await start_completion(service, completion, sender, prepared, default_max_tokens=None)
+    with in_words(WORDS):
+        check_stream(completion)
+        started = await start_completion(service, completion, sender, prepared, default_max_tokens=None)
+    generation, texts, model = started
     report = TokenReport(
         TokenNames(texts, as_ids=True),
         completion.logprobs is not None,
