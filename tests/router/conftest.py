@@ -80,7 +80,14 @@ async def routing(
     chosen = {"preset": "lorikeet:round-robin", "health_s": 0.02, **options}
     asked = RouterOptions(backends=tuple(urls), **chosen)
     async with open_router(asked) as parts:
-        app = create_app(parts, asked.preset, asked.api_keys, asked.admin_keys, asked.allowed_origins)
+        app = create_app(
+            parts,
+            asked.preset,
+            asked.api_keys,
+            asked.admin_keys,
+            asked.allowed_origins,
+            passes_keys=asked.passes_keys,
+        )
         config = uvicorn.Config(app, lifespan="off", log_level="error", access_log=False)
         async with (
             serving(config, break_off=True) as url,

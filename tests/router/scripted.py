@@ -18,6 +18,11 @@ from tests.support.quick_server import QuickServer
 
 FORWARDED = [path for row in MODEL_ROUTES if row.forwarding is not Forwarding.BY_RESPONSE for path in row.paths]
 """Paths whose bodies name a model."""
+LOOP_PATHS = (
+    *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"),
+    *("/abort_requests", "/get_world_size", "/server_info"),
+)
+"""Paths that training loops call."""
 
 
 def words(model: str, text: str, count: int) -> str:
@@ -62,6 +67,9 @@ class ScriptedBackend:
         key: without which it does not tell its models; None for none.
         owner: who its models are owned by; a Lorikeet mixes adapters.
         stored: ids of answers of other routes.
+        loop_calls: calls of training loops so far: path and query, and the body.
+        loop_answers: answers to them by path; an empty object for others.
+        loop_status: status of the answers.
         allows: whose web pages it says may use it; None for nobody.
         streaming: answers under way.
         hung_up: clients that left before the end.
@@ -99,6 +107,9 @@ class ScriptedBackend:
         self.owner = "vllm"
         self.allows: str | None = None
         self.stored: set[str] = set()
+        self.loop_calls: list[tuple[str, bytes]] = []
+        self.loop_answers: dict[str, dict[str, Any]] = {}
+        self.loop_status = 200
         self.streaming = self.hung_up = 0
         self.port = 0
         self._server: QuickServer | None = None
@@ -148,7 +159,16 @@ class ScriptedBackend:
                 app.add_api_route(path, self._answer, methods=["POST"])
         for path in ("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"):
             app.add_api_route(path, self._stored, methods=["GET", "POST", "DELETE"])
+        for path in LOOP_PATHS:
+            app.add_api_route(path, self._answer_loop, methods=["GET", "POST"])
         return app
+
+    async def _answer_loop(self, http: Request) -> Response:
+        self.loop_calls.append((f"{http.url.path}?{http.url.query}".rstrip("?"), await http.body()))
+        self.keys.append(http.headers.get("authorization"))
+        if self.loop_status >= 400:
+            return _error(self.loop_status, "not now")
+        return JSONResponse(self.loop_answers.get(http.url.path, {}))
 
     async def _answer(self, http: Request) -> Response:
         """Answer any route in its own words; a stream has three named events, and breaks after ``dies_after``."""

@@ -18,6 +18,7 @@ from lorikeet.observe.stats_stream import read_stats_query, stats_response
 from lorikeet.router.adapter_routes import AdapterRoutes, json_response
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
+from lorikeet.router.training_routes import TrainingRoutes
 
 
 def create_app(
@@ -27,6 +28,8 @@ def create_app(
     admin_keys: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
     host: str = "",
+    *,
+    passes_keys: bool = False,
 ) -> Starlette:
     """Return the ASGI application.
 
@@ -37,10 +40,13 @@ def create_app(
         admin_keys: keys for the routes that change adapters; empty if the API keys open these routes, too.
         allowed_origins: origins of web pages that may use the router. The backends' own lists are ignored.
         host: the address to listen on.
+        passes_keys: whether backends check the clients' keys, and so decide whom a pause is about.
     """
     app = Starlette()
     routes = _Routes(parts, preset)
     adapters = AdapterRoutes(parts.catalog, parts.backend_router)
+    training = TrainingRoutes(parts)
+    pausers = Callers.KEYS if passes_keys else Callers.ADMINS
 
     rows: list[Route] = []
 
@@ -63,6 +69,17 @@ def create_app(
     serve(Route("DELETE /v1/adapters/{name:path}", Callers.ADMINS), adapters.delete)
     serve(Route("POST /v1/load_lora_adapter", Callers.ADMINS), adapters.load)
     serve(Route("POST /v1/unload_lora_adapter", Callers.ADMINS), adapters.unload)
+    serve(Route("POST /pause", pausers), training.pause)
+    serve(Route("POST /resume", pausers), training.resume)
+    serve(Route("GET /is_paused", Callers.KEYS), training.is_paused)
+    serve(Route("POST /sleep", Callers.ADMINS), training.sleep)
+    serve(Route("POST /wake_up", Callers.ADMINS), training.wake_up)
+    serve(Route("GET /is_sleeping", Callers.ADMINS), training.is_sleeping)
+    serve(Route("POST /reset_prefix_cache", Callers.ADMINS), training.reset_prefix_cache)
+    serve(Route("POST /abort_requests", Callers.KEYS), training.abort_requests)
+    serve(Route("POST /finish_session", Callers.KEYS), training.finish_session)
+    serve(Route("GET /get_world_size", Callers.KEYS), training.world_size)
+    serve(Route("GET /server_info /get_server_info", Callers.KEYS), training.server_info, training.server_info)
     serve(Route("GET /v1/cluster", Callers.ADMINS), routes.cluster)
     serve(Route("GET /v1/stats", Callers.ADMINS), routes.stats)
     serve(Route("GET /v1/stats/stream", Callers.ADMINS), routes.stats_stream)
@@ -147,6 +164,7 @@ class _Routes:
             404,
             f"{http.method} {http.url.path} is not forwarded. lorikeet router forwards requests that name a model "
             "(completions, chats, messages, responses, embeddings, scores, tokens) and has /v1/models, /v1/adapters, "
-            "/v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats, /ui, /health and /metrics of its "
-            "own; docs/router.md lists all. Ask a backend at its own address for others; /v1/cluster lists backends.",
+            "/v1/load_lora_adapter, /v1/unload_lora_adapter, /pause and others of training loops, /v1/cluster, "
+            "/v1/stats, /ui, /health and /metrics of its own; docs/router.md lists all. Ask a backend at its own "
+            "address for others; /v1/cluster lists backends.",
         )

@@ -144,6 +144,14 @@ class Backend:
         headers = headers + self._client_key
         return await self._connections.send(method, path, headers, content, self.watch, is_stream=is_stream)
 
+    async def call(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> Reply:
+        """Send a client's request that computes nothing, and return the answer, however long it takes."""
+        reply = await self._connections.send(method, path, headers + self._client_key, content)
+        try:
+            return Reply(reply.status, await reply.read())
+        finally:
+            reply.close()
+
     async def close(self) -> None:
         """Close all connections."""
         await self._connections.close()

@@ -13,6 +13,7 @@ from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.connections import BackendConnectionError, LocalSocketError, plain_reason
 from lorikeet.router.discovery import EVERY_S, Discovery
+from lorikeet.router.held_calls import HeldCalls
 
 HEALTH_S = 1.0
 """Seconds between two health checks of a backend."""
@@ -28,6 +29,7 @@ class HealthMonitor:
     Args:
         backend_router: router of the backends.
         adapters: the present adapters by name.
+        held: pauses and sleeps, which a backend that comes up gets before its first request.
         health_s: seconds between two checks of a backend.
         timeout_s: seconds without any answer after which a backend counts as hung; 0 for never.
     """
@@ -36,12 +38,14 @@ class HealthMonitor:
         self,
         backend_router: BackendRouter,
         adapters: Mapping[str, RoutedAdapter],
+        held: HeldCalls,
         health_s: float = HEALTH_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
         self._backend_router = backend_router
         self._adapters = adapters
+        self._held = held
         self._health_s = health_s
         self._check_now = {replica: asyncio.Event() for replica in backend_router.backends}
         self._tasks = BackgroundTasks()
@@ -128,6 +132,8 @@ class HealthMonitor:
             backend.last_error = told
             backend_router.on_backend_down(backend, why)
             return
+        if self._held:  # A paused backend is silent.
+            backend.watch.heard()
         if backend.is_up and backend.hangs(self._timeout_s):
             backend.last_error = f"no piece of its answers arrived for {self._timeout_s:g} s"
             backend.failed("hangs", backend.last_error)
@@ -138,6 +144,7 @@ class HealthMonitor:
         if backend.is_leaving:
             health = health._replace(is_open=False)
         if health.is_open and not backend.is_up:
+            await self._held.repeat(backend)
             backend_router.on_backend_up(backend, self._adapters.values())
         elif health.is_open and not backend.is_open:
             backend_router.on_backend_reopened(backend)

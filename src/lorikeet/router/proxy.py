@@ -34,6 +34,7 @@ from lorikeet.router.connections import (
     plain_reason,
 )
 from lorikeet.router.health import HealthMonitor
+from lorikeet.router.held_calls import KEY_HEADERS, HeldCalls
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import (
     CHAT,
@@ -80,7 +81,6 @@ _WITHHELD_REQUEST_HEADERS = frozenset(
     b"proxy-authorization proxy-connection x-request-id origin sec-fetch-site".split()
 )
 """Request headers that are not passed on. The router itself decides which web pages may use it."""
-_KEY_HEADERS = (b"authorization", b"x-api-key")
 _WITHHELD_RESPONSE_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )
@@ -107,6 +107,8 @@ class RouterParts(NamedTuple):
         body_gate: bounds the bytes of large bodies, which are kept until their answers have ended.
         stored: the stored answers, with their backends.
         copies: the tasks that answer copies of requests for the shadows of splits.
+        running: the requests under way.
+        held: pauses and sleeps that hold at all backends.
         isolates_keys: whether requests of different API keys must not share KV.
     """
 
@@ -120,6 +122,8 @@ class RouterParts(NamedTuple):
     body_gate: BodyGate
     stored: StoredAnswers
     copies: BackgroundTasks
+    running: "set[ProxyTask]"
+    held: HeldCalls
     isolates_keys: bool
 
 
@@ -286,7 +290,7 @@ def passed_headers(http: Request, backend: Backend) -> Headers:
     return [
         each
         for each in http.headers.raw
-        if each[0] not in _WITHHELD_REQUEST_HEADERS and not (backend.replaces_keys and each[0] in _KEY_HEADERS)
+        if each[0] not in _WITHHELD_REQUEST_HEADERS and not (backend.replaces_keys and each[0] in KEY_HEADERS)
     ]
 
 
@@ -320,13 +324,38 @@ class ProxyTask:
         self._reply: BackendResponse | None = None
         self._client: DirectBody | None = None
         self._output_tokens = 0
+        self._sent_id = ""
         parts.stats.begin(request)
+        parts.running.add(self)
+
+    @property
+    def tenant(self) -> str:
+        """Tenant of the client."""
+        tenant: str = self._http.state.tenant
+        return tenant
+
+    @property
+    def ids(self) -> set[str]:
+        """Ids by which the client may name the request."""
+        return {self._request_id, self.sent_id} - {""}
+
+    @property
+    def sent_id(self) -> str:
+        """Id of the request at its backend; empty before it is sent."""
+        own = self._request.body.fields.get("request_id")
+        return own if isinstance(own, str) and self._sent_id else self._sent_id
+
+    @property
+    def backend(self) -> Backend | None:
+        """The backend that has the request; None before it is sent."""
+        return self._request.backend if self._sent_id else None
 
     def close(self) -> None:
         """Release the backend and count the outcome. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._parts.running.discard(self)
         self._parts.body_gate.leave(self._held_bytes)
         if self._stream.is_done:
             self._finish(self._stream.counts)
@@ -452,6 +481,7 @@ class ProxyTask:
         request_id = f"{self._request_id}-{self._attempts}" if self._attempts else self._request_id
         self._attempts += 1
         headers = [*passed_headers(self._http, backend), (b"x-request-id", request_id.encode())]
+        self._sent_id = request_id
         self._is_sent = True
         return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 

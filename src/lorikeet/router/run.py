@@ -40,6 +40,7 @@ from lorikeet.router.backends import Backend
 from lorikeet.router.catalog import ModelCatalog
 from lorikeet.router.discovery import Discovery
 from lorikeet.router.health import HEALTH_S, TIMEOUT_S, HealthMonitor
+from lorikeet.router.held_calls import HeldCalls
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
@@ -133,7 +134,15 @@ async def _serve(
     options: RouterOptions, listener: socket.socket, certificate: Certificate | None, parts: RouterParts
 ) -> None:
     preset, _ = resolve_preset(options.preset)
-    app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins, options.host)
+    app = create_app(
+        parts,
+        preset,
+        options.api_keys,
+        options.admin_keys,
+        options.allowed_origins,
+        options.host,
+        passes_keys=options.passes_keys,
+    )
     files = raise_file_limit() // 2  # A request needs two sockets.
     limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
     config = uvicorn.Config(
@@ -207,7 +216,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     placements = LocalPlacementService(Orchestrator(placement, replicas, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s, options.splits)
     copies = BackgroundTasks()
-    monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s, options.backend_timeout_s)
+    held = HeldCalls()
+    monitor = HealthMonitor(backend_router, catalog.adapters, held, options.health_s, options.backend_timeout_s)
     try:
         await monitor.start()
         await catalog.start()
@@ -224,6 +234,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             BodyGate(MAX_BODY_BYTES),
             StoredAnswers(),
             copies,
+            set(),
+            held,
             isolates_keys=not options.shared_prefix_cache,
         )
     finally:
