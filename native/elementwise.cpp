@@ -8,6 +8,7 @@
 #include "calls.h"
 #include "extras.h"
 #include "simd.h"
+#include "vectors.h"
 
 namespace lorikeet {
 namespace {
@@ -15,28 +16,6 @@ namespace {
 constexpr int64_t kWorthAThread = 1 << 13;  // fewer elements are not worth waking a thread
 
 int64_t threads_for(int64_t elements, int64_t threads) { return elements < 2 * kWorthAThread ? 1 : threads; }
-
-// The lanes of a vector that are meant: all of them, known when the loop is compiled, or the first few.
-struct All {};
-struct First {
-  int lanes;
-};
-template <class T>
-inline F32 get(const T* p, All) { return load(p); }
-template <class T>
-inline F32 get(const T* p, First n) { return load_n(p, n.lanes); }
-template <class T>
-inline void set(T* p, F32 x, All) { store(p, x); }
-template <class T>
-inline void set(T* p, F32 x, First n) { store_n(p, x, n.lanes); }
-
-// f(position, lanes) for every vector of n elements.
-template <class F>
-inline void each_vector(int64_t n, const F& f) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, All{});
-  if (i < n) f(i, First{int(n - i)});
-}
 
 inline float inverse_root_mean(F32 squares, int64_t n, float eps) {
   return float(1.0 / std::sqrt(double(sum(squares)) / double(n) + double(eps)));

@@ -45,6 +45,7 @@ from lorikeet.kernels.interface import kv_view
 from lorikeet.kernels.lora import LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.states import StateSequences
 from lorikeet.kernels.triton.kernels import TritonKernels
 from lorikeet.kernels.triton.launch import INTERPRETED
 from lorikeet.models.config import read_model_config
@@ -501,6 +502,39 @@ def serve(launches: Launches) -> None:
     large = _Model(launches, "llama-2-7b", torch.float32)
     large.decode(1)
     large.call((512, 512, "qv64.0"))
+    serve_states(launches)
+
+
+def serve_states(launches: Launches) -> None:
+    """Run layers with a state, in the shapes of Qwen3.5 and of Granite 4: decodes, prefills, and both."""
+    kernels = TritonKernels()
+    for name, key_heads, heads, key_dim, value_dim, is_delta in (
+        ("qwen3.5", 16, 32, 128, 128, True),
+        ("granite-4", 1, 48, 128, 64, False),
+    ):
+        for dtype, rows in product((torch.bfloat16, torch.float32), ((1,), (1, 100))):
+            launches.step = f"{name} {str(dtype).removeprefix('torch.')} states of {rows} rows"
+            total = sum(rows)
+            channels = 2 * key_heads * key_dim + heads * value_dim
+            starts = torch.tensor([0, *rows]).cumsum(0)
+            sequences = StateSequences(starts.to(META), torch.ones(len(rows), dtype=torch.int64, device=META), starts)
+            x = torch.empty(total, channels, dtype=dtype, device=META)
+            floats = torch.empty(total, heads, device=META)
+            bias = None if is_delta else torch.empty(channels, dtype=dtype, device=META)
+            weight = torch.empty(4, channels, dtype=dtype, device=META)
+            states = torch.empty(1 << 20, device=META)
+            parts = torch.empty(len(rows), heads, dtype=torch.int64, device=META)
+            mixed = kernels.causal_conv(x, weight, bias, states, parts[:, :1].contiguous(), sequences, has_silu=True)
+            keys = key_heads * key_dim
+            q, k, v = mixed.split([keys, keys, heads * value_dim], dim=1)
+            skip = None if is_delta else floats[0]
+            found = kernels.recurrence(
+                *(each.unflatten(1, (-1, key_dim)) for each in (q, k)), v.unflatten(1, (-1, value_dim)),
+                floats, floats, states, parts, sequences, skip, is_delta=is_delta,
+            ).flatten(1)  # fmt: skip
+            group = value_dim if is_delta else heads * value_dim
+            factors = torch.empty(group, dtype=dtype, device=META)
+            kernels.gated_norm(found, found, factors, 1e-6, group, is_norm_first=is_delta)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

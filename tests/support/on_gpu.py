@@ -11,6 +11,7 @@ from lorikeet.kernels.interface import Batch, HeadNorms, Rotation, Weight
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.states import StateSequences
 from lorikeet.kernels.triton.kernels import TritonKernels
 from lorikeet.kernels.triton.launch import INTERPRETED
 
@@ -58,6 +59,56 @@ class OnGpu(TritonKernels):
         """Compute on the GPU."""
         return super().gelu_mul(gate_up.to(GPU)).cpu()
 
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tails: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        """Compute on the GPU."""
+        own = tails.to(GPU)
+        bias = None if bias is None else bias.to(GPU)
+        found = super().causal_conv(
+            _there(x), weight.to(GPU), bias, own, offsets.to(GPU), _sequences_there(sequences), has_silu=has_silu
+        )
+        tails.copy_(own)
+        return found.cpu()
+
+    def recurrence(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        skip: Tensor | None = None,
+        *,
+        is_delta: bool,
+    ) -> Tensor:
+        """Compute on the GPU."""
+        own = states.to(GPU)
+        parts = (_there(each) for each in (queries, keys, values, decay, beta))
+        skip = None if skip is None else skip.to(GPU)
+        found = super().recurrence(*parts, own, offsets.to(GPU), _sequences_there(sequences), skip, is_delta=is_delta)
+        states.copy_(own)
+        return found.cpu()
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
+    ) -> Tensor:
+        """Compute on the GPU."""
+        return (
+            super().gated_norm(_there(x), _there(gate), weight.to(GPU), eps, group, is_norm_first=is_norm_first).cpu()
+        )
+
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Compute on the GPU."""
         return super().choose(logits.to(GPU), parameters.on(GPU)).cpu()
@@ -67,6 +118,11 @@ def _there(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides: kernels must do with those of views."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
     return copy.copy_(tensor)
+
+
+def _sequences_there(sequences: StateSequences) -> StateSequences:
+    there = {name: getattr(sequences, name).to(GPU) for name in ("row_starts", "resumed")}
+    return sequences._replace(**there)
 
 
 def _batch_there(batch: Batch) -> Batch:

@@ -10,6 +10,7 @@ from lorikeet.kernels.interface import Batch, HeadNorms, Kernels, LayersShape, L
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.states import StateSequences
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
@@ -100,6 +101,48 @@ class RecordingKernels:
         """Record the shape."""
         self.calls.append(("gelu_mul", _shape(gate_up)))
         return self._inner.gelu_mul(gate_up)
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tails: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        """Record the shape."""
+        self.calls.append(("causal_conv", _shape(x), has_silu))
+        return self._inner.causal_conv(x, weight, bias, tails, offsets, sequences, has_silu=has_silu)
+
+    def recurrence(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        skip: Tensor | None = None,
+        *,
+        is_delta: bool,
+    ) -> Tensor:
+        """Record the shapes."""
+        self.calls.append(("recurrence", _shape(keys), _shape(values), is_delta))
+        return self._inner.recurrence(
+            queries, keys, values, decay, beta, states, offsets, sequences, skip, is_delta=is_delta
+        )
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
+    ) -> Tensor:
+        """Record the shape."""
+        self.calls.append(("gated_norm", _shape(x), group, is_norm_first))
+        return self._inner.gated_norm(x, gate, weight, eps, group, is_norm_first=is_norm_first)
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Record the shape."""

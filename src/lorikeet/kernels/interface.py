@@ -19,6 +19,7 @@ from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.states import StateSequences
 
 LONG_TOKENS = 8192
 """Longer contexts are split among more programs. Graphs for longer contexts are captured separately."""
@@ -329,6 +330,84 @@ class Kernels(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """Return ``gelu(gate) * up``, ``[T, n]``, with the approximation of GELU by tanh."""
+        ...
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tails: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        """Return a causal convolution over the rows of each sequence, channel by channel, ``[T, channels]``.
+
+        Sums are computed in fp32 and rounded once.
+
+        Args:
+            x: ``[T, channels]``. Rows must be contiguous.
+            weight: ``[taps, channels]``, in the dtype of ``x``; the last tap is the row itself.
+            bias: ``[channels]`` or None.
+            tails: fp32 ``[elements]``, changed in place. It contains the rows before each sequence's first row, which
+                become its last rows. A part is ``[taps - 1, channels / parts]``.
+            offsets: int64 ``[sequences, parts]``, the first element of each part. A sequence whose first offset is
+                negative is padding: its outputs are undefined.
+            sequences: the sequences of the rows.
+            has_silu: whether the result is ``silu(sum)``.
+        """
+        ...
+
+    def recurrence(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        skip: Tensor | None = None,
+        *,
+        is_delta: bool,
+    ) -> Tensor:
+        """Update each sequence's state row by row, and return its outputs ``[T, heads, value_dim]``.
+
+        For a row and a head, with the state ``S [key_dim, value_dim]``: ``S = exp(decay) * S``, then ``S += k ⊗
+        added``, then the output is ``qᵀ S + skip * v``.
+        ``added`` is ``beta * v`` (Mamba-2, where q is C, k is B and beta is dt), or ``beta * (v - kᵀ S)`` by the gated
+        delta rule, which first normalises q and k, and scales q by ``key_dim ** -0.5``.
+
+        Args:
+            queries, keys: ``[T, key_heads, key_dim]``. Each serves ``heads / key_heads`` neighbouring heads. Rows may
+                be strided.
+            values: ``[T, heads, value_dim]``. Rows may be strided.
+            decay: fp32 ``[T, heads]``, the logarithm of the factor of the state.
+            beta: fp32 ``[T, heads]``.
+            states: fp32 ``[elements]``, changed in place. It contains each state ``S`` of a sequence and a head.
+            offsets: int64 ``[sequences, heads]``, the first element of each ``S``. A sequence whose first offset is
+                negative is padding: its outputs are undefined.
+            sequences: the sequences of the rows.
+            skip: fp32 ``[heads]``; None for none.
+            is_delta: whether the gated delta rule is computed.
+        """
+        ...
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
+    ) -> Tensor:
+        """Return ``norm(x) * weight * silu(gate)``, or ``norm(x * silu(gate)) * weight``, with an RMS norm per group.
+
+        Args:
+            x, gate: ``[T, n]``. Rows must be contiguous.
+            weight: ``[n]``, or ``[group]`` for all groups.
+            eps: number added to the mean square.
+            group: number of neighbouring columns that are normalised together.
+            is_norm_first: whether the norm comes before the gate.
+        """
         ...
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:

@@ -38,6 +38,7 @@ from lorikeet.kernels.native_records import (
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
 from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.states import StateSequences
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
 """Best first."""
@@ -64,6 +65,9 @@ _SIGNATURES = {
     "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6)
     + (_FLOAT, _INT) * 2
     + (_INT,) * 2,
+    "lorikeet_causal_conv": (_ADDRESS, _INT, *(_ADDRESS,) * 7, *(_INT,) * 7),
+    "lorikeet_recurrence": (_ADDRESS, _INT) * 3 + (_ADDRESS,) * 7 + (_INT,) * 5 + (_ADDRESS, *(_INT,) * 3),
+    "lorikeet_gated_norm": (_ADDRESS, _INT) * 3 + (_ADDRESS, *(_INT,) * 3, _FLOAT, *(_INT,) * 3),
     "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 4, _INT),
     "lorikeet_copy": (_ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _FLOAT),
     "lorikeet_place": (_ADDRESS, _INT, _INT),
@@ -428,6 +432,14 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _sequences(sequences: StateSequences, offsets: Tensor) -> tuple[int, int, int, int, int]:
+    """Return the addresses of the sequences' tensors, and the numbers of sequences and of parts of a state."""
+    tensors = (sequences.row_starts, sequences.resumed, offsets)
+    assert all(each.is_contiguous() and each.dtype == torch.int64 for each in tensors)
+    starts, resumed, places = (each.data_ptr() for each in tensors)
+    return starts, resumed, places, *offsets.shape
+
+
 def _packed(weight: Weight) -> int:
     assert isinstance(weight, PanelWeight)
     return weight.address
@@ -721,6 +733,103 @@ class NativeKernels:
         rows, columns = gate_up.shape
         out = gate_up.new_empty((rows, columns // 2))
         function(gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self._threads)
+        return out
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tails: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        """Convolve all sequences in one call. Threads share the channels."""
+        assert x.stride(1) == 1
+        assert weight.is_contiguous()
+        assert tails.dtype == torch.float32
+        out = x.new_empty(x.shape)
+        self._library.lorikeet_causal_conv(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            _address(bias),
+            tails.data_ptr(),
+            out.data_ptr(),
+            *_sequences(sequences, offsets),
+            x.shape[1],
+            len(weight),
+            has_silu,
+            x.element_size(),
+            self._threads,
+        )
+        return out
+
+    def recurrence(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        skip: Tensor | None = None,
+        *,
+        is_delta: bool,
+    ) -> Tensor:
+        """Update the states token by token in one call. Threads share heads and columns of states."""
+        assert all(each.stride()[1:] == (each.shape[2], 1) for each in (queries, keys, values))
+        assert all(each.is_contiguous() and each.dtype == torch.float32 for each in (decay, beta, states))
+        assert skip is None or skip.dtype == torch.float32
+        out = values.new_empty(values.shape)
+        self._library.lorikeet_recurrence(
+            queries.data_ptr(),
+            queries.stride(0),
+            keys.data_ptr(),
+            keys.stride(0),
+            values.data_ptr(),
+            values.stride(0),
+            decay.data_ptr(),
+            beta.data_ptr(),
+            _address(skip),
+            states.data_ptr(),
+            *_sequences(sequences, offsets),
+            *keys.shape[1:],
+            values.shape[2],
+            out.data_ptr(),
+            is_delta,
+            values.element_size(),
+            self._threads,
+        )
+        return out
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
+    ) -> Tensor:
+        """Normalise and gate in one pass over memory."""
+        assert x.stride(1) == gate.stride(1) == 1
+        rows, columns = x.shape
+        out = x.new_empty(x.shape)
+        self._library.lorikeet_gated_norm(
+            x.data_ptr(),
+            x.stride(0),
+            gate.data_ptr(),
+            gate.stride(0),
+            weight.data_ptr(),
+            len(weight),
+            out.data_ptr(),
+            rows,
+            columns,
+            group,
+            eps,
+            is_norm_first,
+            x.element_size(),
+            self._threads,
+        )
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from lorikeet.core.geometry import KV_SCALE_BYTES
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels import states as in_torch
 from lorikeet.kernels.devices import SLOW_HALVES
 from lorikeet.kernels.interface import Batch, HeadNorms, Rotation, Weight, kv_head_dim
 from lorikeet.kernels.lora import LoraDelta, LoraSegment
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors, choose
+from lorikeet.kernels.states import StateSequences
 from lorikeet.kernels.torch_layout import TorchLayoutKernels
 
 
@@ -149,6 +151,45 @@ class ReferenceKernels(TorchLayoutKernels):
         """Return ``gelu(gate) * up``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tails: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        """Convolve sequence by sequence."""
+        return in_torch.causal_conv(x, weight, bias, tails, offsets, sequences, has_silu=has_silu)
+
+    def recurrence(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        skip: Tensor | None = None,
+        *,
+        is_delta: bool,
+    ) -> Tensor:
+        """Update the states chunk by chunk."""
+        return in_torch.recurrence(
+            queries, keys, values, decay, beta, states, offsets, sequences, skip, is_delta=is_delta
+        )
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
+    ) -> Tensor:
+        """Normalise and gate in fp32."""
+        return in_torch.gated_norm(x, gate, weight, eps, group, is_norm_first=is_norm_first)
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Sample tokens with ``kernels.sampling.choose``."""

@@ -12,8 +12,9 @@ from lorikeet.kernels.lora import MAX_SEGMENT_ROWS, LoraBatch, LoraDelta
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum, norm_heads, split_heads
 from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.states import StateSequences
 from lorikeet.kernels.torch_layout import TorchLayoutKernels
-from lorikeet.kernels.triton import elementwise, lora, sampling
+from lorikeet.kernels.triton import elementwise, lora, sampling, state_launch
 from lorikeet.kernels.triton.attention_launch import paged_attention
 from lorikeet.kernels.triton.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 from lorikeet.kernels.triton.quantized import quantized_linear
@@ -148,6 +149,45 @@ class TritonKernels(TorchLayoutKernels):
         grid = (rows, tiles_of(columns, _COLUMNS))
         elementwise.gated[grid](gate_up, out, columns, has_gelu, _COLUMNS, **launch(_GATE_WARPS))
         return out
+
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tails: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        *,
+        has_silu: bool,
+    ) -> Tensor:
+        """Convolve, then overwrite the tails."""
+        return state_launch.causal_conv(x, weight, bias, tails, offsets, sequences, has_silu=has_silu)
+
+    def recurrence(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        offsets: Tensor,
+        sequences: StateSequences,
+        skip: Tensor | None = None,
+        *,
+        is_delta: bool,
+    ) -> Tensor:
+        """Update the states row by row, in registers."""
+        return state_launch.recurrence(
+            queries, keys, values, decay, beta, states, offsets, sequences, skip, is_delta=is_delta
+        )
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
+    ) -> Tensor:
+        """Normalise and gate in one pass over memory."""
+        return state_launch.gated_norm(x, gate, weight, eps, group, is_norm_first=is_norm_first)
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Sample in four launches. The vocabulary is split if there are few rows."""
