@@ -103,3 +103,12 @@ def test_switches_are_reported_to_the_next_request_and_to_the_log() -> None:
     assert guards.take_logged() == [switch]
     assert guards.take_switches() == guards.take_logged() == []
     assert not guards.stats()["order"].is_on
+
+
+def test_the_first_seconds_after_a_switch_do_not_count() -> None:
+    guard = Guard(GuardedPart.COPIES)
+    off_s = feed(guard, 0.2, 0.1, begin_s=0.0, seconds=60.0)
+    assert not guard.is_on
+    assert feed(guard, 0.0, 5.0, begin_s=off_s, seconds=2.9) == float("inf"), "the state is still the other choice's"
+    assert guard.regret_s == 0.0
+    assert feed(guard, 0.0, 5.0, begin_s=off_s + 3.0, seconds=10.0) < 5.0

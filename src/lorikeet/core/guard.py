@@ -21,6 +21,9 @@ _DEVIATIONS_OFF = 4.0
 _DEVIATIONS_ON = 2.0
 """Standard deviations that the regret must exceed: a part is switched off if it is almost certain that it loses, and on
 again soon if it would have won."""
+_SETTLING_S = 3.0
+"""Seconds after a switch in which costs do not count, because the choice that begins to act inherits the state of the
+other one: KV without copies, for example, or no reserve of free blocks."""
 _FEWEST = 8
 """Fewest events of a regret that causes a switch."""
 _MOST_LOGGED = 64
@@ -69,6 +72,8 @@ class Guard:
     deviations of a sum of such differences without a winner. Each recent time that the part was switched off doubles
     the deviations that it takes to do it again.
 
+    For some seconds after a change nothing is counted, since the state is still that of the other choice.
+
     At the start the part is on: without data, a part behaves like its alternative by itself.
 
     Args:
@@ -89,6 +94,7 @@ class Guard:
         self._events = self._squares = self._recent = 0.0
         self._total_on_s = self._total_off_s = 0.0
         self._at_s = 0.0
+        self._settled_at_s = -math.inf
 
     @property
     def bound_s(self) -> float:
@@ -113,7 +119,7 @@ class Guard:
         difference_s = on_s - off_s
         self._total_on_s += on_s
         self._total_off_s += off_s
-        if not difference_s:
+        if not difference_s or now < self._settled_at_s:
             return None
         self._events += 1
         self._squares += difference_s * difference_s
@@ -125,6 +131,7 @@ class Guard:
         switch = Switch(self.part, not self.is_on, self.regret_s, now)
         self.is_on = switch.is_on
         self._begin()
+        self._settled_at_s = now + _SETTLING_S
         self._recent += not self.is_on
         self.switches += 1
         return switch

@@ -18,6 +18,7 @@ from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.guard import GuardedPart
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError, WaitReason
+from lorikeet.memory.copy_lead import CopyLead
 from lorikeet.memory.host_values import HostValues
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy
@@ -286,6 +287,7 @@ class Evictor:
         copies: prices copies ahead of eviction beside other copies; None if they are not guarded.
 
     Attributes:
+        lead: estimates the KV that must have a copy because it is evicted soon.
         allocation_failed: whether a request found too few free blocks since the swapper last reset it.
         evicted: adapter versions evicted from the device; ``Memory.take_evictions`` passes them to the executor.
         events: adapter events; ``Memory.take_events`` takes them.
@@ -322,6 +324,7 @@ class Evictor:
         self._host_queues = host_queues(self._tree)
         self._host_values = HostValues(eviction.view)
         self._pinned: frozenset[AdapterDigest] = frozenset()
+        self.lead = CopyLead(tiers.host.total)
         self.allocation_failed = False
         self.evicted: list[AdapterDigest] = []
         self.events: list[AdapterEvent] = []
@@ -507,9 +510,11 @@ class Evictor:
         free = 0
         if uncopied and self.copies_at_eviction:
             free = self.free_host_for_kv(len(uncopied), nodes[0], now)
-        elif uncopied and self.copies_ahead and self._is_copied_late(uncopied):
-            self._drop_copies(len(uncopied), float(tree.score[nodes[0]]))
-            free = self.free_host_for_kv(len(uncopied), nodes[0], now)
+        elif uncopied and self.copies_ahead and self._is_copied(uncopied):
+            self.lead.late(len(uncopied), now)
+            if self._is_copied_late(uncopied):
+                self._drop_copies(len(uncopied), float(tree.score[nodes[0]]))
+                free = self.free_host_for_kv(len(uncopied), nodes[0], now)
         stored = uncopied[len(uncopied) - free :]
         is_stored = set(stored)
         dropped = [node for node in nodes if node not in is_stored]
@@ -525,14 +530,13 @@ class Evictor:
         if nodes and self._options.host_kv is HostKv.AHEAD:
             self._reuse.lost(int(self._tree.top[nodes[0]]), len(nodes))
 
-    def _is_copied_late(self, nodes: Sequence[int]) -> bool:
-        """Return whether KV that was not copied ahead is copied when it is evicted.
+    def _is_copied(self, nodes: Sequence[int]) -> bool:
+        """Return whether KV of one branch is copied ahead of its eviction; rarely reused KV is not."""
+        return bool(self._reuse.is_copied(self._tree.top[nodes[:1]].astype(np.int64))[0])
 
-        KV of an adapter whose KV is not copied ahead either, since it is rarely reused, is dropped.
-        """
+    def _is_copied_late(self, nodes: Sequence[int]) -> bool:
+        """Return whether KV that was not copied ahead is copied when it is evicted."""
         top = self._tree.top[nodes[:1]].astype(np.int64)
-        if not self._reuse.is_copied(top)[0]:
-            return False
         return self._eviction.view.waiting_for_a_copy_pays(len(nodes), float(self._reuse.shares(top)[0]))
 
     def evict_adapter(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lorikeet.core.guard import HALF_LIFE_S, GuardedPart, Guards
+from lorikeet.memory.copy_lead import COPIED_PART
 from lorikeet.memory.options import MemoryOptions
 from lorikeet.memory.policies.base import MIN_REUSED_SHARE, EvictionPolicy, MemoryView
 from lorikeet.memory.tiers import Tiers
@@ -20,9 +21,7 @@ from lorikeet.presets import HostKv
 _MOST_GHOSTS = 8192
 """Most blocks of both tiers that a shadow follows."""
 COPIES_IN_FLIGHT = 128
-"""Most blocks of KV that are copied to the host ahead of their eviction at a time, and as a divisor the largest part of
-the evictable blocks: they cannot be evicted until the copy ends."""
-COPIED_PART = 8
+"""Most blocks of KV that are copied to the host ahead of their eviction at a time."""
 EVICTIONS_PER_TICK = 64
 RESERVED_SHARE = 0.05
 """Where KV is copied when it is evicted, the swapper evicts so many blocks a tick ahead of demand once the device was

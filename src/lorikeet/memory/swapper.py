@@ -21,7 +21,7 @@ from lorikeet.memory.policies.base import (
     is_prefetchable,
 )
 from lorikeet.memory.reuse import KvReuse
-from lorikeet.memory.shadows import COPIED_PART, COPIES_IN_FLIGHT, EVICTIONS_PER_TICK, RESERVED_SHARE
+from lorikeet.memory.shadows import COPIES_IN_FLIGHT, EVICTIONS_PER_TICK, RESERVED_SHARE
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.transfer_records import KV_BLOCKS_PER_TRANSFER, InflightTransfer
@@ -213,11 +213,11 @@ class Swapper:
     def _copy_ahead(self, now: float) -> None:
         """Copy KV that will be evicted soon to the host, if loading it again would save time."""
         tiers = self._tiers
+        lead = self._evictor.lead
         cached = self._tiers.cached_blocks[NodeKind.KV]
-        most = min(COPIES_IN_FLIGHT, cached // COPIED_PART) - tiers.blocks_being_copied
+        most = min(COPIES_IN_FLIGHT, lead.at_a_time(cached, now)) - tiers.blocks_being_copied
         if tiers.host.total and most > 0 and self._view.loading_kv_pays(1):
-            soon = cached // COPIED_PART
-            self._evictor.copy_ahead(most, soon, self._reuse.is_copied, now)
+            self._evictor.copy_ahead(most, lead.soon(cached, now), self._reuse.is_copied, now)
 
     def _queue_host_read(self, node: int) -> None:
         """Queue an adapter to be read into the host tier, after all other queued adapters."""
