@@ -1,6 +1,5 @@
 """Tiny random checkpoints of every decoder that transformers registers."""
 
-import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lorikeet.models.architectures import ARCHITECTURES
-from lorikeet.models.transformers_older import OLDER
 
 VOCABULARY = 96
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -37,6 +35,13 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(("index_n_heads", "index_topk_blocks", "o_groups", "num_codebooks", "zero_expert_num"), 2),
     **dict.fromkeys(("lru_width",), 32),
+    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
+    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "d_inner"), 48),
+    **dict.fromkeys(("max_target_positions", "n_ctx", "emb_dim_max"), 128),
+    "is_decoder": True,
+    "causal": True,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "kv_channels": 8,
@@ -48,7 +53,8 @@ _SMALL: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
-    "index_topk": 64,
+    "index_topk": 8,
+    "keep_window_size": 8,
     "index_head_dim": 8,
     "query_pre_attn_scalar": 8,
     "hidden_size_per_layer_input": 8,
@@ -82,6 +88,18 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "reformer": {
+        "attention_head_size": 8,
+        "attn_layers": ["local", "lsh"] * 2,
+        "axial_pos_embds": False,
+        "local_attn_chunk_length": 64,
+        "lsh_attn_chunk_length": 64,
+        "num_hashes": 1,
+        "num_buckets": 2,
+        "hash_seed": 1,
+    },
     "falcon": {"multi_query": True, "alibi": False},
     "gemma3_text": {"layer_types": _MIXED * 2},
     "gemma4_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
@@ -93,9 +111,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "activation_sparsity_pattern": [0.0] * 6,
     },
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "zaya": {"num_experts_per_tok": 1},
@@ -108,15 +132,8 @@ class NotTried(Exception):
 
 
 def decoders() -> dict[str, type[PreTrainedModel]]:
-    """Return the decoder-only causal models that support the attention interface, by the type of their config."""
-    found = {}
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        model = model_class(kind)
-        parameters = inspect.signature(CONFIG_MAPPING[kind].__init__).parameters
-        is_encoder = "is_decoder" in parameters or getattr(CONFIG_MAPPING[kind], "is_decoder", None) is not None
-        if model.__name__ in OLDER or (model._supports_attention_backend and not is_encoder):
-            found[kind] = model
-    return found
+    """Return the causal models that the library lists, by the type of their config."""
+    return {kind: model_class(kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 
 
 def model_class(kind: str) -> type[PreTrainedModel]:

@@ -169,11 +169,16 @@ def test_parameters_of_linear_layers_and_vocabulary_equal_peft(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_parameters_with_a_row_for_each_input_are_refused(tmp_path: Path) -> None:
+def test_parameters_with_a_row_for_each_input_equal_peft(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "gpt2")
-    make_peft_adapter(base, tmp_path / "adapter", target_modules=[], target_parameters=["attn.c_proj.weight"])
-    with pytest.raises(AdapterError, match="has a row for each input, which is not supported"):
-        describe_folder(tmp_path / "adapter", DescribeOptions(geometry_of(tmp_path / "base", "transformers")))
+    names = ["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
+    peft = {
+        "first": make_peft_adapter(
+            copy.deepcopy(base), tmp_path / "first", target_modules=[], target_parameters=names, fan_in_fan_out=False
+        ),
+        "second": make_peft_adapter(copy.deepcopy(base), tmp_path / "second"),
+    }
+    serve(tmp_path, base, peft)
 
 
 def serve(folder: Path, base: PreTrainedModel, peft: dict[str, PeftModel], model_impl: str = "transformers") -> None:

@@ -449,11 +449,6 @@ def _described(pair: LowRankTensors, matcher: ModuleMatcher, resolver: BaseModul
     rank, scaling = matcher.rank_and_scaling(pair.name)
     place = resolver.place(pair.name)
     assert place is not None
-    if resolver.is_transposed(pair.name):
-        raise AdapterError(
-            f"{WEIGHTS_FILE}: tensor {pair.a.name} changes a parameter that has a row for each input, which is not "
-            "supported: name the module in target_modules instead"
-        )
     if place.experts:
         yield from describe_experts(place, resolver.rows(place), rank, scaling, pair.a, pair.b)
         return
@@ -465,6 +460,11 @@ def _described(pair: LowRankTensors, matcher: ModuleMatcher, resolver: BaseModul
                 f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(entry.shape)}, so rank {found}; "
                 f"{CONFIG_FILE} says {rank}"
             )
+    if resolver.is_transposed(pair.name):
+        # PEFT adds B·A to the parameter, so that the transposed B multiplies the inputs.
+        (module,) = place.modules
+        yield ModuleTensors(place.layer, module, rank, scaling, pair.b, pair.a, are_turned=True)
+        return
     if len(place.modules) == 1:
         yield ModuleTensors(place.layer, place.modules[0], rank, scaling, pair.a, pair.b)
         return
@@ -502,7 +502,7 @@ def _check_fit(each: ModuleTensors, geometry: ModelGeometry, max_rank: int) -> N
         raise AdapterError(f"{name} has rank {each.rank}, at most {max_rank} is allowed")
     shape = geometry.modules[each.module]
     for entry, found, expected in (
-        (each.a, each.a.shape, (each.rank, shape.in_features)),
+        (each.a, each.a_shape, (each.rank, shape.in_features)),
         (each.b, each.b_shape, (shape.out_features, each.rank)),
     ):
         if found != expected:

@@ -56,6 +56,8 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
         a: A, ``[rank, in_features]``.
         b: B, ``[out_features, rank]``, or the B of several experts with the columns of all.
         columns: the module's first column in ``b``, and the distance to its next column.
+        are_turned: whether ``a`` and ``b`` have rows and columns exchanged, as the B and A of a parameter with a row
+            for each input.
     """
 
     layer: int
@@ -65,10 +67,18 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
     a: TensorEntry
     b: TensorEntry
     columns: tuple[int, int] = (0, 1)
+    are_turned: bool = False
+
+    @property
+    def a_shape(self) -> tuple[int, ...]:
+        """Shape of the module's A."""
+        return self.a.shape[::-1] if self.are_turned else self.a.shape
 
     @property
     def b_shape(self) -> tuple[int, ...]:
         """Shape of the module's B, without other experts' columns."""
+        if self.are_turned:
+            return self.b.shape[::-1]
         first, step = self.columns
         return *self.b.shape[:1], len(range(first, self.b.shape[1], step))
 
@@ -136,7 +146,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
     @property
     def parameters(self) -> int:
         """Number of weights."""
-        low_rank = sum(each.rank * (each.a.shape[1] + each.b.shape[0]) for each in self.modules)
+        low_rank = sum(each.rank * (each.a_shape[1] + each.b_shape[0]) for each in self.modules)
         return low_rank + sum(each.rows * each.columns for each in self.extras if each.entry is not None)
 
     def extras_of(self, geometry: ModelGeometry) -> tuple[AdapterExtra, ...]:

@@ -67,14 +67,16 @@ def load_weights(
                 if not 0 <= layer < geometry.layers:
                     continue
                 where = f"adapter {ref.name!r}: {module} of layer {each.layer}"
-                columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
+                columns, rows = _share(module, each.b_shape[0], geometry, rank, size)
                 matrix = of_experts.get(each.b.start)
                 if matrix is None:
                     matrix = _read(stream, each.b)
+                    matrix = matrix.T if each.are_turned else matrix
                 first, step = each.columns
                 if step > 1:  # Experts alternate between a few tensors. Each tensor is read once.
                     of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: matrix}
-                a = _read(stream, each.a)[:, columns]
+                a = _read(stream, each.a)
+                a = (a.T if each.are_turned else a)[:, columns]
                 b = matrix[rows, first::step]
                 shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):

@@ -106,6 +106,11 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
+def running_pass() -> _Pass | None:
+    """Return the pass that runs in this thread."""
+    return _RUNNING.current
+
+
 @contextmanager
 def handling(attention: _Pass) -> Iterator[None]:
     """Make ``attention`` handle the calls of this thread within the context."""

@@ -48,20 +48,39 @@ class StepLora:
     Attributes:
         lora: the adapters of all rows; None without adapters.
         rows: number of rows.
+        key_lora: the adapters of all tokens of the sequences, which modules see that read keys or values from a cache.
+        keys: number of these tokens; 0 if no module sees them.
         head_lora: the adapters of the rows whose logits are computed, if any has more than A and B.
     """
 
     def __init__(self) -> None:
         self.lora: LoraBatch | None = None
         self.rows = 0
+        self.key_lora: LoraBatch | None = None
+        self.keys = 0
         self.head_lora: LoraBatch | None = None
         self._segments: npt.NDArray[np.int64] | None = None
 
-    def begin(self, lora: LoraBatch | None, rows: int) -> None:
+    def begin(self, lora: LoraBatch | None, rows: int, key_lora: LoraBatch | None = None, keys: int = 0) -> None:
         """Begin a step."""
         self.lora = lora
         self.rows = rows
+        self.key_lora = key_lora
+        self.keys = keys
         self._segments = None
+
+    def end(self) -> None:
+        """End a step."""
+        self.lora = None
+        self.key_lora = None
+
+    def adapters(self, rows: int, targets: LoraTargets) -> LoraBatch | None:
+        """Return the adapters of a linear layer's rows: those of the step, or all tokens of its sequences."""
+        is_keys = rows == self.keys != self.rows
+        lora = self.key_lora if is_keys else self.lora
+        if lora is not None and (lora.has_extras or lora.changes(targets)):
+            assert is_keys or rows == self.rows, "a module sees other rows than those of the step"
+        return lora
 
     @property
     def segments(self) -> npt.NDArray[np.int64]:
@@ -76,7 +95,12 @@ class StepLora:
     @property
     def extras(self) -> LoraBatch | None:
         """The step's adapters, if any has more than A and B."""
-        return self.lora if self.lora is not None and self.lora.has_extras else None
+        return self.extras_of(self.rows)
+
+    def extras_of(self, rows: int) -> LoraBatch | None:
+        """Return the adapters of the step's rows, or of all tokens of its sequences, if any has more than A and B."""
+        lora = self.key_lora if rows == self.keys != self.rows else self.lora
+        return lora if lora is not None and lora.has_extras else None
 
 
 class Linear(NamedTuple):
@@ -266,10 +290,8 @@ class AdaptedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ + b``, plus the LoRA delta of each row's adapter."""
         flat = x.reshape(-1, x.shape[-1])
-        lora = self._step.lora
-        if lora is not None and self._base.targets is not None:
-            is_changed = lora.has_extras or lora.changes(self._base.targets)
-            assert not is_changed or len(flat) == self._step.rows, "a module sees other rows than those of the step"
+        targets = self._base.targets
+        lora = None if targets is None else self._step.adapters(len(flat), targets)
         return self.compute(flat, lora).view(*x.shape[:-1], -1)
 
     def compute(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
@@ -385,7 +407,7 @@ class AdaptedVectors:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm."""
         out: Tensor = self._forward(x)
-        extras = self._step.extras
+        extras = self._step.extras_of(x.shape[self._rows_at])
         if extras is None:
             return out
         for segment in extras.segments_with("vector"):

@@ -22,6 +22,14 @@ def replace_attention(model: PreTrainedModel) -> None:
             _set(module, "forward", _falcon)
 
 
+def restore_attention(model: PreTrainedModel) -> None:
+    """Undo :func:`replace_attention`."""
+    for module in model.modules():
+        for name in ("_attn", "forward"):
+            if isinstance(vars(module).get(name), partial):
+                object.__delattr__(module, name)
+
+
 def _set(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     object.__setattr__(module, name, partial(function, module))
 

@@ -57,6 +57,7 @@ class RankModel:
         merger: merges adapters into the decoder's weights; None if the preset never merges.
         weights: description of the form of the linear weights.
         whole_geometry: sizes of the whole model; None if the rank holds all of it.
+        attention: the end of a name of the implementation, if transformers computes attention itself.
     """
 
     config: BaseConfig
@@ -68,6 +69,7 @@ class RankModel:
     merger: Merger | None = None
     weights: str = ""
     whole_geometry: ModelGeometry | None = None
+    attention: str = ""
 
     def base_info(self) -> BaseInfo:
         """Return the description of the model for clients of the engine."""
@@ -77,7 +79,7 @@ class RankModel:
         if isinstance(config, ModelConfig):
             embed_size = config.hidden_size
         else:
-            how = f"transformers {config.version}"
+            how = f"transformers {config.version}{self.attention}"
         dtype = str(self.dtype).removeprefix("torch.")
         return BaseInfo(config.architecture, how, config.vocab_size, config.eos_token_ids, dtype, embed_size)
 
@@ -239,7 +241,8 @@ def _load_transformers(
     if bits:
         stored = f"int{bits} in groups of {GROUP}, quantised from {str(dtype).removeprefix('torch.')}"
     geometry = stored_geometry(settings.engine, decoder.geometry)
-    return RankModel(config, decoder, kernels, dtype, device, geometry, weights=stored)
+    attention = decoder.way.value
+    return RankModel(config, decoder, kernels, dtype, device, geometry, weights=stored, attention=attention)
 
 
 def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Kernels:
