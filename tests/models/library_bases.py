@@ -33,7 +33,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("index_n_heads", "index_topk_blocks", "o_groups", "num_codebooks", "zero_expert_num"), 2),
+    **dict.fromkeys(("index_topk_blocks", "o_groups", "num_codebooks", "zero_expert_num"), 2),
     **dict.fromkeys(("lru_width",), 32),
     **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
@@ -53,6 +53,8 @@ _SMALL: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
+    # Few heads would give many tokens a score of exactly 0, and which of these are chosen is left open.
+    "index_n_heads": 16,
     "index_topk": 8,
     "keep_window_size": 8,
     "index_head_dim": 8,
@@ -88,6 +90,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 12,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "reformer": {
@@ -117,6 +128,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
@@ -197,10 +209,15 @@ def random_ids(tokens: int, seed: int) -> list[int]:
 
 
 def row(kind: str, reason: str) -> str:
-    """Return the line of the table in docs/models.md for a type of config, which is refused for a reason or runs."""
+    """Return the start of a line of the table in docs/models.md.
+
+    Args:
+        kind: type of config.
+        reason: why it is refused; "" if it runs.
+    """
     name = model_class(kind).__name__
     how = "refused" if reason else "own decoder" if name in ARCHITECTURES else "transformers"
     if reason.startswith(NOT_TRIED):
         how = "not tried"
         reason = reason.removeprefix(NOT_TRIED)
-    return f"| `{kind}` | {name} | {how} | {reason.split('(')[0].strip()} |"
+    return f"| `{kind}` | {name} | {how} | {reason.split('(')[0].strip()}".rstrip()

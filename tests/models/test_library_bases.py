@@ -18,8 +18,15 @@ from tests.models.library_bases import NotTried, decoders, make_base, model_clas
 from tests.models.library_runs import MAX_MODEL_LEN, check, geometry_of, make_peft_adapter, request, run, settings_of
 from tests.support import sampling
 
-SAMPLE = ("gemma3_text", "gpt2", "gpt_oss", "granite", "phi3", "qwen3_moe")
-"""Windows and norms; Conv1D and learned positions; sinks and experts; multipliers; fused layers; experts."""
+SAMPLE = (
+    *("gemma3_text", "gpt2", "gpt_oss", "granite", "phi3", "qwen3_moe"),
+    *("deepseek_v32", "doge", "minimax_m3_vl_text", "openai-gpt", "roberta", "stablelm"),
+)
+"""Windows and norms; Conv1D and learned positions; sinks and experts; multipliers; fused layers; experts.
+
+By transformers' own attention: chosen tokens; linear layers of cached values; chosen blocks; no cache; positions that
+the model counts; attention that cannot be replaced.
+"""
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 
 KINDS = sorted(decoders()) if sampling.runs_all else sorted(SAMPLE)
@@ -78,7 +85,8 @@ def test_answers_with_an_adapter_on_all_linear_layers_equal_peft(kind: str, tmp_
         reason = str(error)
     finally:
         gc.collect()
-    assert row(kind, reason) in PAGE.read_text().splitlines(), "run docs/make_models.py"
+    lines = PAGE.read_text().splitlines()
+    assert any(line.startswith(row(kind, reason)) for line in lines), "run docs/make_models.py"
 
 
 @pytest.mark.slow

@@ -67,9 +67,10 @@ def test_layers_that_share_keys_store_none_and_shapes_may_differ(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("lfm2_moe", "no attention that transformers can replace|carries state"), ("doge", "sparse")]
+    ("kind", "reason"),
+    [("musicgen", "its input is not a row of tokens"), ("xlnet", "logits differ")],
 )
-def test_unsupported_attention_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, kind: str, reason: str) -> None:
     with pytest.raises(UnsupportedAttention, match=reason):
         decoder(tmp_path, kind)
 

@@ -103,10 +103,6 @@ _TOLERANCES_ANEW = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.
 """The same without a cache, where few products differ. Models that see later tokens must not pass."""
 
 
-_STATEFUL = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"})
-"""Types of layers that keep more than keys and values."""
-
-
 def read_transformers_config(folder: Path) -> TransformersConfig:
     """Read a checkpoint's config like transformers, including its defaults.
 
@@ -117,12 +113,6 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     read_quantization(settings)  # This refuses unsupported methods before weights are read.
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
-    if stateful := sorted(_STATEFUL.intersection(getattr(text, "layer_types", None) or ())):
-        raise settings.error(
-            "layer_types",
-            f"{', '.join(stateful)}: these layers carry state from token to token beside keys and values, which is not "
-            "supported",
-        )
     architecture = _class_of(folder).__name__
     context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
     dtype = settings.get("dtype") or settings.get("torch_dtype") or getattr(text, "dtype", None) or "float32"
@@ -327,8 +317,6 @@ class TransformersDecoder:
         register_masks()
         self._model = model
         self._kernels = kernels
-        if getattr(model, "_is_stateful", False):
-            raise UnsupportedAttention("it carries state from token to token beside keys and values")
         self._decoder = decoder_of(model)
         self._views: tuple[Tensor, int, list[LayerKv]] | None = None
         parameter = next(self._decoder.parameters())

@@ -552,7 +552,9 @@ def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    if weight.dim() != 1 or weight.dtype not in _EXACT:
+    # Some norms of layers with a state also take a gate.
+    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
+    if weight.dim() != 1 or weight.dtype not in _EXACT or not takes_one:
         return None
     rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(1)).to(weight) * 2
     expected = module(rows.clone())
