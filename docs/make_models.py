@@ -69,7 +69,10 @@ def table(outcomes: Mapping[str, Outcome]) -> str:
         "",
         "| type | class | runs by | how, or why not |",
         "|---|---|---|---|",
-        *(f"{row(kind, each.reason)} {each.remark}".rstrip() + " |" for kind, each in sorted(outcomes.items())),
+        *(
+            f"{row(kind, each.reason)}{'' if each.reason else ' ' + each.remark} |"
+            for kind, each in sorted(outcomes.items())
+        ),
     ]
     return "\n".join(lines)
 
