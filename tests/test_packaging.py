@@ -27,10 +27,8 @@ PACKAGES = {  # distributions that are imported under another name
 }
 BROUGHT = {
     "anyio": "fastapi",
-    "multidict": "aiohttp",
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
-    "yarl": "aiohttp",
 }
 """Packages that come with another one, which stands in pyproject.toml."""
 OPTIONAL = {"flashinfer", "vllm"}

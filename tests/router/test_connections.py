@@ -239,7 +239,7 @@ async def test_server_counts_as_gone_only_if_its_port_is_closed(
     async def fails(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", fails)
+    monkeypatch.setattr("lorikeet.router.connections.aiohappyeyeballs.start_connection", fails)
     connections = Connections("http://127.0.0.1:9")
     with pytest.raises(BackendConnectionError) as caught:
         await connections.send("GET", "/", [])

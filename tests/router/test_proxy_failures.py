@@ -5,7 +5,6 @@ import threading
 from errno import EMFILE
 from typing import Any
 
-import aiohttp
 import pytest
 import structlog
 
@@ -105,15 +104,14 @@ async def cannot_connect(*args: Any, **kwargs: Any) -> None:
 async def test_gateway_unable_to_connect_takes_no_requests_from_healthy_backends(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    make = aiohttp.TCPConnector
-    monkeypatch.setattr("aiohttp.TCPConnector", lambda **options: make(limit=0, force_close=True))
+    monkeypatch.setattr("lorikeet.router.connections._KEEP_ALIVE_S", -1.0)  # so that no connection is kept
     async with start(count=1) as router:
         (backend,) = router.backends
         backend.pauses_at = 3
         running = asyncio.create_task(events(router.http, COMPLETIONS, body(n=2)))  # which cannot go on elsewhere
         await until(lambda: backend.paused, "an answer has paused")
         with monkeypatch.context() as patched, structlog.testing.capture_logs() as logged:
-            patched.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", cannot_connect)
+            patched.setattr("lorikeet.router.connections.aiohappyeyeballs.start_connection", cannot_connect)
             reply = await router.http.post(COMPLETIONS, json=body(model))
             assert reply.status_code == 502, reply.text
             assert "Too many open files" in reply.text

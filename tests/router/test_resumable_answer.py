@@ -288,3 +288,42 @@ def test_events_of_the_next_backend_keep_the_ids_of_the_first() -> None:
         data = json.dumps({"id": "other", "created": 2, "choices": [choice], "usage": usage(1)}).encode()
         (chunk,) = read(answer.feed(b"data: " + data + b"\n\n"))
         assert (chunk["id"], chunk["created"]) == ("a", 1)
+
+
+@pytest.mark.parametrize("is_compact", [True, False])
+@pytest.mark.parametrize("is_chat", [True, False])
+@pytest.mark.parametrize("has_counts", [True, False])
+def test_copied_events_are_those_that_parsing_gives(is_chat: bool, has_counts: bool, is_compact: bool) -> None:
+    """Pieces of one whole event are copied as bytes; the same stream in pieces of one byte is parsed."""
+    texts = [" once", ' "a"', "\\", '\\"', "", " ü\n", '", "usage": {}', " b"]
+    events = [delta_event(0, role="assistant", content="")] if is_chat else []
+    for number, text in enumerate(texts, 1):
+        tokens = number if has_counts else None
+        events.append(delta_event(tokens, content=text) if is_chat else text_event(text, tokens))
+    events.append(
+        event(choices=[{"index": 0, **({"delta": {}} if is_chat else {"text": ""}), "finish_reason": "stop"}])
+    )
+    if is_compact:
+        events = [b"data: " + json.dumps(read(each)[0], separators=(",", ":")).encode() + b"\n\n" for each in events]
+    stream = [*events, DONE]
+    copied, parsed = (ResumableAnswer(chat() if is_chat else completion()) for _ in range(2))
+    for answer in (copied, parsed):
+        answer.next_body()
+    given = b"".join(copied.feed(piece) for piece in stream)
+    expected = b"".join(parsed.feed(bytes([byte])) for piece in stream for byte in piece)
+    assert read(given) == read(expected)
+    assert (copied.text, copied.tokens, copied.is_done) == (parsed.text, parsed.tokens, True)
+    assert copied.text == "".join(texts)
+    assert copied.counts == parsed.counts
+
+
+def test_an_event_that_holds_more_than_text_is_not_copied() -> None:
+    answer = ResumableAnswer(chat(max_tokens=9))
+    answer.next_body()
+    for number in (1, 2):
+        answer.feed(delta_event(number, content="a"))
+    answer.feed(delta_event(3, content="a", tool_calls=[{"index": 0}]))
+    assert answer.stuck == "it holds tool_calls"
+    assert (answer.text, answer.tokens) == ("aaa", 3)
+    answer.feed(event(choices=[], error={"message": "broken"}))
+    assert answer.failure is not None

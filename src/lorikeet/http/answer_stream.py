@@ -11,6 +11,11 @@ class EventLines:
     def __init__(self) -> None:
         self._rest = b""
 
+    @property
+    def has_rest(self) -> bool:
+        """Whether a line has begun and not ended."""
+        return bool(self._rest)
+
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the data of the lines that ``piece`` completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")

@@ -4,12 +4,13 @@ import hashlib
 import secrets
 from collections.abc import Iterable
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.config import check_keys
 from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.headers import header
 from lorikeet.http.routes import Callers, RouteTable
 from lorikeet.http.tenancy import RateReport
 from lorikeet.http.threads import in_daemon_thread
@@ -83,8 +84,7 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        secret = _key(headers)
+        secret = _key(scope)
         row = self._table.find(scope["method"], scope["path"])
         callers = Callers.OPERATOR if row is None else row.callers
         key = await self._tenant_key(secret)
@@ -103,7 +103,7 @@ class Auth:
         if scope["method"] != "OPTIONS":
             refusal = self._refusal(callers, is_api=is_api, is_admin=is_admin)
         if refusal is None:
-            named = headers.get(self._tenant_header, "") if self._tenant_header else ""
+            named = header(scope, self._tenant_header.lower().encode()) if self._tenant_header else ""
             # Any key is accepted without keys in the settings, so a key identifies no tenant.
             tenant = named or (key_name(secret) if is_api or is_admin else "")
             state |= {"tenant": tenant, "access": Access(actor=tenant), "is_admin": is_admin}
@@ -164,10 +164,10 @@ def _with_headers(send: Send, report: RateReport) -> Send:
     return send_reported
 
 
-def _key(headers: Headers) -> str:
+def _key(scope: Scope) -> str:
     """Return the key of a request, from a bearer token or the header of Anthropic's clients."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return (key.strip() if scheme.lower() == "bearer" else "") or headers.get("x-api-key", "")
+    scheme, _, key = header(scope, b"authorization").partition(" ")
+    return (key.strip() if scheme.lower() == "bearer" else "") or header(scope, b"x-api-key")
 
 
 def _unauthorized() -> JSONResponse:

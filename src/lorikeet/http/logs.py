@@ -6,11 +6,12 @@ import time
 import uuid
 
 import structlog
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.http.errors import unexpected_failure
+from lorikeet.http.headers import header
 from lorikeet.http.trace_context import TraceHeaders, trace_headers
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.api")
@@ -41,9 +42,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        trace_headers.set(TraceHeaders(headers.get("traceparent", ""), headers.get("tracestate", "")))
-        given = headers.get("x-request-id", "")
+        trace_headers.set(TraceHeaders(header(scope, b"traceparent"), header(scope, b"tracestate")))
+        given = header(scope, b"x-request-id")
         request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
         added: dict[str, str] = {}
         scope.setdefault("state", {}).update({"request_id": request_id, ANSWER_HEADERS: added})

@@ -7,13 +7,13 @@ the limit on bodies.
 from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.core.provenance import DIGEST_HEADER
 from lorikeet.http.auth import Auth
 from lorikeet.http.errors import ApiError
+from lorikeet.http.headers import header
 from lorikeet.http.listening import is_loopback
 from lorikeet.http.logs import RequestIds
 from lorikeet.http.origins import CrossOriginGuard, HostGuard, host_of_origin
@@ -68,7 +68,7 @@ class BodyLimit:
             return
         row = self._table.find(scope["method"], scope["path"])
         most = self._max_bytes[BodySize.SMALL if row is None else row.body]
-        announced = Headers(scope=scope).get("content-length", "")
+        announced = header(scope, b"content-length")
         if announced.isdigit() and int(announced) > most:
             await _too_large(most).response()(scope, receive, send)
             return

@@ -1,15 +1,17 @@
 """Protects the server from web pages: of other origins, or with a foreign name that points to the server."""
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lorikeet.http.errors import ApiError
+from lorikeet.http.headers import header
 from lorikeet.http.listening import is_loopback
 
 _LONGEST_SHOWN = 100
+_MAX_HOSTS = 64
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
@@ -34,21 +36,20 @@ class CrossOriginGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        is_refused = scope["type"] == "http" and self._is_refused(scope["method"], Headers(scope=scope))
-        await (_cross_origin_refusal(Headers(scope=scope)) if is_refused else self._app)(scope, receive, send)
+        is_refused = scope["type"] == "http" and self._is_refused(scope)
+        await (_cross_origin_refusal(header(scope, b"origin")) if is_refused else self._app)(scope, receive, send)
 
-    def _is_refused(self, method: str, headers: Headers) -> bool:
-        origin = headers.get("origin", "")
-        site = headers.get("sec-fetch-site", "")
-        if method in _SAFE_METHODS or "*" in self._allowed or origin in self._allowed:
+    def _is_refused(self, scope: Scope) -> bool:
+        origin = header(scope, b"origin")
+        site = header(scope, b"sec-fetch-site")
+        if scope["method"] in _SAFE_METHODS or "*" in self._allowed or origin in self._allowed:
             return False
         if site:
             return site not in _SAME_SITE
-        return bool(origin) and origin.partition("://")[2] != headers.get("host", "")
+        return bool(origin) and origin.partition("://")[2] != header(scope, b"host")
 
 
-def _cross_origin_refusal(headers: Headers) -> ASGIApp:
-    origin = headers.get("origin", "")
+def _cross_origin_refusal(origin: str) -> ASGIApp:
     message = f"Pages of {origin or 'another origin'} may not use this server; start it with --allowed-origins ORIGIN."
     return ApiError(403, message).response()
 
@@ -67,13 +68,14 @@ class HostGuard:
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
         self._app = app
         self._names = frozenset(map(str.lower, names))
+        self._is_known = lru_cache(maxsize=_MAX_HOSTS)(self._is_own)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        host = header(scope, b"host") if scope["type"] == "http" else ""
         await (self._app if not host or self._is_known(host) else _foreign_host(host))(scope, receive, send)
 
-    def _is_known(self, host: str) -> bool:
+    def _is_own(self, host: str) -> bool:
         name = host_of_origin(f"http://{host}").rstrip(".")
         return name in self._names or name.endswith(".localhost") or is_loopback(name)
 

@@ -1,10 +1,10 @@
 """Proxies a request to its chosen backend, and resumes it at another backend if the first is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -85,6 +85,8 @@ _WITHHELD_RESPONSE_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )
 """Response headers that are not passed on; nor are those of CORS (``access-control-…``)."""
+
+_T = TypeVar("_T")
 
 
 class StreamCut(Exception):
@@ -590,11 +592,7 @@ class ProxyTask:
         client = self._client
         request.close_if_lost(reply.close)
         while piece := await self._piece(reply):
-            if out := stream.feed(piece):
-                self._has_sent = True
-                self._failures = 0
-                if isinstance(stream, NamedEventsAnswer) and stream.answer_id:
-                    self._keep(stream.answer_id)
+            if out := self._fed(piece):
                 if client is not None and client.is_open:
                     client.write(out)
                 else:
@@ -602,22 +600,48 @@ class ProxyTask:
                 if not request.is_started:
                     self._backend_router.on_first_token(request)
                     self._parts.stats.first_token(request)
+            if stream.failure is None and request.is_started and client is not None and client.is_open:
+                await self._unless_lost(partial(reply.pass_on, partial(self._pass_on, client)))
             if stream.failure is not None:
                 raise stream.failure
         if not stream.is_done:
             raise StreamCut("the stream ended before its end mark")
 
+    def _fed(self, piece: bytes) -> bytes:
+        """Add bytes from a backend. Return the completed events for the client."""
+        stream = self._stream
+        if out := stream.feed(piece):
+            self._has_sent = True
+            self._failures = 0
+            if isinstance(stream, NamedEventsAnswer) and stream.answer_id:
+                self._keep(stream.answer_id)
+        return out
+
+    def _pass_on(self, client: DirectBody, piece: bytes) -> bool:
+        """Write the events of a piece to the client. Return whether the next piece may follow directly."""
+        if out := self._fed(piece):
+            client.write(out)
+        return self._stream.failure is None and client.is_open
+
     async def _piece(self, reply: BackendResponse) -> bytes:
         """Return the next bytes of a response; empty at the end. The response is closed if its backend is lost."""
+        return await self._unless_lost(reply.piece)
+
+    async def _unless_lost(self, read: Callable[[], Awaitable[_T]]) -> _T:
+        """Read from a response, and return what was read.
+
+        Raises:
+            BackendLost: the backend was lost, which closed the response.
+        """
         try:
-            piece = await reply.piece()
+            found = await read()
         except BackendConnectionError:
             if not self._request.is_lost:
                 raise
             raise BackendLost from None
         if self._request.is_lost:
             raise BackendLost
-        return piece
+        return found
 
     async def _resume(self, error: Exception) -> BackendResponse:
         """Send the rest of the body to another backend, and return its response.

@@ -6,8 +6,10 @@ chunk counts as a token. Tokens without text yet are not counted and are generat
 are passed through. This module handles bytes and bodies, not connections.
 """
 
+import re
 import time
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -224,6 +226,48 @@ class _NamedEvent(msgspec.Struct):
 _NAMED_EVENT = msgspec.json.Decoder(_NamedEvent)
 
 
+class _TextForm(NamedTuple):
+    """The form of a backend's events that hold only text. All bytes but text and counts are the same in each.
+
+    Attributes:
+        before: bytes before the text.
+        after: bytes from the end of the text to the end of the event, or to the counts.
+        kept: ``after`` without counts, as the client gets it.
+        has_counts: whether counts follow.
+    """
+
+    before: bytes
+    after: bytes
+    kept: bytes
+    has_counts: bool
+
+    @classmethod
+    def of(cls, data: bytes, field: bytes, text: str) -> "_TextForm | None":
+        """Return the form of an event; None if the bytes of its text or of its counts are not certain.
+
+        Args:
+            data: the data of the event.
+            field: name of the field with the text.
+            text: the text.
+        """
+        found = list(re.finditer(rb'"%b":\s*("(?:[^"\\]|\\.)*")' % field, data))
+        if len(found) != 1 or msgspec.json.decode(found[0][1]) != text:
+            return None
+        start, end = found[0].span(1)
+        before = b"data: " + data[:start]
+        if b'"usage"' not in data:
+            return cls(before, data[end:] + b"\n\n", data[end:] + b"\n\n", has_counts=False)
+        counts = _COUNTS_KEY.search(data, end)
+        if counts is None or _COUNTS.fullmatch(data[counts.end() :] + b"\n\n") is None:
+            return None
+        return cls(before, data[end : counts.end()], data[end : counts.start()] + b"}\n\n", has_counts=True)
+
+
+_COUNTS_KEY = re.compile(rb',\s*"usage":\s*')
+_COUNTS = re.compile(rb"(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\n\n")
+"""The counts, with which an event ends."""
+
+
 class ResumableAnswer:
     """Collects one answer from all backends that contribute to it.
 
@@ -260,6 +304,14 @@ class ResumableAnswer:
         self._has_usage = False
         self.failure: BackendFailed | None = None
         self._lines = EventLines()
+        self._form: _TextForm | None = None
+        """The form of events that are copied; None before the first, and for a backend that resumes."""
+        self._has_form = self._wants_counts
+        """Whether the form was looked for. A client that wants the counts of each event gets no copies."""
+        self._unread: list[bytes] = []
+        """Texts of copied events, as JSON."""
+        self._unread_counts = b""
+        """Counts of the last copied event."""
         if body.received is not None and body.received.text:
             self._text.append(body.received.text)
             self._counted = body.received.tokens
@@ -270,11 +322,13 @@ class ResumableAnswer:
     @property
     def text(self) -> str:
         """Text of the answer so far."""
+        self._read_copied()
         return "".join(self._text)
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the text so far."""
+        self._read_copied()
         return self._before + self._counted
 
     @property
@@ -300,6 +354,8 @@ class ResumableAnswer:
             text_tokens: token ids of the text so far, if :attr:`needs_tokens`.
         """
         self._before = self.tokens
+        self._form = None
+        self._has_form = self._wants_counts or bool(self._ids)
         self._counted = 0
         self._chunks = 0
         self._lines = EventLines()
@@ -339,6 +395,9 @@ class ResumableAnswer:
 
     def feed(self, piece: bytes) -> bytes:
         """Add bytes from a backend. Return the completed events for the client."""
+        if self._form is not None and (copied := self._copied(self._form, piece)):
+            return copied
+        self._read_copied()
         out = b""
         for data in self._lines.feed(piece):
             try:
@@ -347,6 +406,44 @@ class ResumableAnswer:
                 self.failure = failure
                 break
         return out
+
+    def _copied(self, form: _TextForm, piece: bytes) -> bytes:
+        """Return an event of text without its counts; empty if the piece is not exactly such an event.
+
+        Most pieces are. They are copied as bytes, and read only when the answer is resumed.
+        """
+        if self._lines.has_rest or not piece.startswith(form.before):
+            return b""
+        start = len(form.before)
+        at = piece.find(form.after, start)
+        text = piece[start:at]
+        # Quotes in a text are escaped, so further ones are fields that the form lacks.
+        if at < 0 or len(text) < 3 or text.count(b'"') - text.count(b'\\"') != 2:
+            return b""
+        if form.has_counts:
+            counts = _COUNTS.fullmatch(piece, at + len(form.after))
+            if counts is None:
+                return b""
+            self._unread_counts = counts[1]
+        elif at + len(form.after) != len(piece):
+            return b""
+        self._unread.append(text)
+        return form.before + text + form.kept
+
+    def _read_copied(self) -> None:
+        """Add the texts and counts of copied events."""
+        if not self._unread:
+            return
+        try:
+            self._text += msgspec.json.decode(b"[" + b",".join(self._unread) + b"]", type=list[str])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.stuck = "its text is not valid"
+        self._chunks += len(self._unread)
+        self._unread.clear()
+        counts = None
+        with suppress(msgspec.DecodeError):
+            counts = self._count(msgspec.json.decode(self._unread_counts))
+        self._counted = self._chunks if counts is None else counts
 
     def _take(self, data: bytes) -> bytes:
         """Add the data of one event from a backend. Return the event for the client, if it gets one.
@@ -372,6 +469,11 @@ class ResumableAnswer:
         counted = self._count(usage)
         if choices and not self._take_choice(choices[0], counted):
             return b""
+        if not self._has_form and self._text and len(choices or ()) == 1:
+            self._has_form = True
+            is_only_text = not self.is_finished and self.stuck is None
+            if is_only_text and not (self._is_chat and (choices[0].get("delta") or {}).get("role")):
+                self._form = _TextForm.of(data, b"content" if self._is_chat else b"text", self._text[-1])
         if not choices and (counted is None or not self._wants_usage):
             return b""
         if usage and (self._wants_counts or not choices):
