@@ -611,7 +611,7 @@ def kv_events() -> None:
         filled = _Filled(refs, tokens)
         events = KvEvents(filled.memory.tree, tokens)
         events.set_names({ref.name: ref.digest for ref in refs})
-        publisher = KvPublisher(KvEventSettings("ipc:///tmp/lorikeet-kv-events-benchmark"))
+        publisher = KvPublisher(KvEventSettings("ipc:///tmp/lorikeet-kv-events-benchmark"), BLOCK_TOKENS)
         for ref in refs:
             filled.add_kv(ref, _tokens(nodes // MEMORY_ADAPTERS * BLOCK_TOKENS, generator))
         publisher.publish(events.take())

@@ -14,7 +14,7 @@ from lorikeet.config import ConfigError, KvEventSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.engine.kv_publisher import KvPublisher
-from lorikeet.memory.kv_events import BlockTokens, KvEvents
+from lorikeet.memory.kv_events import BlockTokens, KvEvent, KvEvents
 from lorikeet.memory.tree import DependencyTree, NodeKind, block_keys
 from lorikeet.presets import PRESETS
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
@@ -62,6 +62,11 @@ class Blocks:
 
     def found(self, medium: str) -> set[Content]:
         return {self.contents[each] for each in self.held[medium]}
+
+
+def events_of(kv: KvEvents) -> list[KvEvent]:
+    """Return the events since the last call, as they are published."""
+    return [event for change in kv.take() for event in change.events(BLOCK_TOKENS)]
 
 
 class Subscriber:
@@ -127,7 +132,7 @@ class Sockets(NamedTuple):
 @pytest.fixture
 def sockets(tmp_path: Path) -> Iterator[Sockets]:
     addresses = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
-    publisher = KvPublisher(KvEventSettings(*addresses, topic="kv@pod@base"))
+    publisher = KvPublisher(KvEventSettings(*addresses, topic="kv@pod@base"), BLOCK_TOKENS)
     subscriber = Subscriber(*addresses, loses=0.01)
     yield Sockets(publisher, subscriber)
     subscriber.close()
@@ -220,6 +225,7 @@ def test_subscriber_that_loses_messages_rebuilds_the_cached_blocks(sockets: Sock
         for _ in range(50):
             server.change()
             publisher.publish(server.kv.take())
+        publisher.flush()
         subscriber.read()
     subscriber.catch_up()
     assert subscriber.lost
@@ -235,7 +241,7 @@ def test_a_replaced_name_loses_its_blocks_and_a_second_name_gets_them() -> None:
     blocks = Blocks()
 
     def take() -> set[str | None]:
-        blocks.apply([0.0, msgspec.to_builtins(kv.take()), 0])
+        blocks.apply([0.0, msgspec.to_builtins(events_of(kv)), 0])
         return {name for name, *_ in blocks.found("GPU")}
 
     one, two = adapter("one"), adapter("two")
@@ -261,7 +267,7 @@ def test_a_reset_of_the_prefix_cache_clears_blocks_and_hides_its_salt() -> None:
         asked = request(name, list(range(9)), bench.clock.now())
         bench.engine.submit(msgspec.structs.replace(asked, cache_salt=salt))
         bench.run()
-        blocks.apply([0.0, msgspec.to_builtins(kv.take()), 0])
+        blocks.apply([0.0, msgspec.to_builtins(events_of(kv)), 0])
         return {salt for *_, salt in blocks.found("GPU")}
 
     assert take("a", "") == {""}
@@ -284,7 +290,7 @@ def test_kv_of_another_engine_is_reported_once_its_tokens_are_known() -> None:
     tree.on_host[[first, second]] = True
     assert not kv.take()
     kv.learn(asked)
-    (stored,) = kv.take()
+    (stored,) = events_of(kv)
     assert msgspec.to_builtins(stored)["token_ids"] == asked.prompt_token_ids
     assert msgspec.to_builtins(stored)["medium"] == "CPU"
 
@@ -292,7 +298,7 @@ def test_kv_of_another_engine_is_reported_once_its_tokens_are_known() -> None:
 @pytest.mark.parametrize("endpoint", ["tcp://*:x", "nowhere"])
 def test_address_that_is_not_valid_is_named(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="kv_events: "):
-        KvPublisher(KvEventSettings(endpoint))
+        KvPublisher(KvEventSettings(endpoint), BLOCK_TOKENS)
 
 
 def test_replicas_publish_on_ports_of_their_own_and_a_port_in_use_is_named() -> None:
@@ -300,4 +306,4 @@ def test_replicas_publish_on_ports_of_their_own_and_a_port_in_use_is_named() -> 
     with context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://*")
         with pytest.raises(ConfigError, match=f"{port}: Address already in use"):
-            KvPublisher(KvEventSettings(f"tcp://*:{port - 3}"), rank=3)
+            KvPublisher(KvEventSettings(f"tcp://*:{port - 3}"), BLOCK_TOKENS, rank=3)

@@ -9,13 +9,15 @@ batch.
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from queue import Queue
 
 import msgspec
 import structlog
 import zmq
 
 from lorikeet.config import ConfigError, KvEventSettings
-from lorikeet.memory.kv_events import KvEvent
+from lorikeet.memory.kv_events import KvChange, KvEvent
 
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -37,17 +39,22 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 class KvPublisher:
     """Publishes batches, and keeps the latest batches for subscribers that missed some.
 
+    A thread makes the events, encodes and sends them, so that an engine's step waits for none of this.
+
     Args:
         settings: addresses, topic and sizes.
+        block_size: tokens in a block.
         rank: number of the replica, which is added to the ports.
 
     Raises:
         ConfigError: an address is not valid, or in use.
     """
 
-    def __init__(self, settings: KvEventSettings, rank: int = 0) -> None:
+    def __init__(self, settings: KvEventSettings, block_size: int, rank: int = 0) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._block_size = block_size
         self._rank = rank
+        self._changes = Queue[tuple[float, Sequence[KvChange]] | None]()
         self._topic = settings.topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._number = 0
@@ -61,19 +68,34 @@ class KvPublisher:
             self._replay = context.socket(zmq.ROUTER)
             _open(self._replay, settings.replay_endpoint, rank)
             threading.Thread(target=self._serve_replays, name="kv-replay", daemon=True).start()
+        self._thread = threading.Thread(target=self._send_batches, name="kv-events", daemon=True)
+        self._thread.start()
 
-    def publish(self, events: list[KvEvent]) -> None:
-        """Send a batch. A subscriber that does not read loses the oldest batches."""
-        if not events:
-            return
-        payload = self._encoder.encode(EventBatch(time.time(), events, self._rank))
-        with self._lock:
-            self._kept.append((self._number, payload))
-        self._socket.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
-        self._number += 1
+    def publish(self, changes: Sequence[KvChange]) -> None:
+        """Publish changes as one batch, soon. A subscriber that does not read loses the oldest batches."""
+        if changes:
+            self._changes.put((time.time(), changes))
+
+    def flush(self) -> None:
+        """Wait until all changes are published."""
+        self._changes.join()
 
     def close(self) -> None:
-        """Close the sockets, after sending batches in flight for at most a second."""
+        """Publish what is left, and close the sockets; both take at most a second."""
+        self._changes.put(None)
+        self._thread.join(timeout=1)
+
+    def _send_batches(self) -> None:
+        """Run the thread that makes and sends batches, the only one that uses the socket."""
+        while (item := self._changes.get()) is not None:
+            ts, changes = item
+            events = [event for change in changes for event in change.events(self._block_size)]
+            payload = self._encoder.encode(EventBatch(ts, events, self._rank))
+            with self._lock:
+                self._kept.append((self._number, payload))
+            self._socket.send_multipart((self._topic, self._number.to_bytes(8, "big"), payload))
+            self._number += 1
+            self._changes.task_done()
         self._socket.close(linger=1000)
 
     def _serve_replays(self) -> None:

@@ -221,7 +221,7 @@ class KvReports:
     def __init__(self, events: KvEvents, settings: KvEventSettings, replica: ReplicaId) -> None:
         self._events = events
         number = replica.rpartition("-")[2]
-        self._publisher = KvPublisher(settings, int(number) if number.isdecimal() else 0)
+        self._publisher = KvPublisher(settings, events.block_size, int(number) if number.isdecimal() else 0)
 
     def receive(self, message: ToEngine) -> None:
         """Take names of adapters and tokens of requests from a message."""

@@ -6,9 +6,10 @@ changes. Comparing two arrays takes microseconds, and only changed nodes are exa
 Format: https://docs.vllm.ai/en/latest/api/vllm/distributed/kv_events/
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,6 +64,34 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBl
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvChange(NamedTuple):
+    """A change of the cached KV, from which another thread makes events.
+
+    Attributes:
+        is_stored: whether the blocks can be found now; False if they no longer can.
+        medium: ``GPU`` for the device, ``CPU`` for the host tier.
+        names: the names under which the blocks are reported; None for the base model.
+        blocks: the blocks, parents first; none for the change that clears all.
+    """
+
+    is_stored: bool
+    medium: str
+    names: Sequence[AdapterName | None]
+    blocks: "Sequence[_Block]"
+
+    def events(self, block_size: int) -> list[KvEvent]:
+        """Return the events of the change, for blocks of ``block_size`` tokens."""
+        if not self.blocks:
+            return [AllBlocksCleared()]
+        if self.is_stored:
+            chains = _chains(self.blocks)
+            return [_stored(chain, name, self.medium, block_size) for name in self.names for chain in chains]
+        return [BlockRemoved([block_hash(each.key, name) for each in self.blocks], self.medium) for name in self.names]
+
+
+_CLEARED = KvChange(is_stored=False, medium="", names=(), blocks=())
 
 
 class BlockTokens:
@@ -131,7 +160,7 @@ class _Block:
 
 
 class KvEvents:
-    """Compares the tree with its state at the last call, and returns the changes as events.
+    """Compares the tree with its state at the last call, and returns the changes, from which events are made.
 
     A version with several names is reported under each name, because routers look blocks up by the name in a request.
     Each name has different hashes. A version without a name is not reported.
@@ -149,7 +178,7 @@ class KvEvents:
         self._blocks: dict[int, _Block] = {}
         self._unknown: set[int] = set()
         self._names: dict[AdapterDigest, frozenset[AdapterName]] = {}
-        self._events: list[KvEvent] = [AllBlocksCleared()]
+        self._changes: list[KvChange] = [_CLEARED]
         self._epoch = ""
 
     def set_names(self, names: Mapping[AdapterName, AdapterDigest], epoch: str = "") -> None:
@@ -163,7 +192,7 @@ class KvEvents:
         self._compare()
         if epoch != self._epoch:
             self._epoch = epoch
-            self._events.append(AllBlocksCleared())
+            self._changes.append(_CLEARED)
             for block in self._blocks.values():
                 block.is_stale = True
         new: dict[AdapterDigest, frozenset[AdapterName]] = {}
@@ -199,12 +228,17 @@ class KvEvents:
             )
             self._tokens.note(keys, token_ids, 0, request.kv_salt)
 
-    def take(self) -> list[KvEvent]:
-        """Return the events since the last call."""
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._tokens.block_size
+
+    def take(self) -> list[KvChange]:
+        """Return the changes since the last call. They are the same later, so that another thread may read them."""
         self._compare()
-        events = self._events
-        self._events = []
-        return events
+        changes = self._changes
+        self._changes = []
+        return changes
 
     def _compare(self) -> None:
         tree = self._tree
@@ -213,8 +247,9 @@ class KvEvents:
             self._states = np.concatenate([self._states, np.zeros(size - len(self._states), np.int8)])
             self._touched = np.concatenate([self._touched, np.zeros(size - len(self._touched), np.int32)])
         end = tree.end
-        is_kv = tree.kind[:end] == NodeKind.KV
-        states = ((tree.on_device[:end] + 2 * tree.on_host[:end].astype(np.int8)) * is_kv).astype(np.int8)
+        states = tree.on_host[:end].view(np.int8) << 1
+        states |= tree.on_device[:end].view(np.int8)
+        states *= (tree.kind[:end] == NodeKind.KV).view(np.int8)
         changed = (states != self._states[:end]) | (tree.touched[:end] != self._touched[:end])
         self._states[:end] = states
         self._touched[:end] = tree.touched[:end]
@@ -283,46 +318,51 @@ class KvEvents:
         """Return the names of a version in alphabetical order; the base model's is None."""
         return [None] if digest is None else [*sorted(self._names.get(digest, ()))]
 
-    def _remove(self, blocks: Sequence[_Block], names: Iterable[AdapterName | None], medium: str) -> None:
-        if blocks:
-            self._events += [BlockRemoved([block_hash(each.key, name) for each in blocks], medium) for name in names]
+    def _remove(self, blocks: Sequence[_Block], names: Sequence[AdapterName | None], medium: str) -> None:
+        if blocks and names:
+            self._changes.append(KvChange(False, medium, names, blocks))
 
-    def _store(self, blocks: Sequence[_Block], names: Iterable[AdapterName | None], medium: str) -> None:
-        """Report blocks of one version, parents first, as one event for each chain and name."""
-        chains: list[list[_Block]] = []
-        ends: dict[_Block, list[_Block]] = {}
-        for block in blocks:
-            chain = None if block.parent is None else ends.pop(block.parent, None)
-            if chain is None:
-                chain = []
-                chains.append(chain)
-            chain.append(block)
-            ends[block] = chain
-        for name in names:
-            self._events += [self._stored(chain, name, medium) for chain in chains]
+    def _store(self, blocks: Sequence[_Block], names: Sequence[AdapterName | None], medium: str) -> None:
+        if blocks and names:
+            self._changes.append(KvChange(True, medium, names, blocks))
 
-    def _stored(self, chain: Sequence[_Block], name: AdapterName | None, medium: str) -> BlockStored:
-        first = chain[0]
-        parent = None
-        if first.parent is not None:
-            # The part of a prompt before an activated adapter begins belongs to the base model.
-            parent = block_hash(first.parent.key, None if first.parent.digest is None else name)
-        extra: list[list[str] | None] | None = None
-        if name is not None:
-            extra = [[name] for _ in chain]
-        if first.salt:
-            extra = extra or [None for _ in chain]
-            extra[0] = [*(extra[0] or ()), first.salt]
-        return BlockStored(
-            [block_hash(each.key, name) for each in chain],
-            parent,
-            [token for each in chain for token in each.token_ids],
-            self._tokens.block_size,
-            None if first.digest is None else number_of(first.digest),
-            medium,
-            name,
-            extra,
-        )
+
+def _chains(blocks: Sequence[_Block]) -> list[list[_Block]]:
+    """Return blocks of one version, parents first, as chains that each become one event."""
+    chains: list[list[_Block]] = []
+    ends: dict[_Block, list[_Block]] = {}
+    for block in blocks:
+        chain = None if block.parent is None else ends.pop(block.parent, None)
+        if chain is None:
+            chain = []
+            chains.append(chain)
+        chain.append(block)
+        ends[block] = chain
+    return chains
+
+
+def _stored(chain: Sequence[_Block], name: AdapterName | None, medium: str, block_size: int) -> BlockStored:
+    first = chain[0]
+    parent = None
+    if first.parent is not None:
+        # The part of a prompt before an activated adapter begins belongs to the base model.
+        parent = block_hash(first.parent.key, None if first.parent.digest is None else name)
+    extra: list[list[str] | None] | None = None
+    if name is not None:
+        extra = [[name] for _ in chain]
+    if first.salt:
+        extra = extra or [None for _ in chain]
+        extra[0] = [*(extra[0] or ()), first.salt]
+    return BlockStored(
+        [block_hash(each.key, name) for each in chain],
+        parent,
+        [token for each in chain for token in each.token_ids],
+        block_size,
+        None if first.digest is None else number_of(first.digest),
+        medium,
+        name,
+        extra,
+    )
 
 
 def block_hash(key: bytes, name: AdapterName | None) -> int:
