@@ -182,7 +182,7 @@ class BackendResponse:
             return
         self._take = take
         try:
-            while self._take is not None and not self.is_complete:
+            while not self._is_idle():
                 await self._wait()
         finally:
             self._take = None
@@ -235,6 +235,10 @@ class BackendResponse:
         if not self.is_complete and self._failure is None:
             self._failure = failure
             self._wake(failure)
+
+    def _is_idle(self) -> bool:
+        """Return whether no further piece goes to the taker."""
+        return self._take is None or self.is_complete
 
     def _taken(self) -> bytes:
         pieces = self._pieces
