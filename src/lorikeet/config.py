@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
+from lorikeet.core.objective import Objective
 from lorikeet.core.text import unknown_name
 
 SECRET_VARIABLES = (
@@ -145,6 +146,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         preset: name of the preset (see ``lorikeet presets``), or ``auto``.
+        objective: what decisions of ``auto`` save time for, if requests have no limits (``slo_ttft_s``,
+            ``slo_tpot_s``): ``mixed`` for the first token and a sixteenth as much for answers, ``latency`` for whole
+            answers, ``goodput`` for requests within 2 s to the first token and 0.2 s per token, ``throughput`` for
+            tokens per second.
         executor: ``torch``, or ``paced``: an engine without computation, for tests of everything else.
         profile: name or file of the hardware profile. It sets the step times of a paced executor, and some cluster
             policies need it.
@@ -207,6 +212,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     preset: str = "auto"
+    objective: Objective = Objective.MIXED
     executor: ExecutorKind = ExecutorKind.TORCH
     profile: str = ""
     memory_bytes: Count = 0

@@ -190,6 +190,12 @@ FLAGS = (
         str.lower,
         "TEXT",
     ),
+    Flag(
+        "--objective",
+        "engine.objective",
+        str,
+        "What the preset auto saves time for, where requests state no limits (--slo-ttft, --slo-tpot).",
+    ),
     Flag("--max-num-seqs --max-running-requests", "engine.max_num_seqs", int, "Most sequences running at once."),
     Flag(
         "--max-num-batched-tokens --chunked-prefill-size",

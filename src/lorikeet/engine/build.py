@@ -191,7 +191,7 @@ def assemble(
     name, wanted = resolve_preset(settings.engine.preset)
     preset = _runnable(wanted, sizes)
     _check_memory_split(name, preset)
-    load = EngineLoad()
+    load = EngineLoad(settings.engine.objective)
     tokens = BlockTokens(sizes.block_size) if settings.kv_events.endpoint else None
     memory = build_memory(preset, sizes, load, tokens)
     if reason := memory.why_impossible(None, sizes.max_model_len):

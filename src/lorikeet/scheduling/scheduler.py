@@ -576,7 +576,7 @@ class Scheduler:
         sequence.keys = self._memory.keys_of(
             request.digest, sequence.token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
         )
-        self._sequences[request.request_id] = sequence
+        self._load.add(sequence)
         if request.background and not isinstance(self.queue, BackgroundLast):
             self.queue = BackgroundLast(self.queue, self._view)  # created at the first background request
         self.queue.add(request, now)
