@@ -1,7 +1,7 @@
 """Times a sync of a trainer's adapter until the first token under the new weights: ``python -m benchmarks.syncs``.
 
-Three ways to the server are compared: a folder that PEFT writes, the body of a request, and shared memory. The floor is
-one copy of the bytes at the measured bandwidth of memory, and one step.
+Three ways to the server are compared in turns: a folder that PEFT writes, the body of a request, and shared memory. The
+floor is one copy of the bytes in memory, and one step: a request of one token to an adapter that is loaded.
 """
 
 import argparse
@@ -12,15 +12,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness import default_model, print_setup, print_table, running_server
+from benchmarks.harness import RunningServer, default_model, print_setup, print_table, running_server
 from lorikeet.training import SharedWeights, sync
 
 NAME = "policy"
@@ -62,37 +63,74 @@ def main() -> None:
                 "body": lambda: sync(policy, NAME, server.url).bytes,
                 "shared memory": lambda: sync(policy, NAME, server.url, shared_memory=shared).bytes,
             }
-            rows = []
-            for way, send in ways.items():
-                times = [timed(policy, send, server.url) for _ in range(options.runs + 1)][1:]
-                size = times[0][0]
-                syncs, firsts = ([each[column] * 1e3 for each in times] for column in (1, 2))
-                steps = [first_token(server.url) * 1e3 for _ in range(options.runs)]
-                floor = size / bandwidth(size) * 1e3 + statistics.median(steps)
-                whole = statistics.median(one + other for one, other in zip(syncs, firsts, strict=True))
-                rows.append(
-                    [
-                        way,
-                        f"{size / 1000000.0:.1f} MB",
-                        *(f"{statistics.median(each):.0f} ms" for each in (syncs, firsts)),
-                        f"{whole:.0f} ms",
-                        f"{floor:.0f} ms",
-                        f"{whole / floor:.2f}",
-                    ]
-                )
-    heads = ["way", "size", "sync", "first token", "both", "floor", "both / floor"]
-    print_table("sync to the first token, medians", heads, rows)
+            size = by_folder()
+            found: dict[str, list[Timed]] = {way: [] for way in ways}
+            floors: list[float] = []
+            for run in range(options.runs + 1):
+                # In turns, since the load of the machine changes from one minute to the next.
+                floor_s = copy_s(size) + first_token(server.url)
+                for way, send in ways.items():
+                    once = timed(policy, send, server)
+                    if run:  # The first sync of a way prepares what later ones use again.
+                        found[way].append(once)
+                if run:
+                    floors.append((floor_s + copy_s(size) + first_token(server.url)) / 2)
+            rows = [
+                [
+                    way,
+                    *(f"{statistics.median(column) * 1e3:.0f} ms" for column in zip(*times, strict=True)),
+                    f"{statistics.median(each.whole_s / floor for each, floor in zip(times, floors, strict=True)):.2f}",
+                ]
+                for way, times in found.items()
+            ]
+    heads = ["way", "sync", "first token", "both", "CPU of the client", "CPU of the server", "both / floor"]
+    floor_ms = statistics.median(floors) * 1e3
+    print_table(f"{size / 1e6:.1f} MB from the sync to the first token, medians; floor {floor_ms:.0f} ms", heads, rows)
 
 
-def timed(policy: Any, send: Callable[[], int], url: str) -> tuple[int, float, float]:
-    """Change all weights, send them, and request a token; return the bytes sent, and the seconds of both."""
+class Timed(NamedTuple):
+    """The seconds of a sync: its call, a first token, both, and the CPU time of client and server for both."""
+
+    sync_s: float
+    first_s: float
+    whole_s: float
+    client_cpu_s: float
+    server_cpu_s: float
+
+
+def timed(policy: Any, send: Callable[[], int], server: RunningServer) -> Timed:
+    """Change all weights, send them, and request a token."""
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_" in name:
                 parameter.mul_(1.0 + 1e-3)
+    client_s = time.process_time()
+    server_s = cpu_s(server.process.pid)
     began_s = time.perf_counter()
-    size = send()
-    return size, time.perf_counter() - began_s, first_token(url)
+    send()
+    sync_s = time.perf_counter() - began_s
+    first_s = first_token(server.url)
+    spent = (time.process_time() - client_s, cpu_s(server.process.pid) - server_s)
+    return Timed(sync_s, first_s, sync_s + first_s, *spent)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and its descendants."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+def copy_s(size: int) -> float:
+    """Return the seconds of a copy in memory, the median of five."""
+    source = np.ones(size, np.uint8)
+    target = np.zeros(size, np.uint8)
+    times = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        target[:] = source
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
 
 
 def first_token(url: str) -> float:
@@ -101,18 +139,6 @@ def first_token(url: str) -> float:
     body = {"model": NAME, "prompt": [504, 3575, 314], "max_tokens": 1, "temperature": 0}
     post(url, "/v1/completions", body)
     return time.perf_counter() - began_s
-
-
-def bandwidth(size: int) -> float:
-    """Return the bytes a second of a copy in memory, the median of nine."""
-    source = np.ones(size, np.uint8)
-    target = np.zeros(size, np.uint8)
-    times = []
-    for _ in range(9):
-        began_s = time.perf_counter()
-        target[:] = source
-        times.append(time.perf_counter() - began_s)
-    return size / statistics.median(times)
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> bytes:

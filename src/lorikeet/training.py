@@ -31,6 +31,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 _TIMEOUT_S = 600.0
 _ALIGNMENT = 8
+_BEGINNING = 1024
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -152,7 +153,7 @@ class SharedWeights:
         changed = 0
         for content in tensors.values():
             part = there[begin : begin + len(content)]
-            if is_new or not np.array_equal(part, content):
+            if is_new or not _are_equal(part, content):
                 part[:] = content
                 changed += 1
             begin += len(content)
@@ -169,6 +170,11 @@ class SharedWeights:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _are_equal(first: "np.ndarray[Any, np.dtype[np.uint8]]", second: "np.ndarray[Any, np.dtype[np.uint8]]") -> bool:
+    """Return whether bytes are equal. Tensors that were trained differ at their beginning, which is compared first."""
+    return np.array_equal(first[:_BEGINNING], second[:_BEGINNING]) and np.array_equal(first, second)
 
 
 def _state(model: Any, adapter: str) -> dict[str, Any]:

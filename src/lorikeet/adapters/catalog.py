@@ -192,6 +192,7 @@ class AdapterCatalog:
         shown_source: str = "",
         author: Author = NOBODY,
         takes_over: bool = False,
+        shared: str = "",
     ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
@@ -207,6 +208,7 @@ class AdapterCatalog:
             shown_source: text reported instead of ``source``, for a source that is temporary.
             author: the author of the change. A tenant owns the names that it adds. A replaced name keeps its owner.
             takes_over: whether ``source`` is a folder of :meth:`receiving`, whose files are moved instead of copied.
+            shared: name of shared weights that belong to the files of ``source``; empty for none.
 
         Returns:
             The adapter to which the name points, the adapter that it replaced, and warnings about ignored keys.
@@ -219,7 +221,8 @@ class AdapterCatalog:
             AdapterError: the name, the source or the adapter is not valid.
         """
         check_name(name, self._reserved)
-        with self._reserve(name), self._store.stage(source, trusted, overrides, takes_over) as staged, self._changes:
+        staging = self._store.stage(source, trusted, overrides, takes_over, shared)
+        with self._reserve(name), staging as staged, self._changes:
             self._check_open()
             is_kept = not trusted if persistent is None else persistent
             return self._register_staged(name, shown_source or source, staged, replace, is_kept, author)
@@ -503,7 +506,7 @@ class AdapterCatalog:
         record = AdapterRecord(row, str(self._store.folder(staged.digest)), persistent)
         self._check_free(record, replace)
         self._accept(record.ref)
-        self._store.publish(staged)
+        self._store.publish(staged, is_durable=persistent)
         return self._point(record, replace, author, staged.description.warnings)
 
     def _check_free(self, record: AdapterRecord, replace: bool) -> None:

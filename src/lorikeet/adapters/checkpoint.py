@@ -36,6 +36,7 @@ from lorikeet.adapters.peft_config import (
     read_config,
     read_json,
 )
+from lorikeet.adapters.shared_memory import copy_shared, opened_shared
 from lorikeet.adapters.task_files import split_score
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
 from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
@@ -110,6 +111,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
         max_bytes: maximum size of the weights in bytes; 0 for no limit.
         read_weights: whether to read the weights: to compute the digest, and to refuse NaN, infinity and overflow.
         merge: whether to write the weights file of a sharded adapter, and to delete its shards.
+        shared: name of shared weights (``shared_memory``) that become the folder's weights file; empty for none.
         read_chat: whether to read the folder's chat template and tokenizer settings.
         overrides: settings that replace those in the folder.
         checks_fit: whether to check sizes. False uses only the names in the geometry.
@@ -121,6 +123,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
     max_bytes: int = 0
     read_weights: bool = False
     merge: bool = False
+    shared: str = ""
     read_chat: bool = False
     overrides: ChatOverrides = NO_OVERRIDES
     checks_fit: bool = True
@@ -148,11 +151,17 @@ def describe_folder(
             and tensor.
         OSError: the merged weights cannot be written.
     """
-    _check_present(folder)
+    if not options.shared:
+        _check_present(folder)
     on_stage(CONFIG_FILE)
     config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
     if options.checks.base is not None:
         warnings += _check_base(base_model, revision, options.checks.base)
+    copied = _digest_of_config(config)
+    if options.shared:
+        on_stage(WEIGHTS_FILE)
+        with opened_shared(options.shared, options.max_bytes) as source:
+            copy_shared(source, folder / WEIGHTS_FILE, copied, on_chunk)
     on_stage(f"the header of {WEIGHTS_FILE}")
     weights = _Weights(folder)
     if options.max_bytes and weights.size > options.max_bytes:
@@ -204,7 +213,7 @@ def describe_folder(
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
         largest = _check_weights(weights, modules, extras, checks.dtype, on_chunk)
-        digest = _digest(config, weights, on_chunk)
+        digest = copied.hexdigest() if options.shared else _digest(config, weights, on_chunk)
     shards = tuple(file.name for file in weights.shards)
     if options.merge and shards:
         weights.merge(on_chunk)

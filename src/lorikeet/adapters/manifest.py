@@ -38,7 +38,7 @@ class _Largest(msgspec.Struct, frozen=True):
     largest: float = 0.0
 
 
-def write_manifest(folder: Path, found: "AdapterDescription | Manifest") -> None:
+def write_manifest(folder: Path, found: "AdapterDescription | Manifest", *, is_durable: bool = True) -> None:
     """Write the manifest of a version.
 
     Its weights file must be complete.
@@ -46,6 +46,7 @@ def write_manifest(folder: Path, found: "AdapterDescription | Manifest") -> None
     Args:
         folder: the version's folder.
         found: the version's description, made here or on the server it came from.
+        is_durable: whether to wait until the disk has the manifest; a version without a name after a restart need not.
 
     Raises:
         OSError: the manifest cannot be written.
@@ -55,7 +56,8 @@ def write_manifest(folder: Path, found: "AdapterDescription | Manifest") -> None
     with (folder / MANIFEST_FILE).open("wb") as file:
         file.write(msgspec.json.encode(manifest))
         file.flush()
-        os.fsync(file.fileno())
+        if is_durable:
+            os.fsync(file.fileno())
 
 
 def largest_of(folder: Path) -> float:

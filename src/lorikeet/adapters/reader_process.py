@@ -85,9 +85,11 @@ class _Reader:
         self._connection = connection
         self._cpu_s = cpu_s
         self._sent_s = time.monotonic()
+        self._left_s = 0.0
 
     def answer(self, request: ToReader) -> None:
         # The limit's signal ends the process, even during the match of a pattern.
+        self._left_s = 0.0
         signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
         reply = self._reply(request)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -112,7 +114,10 @@ class _Reader:
 
     def _on_stage(self, name: str) -> None:
         if name == WEIGHTS_FILE:  # The time is in proportion to the size, which has a separate limit.
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            self._left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0.0)
+        elif self._left_s:
+            signal.setitimer(signal.ITIMER_PROF, self._left_s)
+            self._left_s = 0.0
         self.send(Stage(name))
 
     def _on_chunk(self) -> None:

@@ -183,6 +183,7 @@ class AdapterStore:
         trusted: bool = False,
         overrides: ChatOverrides = NO_OVERRIDES,
         takes_over: bool = False,
+        shared: str = "",
     ) -> Iterator[StagedVersion]:
         """Fetch and validate an adapter, and compute its digest.
 
@@ -193,6 +194,7 @@ class AdapterStore:
             trusted: whether the source comes from the command line.
             overrides: chat settings that replace those in the adapter's files.
             takes_over: whether ``source`` is a folder of :meth:`receiving`, whose files are moved instead of copied.
+            shared: name of shared weights that belong to the files of ``source``; empty for none.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -207,7 +209,7 @@ class AdapterStore:
             if not takes_over:
                 fetch(source, self._settings, folder, trusted)
             try:
-                found = describe(folder, msgspec.structs.replace(self._options, overrides=overrides))
+                found = describe(folder, msgspec.structs.replace(self._options, overrides=overrides, shared=shared))
             except AdapterStoreError:
                 raise
             except AdapterError as error:
@@ -218,10 +220,11 @@ class AdapterStore:
                     (folder / name).unlink(missing_ok=True)
             yield StagedVersion(folder, found, found.ranks(self._geometry), found.extras_of(self._geometry))
 
-    def publish(self, staged: StagedVersion) -> Path:
+    def publish(self, staged: StagedVersion, *, is_durable: bool = True) -> Path:
         """Move a staged version into the store.
 
-        If the store already has an unchanged copy, that copy is kept.
+        If the store already has an unchanged copy, that copy is kept. ``is_durable`` is whether the version must
+        outlive a failure of the machine.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -232,7 +235,7 @@ class AdapterStore:
                 return place
             self.remove(staged.digest)
         with _writing():
-            write_manifest(staged.folder, staged.description)
+            write_manifest(staged.folder, staged.description, is_durable=is_durable)
             os.rename(staged.folder, place)
         return place
 

@@ -43,19 +43,20 @@ async def receive_weights(stream: AsyncIterator[bytes], folder: Path) -> None:
         raise ApiError(500, f"The weights cannot be stored: {error.strerror}.") from error
 
 
-def write_config(folder: Path, config: str | None, known: AdapterRecord | None) -> None:
-    """Write the config of an adapter whose weights are in a folder.
+def write_config(folder: Path, config: str | None, known: AdapterRecord | None, weights: Path) -> None:
+    """Write the config of an adapter into its folder.
 
     Args:
-        folder: the folder of the weights.
+        folder: the folder.
         config: the config as JSON; None for the config in the weights' metadata, or else the present version's.
         known: the present version; None for a new adapter.
+        weights: the weights file.
 
     Raises:
         ApiError: 400, the config is missing.
     """
     if config is None:
-        config = _metadata(folder / WEIGHTS_FILE).get(METADATA_KEY)
+        config = _metadata(weights).get(METADATA_KEY)
     if config is not None:
         (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
     elif known is not None:

@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
 from lorikeet.adapters.chat import ChatOverrides, Examples, GenerationDefaults
 from lorikeet.adapters.content import read_content
+from lorikeet.adapters.description import WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.shared_memory import copy_shared
+from lorikeet.adapters.shared_memory import FOLDER, opened_shared
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.api.routes.stats import figures_of
 from lorikeet.api.uploads import check_config, receive_weights, write_config
@@ -137,9 +138,12 @@ async def upload_adapter(
                 await receive_weights(http.stream(), folder)
 
             def register() -> RegisteredAdapter:
-                if shm is not None:
-                    copy_shared(shm, folder, service.adapter_settings.max_bytes)
-                write_config(folder, config, service.catalog.get(name) if replace else None)
+                known = service.catalog.get(name) if replace else None
+                if shm is None:
+                    write_config(folder, config, known, folder / WEIGHTS_FILE)
+                else:
+                    with opened_shared(shm, service.adapter_settings.max_bytes):  # The reader opens it again.
+                        write_config(folder, config, known, FOLDER / shm)
                 try:
                     return service.catalog.register(
                         name,
@@ -150,6 +154,7 @@ async def upload_adapter(
                         shown_source=source,
                         author=author_of(sender.access),
                         takes_over=True,
+                        shared=shm or "",
                     )
                 except AdapterError as error:  # The client does not know its folder.
                     raise type(error)(str(error).replace(f"{folder}: ", "")) from error
