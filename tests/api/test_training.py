@@ -140,8 +140,23 @@ async def test_a_sleeping_server_gives_its_engine_back_and_requests_wait(start: 
         assert (await call(server, "/wake_up", tags=["weights"]))["asleep"] == ["kv_cache"]
         assert not server.engine.alive
         assert not late.done()
+        assert server.engine.wakes == [False], "the weights are loaded"
         assert (await call(server, "/wake_up", tags=["kv_cache"]))["status"] == "awake"
+        assert server.engine.wakes == [False, True]
         assert (await late).status_code == 200
+
+
+async def test_a_pool_sleeps_without_its_weights_and_weights_never_without_their_pool(start: Start) -> None:
+    async with start() as server:
+        assert (await call(server, "/sleep", tags=["kv_cache"]))["asleep"] == ["kv_cache"]
+        assert server.engine.wakes == [False], "the engine starts with its weights alone"
+        assert (await server.http.get("/health")).json()["status"] == "asleep"
+        assert "lorikeet:engine_asleep 1.0" in (await server.http.get("/metrics")).text
+        await call(server, "/sleep", tags=["weights"])
+        assert (await call(server, "/wake_up", tags=["kv_cache"]))["asleep"] == ["weights"]
+        assert server.engine.wakes == [False]
+        assert (await call(server, "/wake_up", tags=["weights"]))["status"] == "awake"
+        assert server.engine.wakes == [False, True]
 
 
 async def test_a_pause_outlasts_a_sleep_within_it(start: Start) -> None:

@@ -151,6 +151,38 @@ async def test_a_sleeping_engine_has_no_memory_and_its_streams_go_on_when_it_wak
     await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
+def has_arena(pid: int) -> bool:
+    """Return whether a process has allocated the host's arena, which is mapped last."""
+    return any("lorikeet-host-arena" in each.path for each in psutil.Process(pid).memory_maps())
+
+
+async def test_an_engine_with_its_weights_alone_gets_its_pool_later(
+    client: EngineClient, adapters: dict[str, AdapterRef]
+) -> None:
+    await client.sleep()
+    await client.wake(pool=False)
+    assert client.is_asleep
+    assert not client.alive
+    first = client.process_id
+    assert first is not None
+    assert not has_arena(first)
+    await client.wake(pool=False)
+    assert client.process_id == first, "it has its weights already"
+    await client.sleep()
+    assert not psutil.pid_exists(first)
+    await client.wake(pool=False)
+    late = client.submit(greedy("late", prompt(10), 5, adapters["c"]))
+    restarts = client.restarts
+    pid = client.process_id
+    await client.wake()
+    assert client.process_id == pid
+    assert has_arena(pid or 0)
+    assert not client.is_asleep
+    assert (await finish(late))[0].reason is FinishReason.LENGTH
+    assert client.restarts == restarts
+    await until(lambda: is_idle(client.stats), "the engine holds nothing")
+
+
 async def test_requests_are_computed_again_under_another_salt(
     client: EngineClient, adapters: dict[str, AdapterRef]
 ) -> None:

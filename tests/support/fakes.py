@@ -138,6 +138,7 @@ class FakeEngine:
         self.pinned: tuple[AdapterDigest, ...] = ()
         self.names: dict[AdapterName, AdapterDigest] = {}
         self.recomputed: list[str] = []
+        self.wakes: list[bool] = []
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
         self.state = ClusterState(())
         self.size_error: str | None = None
@@ -183,9 +184,10 @@ class FakeEngine:
         self.alive = False
         self.is_asleep = True
 
-    async def wake(self) -> None:
-        self.alive = True
-        self.is_asleep = False
+    async def wake(self, *, pool: bool = True) -> None:
+        self.wakes.append(pool)
+        self.alive = pool
+        self.is_asleep = not pool
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         self.callbacks.append(callback)

@@ -331,8 +331,11 @@ class Engines(Protocol):
         """End the engine processes, which frees all their memory, until :meth:`wake`. Requests wait meanwhile."""
         ...
 
-    async def wake(self) -> None:
+    async def wake(self, *, pool: bool = True) -> None:
         """Start the engines again, and wait until they are ready; requests go on with the tokens that they have.
+
+        Args:
+            pool: whether the engines allocate their pools. Otherwise they only load their weights.
 
         Raises:
             EngineError: an engine cannot be started any more.
@@ -497,9 +500,9 @@ class EngineClient:
         """End the engine process until :meth:`wake`."""
         await self._supervisor.sleep()
 
-    async def wake(self) -> None:
+    async def wake(self, *, pool: bool = True) -> None:
         """Start the engine again."""
-        await self._supervisor.wake()
+        await self._supervisor.wake(pool=pool)
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every load and eviction of an adapter."""

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -19,6 +19,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import RemoteClock, boot_id
 from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId
 from lorikeet.core.messages import (
+    AllocatePool,
     DropAdapter,
     EngineInput,
     EngineReady,
@@ -37,6 +38,7 @@ from lorikeet.core.messages import (
     StepOutputs,
     Submit,
     ToEngine,
+    WeightsLoaded,
 )
 
 MAX_FAILED_STARTS = 3
@@ -183,6 +185,10 @@ class EngineSupervisor:
         self._closing = False
         self._awake = asyncio.Event()
         self._awake.set()
+        self._has_pool = True
+        """Whether an engine that starts allocates its pool, or waits with its weights alone."""
+        self._waiting: Connection | None = None
+        """An engine that has its weights alone."""
         self._settled = asyncio.Condition()
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
@@ -203,7 +209,8 @@ class EngineSupervisor:
     @property
     def process_id(self) -> int | None:
         """The process id of the running engine on its machine; None while there is none."""
-        return None if self._connection is None else self._connection.process.pid
+        running = self._connection or self._waiting
+        return None if running is None else running.process.pid
 
     @property
     def address(self) -> str:
@@ -240,35 +247,59 @@ class EngineSupervisor:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine was ended to free its memory, and starts again when it is woken."""
-        return not self._awake.is_set()
+        """Whether the engine was ended to free its memory, or waits without its pool, until it is woken."""
+        return not (self._awake.is_set() and self._has_pool)
 
     async def sleep(self) -> None:
         """End the engine, which frees its weights and its pool on all tiers, until :meth:`wake`."""
         self._awake.clear()
         self.trouble = "it is asleep"
-        if self._connection is not None:
-            self._connection.shut_down()
-            killing = asyncio.get_running_loop().call_later(_SHUTDOWN_TIMEOUT_S, self._connection.process.kill)
+        ending = self._connection or self._waiting
+        if ending is not None:
+            ending.shut_down()
+            killing = asyncio.get_running_loop().call_later(_SHUTDOWN_TIMEOUT_S, ending.process.kill)
             try:
                 async with self._settled:
-                    await self._settled.wait_for(lambda: self._connection is None or not self.is_asleep)
+                    await self._settled.wait_for(
+                        lambda: ending not in (self._connection, self._waiting) or self._awake.is_set()
+                    )
             finally:
                 killing.cancel()
 
-    async def wake(self) -> None:
+    async def wake(self, *, pool: bool = True) -> None:
         """Start the engine again, and wait until it is ready.
+
+        Args:
+            pool: whether the engine allocates its pool. Otherwise it loads its weights, still counts as asleep, and
+                waits for the next call.
 
         Raises:
             EngineError: the engine cannot be started any more.
         """
         if self.is_asleep:
-            self.trouble = "it is being started"
+            self.trouble = "it is being started" if pool else "it is asleep"
+        elif not pool:
+            return
+        self._has_pool = pool
+        if pool and self._waiting is not None:
+            self._waiting.send(AllocatePool())
+            self._waiting = None
         self._awake.set()
         async with self._settled:
-            await self._settled.wait_for(lambda: self.is_connected or self._failure is not None)
+            await self._settled.wait_for(
+                lambda: (self.is_connected if pool else self._waiting is not None) or self._failure is not None
+            )
         if self._failure is not None:
             raise self._failure
+
+    async def _on_weights(self, connection: "Connection") -> None:
+        """Keep an engine that has its weights, or let it allocate its pool if it was woken meanwhile."""
+        if self._has_pool:
+            connection.send(AllocatePool())
+        else:
+            self._waiting = connection
+            _log.info("engine has its weights and waits for its pool", replica=self.replica)
+        await self._settle()
 
     async def close(self) -> None:
         """Stop the engine and do not restart it."""
@@ -286,9 +317,18 @@ class EngineSupervisor:
         self.host.close()
 
     async def _connect(self, on_progress: Callable[[Progress], None]) -> "Connection":
-        self._connection = await connect(
-            self.host, self._context, self._settings, on_progress, self._timeouts, self.replica
-        )
+        try:
+            self._connection = await connect(
+                self.host,
+                self._context,
+                self._settings,
+                on_progress,
+                self._timeouts,
+                self.replica,
+                on_weights=None if self._has_pool else self._on_weights,
+            )
+        finally:
+            self._waiting = None
         self.engine_info = self._connection.engine_info
         self.is_connected = True
         self._started_s = time.monotonic()
@@ -393,14 +433,21 @@ class EngineSupervisor:
         Args:
             is_death: whether the start counts as a restart; the start of a woken engine does not.
         """
-        for attempt in range(MAX_FAILED_STARTS):
+        attempt = 0
+        while attempt < MAX_FAILED_STARTS:
             _log.info("restarting engine", replica=self.replica, attempt=attempt + 1, max_attempts=MAX_FAILED_STARTS)
             try:
                 connection = await self._connect(lambda progress: None)
             except EngineError as error:
                 failure = error
+                if not self._awake.is_set():  # It was put to sleep before it had its pool.
+                    await self._settle()
+                    await self._awake.wait()
+                    attempt = 0
+                    continue
                 _log.warning("engine did not start", replica=self.replica, attempt=attempt + 1, reason=str(error))
                 await asyncio.sleep(2.0**attempt)
+                attempt += 1
             else:
                 self.restarts += is_death
                 return connection
@@ -675,6 +722,7 @@ async def connect(
     on_progress: Callable[[Progress], None],
     timeouts: EngineTimeouts = DEFAULT_TIMEOUTS,
     replica: ReplicaId | None = None,
+    on_weights: "Callable[[Connection], Awaitable[None]] | None" = None,
 ) -> Connection:
     """Start an engine process and wait until it is ready.
 
@@ -685,6 +733,8 @@ async def connect(
         on_progress: function that is called while the engine starts.
         timeouts: timeouts after which the process counts as hung, now and later.
         replica: replica for the log.
+        on_weights: function that is called when the engine has its weights. The engine then waits until it gets
+            ``AllocatePool``. None for an engine that does not wait.
 
     Raises:
         EngineError: the engine cannot be started; the message is for the user.
@@ -699,15 +749,17 @@ async def connect(
         key = secure(socket) if address.startswith("tcp:") else ""
         socket.bind(address)
         address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        process = await host.start(
-            address, msgspec.json.encode(EngineInput(msgspec.Raw(settings), key, replica or ReplicaId("0")))
-        )
+        given = EngineInput(msgspec.Raw(settings), key, replica or ReplicaId("0"), on_weights is not None)
+        process = await host.start(address, msgspec.json.encode(given))
         connection = Connection(process, socket, timeouts, replica, host.address)
         async for message in connection.messages():
             if isinstance(message, Progress):
                 on_progress(message)
             elif isinstance(message, Fatal):
                 raise EngineError(f"on {host.address}: {message.message}" if key else message.message)
+            elif isinstance(message, WeightsLoaded):
+                assert on_weights is not None
+                await on_weights(connection)
             elif isinstance(message, EngineReady):
                 connection.on_ready(message)
                 return connection

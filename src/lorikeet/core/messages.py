@@ -24,11 +24,13 @@ class EngineInput(msgspec.Struct, frozen=True):
         channel_key: key of the API process's end of the channel, in ZeroMQ's text form. Empty for a channel without
             encryption. The key is a secret, since everyone with the key may connect.
         replica: the replica's id.
+        waits_for_pool: whether the engine, once its weights are loaded, waits for ``AllocatePool``.
     """
 
     settings: msgspec.Raw = msgspec.Raw(b"{}")
     channel_key: str = ""
     replica: ReplicaId = ReplicaId("0")
+    waits_for_pool: bool = False
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +98,14 @@ class SetPaused(msgspec.Struct, frozen=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop the engine immediately."""
+
+
+class AllocatePool(msgspec.Struct, frozen=True, tag=True):
+    """Allocate the pool of KV and adapters. Only an engine that waits for it gets this message."""
+
+
+class WeightsLoaded(msgspec.Struct, frozen=True, tag=True):
+    """A report of an engine that has loaded its weights, and waits for ``AllocatePool``."""
 
 
 LOADING_WEIGHTS = "loading weights"
@@ -479,10 +489,11 @@ ToEngine = (
     | NameAdapters
     | DropAdapter
     | SetPaused
+    | AllocatePool
     | Heartbeat
     | Shutdown
 )
-FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal
+FromEngine = Progress | WeightsLoaded | EngineReady | StepOutputs | Heartbeat | Fatal
 
 
 Incoming = TypeVar("Incoming")

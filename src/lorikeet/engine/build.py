@@ -122,6 +122,7 @@ def build_replica(
     on_load_done: Callable[[], None] = lambda: None,
     clock: WaitableClock | None = None,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
+    before_pool: Callable[[], None] = lambda: None,
 ) -> Replica:
     """Build a replica on the real clock, with the executor that the settings select.
 
@@ -131,6 +132,7 @@ def build_replica(
         on_load_done: function called on another thread when a transfer has ended.
         clock: a clock to use instead of the real one. It must run about as fast as real time.
         on_ran: function called with every plan that has run, and the plan's result.
+        before_pool: function called once the weights are loaded, before memory for KV and adapters is allocated.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
@@ -143,9 +145,10 @@ def build_replica(
     _, preset = resolve_preset(settings.engine.preset)
     clock = clock or MonotonicClock()
     if settings.engine.executor is ExecutorKind.PACED:
+        before_pool()
         paced, sizes = build_paced_executor(settings, preset, clock, on_load_done)
         return assemble(settings, paced, sizes, clock, on_ran)
-    executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
+    executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done, before_pool)
     if settings.engine.profile and "iterations" in BATCHING.load(preset.batching).needs:
         profile = load_profile(settings.engine.profile)
         sizes = sizes._replace(iterations=iteration_costs(transfer_model(settings.engine, profile), preset))

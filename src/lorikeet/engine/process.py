@@ -28,6 +28,7 @@ from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import (
     HEARTBEAT_EVERY_S,
     Abort,
+    AllocatePool,
     DropAdapter,
     EngineInput,
     EngineReady,
@@ -47,6 +48,7 @@ from lorikeet.core.messages import (
     StepOutputs,
     Submit,
     ToEngine,
+    WeightsLoaded,
 )
 from lorikeet.core.process_tuning import freeze_imports, frozen_gc
 from lorikeet.core.request import Request
@@ -128,6 +130,20 @@ class Channel:
             self.send(Heartbeat(0.0))
         self._turn_began_s = time.monotonic()
         return messages
+
+    def wait_for_pool(self) -> None:
+        """Report that the weights are loaded, and wait until the pool may be allocated.
+
+        Raises:
+            SystemExit: the engine is shut down instead.
+        """
+        self.send(WeightsLoaded())
+        while not (messages := [each for each in self.receive(math.inf) if isinstance(each, AllocatePool | Shutdown)]):
+            pass
+        if any(isinstance(each, Shutdown) for each in messages):
+            self.close()
+            sys.exit(0)
+        self._turn_began_s = math.inf  # The start goes on.
 
     def close(self) -> None:
         """Close the channel once all sent messages are delivered, or after a second."""
@@ -323,7 +339,10 @@ def main() -> None:
     channel.send(Heartbeat(0.0))  # The client is connected, and loading may take long.
     try:
         replica = build_replica(
-            settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake
+            settings,
+            lambda stage, done, total: channel.send(Progress(stage, done, total)),
+            channel.wake,
+            before_pool=channel.wait_for_pool if given.waits_for_pool else lambda: None,
         )
         kv_reports = None
         if replica.kv_events is not None:

@@ -94,7 +94,7 @@ class EngineCollector(Collector):
         make = self._make
         yield make.gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
         asleep = float(self._client.is_asleep)
-        yield make.gauge("lorikeet:engine_asleep", "1 while /sleep has ended the engine to free its memory.", asleep)
+        yield make.gauge("lorikeet:engine_asleep", "1 while /sleep keeps pool, or weights, out of memory.", asleep)
         yield make.count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
         engine_info = self._client.engine_info
         tokens = engine_info.block_size * engine_info.total_blocks

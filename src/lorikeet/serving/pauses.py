@@ -18,7 +18,7 @@ class SleepTag(StrEnum):
 
 
 IN_MEMORY = frozenset({SleepTag.WEIGHTS, SleepTag.KV_CACHE})
-"""Parts for which the engine ends."""
+"""Parts that take memory."""
 
 
 class Scope(NamedTuple):
@@ -71,8 +71,13 @@ class Pauses:
         return self.everything or bool(self.asleep)
 
     @property
-    def engine_is_gone(self) -> bool:
-        """Whether the engine has ended, since a part of its memory sleeps."""
+    def weights_sleep(self) -> bool:
+        """Whether the weights sleep, and with them the pool: both belong to the engine's process."""
+        return SleepTag.WEIGHTS in self.asleep
+
+    @property
+    def pool_sleeps(self) -> bool:
+        """Whether the pool sleeps."""
         return bool(self.asleep & IN_MEMORY)
 
     def holds(self, model: str, tenant: str) -> bool:

@@ -480,6 +480,7 @@ def build_torch_executor(
     model_folder: Path,
     progress: Callable[[str, int, int], None],
     on_transfer_done: Callable[[], None],
+    before_pool: Callable[[], None] = lambda: None,
 ) -> tuple[TorchExecutor, BaseConfig, EngineSizes]:
     """Load the model, start ranks, loader process and host workers, and allocate memory.
 
@@ -488,6 +489,7 @@ def build_torch_executor(
         model_folder: folder of the checkpoint.
         progress: function called with (stage, done, total) while loading.
         on_transfer_done: function called on another thread when a transfer has completed or a rank has died.
+        before_pool: function called once the weights are loaded, before the arenas are allocated.
 
     Returns:
         The executor, the model's config, and the sizes for the engine.
@@ -518,6 +520,7 @@ def build_torch_executor(
         model = load_rank(settings, model_folder, (others and others.group) or SingleRankGroup(), progress)
         if others is not None:
             others.wait_until_ready()
+        before_pool()
         blocks = arena_blocks(settings, model, longest_tokens)
         host_blocks = host_arena_blocks(settings, model, blocks)
         arena = allocate_arena(model, blocks, engine)

@@ -100,16 +100,22 @@ async def sleep(
     mode: Annotated[PauseMode, Query()] = "abort",
     tags: Annotated[list[SleepTag] | None, Query()] = None,
 ) -> dict[str, Any]:
-    """End the engine, which gives back the memory of weights and pool on all tiers; new requests wait.
+    """Give back the memory of the weights, of the pool on all tiers, or of both; new requests wait.
 
-    Level 0 pauses only. Levels 1 and 2 are the same: the weights are read from the model's folder again.
+    Level 0 pauses only. Levels 1 and 2 are the same: the weights are read from the model's folder again. The engine
+    ends; with the tag ``kv_cache`` alone it starts again with its weights, but without its pool. With ``weights`` alone
+    the pool sleeps, too.
     """
     pauses = service.resolver.pauses
+    before = pauses.asleep
     asleep = frozenset(tags or (IN_MEMORY if level else {SleepTag.SCHEDULING}))
     pauses.change(lambda held: setattr(held, "asleep", held.asleep | asleep))
     await _end_running(service, mode, Scope().covers)
-    if pauses.engine_is_gone:  # It may have been woken meanwhile.
-        await service.client.sleep()
+    if pauses.pool_sleeps:  # It may have been woken meanwhile.
+        if pauses.weights_sleep or not before & IN_MEMORY:
+            await service.client.sleep()
+        if not pauses.weights_sleep:
+            await _wake(service, pool=False)
     elif pauses.stops_all:
         service.client.set_paused(True)
     log.info("asleep", asleep=" ".join(sorted(pauses.asleep)), level=level, mode=mode)
@@ -118,22 +124,28 @@ async def sleep(
 
 @ROUTES.add(Route("POST /wake_up", Callers.ADMINS))
 async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Query()] = None) -> dict[str, Any]:
-    """Start the engine again once no part of its memory sleeps; requests in flight go on with the tokens they have.
+    """Load the weights again, or allocate the pool; requests in flight go on with the tokens they have.
+
+    ``weights`` alone loads the weights, and ``kv_cache`` allocates the pool once the weights are there.
 
     Raises:
         ApiError: 503, the engine does not start.
     """
     pauses = service.resolver.pauses
     asleep = pauses.asleep - frozenset(tags or SleepTag)
-    if pauses.engine_is_gone and not asleep & IN_MEMORY:
-        try:
-            await service.client.wake()
-        except EngineError as error:
-            raise engine_unavailable(error) from error
+    if pauses.pool_sleeps and SleepTag.WEIGHTS not in asleep:
+        await _wake(service, pool=not asleep & IN_MEMORY)
     pauses.change(lambda held: setattr(held, "asleep", asleep))
     service.client.set_paused(pauses.stops_all)
     log.info("woken", asleep=" ".join(sorted(asleep)))
     return {"status": "asleep" if asleep else "awake", "asleep": sorted(asleep)}
+
+
+async def _wake(service: Service, *, pool: bool) -> None:
+    try:
+        await service.client.wake(pool=pool)
+    except EngineError as error:
+        raise engine_unavailable(error) from error
 
 
 @ROUTES.add(Route("GET /is_sleeping", Callers.OPERATOR))

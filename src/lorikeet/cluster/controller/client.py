@@ -202,9 +202,9 @@ class ClusterClient:
         """End the engines of all replicas until :meth:`wake`. See ``Engines``."""
         await asyncio.gather(*(replica.supervisor.sleep() for replica in self._replicas.values()))
 
-    async def wake(self) -> None:
+    async def wake(self, *, pool: bool = True) -> None:
         """Start the engines of all replicas again. See ``Engines``."""
-        await asyncio.gather(*(replica.supervisor.wake() for replica in self._replicas.values()))
+        await asyncio.gather(*(replica.supervisor.wake(pool=pool) for replica in self._replicas.values()))
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every adapter event. See ``Engines``."""

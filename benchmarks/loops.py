@@ -1,0 +1,108 @@
+"""Runs two training loops on one server, at once and one after the other: ``python -m benchmarks.loops``.
+
+A step of a loop samples rollouts, whose lengths have a long tail, and then gives the server a new version. A loop alone
+leaves the batch almost empty at the end of each step, while its longest rollouts run; beside another loop that space is
+filled. Both arrangements compute the same tokens, in turns.
+"""
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from benchmarks.harness import default_model, print_setup, print_table, running_server, sample_adapters
+
+LOOPS = ("one", "two")
+PROMPT = [504, 3575, 314]
+
+
+def main() -> None:
+    """Run the loops and print the throughput of both arrangements."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--base", default=str(default_model()), help="folder of the base model")
+    parser.add_argument("--rollouts", type=int, default=16, help="rollouts of a step")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a loop")
+    parser.add_argument("--longest", type=int, default=192, help="tokens of the longest rollout")
+    parser.add_argument("--train-s", type=float, default=0.0, help="seconds of a step's training, on another machine")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print_setup()
+    lengths = {name: drawn(options, seed) for seed, name in enumerate(LOOPS)}
+    tokens = sum(sum(step) for steps in lengths.values() for step in steps)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "adapters")
+        for name, sample in zip(LOOPS, sample_adapters().values(), strict=False):
+            shutil.copytree(sample, folder / name)
+        flags = [options.base, "--memory", "1GiB", "--store-dir", f"{scratch}/store", "--adapter-dir", str(folder)]
+        with running_server(flags, Path(scratch, "log")) as server:
+            found = [
+                (
+                    timed(server.url, [lengths[LOOPS[0]]], options.train_s)
+                    + timed(server.url, [lengths[LOOPS[1]]], options.train_s, first=1),
+                    timed(server.url, list(lengths.values()), options.train_s),
+                )
+                for _ in range(options.rounds + 1)
+            ][1:]
+    rows = [
+        [name, f"{statistics.median(times):.1f} s", f"{tokens / statistics.median(times):.0f}"]
+        for name, times in zip(("one after the other", "at once"), zip(*found, strict=True), strict=True)
+    ]
+    title = f"{len(LOOPS)} loops of {options.steps} steps of {options.rollouts} rollouts, medians of {options.rounds}"
+    print_table(title, ["loops", "time", "tokens/s"], rows)
+    ratios = sorted(alone / both for alone, both in found)
+    print(f"throughput at once: × {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+
+
+def drawn(options: argparse.Namespace, seed: int) -> list[list[int]]:
+    """Return the lengths of a loop's rollouts, by step. A few are many times as long as the median."""
+    generator = np.random.default_rng(seed)
+    shape = (options.steps, options.rollouts)
+    lengths = np.exp(generator.normal(np.log(options.longest / 8), 1.0, shape))
+    return [[int(each) for each in step] for step in lengths.clip(4, options.longest)]
+
+
+def timed(url: str, loops: list[list[list[int]]], train_s: float, first: int = 0) -> float:
+    """Run loops at once; return the seconds until all have ended."""
+
+    async def run() -> None:
+        async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=None)) as session:
+            await asyncio.gather(*(loop(session, LOOPS[first + at], steps, train_s) for at, steps in enumerate(loops)))
+
+    began_s = time.perf_counter()
+    asyncio.run(run())
+    return time.perf_counter() - began_s
+
+
+async def loop(session: aiohttp.ClientSession, name: str, steps: list[list[int]], train_s: float) -> None:
+    """Sample and sync, step by step."""
+    for lengths in steps:
+        await asyncio.gather(*(post(session, "/v1/completions", rollout(name, each)) for each in lengths))
+        await asyncio.sleep(train_s)
+        await post(session, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": name, "load_inplace": True})
+
+
+def rollout(name: str, length: int) -> dict[str, object]:
+    """Return the body of a rollout."""
+    return {"model": name, "prompt": PROMPT, "max_tokens": length, "ignore_eos": True, "temperature": 1.0}
+
+
+async def post(session: aiohttp.ClientSession, path: str, body: dict[str, object]) -> None:
+    """Send a body.
+
+    Raises:
+        RuntimeError: the answer is an error.
+    """
+    async with session.post(path, json=body) as reply:
+        if reply.status >= 400:
+            raise RuntimeError(f"{path}: {await reply.text()}")
+        await reply.read()
+
+
+if __name__ == "__main__":
+    main()
