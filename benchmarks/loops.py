@@ -2,7 +2,8 @@
 
 A step of a loop samples rollouts, whose lengths have a long tail, and then gives the server a new version. A loop alone
 leaves the batch almost empty at the end of each step, while its longest rollouts run; beside another loop that space is
-filled. Both arrangements compute the same tokens, in turns.
+filled. Both arrangements compute the same tokens, in turns. Steps of the engine are counted beside the time: they do
+not depend on what else the machine does.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import numpy as np
@@ -20,6 +22,7 @@ from benchmarks.harness import default_model, print_setup, print_table, running_
 
 LOOPS = ("one", "two")
 PROMPT = [504, 3575, 314]
+REPORT_S = 0.5
 
 
 def main() -> None:
@@ -41,22 +44,29 @@ def main() -> None:
             shutil.copytree(sample, folder / name)
         flags = [options.base, "--memory", "1GiB", "--store-dir", f"{scratch}/store", "--adapter-dir", str(folder)]
         with running_server(flags, Path(scratch, "log")) as server:
-            found = [
-                (
-                    timed(server.url, [lengths[LOOPS[0]]], options.train_s)
-                    + timed(server.url, [lengths[LOOPS[1]]], options.train_s, first=1),
-                    timed(server.url, list(lengths.values()), options.train_s),
-                )
-                for _ in range(options.rounds + 1)
-            ][1:]
-    rows = [
-        [name, f"{statistics.median(times):.1f} s", f"{tokens / statistics.median(times):.0f}"]
-        for name, times in zip(("one after the other", "at once"), zip(*found, strict=True), strict=True)
-    ]
+            found: dict[str, list[Cost]] = {"one after the other": [], "at once": []}
+            for round_ in range(options.rounds + 1):
+                alone = [timed(server.url, {name: steps}, options.train_s) for name, steps in lengths.items()]
+                both = timed(server.url, lengths, options.train_s)
+                if round_:  # The first warms up.
+                    found["one after the other"].append(Cost(*map(sum, zip(*alone, strict=True))))
+                    found["at once"].append(both)
+    rows = []
+    for name, costs in found.items():
+        seconds, steps = (statistics.median(column) for column in zip(*costs, strict=True))
+        rows.append([name, f"{seconds:.1f} s", f"{tokens / seconds:.0f}", f"{steps:.0f}", f"{tokens / steps:.1f}"])
     title = f"{len(LOOPS)} loops of {options.steps} steps of {options.rollouts} rollouts, medians of {options.rounds}"
-    print_table(title, ["loops", "time", "tokens/s"], rows)
-    ratios = sorted(alone / both for alone, both in found)
-    print(f"throughput at once: × {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    print_table(title, ["loops", "time", "tokens/s", "steps of the engine", "tokens a step"], rows)
+    for at, what in enumerate(("tokens/s", "tokens a step")):
+        ratios = sorted(one[at] / both[at] for one, both in zip(*found.values(), strict=True))
+        print(f"{what} at once: × {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+
+
+class Cost(NamedTuple):
+    """The seconds and the steps of the engine that loops took."""
+
+    seconds: float
+    steps: float
 
 
 def drawn(options: argparse.Namespace, seed: int) -> list[list[int]]:
@@ -67,16 +77,25 @@ def drawn(options: argparse.Namespace, seed: int) -> list[list[int]]:
     return [[int(each) for each in step] for step in lengths.clip(4, options.longest)]
 
 
-def timed(url: str, loops: list[list[list[int]]], train_s: float, first: int = 0) -> float:
-    """Run loops at once; return the seconds until all have ended."""
+def timed(url: str, loops: dict[str, list[list[int]]], train_s: float) -> Cost:
+    """Run loops at once; return their cost."""
 
-    async def run() -> None:
+    async def run() -> Cost:
         async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=None)) as session:
-            await asyncio.gather(*(loop(session, LOOPS[first + at], steps, train_s) for at, steps in enumerate(loops)))
+            steps = await engine_steps(session)
+            began_s = time.perf_counter()
+            await asyncio.gather(*(loop(session, name, each, train_s) for name, each in loops.items()))
+            return Cost(time.perf_counter() - began_s, await engine_steps(session) - steps)
 
-    began_s = time.perf_counter()
-    asyncio.run(run())
-    return time.perf_counter() - began_s
+    return asyncio.run(run())
+
+
+async def engine_steps(session: aiohttp.ClientSession) -> float:
+    """Return the number of steps that the engine has run, once it is idle and has reported all."""
+    await asyncio.sleep(REPORT_S)
+    async with session.get("/metrics") as reply:
+        page = await reply.text()
+    return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith("lorikeet:steps_total"))
 
 
 async def loop(session: aiohttp.ClientSession, name: str, steps: list[list[int]], train_s: float) -> None:

@@ -229,6 +229,18 @@ async def test_a_removed_adapter_is_forgotten(server: Running) -> None:
     assert [each["name"] for each in (await figures(server))["adapters"]] == ["base"]
 
 
+async def test_an_adapter_that_is_removed_while_requests_run_is_forgotten_with_the_last_one(server: Running) -> None:
+    live = server.service.observer.live
+    server.engine.open.clear()
+    running = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
+    await until(lambda: live.peek("formal").open, "a request runs")
+    live.forget("formal")
+    assert "formal" in live._adapters
+    server.engine.open.set()
+    assert (await running).status_code == 200
+    assert "formal" not in live._adapters
+
+
 async def test_the_stream_repeats_the_same_and_its_places_are_limited(server: Running) -> None:
     lines: list[Any] = []
     async with server.http.stream("GET", "/v1/stats/stream", params={"interval_s": 0.2, "history": "true"}) as reply:

@@ -192,6 +192,7 @@ class AdapterHistory:
         queue_s: seconds in the queue by cause, since the start.
         saved_s: seconds saved by mechanism, since the start.
         finished: rate of ended requests per second.
+        is_removed: whether the adapter was removed, so that the history ends with its last open request.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -202,6 +203,7 @@ class AdapterHistory:
         self.queue_s: dict[str, float] = {}
         self.saved_s: dict[str, float] = {}
         self.finished = Rate(clock)
+        self.is_removed = False
 
     def recent(self, now_s: float) -> list[RecentRequest]:
         """Return the requests that ended in the last ``RECENT_S``, the oldest first."""
@@ -249,7 +251,9 @@ class LiveStats:
     def begin(self, request: Request, timings: RequestTimings) -> OpenRequest:
         """Start to follow a submitted request."""
         opened = OpenRequest(self, request, timings)
-        self._of(opened.adapter).open[opened.request_id] = opened
+        history = self._of(opened.adapter)
+        history.open[opened.request_id] = opened
+        history.is_removed = False
         return opened
 
     def output(self, opened: OpenRequest, tokens: int, gap_s: float | None) -> None:
@@ -280,6 +284,7 @@ class LiveStats:
         if not is_background:
             adapter.ended.append(ended)
             self._ended.append(ended)
+        self._drop_if_removed(opened.adapter, adapter)
         self.sample()
 
     def refused(self, adapter: AdapterRef | None, requests: int) -> None:
@@ -300,8 +305,14 @@ class LiveStats:
                 self._of(name).errors.append(RecentError(self.unix_s(self._clock()), None, "", error))
 
     def forget(self, adapter: str) -> None:
-        """Drop the history of a removed adapter, unless requests still run."""
-        if (known := self._adapters.get(adapter)) is not None and not known.open:
+        """Drop the history of a removed adapter, once no request runs."""
+        known = self._adapters.get(adapter)
+        if known is not None:
+            known.is_removed = True
+            self._drop_if_removed(adapter, known)
+
+    def _drop_if_removed(self, adapter: str, history: AdapterHistory) -> None:
+        if history.is_removed and not history.open:
             del self._adapters[adapter]
 
     def peek(self, adapter: str) -> AdapterHistory:
