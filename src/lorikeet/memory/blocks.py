@@ -56,22 +56,24 @@ class BlockPool:
             self._leased[block] = 1
         return blocks
 
-    def release(self, blocks: Iterable[BlockId]) -> None:
+    def release(self, blocks: Sequence[BlockId]) -> None:
         """Free blocks.
 
         Raises:
             BlockError: a block is not leased.
         """
+        leased = self._leased
+        generation = self._generation
         for block in blocks:
-            if not self._leased[block]:
-                raise BlockError(f"block {block} (generation {self._generation[block]}) is released twice")
-            self._leased[block] = 0
-            self._generation[block] += 1
-            self._free.append(block)
+            if not leased[block]:
+                raise BlockError(f"block {block} (generation {generation[block]}) is released twice")
+            leased[block] = 0
+            generation[block] += 1
+        self._free.extend(blocks)
 
-    def generation(self, block: BlockId) -> int:
-        """Return the number of times that the block has been freed."""
-        return self._generation[block]
+    def generations(self, blocks: Iterable[BlockId]) -> list[int]:
+        """Return the number of times that each block has been freed."""
+        return list(map(self._generation.__getitem__, blocks))
 
     def checked(self, blocks: Sequence[int], generations: Sequence[int]) -> list[BlockId]:
         """Return ``blocks`` after checking that each block is leased and has the expected generation.
@@ -79,10 +81,12 @@ class BlockPool:
         Raises:
             BlockError: a block is not leased or has another generation.
         """
-        for block, generation in zip(blocks, generations, strict=True):
-            if not self._leased[block] or self._generation[block] != generation:
-                raise BlockError(f"block {block} is of generation {self._generation[block]}, expected {generation}")
-        return cast(list[BlockId], list(blocks))
+        found = cast(list[BlockId], list(blocks))
+        if self.generations(found) != list(generations) or not all(map(self._leased.__getitem__, found)):
+            for block, generation in zip(found, generations, strict=True):
+                if not self._leased[block] or self._generation[block] != generation:
+                    raise BlockError(f"block {block} is of generation {self._generation[block]}, expected {generation}")
+        return found
 
 
 class WaitReason(Enum):

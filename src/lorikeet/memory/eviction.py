@@ -497,16 +497,19 @@ class Evictor:
         """
         tree = self._tree
         tiers = self._tiers
-        parents = set(tree.parent[nodes].tolist())
+        at = np.asarray(nodes, np.int64)
+        above = set(tree.parent[at].tolist()).difference(nodes)
+        is_copied = tree.on_host[at]
         self._eviction.removed(nodes, now)
         self._counters.removed(nodes)
         if self._options.host_kv is HostKv.AHEAD:
-            for top in set(tree.top[nodes].tolist()):  # an aLoRA's KV may lie below the base's KV
-                keys = [tree.key_of(node) for node in nodes if tree.top[node] == top]
+            tops = tree.top[at]
+            for top in set(tops.tolist()):  # an aLoRA's KV may lie below the base's KV
+                keys = tree.keys_of_kv(at[tops == top])
                 self._reuse.evicted(top, keys, now)
                 if self._copies is not None:
                     self._copies.evicted(top, keys, now)
-        uncopied = [n for n in nodes if not tree.on_host[n]] if tiers.host.total else []
+        uncopied = at[~is_copied].tolist() if tiers.host.total else []
         free = 0
         if uncopied and self.copies_at_eviction:
             free = self.free_host_for_kv(len(uncopied), nodes[0], now)
@@ -516,14 +519,17 @@ class Evictor:
                 self._drop_copies(len(uncopied), float(tree.score[nodes[0]]))
                 free = self.free_host_for_kv(len(uncopied), nodes[0], now)
         stored = uncopied[len(uncopied) - free :]
-        is_stored = set(stored)
-        dropped = [node for node in nodes if node not in is_stored]
-        self._note_lost([node for node in dropped if not tree.on_host[node]])
+        dropped = nodes
+        if stored:
+            is_stored = set(stored)
+            dropped = [node for node in nodes if node not in is_stored]
+        lost = uncopied[: len(uncopied) - free] if tiers.host.total else dropped
+        self._note_lost(lost)
         tiers.drop_kv(dropped)
-        tiers.store_kv(stored, tiers.host.lease(len(stored)), now)
-        self.remove_empty(dropped)
-        # Evictable now, or evictable from the host
-        self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))
+        if stored:
+            tiers.store_kv(stored, tiers.host.lease(len(stored)), now)
+        self.remove_empty(lost)
+        self.offer_all(np.array([*at[is_copied].tolist(), *above], np.int64))
 
     def _note_lost(self, nodes: Sequence[int]) -> None:
         """Record KV that leaves its last tier, if KV is copied ahead of its eviction."""
@@ -567,18 +573,27 @@ class Evictor:
             self.events.append(AdapterEvicted(entry.ref.digest, now, freed_bytes, dropped))
         self.offer(node)
 
-    def remove_empty(self, nodes: Sequence[int]) -> None:
+    def remove_empty(self, nodes: Sequence[int] | Nodes) -> None:
         """Remove KV leaves that are on no tier from the tree, and then ancestors that have become such leaves."""
         tree = self._tree
         at = np.asarray(nodes, np.int64)
-        empty = dict.fromkeys(at[has_no_bytes(tree, at)].tolist())
-        if not empty:
+        at = at[has_no_bytes(tree, at)]
+        if not len(at):
             return
-        gone: dict[int, None] = {}
-        below: dict[int, int] = {}
         children = tree.children.item
         parents = tree.parent.item
-        for node in empty:
+        # Nearly all nodes form one branch without other children, later KV first, which is removed as a whole.
+        ends = np.flatnonzero((tree.parent[at[:-1]] != at[1:]) | (tree.children[at[1:]] != 1))
+        whole = (int(ends[0]) + 1 if len(ends) else len(at)) if not children(at[0]) else 0
+        every: list[int] = at.tolist()
+        empty = dict.fromkeys(every)
+        gone = dict.fromkeys(every[:whole])
+        below = dict.fromkeys(every[1:whole], 0)
+        if whole:
+            above = parents(every[whole - 1])
+            below[above] = children(above) - 1
+            every = [above, *every[whole:]]
+        for node in every:
             while not (node in gone or below.get(node, children(node))) and (node in empty or has_no_bytes(tree, node)):
                 gone[node] = None
                 parent = parents(node)

@@ -296,8 +296,8 @@ class Memory:
         """
         adapter = BASE if ref is None else self.register(ref)
         path = self.tree.match(keys)
-        nodes = [adapter, *path]
-        on_device = int(np.count_nonzero(self.tree.on_device[path]))
+        nodes = np.array([adapter, *path])
+        on_device = int(np.count_nonzero(self.tree.on_device[nodes[1:]]))
         unused_s = now - float(self.tree.last_use_s[path[-1]]) if path else 0.0
         self._reuse.requested(adapter, keys, on_device, len(path), unused_s, now)
         self._shadows.requested(adapter, keys, path, now)
@@ -305,7 +305,7 @@ class Memory:
         self.tree.last_use_s[nodes] = now
         self._eviction.arrived(adapter, path, now)
         self._prefetch.arrived(adapter, now)
-        self.evictor.rescore(np.asarray(nodes), now)
+        self.evictor.rescore(nodes, now)
         self.counters.arrived(adapter, path, self.block_size, tokens)
 
     def keys_of(
@@ -361,20 +361,21 @@ class Memory:
         if self.evictor.lacks_slot(adapter_blocks):
             return WaitReason.SLOT
         path = tree.match(keys[: (tokens - 1) // self.block_size])
-        away = [node for node in path if not tree.on_device[node] and tree.moving[node] != NodeTransfer.IN]
+        at = np.array(path, np.int64)
+        away = at[~tree.on_device[at] & (tree.moving[at] != NodeTransfer.IN)].tolist()
         may_compute = away and self._options.host_kv is HostKv.AHEAD
         if may_compute and not self._loads_kv(len(away), self.blocks_for(tokens), now):
             del path[path.index(away[0]) :]
             away = []
         private = self.blocks_for(tokens) - len(path)
-        pinned = [adapter, *path]
+        pinned = np.array([adapter, *path])
         tiers.pin(pinned)
         if not self.evictor.ensure_free(private + len(away), adapter_blocks, now):
             lacking = self.evictor.wait_reason(private + len(away), adapter_blocks)
             if self._copy_awaited_s is None and self.blocks_are_being_freed:
                 self._copy_awaited_s = now
             tiers.unpin(pinned)
-            self.evictor.offer_all(np.asarray(pinned))
+            self.evictor.offer_all(pinned)
             return lacking
         if self._copy_awaited_s is not None:
             if self._shadows.copies is not None:
@@ -404,7 +405,7 @@ class Memory:
         tree.last_use_s[pinned] = now
         self._eviction.admitted(adapter, path, now)
         lease.prefetched = self.counters.admitted(adapter, path)
-        lease.blocks = tiers.device_blocks(path)
+        lease.blocks = tiers.device_blocks(pinned[1:])
         added = tiers.lease_private(private)
         lease.blocks += added
         lease.private.update(added)
@@ -506,14 +507,15 @@ class Memory:
             if not self._waiting[transfer_id]:
                 del self._waiting[transfer_id]
         self.tiers.release_private(sorted(lease.private, reverse=True))
-        pinned = [lease.adapter, *lease.path]
+        pinned = np.array([lease.adapter, *lease.path])
+        path = pinned[1:]
         self.tiers.unpin(pinned)
         self.tree.last_use_s[pinned] = now
-        self.evictor.rescore(np.asarray(pinned), now)
-        self.evictor.remove_empty(lease.path[::-1])
+        self.evictor.rescore(pinned, now)
+        self.evictor.remove_empty(path[::-1])
         self.adapters.evict_kv_without_adapter(lease.adapter, now)
-        if not self.tree.on_device[lease.path].all():  # a transfer failed, so the KV after the gap is useless
-            self.adapters.evict_kv_without_parents(np.asarray(lease.path, np.int64), now)
+        if not self.tree.on_device[path].all():  # a transfer failed, so the KV after the gap is useless
+            self.adapters.evict_kv_without_parents(path, now)
         self.swapper.wake()
 
     def _report_load(self, inflight: InflightTransfer, done: TransferDone, now: float) -> None:

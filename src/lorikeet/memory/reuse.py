@@ -129,12 +129,13 @@ class KvReuse:
 
     def evicted(self, top: int, keys: Sequence[bytes], now: float) -> None:
         """Record that blocks of an adapter are evicted from the device."""
-        new = [key for key in keys if key not in self._ghosts]
+        ghosts = self._ghosts
+        new = [key for key in keys if key not in ghosts]
         if new:
-            self._ghosts.update(dict.fromkeys(new, top))
+            ghosts.update(dict.fromkeys(new, top))
             self._pending.append(_Pending(now, self._of_evicted, top, len(new)))
-        while len(self._ghosts) > self._most_keys:
-            self._ghosts.popitem(last=False)
+        for _ in range(len(ghosts) - self._most_keys):
+            ghosts.popitem(last=False)
 
     def lost(self, top: int, blocks: int) -> None:
         """Record that blocks of an adapter leave their last tier."""

@@ -92,9 +92,9 @@ class Tiers:
         tree = self.tree
         at = np.asarray(nodes, np.int64)
         tree.device[at] = blocks
-        tree.device_generation[at] = [self.device.generation(block) for block in blocks]
+        tree.device_generation[at] = self.device.generations(blocks)
         tree.on_device[at] = True
-        np.add.at(tree.children_on_device, tree.parent[at], 1)
+        tree.count_on_device(at, 1)
         self._kv -= len(nodes)
         self.cached_blocks[NodeKind.KV] += len(nodes)
 
@@ -106,25 +106,27 @@ class Tiers:
         """
         return self.device.checked(self.tree.device[path].tolist(), self.tree.device_generation[path].tolist())
 
-    def host_blocks(self, path: Sequence[int]) -> list[BlockId]:
+    def host_blocks(self, path: Sequence[int] | Nodes) -> list[BlockId]:
         """Return the host blocks of KV nodes; see :meth:`device_blocks` for errors."""
         return self.host.checked(self.tree.host[path].tolist(), self.tree.host_generation[path].tolist())
 
-    def pin(self, nodes: Sequence[int]) -> None:
+    def pin(self, nodes: Sequence[int] | Nodes) -> None:
         """Pin nodes to their tiers until each pin is removed with :meth:`unpin`. Pins are counted."""
         self._change_pins(nodes, 1)
 
-    def unpin(self, nodes: Sequence[int]) -> None:
+    def unpin(self, nodes: Sequence[int] | Nodes) -> None:
         """Remove one pin of each node."""
         self._change_pins(nodes, -1)
 
-    def _change_pins(self, nodes: Sequence[int], change: int) -> None:
+    def _change_pins(self, nodes: Sequence[int] | Nodes, change: int) -> None:
         tree = self.tree
         index = np.asarray(nodes, np.int64)
         before = tree.pins[index]
-        tree.pins[index] += change
+        tree.pins[index] = before + change
         tree.touched[index] += 1
         turned = index[before == (0 if change > 0 else 1)]
+        if not len(turned):
+            return
         moving = tree.moving[turned]
         there = tree.on_device[turned] | (tree.kept[turned] > 0)
         still = turned[there & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
@@ -234,11 +236,11 @@ class Tiers:
             demand: whether a sequence waits for the transfer; False for a prefetch.
         """
         tree = self.tree
-        for node, block in zip(nodes, device_blocks, strict=True):
-            tree.device[node] = block
-            tree.device_generation[node] = self.device.generation(block)
-            tree.moving[node] = NodeTransfer.IN
-            tree.children_on_device[tree.parent[node]] += 1
+        at = np.asarray(nodes, np.int64)
+        tree.device[at] = device_blocks
+        tree.device_generation[at] = self.device.generations(device_blocks)
+        tree.moving[at] = NodeTransfer.IN
+        tree.count_on_device(at, 1)
         self._inflight += len(nodes)
         self.used_blocks[NodeKind.KV] += len(nodes)
         return self._begin(Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, demand=demand), nodes, now)
@@ -260,7 +262,7 @@ class Tiers:
         """
         tree = self.tree
         at = np.asarray(nodes, np.int64)
-        pinned = int(np.count_nonzero(self.tree.pins[nodes]))
+        pinned = int(np.count_nonzero(tree.pins[at]))
         self._kv -= pinned
         self.cached_blocks[NodeKind.KV] -= len(nodes) - pinned
         self._inflight += len(nodes)
@@ -270,10 +272,10 @@ class Tiers:
             tree.moving[at] = NodeTransfer.COPY
         else:
             self.blocks_being_freed += len(nodes)
-            np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # makes the parents evictable immediately
+            tree.count_on_device(at, -1)  # makes the parents evictable immediately
             tree.moving[at] = NodeTransfer.OUT
         tree.host[at] = host_blocks
-        tree.host_generation[at] = [self.host.generation(block) for block in host_blocks]
+        tree.host_generation[at] = self.host.generations(host_blocks)
         while nodes:
             if self._storing is None or len(self._storing.nodes) == KV_BLOCKS_PER_TRANSFER:
                 self._storing = self._begin(Transfer(next(self._ids), Tier.DEVICE, Tier.HOST), (), now)
@@ -293,7 +295,7 @@ class Tiers:
     def adopt_on_host(self, node: int, block: BlockId) -> None:
         """Assign a leased host block to a KV node that is on no tier. The caller writes the block."""
         self.tree.host[node] = block
-        self.tree.host_generation[node] = self.host.generation(block)
+        (self.tree.host_generation[node],) = self.host.generations((block,))
         self.tree.on_host[node] = True
         self._host_kv += 1
 
@@ -325,8 +327,8 @@ class Tiers:
         """Free the device blocks of unpinned KV. The KV is lost, unless it is on the host."""
         tree = self.tree
         at = np.asarray(nodes, np.int64)
-        self.device.release(self.device_blocks(nodes))
-        np.subtract.at(tree.children_on_device, tree.parent[at], 1)
+        self.device.release(self.device_blocks(at))
+        tree.count_on_device(at, -1)
         tree.device[at] = NO_BLOCK
         tree.on_device[at] = False
         tree.touched[at] += 1
@@ -344,10 +346,11 @@ class Tiers:
 
     def drop_kv_from_host(self, nodes: Sequence[int]) -> None:
         """Free the host blocks of KV that is in no transfer."""
-        self.host.release(self.host_blocks(nodes))
+        at = np.asarray(nodes, np.int64)
+        self.host.release(self.host_blocks(at))
         self._host_kv -= len(nodes)
-        self.tree.host[nodes] = NO_BLOCK
-        self.tree.on_host[nodes] = False
+        self.tree.host[at] = NO_BLOCK
+        self.tree.on_host[at] = False
 
     def want(self, nodes: Iterable[int]) -> list[InflightTransfer]:
         """Mark the transfers that load ``nodes`` to the device as awaited, and return them."""

@@ -201,16 +201,22 @@ class DependencyTree:
         entry = self.adapters.get(node)
         return self._keys[node] if entry is None else entry.ref.digest.encode()
 
+    def keys_of_kv(self, nodes: Nodes) -> list[bytes]:
+        """Return the keys of KV."""
+        return list(map(self._keys.__getitem__, nodes.tolist()))
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Return the nodes of the longest prefix of ``keys`` whose KV is on a tier or in flight to the device."""
         path: list[int] = []
+        find = self._by_key.get
         for key in keys:
-            node = self._by_key.get(key)
+            node = find(key)
             if node is None:
                 break
             path.append(node)
         if path:
-            has_bytes = self.on_device[path] | self.on_host[path] | (self.moving[path] == NodeTransfer.IN)
+            at = np.asarray(path)
+            has_bytes = self.on_device[at] | self.on_host[at] | (self.moving[at] == NodeTransfer.IN)
             if not has_bytes.all():
                 del path[int(np.argmin(has_bytes)) :]
         return path
@@ -234,6 +240,10 @@ class DependencyTree:
     def add_adapter(self, ref: AdapterRef, device_size: int, host_size: int) -> int:
         """Add an adapter version that is on no tier yet, and return its node. Sizes are in blocks."""
         (node,) = self._new(1)
+        touched = self.touched[node]
+        for name, _, empty in self._FIELDS:
+            getattr(self, name)[node] = empty
+        self.touched[node] = touched
         self.kind[node] = NodeKind.ADAPTER
         self.top[node] = node
         self.size[node] = device_size
@@ -272,8 +282,9 @@ class DependencyTree:
         flat = [key for chain in keys for key in chain]
         nodes = self._new(len(flat))
         self._by_key.update(zip(flat, nodes, strict=True))
+        node_keys = self._keys
         for node, key in zip(nodes, flat, strict=True):
-            self._keys[node] = key
+            node_keys[node] = key
         if tops is None:
             tops = [[int(self.top[parent])] * len(chain) for parent, chain in zip(above, keys, strict=True)]
         branches: list[list[int]] = []
@@ -290,24 +301,44 @@ class DependencyTree:
         self.size[at] = 1
         self.visits[at] = 1.0
         self.last_use_s[at] = now
+        self.score[at] = 0.0
         self.parent[at] = parents
         self.depth[at] = depths
         self.top[at] = [top for each in tops for top in each]
-        np.add.at(self.children, parents, 1)
+        self.children[at] = 1
+        for parent, branch in zip(above, branches, strict=True):
+            self.children[branch[-1]] = 0
+            self.children[parent] += 1
         return branches
 
     def remove_adapter(self, node: int) -> None:
         """Remove an adapter that has no children and is on no tier."""
         del self._by_digest[self.adapters.pop(node).ref.digest]
-        self._release([node])
+        self.kind[node] = NodeKind.UNUSED
+        self.touched[node] += 1  # marks heap entries of the removed node as outdated
+        self._free.append(node)
 
     def remove_kv(self, nodes: Sequence[int]) -> None:
         """Remove KV nodes that are on no tier. All their children must be among ``nodes``."""
-        np.subtract.at(self.children, self.parent[np.asarray(nodes, np.int64)], 1)
+        at = np.asarray(nodes, np.int64)
+        self.kind[at] = NodeKind.UNUSED
+        self.touched[at] += 1  # marks heap entries of the removed nodes as outdated
+        self.children[at] = 0
+        # The other fields are empty, as the KV is on no tier, or are set when the index is used again.
+        above = self.parent[at]
+        for parent in above[self.kind[above] != NodeKind.UNUSED].tolist():
+            self.children[parent] -= 1
+        keys = self._keys
+        by_key = self._by_key
         for node in nodes:
-            del self._by_key[self._keys[node]]
-            self._keys[node] = b""
-        self._release(nodes)
+            del by_key[keys[node]]
+            keys[node] = b""
+        self._free.extend(nodes)
+
+    def count_on_device(self, nodes: Nodes, change: int) -> None:
+        """Add ``change`` to the number of children on the device of the parents of KV."""
+        # NumPy's fast path needs indices and numbers of exactly these types.
+        np.add.at(self.children_on_device, self.parent[nodes].astype(np.intp), np.int32(change))
 
     def _new(self, count: int) -> list[int]:
         while len(self._free) < count:
@@ -318,14 +349,6 @@ class DependencyTree:
         nodes.reverse()
         self._end = max(self._end, max(nodes) + 1)
         return nodes
-
-    def _release(self, nodes: Sequence[int]) -> None:
-        at = np.asarray(nodes, np.int64)
-        touched = self.touched[at] + 1
-        for name, _, empty in self._FIELDS:
-            getattr(self, name)[at] = empty
-        self.touched[at] = touched  # marks heap entries of the removed nodes as outdated
-        self._free.extend(nodes)
 
     def _grow(self) -> None:
         old = len(self.kind)
