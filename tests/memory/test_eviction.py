@@ -1,13 +1,17 @@
 """Who leaves in one go: what was used together, in the order in which it would have left one by one."""
 
 import random
+import sys
+from collections.abc import Callable
 
 import pytest
 
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.prefix_insertion import ComputedTokens
+from lorikeet.memory.tree import BASE, NO_NODE, DependencyTree
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.memory.asks import ask, cached_tokens, words
+from tests.memory.trees import add_adapter
 from tests.support.scripted import BLOCK_TOKENS, Bench, request
 
 
@@ -95,3 +99,41 @@ def test_sequences_computing_the_same_tokens_in_a_step_share_tree_blocks() -> No
     bench.run()
     bench.memory.check_integrity()
     assert bench.memory.counts().kv == 0
+
+
+def calls(work: Callable[[], object]) -> int:
+    """The number of functions that are called."""
+    found = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_the_work_of_an_eviction_does_not_grow_with_the_cache() -> None:
+    def work(conversations: int) -> int:
+        bench = Bench(blocks=4 * conversations)
+        for number in range(conversations):
+            ask(bench, f"r{number}", words(1000 * number, 3), None)
+        needed = bench.memory.counts().free + 3
+        return calls(lambda: bench.memory.evictor.ensure_free(needed, 0, bench.clock.now()))
+
+    assert work(6) == work(60)
+
+
+def test_an_adapter_at_the_index_of_removed_kv_has_none_of_its_fields() -> None:
+    tree = DependencyTree()
+    ((first, second),) = tree.add_kv([BASE], [[b"first", b"second"]], 5.0)
+    tree.remove_kv([second, first])
+    node = add_adapter(tree, there=False)
+    assert node in (first, second)
+    assert (tree.parent[node], tree.depth[node], tree.last_use_s[node]) == (NO_NODE, 0, 0.0)
+    assert tree.children[BASE] == 0
