@@ -21,7 +21,7 @@ SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examp
 # Tests start hundreds of processes, which need not compile the same modules each.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve ui lint types style docs test suite test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
+.PHONY: help setup serve ui lint types style docs test suite test-fast test-all test-arm fuzz wheel check-wheel smoke-wheel constraints
 
 help:
 	@echo "make serve [PORT=8000]   serve the default model with the sample adapters on 127.0.0.1"
@@ -31,6 +31,7 @@ help:
 	@echo "make suite               the test suite alone"
 	@echo "make test-fast           the tests that are not slow"
 	@echo "make test-all            lint, then the long tests and every combination too"
+	@echo "make test-arm            build the kernels for ARM and test them under emulation; needs a cross compiler"
 	@echo "make fuzz [CASES=15000]  run so many random cases of every fuzz test"
 	@echo "make docs                build the docs site in build/site"
 	@echo "make ui                  build the pages of the server from ui/; needs Node"
@@ -93,6 +94,9 @@ test-fast: setup
 
 test-all: lint
 	$(PYTEST) --all
+
+test-arm: setup
+	PYTHON=$(BIN)/python scripts/test_arm.sh
 
 fuzz: setup
 	$(PYTEST) --fuzz $(CASES) -rP tests/adapters/test_store_fuzzed.py tests/api/test_fuzzed_requests.py \

@@ -15,18 +15,22 @@ from setuptools.command.build_ext import build_ext
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 _AVX512_BF16 = [*_AVX512, "-mavx512bf16"]
-INSTRUCTION_SETS = {
+_X86 = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512bf16": _AVX512_BF16,
     "amx": [*_AVX512_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
 }
+_ARM = {"neon": ["-march=armv8-a"], "neonbf16": ["-march=armv8.2-a+bf16"]}
+INSTRUCTION_SETS = {"x86_64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine(), {})
 
 # OpenMP is compiled in but not linked: the symbols come from the runtime that torch brings.
+_IS_MACOS = sys.platform == "darwin"
 _COMMON = [
     "-std=c++17",
     "-O3",
     "-g0",
+    *(["-Xpreprocessor"] if _IS_MACOS else []),  # Apple's compiler has no option for it, but the pragmas
     "-fopenmp",
     "-fvisibility=hidden",
     "-fno-math-errno",
@@ -57,7 +61,7 @@ class PlatformDistribution(Distribution):
         return True
 
 
-_can_build = sys.platform == "linux" and platform.machine() == "x86_64"
+_can_build = sys.platform == "linux" or (_IS_MACOS and platform.machine() == "arm64")
 
 setup(
     distclass=PlatformDistribution,
@@ -68,7 +72,7 @@ setup(
             sources=sorted(str(path) for path in Path("native").glob("*.cpp")),
             depends=sorted(str(path) for path in Path("native").glob("*.h")),
             extra_compile_args=[*_COMMON, *flags],
-            extra_link_args=["-Wl,-Bsymbolic"],
+            extra_link_args=["-undefined", "dynamic_lookup"] if _IS_MACOS else ["-Wl,-Bsymbolic"],
             language="c++",
             optional=True,
         )

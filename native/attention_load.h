@@ -122,8 +122,8 @@ struct Ahead {
   int64_t token = 0, byte = 0;
   void fetch(int64_t lines) {
     for (; lines > 0 && token < tokens; --lines) {
-      _mm_prefetch((const char*)(rows->keys[token] + first) + byte, _MM_HINT_T1);
-      _mm_prefetch((const char*)(rows->values[token] + first) + byte, _MM_HINT_T1);
+      __builtin_prefetch((const char*)(rows->keys[token] + first) + byte, 0, 2);
+      __builtin_prefetch((const char*)(rows->values[token] + first) + byte, 0, 2);
       if ((byte += 64) >= bytes) byte = 0, ++token;
     }
   }

@@ -2,9 +2,14 @@
 //
 // The data is not read again soon, so it must not evict other data from the caches: loads are non-temporal, and stores
 // go to memory directly, which also saves reading the target lines.
+#if defined(__AVX2__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -18,11 +23,24 @@ namespace {
 using Wide = __m512i;
 inline Wide load(const char* p) { return _mm512_loadu_si512(p); }
 inline void stream(char* p, Wide x) { _mm512_stream_si512((__m512i*)p, x); }
-#else
+#elif defined(__AVX2__)
 using Wide = __m256i;
 inline Wide load(const char* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void stream(char* p, Wide x) { _mm256_stream_si256((__m256i*)p, x); }
+#else
+using Wide = uint8x16_t;  // compilers offer no stores past the caches; processors write whole lines without reading them
+inline Wide load(const char* p) { return vld1q_u8((const uint8_t*)p); }
+inline void stream(char* p, Wide x) { vst1q_u8((uint8_t*)p, x); }
 #endif
+
+// Makes the stores visible before their end is signalled.
+inline void finish_stores() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#else
+  std::atomic_thread_fence(std::memory_order_release);
+#endif
+}
 
 constexpr int64_t kWidth = sizeof(Wide), kLine = 64, kStride = 256;
 constexpr int64_t kAhead = 1024;  // prefetch distance in bytes
@@ -32,7 +50,7 @@ void copy(const char* source, char* target, int64_t bytes) {
   int64_t done = std::min(bytes, int64_t(-uintptr_t(target) % kWidth));  // up to where vectors may be streamed
   std::memcpy(target, source, done);
   for (; done + kStride <= bytes; done += kStride) {
-    for (int64_t line = 0; line < kStride; line += kLine) _mm_prefetch(source + done + kAhead + line, _MM_HINT_NTA);
+    for (int64_t line = 0; line < kStride; line += kLine) __builtin_prefetch(source + done + kAhead + line, 0, 0);
     for (int64_t at = done; at < done + kStride; at += kWidth) stream(target + at, load(source + at));
   }
   std::memcpy(target + done, source + done, bytes - done);
@@ -62,5 +80,5 @@ LORIKEET_EXPORT void lorikeet_copy(const char* source, char* target, int64_t byt
       }
     }
   }
-  _mm_sfence();  // makes the stores visible before their end is signalled
+  finish_stores();
 }

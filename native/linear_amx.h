@@ -242,7 +242,7 @@ class TileProduct {
     const int64_t steps = p_.inputs / kTileDepth, written = (writer_.waiting() + steps - 1) / std::max<int64_t>(steps, 1);
     clear_tiles<0, Two ? 4 : 2>();
     for (int64_t s = 0; s < steps; ++s, x += kTileDepth, y += kTileDepth, groups += kTileDepth * kWidth) {
-      for (int64_t i = 0; i < lines; ++i, ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
+      for (int64_t i = 0; i < lines; ++i, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
       add_step<Two>(x, y, x_bytes, groups, group_bytes);
       tiles_.keep_storing(s);
       writer_.write(written);

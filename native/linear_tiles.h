@@ -53,8 +53,8 @@ inline void tile(const Product<T, O>& p, const T* panel, int64_t row, int64_t co
     for (stop = whole - k > kShort ? k + kShort : whole; k < stop; ++k) {
       decltype(load_group(weights)) w[kVectors];
       for (int v = 0; v < kVectors; ++v) w[v] = load_group(weights + k * kPanel<T> * G + v * kLanes * G);
-      _mm_prefetch(ahead.at + k * ahead.step, _MM_HINT_T1);
-      _mm_prefetch(also.at + k * also.step, _MM_HINT_T1);
+      __builtin_prefetch(ahead.at + k * ahead.step, 0, 2);
+      __builtin_prefetch(also.at + k * also.step, 0, 2);
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         auto input = splat_group(x + r * p.x_stride + k * G);

@@ -29,7 +29,7 @@ class Fetcher {
         lines_a_turn_((lines_ + turns - 1) / turns) {}
   void fetch() {
     for (int64_t i = std::min(lines_, lines_a_turn_); i > 0; --i, --lines_) {
-      _mm_prefetch((const char*)(step_.rows[row_] + column_), _MM_HINT_T1);
+      __builtin_prefetch(step_.rows[row_] + column_, 0, 2);
       column_ += kLine;
       if (column_ >= step_.end) column_ = step_.begin, ++row_;
     }

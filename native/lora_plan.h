@@ -187,7 +187,7 @@ struct Lora {
         step.rows[i] = (const E*)(expand ? piece->bt : piece->a) + (rank - first) * width;
         if (kAreCodes<E> && !expand && i < kShrinkRanks<T>) {
           step.scales[i] = piece->scale(rank - first);
-          _mm_prefetch((const char*)step.scales[i], _MM_HINT_T0);
+          __builtin_prefetch(step.scales[i], 0, 3);
         }
       } else {
         step.rows[i] = padding(part, expand, rank, width);
@@ -270,7 +270,7 @@ class Pipeline {
   static void fetch(const Step<T, E>& step) {
     for (int64_t i = 0; i < step.ranks; ++i)
       for (int64_t k = step.begin; k < step.end; k += 64 / int64_t(sizeof(E)))
-        _mm_prefetch((const char*)(step.rows[i] + k), _MM_HINT_T1);
+        __builtin_prefetch(step.rows[i] + k, 0, 2);
   }
   static constexpr int64_t kSteps = kAhead<T> + 1;
   Walk walk_;

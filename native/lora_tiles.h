@@ -39,18 +39,17 @@ void shrink_tile(const T* x, int64_t x_stride, const Step<T, E>& step, const Ste
   };
   int64_t k = 0;
   for (; k + kWide <= inputs; k += kWide) {
-    for (int j = 0; j < kShrinkRanks<T>; ++j) _mm_prefetch((const char*)(next.rows[j] + k), _MM_HINT_T1);
+    for (int j = 0; j < kShrinkRanks<T>; ++j) __builtin_prefetch(next.rows[j] + k, 0, 2);
     add_products(k, [](const auto* p) __attribute__((always_inline)) { return load_stored<T>(p); });
   }
   if (k < inputs)
     add_products(k, [&](const auto* p) __attribute__((always_inline)) { return load_stored_n<T>(p, int(inputs - k)); });
-  const __m128 real = _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_set1_epi32(int(step.ranks)), _mm_setr_epi32(0, 1, 2, 3)));
   alignas(16) float scales[kShrinkRanks<T>] = {1, 1, 1, 1};
   if constexpr (kAreCodes<E>) step.scale(scales);
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
-    __m128 all = _mm_and_ps(real, sum(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
-    if constexpr (kAreCodes<E>) all = _mm_mul_ps(all, _mm_load_ps(scales));
+    Quad all = first_of(sum(sums[r][0], sums[r][1], sums[r][2], sums[r][3]), int(step.ranks));
+    if constexpr (kAreCodes<E>) all = mul(all, scales);
     put4(inner + r * inner_stride, all);
   }
 }
@@ -109,7 +108,7 @@ void expand_tile(const Step<T, E>& step, const Step<T, E>& next, const T* inner,
       b[g] = n == kSpan ? load_groups<T>(step.rows + g * kGroup<T>, c)
                         : load_groups_n<T>(step.rows + g * kGroup<T>, c, n);
     for (int g = 0; g < Groups * kGroup<T>; ++g)
-      _mm_prefetch((const char*)(next.rows[g] + c + ahead), _MM_HINT_T1);
+      __builtin_prefetch(next.rows[g] + c + ahead, 0, 2);
     for (int64_t r = 0; r < rows; ++r) {
       Span sum = {zero(), zero()};
       if (!first) sum = {load(sums + r * kSpan), load(sums + r * kSpan + kLanes)};

@@ -27,6 +27,7 @@ struct Numbers {
   F32 scales, bases;
 };
 #if defined(__AVX512BF16__)
+constexpr bool kDoublesColumns = true;
 // With each column twice, as in pairs of bytes.
 template <>
 struct Numbers<true> {
@@ -50,6 +51,8 @@ struct Numbers<true> {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), x);
   }
 };
+#else
+constexpr bool kDoublesColumns = false;
 #endif
 
 template <class T>
@@ -92,7 +95,7 @@ class Panels {
   template <int Bits>
   void unpack(int64_t index, int64_t begin, int64_t end, T* to) const {
     constexpr int64_t kPairBytes = Bits / 4;  // of a column
-    constexpr bool kDoubled = Bits == 8 && sizeof(T) == 2 && kNativePairs;
+    constexpr bool kDoubled = Bits == 8 && sizeof(T) == 2 && kDoublesColumns;
     const int64_t pairs = groups_of(weight_.inputs, 2), group_pairs = weight_.group / 2;
     const int64_t groups = (weight_.inputs + weight_.group - 1) / weight_.group;
     const uint8_t* codes = (const uint8_t*)weight_.packed + (index * pairs + begin) * kPanel<T> * kPairBytes;
@@ -105,7 +108,7 @@ class Panels {
         numbers[v] = {scales, weight_.offsets ? load_scales(weight_.offsets, at) : mul(scales, splat(float(-weight_.zero)))};
       }
       for (; pair < stop; ++pair, to += 2 * kPanel<T>) {
-        _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
+        __builtin_prefetch(codes + kAheadBytes, 0, 3);
         for (int v = 0; v < kVectorsOfPanel; ++v, codes += kLanes * kPairBytes) {
           if constexpr (kDoubled) {
             store_group(to + v * kLanes * 2, numbers[v].of_bytes(codes));

@@ -3,7 +3,9 @@
 // tokens, the low half of a word first.
 #pragma once
 
+#if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
 
 #include <cmath>
 #include <cstdint>

@@ -5,6 +5,14 @@
 #include <unistd.h>
 #endif
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#else
+#include <sys/auxv.h>
+#endif
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -27,6 +35,32 @@ bool may_use_tiles() {
 }  // namespace
 #endif
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+namespace {
+
+bool has_bfloat16() {
+#if defined(__APPLE__)
+  int64_t found = 0;
+  size_t bytes = sizeof found;
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &bytes, nullptr, 0) == 0 && found;
+#else
+  constexpr unsigned long kBfloat16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
+  return getauxval(AT_HWCAP2) & kBfloat16;
+#endif
+}
+
+}  // namespace
+#endif
+
+#if defined(__aarch64__)
+LORIKEET_EXPORT int64_t lorikeet_supported() {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return has_bfloat16();
+#else
+  return true;
+#endif
+}
+#else
 LORIKEET_EXPORT int64_t lorikeet_supported() {
   __builtin_cpu_init();
 #if defined(__AMX_BF16__)
@@ -42,6 +76,7 @@ LORIKEET_EXPORT int64_t lorikeet_supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
 }
+#endif
 
 // The size of a record of records.h in bytes; 0 for an unknown name.
 LORIKEET_EXPORT int64_t lorikeet_record_bytes(const char* name) {

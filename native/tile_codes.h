@@ -69,7 +69,7 @@ class TileCodes {
 
   void read(int64_t panel, int64_t group, Numbers& to) const {
     const int64_t at = (panel * groups_ + group) * kOutputs;
-    _mm_prefetch((const char*)weight_.scales + (at + 2 * kSteps * kOutputs) * weight_.scale_bytes, _MM_HINT_T0);
+    __builtin_prefetch((const char*)weight_.scales + (at + 2 * kSteps * kOutputs) * weight_.scale_bytes, 0, 3);
     for (int64_t i = 0; i < kOutputs; i += kLanes) {
       const F32 scales = load_scales(weight_.scales, at + i);
       store(to.scales + i, scales);
@@ -88,7 +88,7 @@ class TileCodes {
     const __m512i begins[4] = {_mm512_set1_epi64(0x2f2f1f1f0f0f3f3f), _mm512_set1_epi64(0x3333232313130303),
                                _mm512_set1_epi64(0x3737272717170707), _mm512_set1_epi64(0x3b3b2b2b1b1b0b0b)};
     for (int64_t row = 0; row < kOutputs; row += 4, codes += 64) {
-      _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
+      __builtin_prefetch(codes + kAheadBytes, 0, 3);
       const __m512i words = _mm512_loadu_si512(codes);
       auto look_up = [&](int64_t i, const Pairs& table, __m512i part) {  // part: of the table
         const __m512i places = _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(begins[i], words), code, part, 0xea);

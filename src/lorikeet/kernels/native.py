@@ -1,6 +1,8 @@
 """The native backend for CPUs, which loads the C++ library for this CPU and calls it with addresses of tensors."""
 
 import ctypes
+import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -40,8 +42,9 @@ from lorikeet.kernels.reference import add_lora_einsum
 from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.kernels.states import StateSequences
 
-INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
-"""Best first."""
+_IS_ARM = platform.machine() in ("aarch64", "arm64")
+INSTRUCTION_SETS = ("neonbf16", "neon") if _IS_ARM else ("amx", "avx512bf16", "avx512", "avx2")
+"""Those of this machine's architecture, the best first."""
 
 _ADDRESS = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -85,6 +88,22 @@ class NativeUnavailableError(RuntimeError):
     """Raised when no native library can be used. The message gives the reason."""
 
 
+def _share_openmp() -> None:
+    """Make the OpenMP runtime that torch has loaded visible to the libraries, which are not linked with one.
+
+    torch's wheels for x86-64 do so by themselves, those for ARM do not.
+    """
+    assert torch.get_num_threads() > 0  # loads the runtime
+    loaded = Path("/proc/self/maps")
+    if hasattr(ctypes.CDLL(None), "omp_get_thread_num") or not loaded.is_file():
+        return
+    files = {line.split(maxsplit=5)[-1] for line in loaded.read_text().splitlines()}
+    for file in sorted(files):
+        if re.match(r"lib[gi]?omp[-.]", Path(file).name):
+            ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
+            return
+
+
 @cache
 def load_library(instruction_set: str) -> ctypes.CDLL:
     """Load the library built for one of ``INSTRUCTION_SETS`` and declare its functions.
@@ -95,8 +114,7 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
     path = Path(__file__).parent / f"_cpu_{instruction_set}.so"
     if not path.is_file():
         raise NativeUnavailableError(f"the native module for {instruction_set} was not built with the package")
-    # The library uses the OpenMP runtime that torch has loaded into the process.
-    assert torch.get_num_threads() > 0
+    _share_openmp()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
