@@ -661,25 +661,37 @@ class Evictor:
                 return False
             self._score_adapters(self._host_queues, now)
         while tiers.host.free < blocks:
-            kv = self._host_queues.first(NodeKind.KV, 1)
-            others = self._host_queues.first(NodeKind.ADAPTER, 1)
-            if kv and not (others and self._is_worth_less(others[0], kv[0], now)):
-                self._evict_host_kv(blocks)
-            elif others:
+            adapter = self._adapter_worth_less(None, now)
+            if adapter is not None:
+                tiers.drop_adapter_from_host(adapter)
+            elif not self._evict_host_kv(blocks):
+                others = self._host_queues.first(NodeKind.ADAPTER, 1)
+                if not others:
+                    return False
                 tiers.drop_adapter_from_host(others[0])
-            else:
-                return False
         return True
 
-    def _is_worth_less(self, adapter: int, kv: int, now: float) -> bool:
-        """Return whether a host block of an adapter is worth less than one of KV.
+    def _adapter_worth_less(self, stored: int | None, now: float) -> int | None:
+        """Return the adapter that leaves the host before any KV, because its blocks are worth less; None for none.
 
-        Without measurements, and if KV is not copied ahead of its eviction, KV is worth less.
+        Without measurements, and if KV is not copied ahead of its eviction, KV leaves first.
+
+        Args:
+            stored: KV that is stored in the adapter's place and must be worth more, too; None if an adapter is stored.
+            now: the time.
         """
         values = self._host_values
-        if self._options.host_kv is not HostKv.AHEAD or self.is_pinned(adapter) or not values.known():
-            return False
-        return values.of(adapter, now) < values.of(kv, now)
+        if self._options.host_kv is not HostKv.AHEAD or not values.known():
+            return None
+        adapters = self._host_queues.first(NodeKind.ADAPTER, 1)
+        if not adapters or self.is_pinned(adapters[0]):
+            return None
+        kv = self._host_queues.first(NodeKind.KV, 1)
+        if stored is None and not kv:
+            return None
+        value = values.of(adapters[0], now)
+        is_least = all(value < values.of(each, now) for each in kv)
+        return adapters[0] if is_least and (stored is None or value < values.of(stored, now)) else None
 
     def free_host_for_kv(self, blocks: int = 1, before: int | None = None, now: float = 0.0) -> int:
         """Evict from the host for KV. Return how many of ``blocks`` host blocks can then be leased for KV.
@@ -693,13 +705,10 @@ class Evictor:
             now: the time; needed with ``before``.
         """
         while self._tiers.host.free < blocks:
-            adapters = [] if before is None else self._host_queues.first(NodeKind.ADAPTER, 1)
-            if before is not None and adapters and self._is_worth_less(adapters[0], before, now):
-                kv = self._host_queues.first(NodeKind.KV, 1)
-                if not kv or self._is_worth_less(adapters[0], kv[0], now):
-                    self._tiers.drop_adapter_from_host(adapters[0])
-                    continue
-            if not self._evict_host_kv(blocks, before):
+            adapter = None if before is None else self._adapter_worth_less(before, now)
+            if adapter is not None:
+                self._tiers.drop_adapter_from_host(adapter)
+            elif not self._evict_host_kv(blocks, before):
                 break
         return min(blocks, self._tiers.host.free)
 
