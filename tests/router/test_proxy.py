@@ -339,6 +339,15 @@ async def test_a_backends_refusals_are_passed_on(start: Start) -> None:
         assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 429
 
 
+async def test_a_full_backend_is_left_alone_until_its_retry_after(start: Start) -> None:
+    async with start(preset="auto") as routing:
+        full, idle = routing.backends
+        full.busy, full.busy_headers = 9, {"Retry-After": "10"}
+        for _ in range(6):
+            assert (await routing.http.post(COMPLETIONS, json=body())).status_code == 200
+        assert (len(full.bodies), len(idle.bodies)) == (1, 6)
+
+
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_backend_passes_requests_to_one_with_room(start: Start, status: int, stream: bool) -> None:

@@ -25,7 +25,7 @@ def router(
         typer.Option(
             help="Server, with its kind and base model if need be; or what finds servers: dns://name:port, file:PATH, "
             "kubernetes://namespace/service:port. Repeatable.",
-            metavar="URL[,api=NAME][,base=MODEL][,max_loras=8][,max_rank=64]",
+            metavar="URL[,api=NAME][,base=MODEL][,max_loras=8][,max_rank=64][,kv_events=PORT][,kv_replay=PORT]",
         ),
     ],
     lora_modules: Annotated[

@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -322,7 +323,7 @@ def api_of(cards: list[Any]) -> str:
 
 
 class BackendSpec(NamedTuple):
-    """The address and API of a backend, from ``URL[,api=NAME][,base=MODEL][,max_loras=N][,max_rank=N]``.
+    """The address and API of a backend, see :func:`parse_backend`.
 
     Attributes:
         url: the address, without ``/v1``.
@@ -330,6 +331,8 @@ class BackendSpec(NamedTuple):
         base: name of the base model; empty for the listed name.
         max_loras: most adapters that may be loaded; 0 for no limit.
         max_rank: largest rank of an adapter; 0 for no limit.
+        kv_events: port on which the server publishes events of its KV; 0 for none.
+        kv_replay: port of missed events; 0 for none.
     """
 
     url: str
@@ -337,10 +340,22 @@ class BackendSpec(NamedTuple):
     base: str = ""
     max_loras: int = 0
     max_rank: int = 0
+    kv_events: int = 0
+    kv_replay: int = 0
+
+    def kv_addresses(self) -> tuple[str, str]:
+        """Return the addresses of events of KV and of missed ones; empty without them."""
+        host = urlsplit(self.url).hostname or ""
+        shown = f"[{host}]" if ":" in host else host
+        events, replay = (f"tcp://{shown}:{port}" if port else "" for port in (self.kv_events, self.kv_replay))
+        return events, replay
+
+
+_NUMBERS = ("max_loras", "max_rank", "kv_events", "kv_replay")
 
 
 def parse_backend(text: str) -> BackendSpec:
-    """Parse the address and options of a backend.
+    """Parse ``URL[,api=NAME][,base=MODEL][,max_loras=N][,max_rank=N][,kv_events=PORT][,kv_replay=PORT]``.
 
     Raises:
         ValueError: an option or the API is unknown.
@@ -349,17 +364,16 @@ def parse_backend(text: str) -> BackendSpec:
     given: dict[str, str] = {}
     for option in options:
         name, _, value = option.partition("=")
-        if name not in BackendSpec._fields[1:] or not value or (name.startswith("max_") and not value.isdigit()):
+        if name not in BackendSpec._fields[1:] or not value or (name in _NUMBERS and not value.isdigit()):
             raise ValueError(
-                f"{text}: unknown option {option!r}; options are api=NAME, base=MODEL, max_loras=N, max_rank=N"
+                f"{text}: unknown option {option!r}; options are api=NAME, base=MODEL, max_loras=N, max_rank=N, "
+                "kv_events=PORT, kv_replay=PORT"
             )
         given[name] = value
     api = given.get("api", "")
     if api and api not in APIS:
         raise ValueError(f"{text}: unknown api {api!r}; choose one of: {', '.join(APIS)}")
-    max_loras = int(given.get("max_loras", 0))
-    max_rank = int(given.get("max_rank", 0))
-    return BackendSpec(server_root(url), api, given.get("base", ""), max_loras, max_rank)
+    return BackendSpec(server_root(url), api, given.get("base", ""), *(int(given.get(name, 0)) for name in _NUMBERS))
 
 
 def _refused(why: str) -> Reply:

@@ -27,6 +27,8 @@ from lorikeet.http.logs import log
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.connections import BackendConnectionError, ConnectFailed, plain_reason
+from lorikeet.router.kv_index import KvIndex
+from lorikeet.router.kv_subscriber import KvSubscriber
 from lorikeet.router.proxied_request import ProxiedRequest, routing_request
 
 EXCLUDED_S = 60.0
@@ -55,6 +57,12 @@ class ExclusionPolicy(RoutingPolicy):
         self._failed_at = failed_at
         self.wants_keys = policy.wants_keys
         self._refusals: dict[AdapterDigest, dict[ReplicaId, _Refusal]] = {}
+        self._full: dict[ReplicaId, float] = {}
+        """Times until which backends have no room."""
+
+    def on_full(self, replica: ReplicaId, until_s: float) -> None:
+        """Avoid a backend until a time, because it has refused a request for lack of room."""
+        self._full[replica] = until_s
 
     def on_refused(self, adapter: AdapterDigest, replica: ReplicaId, error: BackendRefused, now: float) -> None:
         """Exclude a backend for an adapter that it could not load."""
@@ -66,6 +74,7 @@ class ExclusionPolicy(RoutingPolicy):
 
     def on_backend_up(self, replica: ReplicaId) -> None:
         """Forget the refusals of a backend that has come up again, since it may have restarted with other options."""
+        self._full.pop(replica, None)
         for refusals in self._refusals.values():
             refusals.pop(replica, None)
 
@@ -103,8 +112,11 @@ class ExclusionPolicy(RoutingPolicy):
         return choice
 
     def _avoided(self, request: RoutingRequest, now: float) -> Iterator[Set[ReplicaId]]:
-        """Yield sets of backends to avoid: first backends that refused or failed, then only backends that refused."""
+        """Yield sets of backends to avoid: that refused, failed or are full; without the full ones; that refused."""
         refused = self._refused(request.adapter, now)
+        self._full = {replica: until_s for replica, until_s in self._full.items() if now < until_s}
+        if self._full:
+            yield refused | self._full.keys() | self._failed_at(request.request_id)
         if failed := self._failed_at(request.request_id):
             yield refused | failed
         yield refused
@@ -117,6 +129,11 @@ class ExclusionPolicy(RoutingPolicy):
 def _others(avoided: Set[ReplicaId], fleet: Fleet) -> Indices:
     """Return the indices of open backends that are not in ``avoided``, ascending."""
     return np.array([index for replica, index in fleet.open_index.items() if replica not in avoided], np.intp)
+
+
+def _cached_as(request: ProxiedRequest) -> tuple[str, str]:
+    """Return the adapter's name and the salt under which a request's KV is cached."""
+    return "" if request.adapter is None else request.adapter.name, request.body.cache_salt
 
 
 WAIT_S = 300.0
@@ -135,6 +152,7 @@ class BackendRouter:
         backends: backends by replica id.
         dispatcher: the dispatcher, for reading only.
         versions: adapter versions that requests may name, or that a request or a backend still has; for reading only.
+        kv: the blocks that backends report as cached.
         has_come: event that is set once a backend has come up.
         on_change: function that is called when a backend comes up, goes down, or starts or stops to take requests.
     """
@@ -143,6 +161,8 @@ class BackendRouter:
         self.backends = {backend.replica: backend for backend in backends}
         self.has_come = asyncio.Event()
         self.on_change: Callable[[], object] = lambda: None
+        self.kv = KvIndex()
+        self._subscriptions: dict[ReplicaId, asyncio.Task[Any]] = {}
         self.versions: dict[AdapterDigest, RoutedAdapter] = {}
         self._dropped: set[AdapterDigest] = set()
         """Versions to forget once no request and no backend uses them."""
@@ -198,6 +218,8 @@ class BackendRouter:
         """
         request.begin()
         self._requests[request.request_id] = request
+        if self.kv and request.token_ids is None:
+            request.token_ids = await self._token_ids(request)
         self._dispatch(request)
         try:
             async with asyncio.timeout(WAIT_S):
@@ -210,7 +232,22 @@ class BackendRouter:
             raise
         for adapter in request.adapters:
             request.backend.note_use(adapter)
+        if request.token_ids:
+            self.kv.expect(request.backend.replica, *_cached_as(request), request.token_ids)
         return request.backend
+
+    async def _token_ids(self, request: ProxiedRequest) -> list[int]:
+        """Return the token ids of a prompt. A backend that publishes events tokenizes a long text."""
+        if (given := request.body.token_ids) is not None:
+            return given
+        fields = request.body.to_tokenize
+        able = [each for each in self.backends.values() if each.is_open and self.kv.blocks(each.replica)]
+        if not fields or not able:
+            return []
+        adapter = request.adapter
+        backend = next((each for each in able if adapter is not None and each.holds(adapter)), able[0])
+        name = adapter.name if adapter is not None and backend.holds(adapter) else backend.base
+        return await backend.prompt_tokens({"model": name, **fields})
 
     def _why_waiting(self, request: ProxiedRequest) -> str:
         if not self.dispatcher.fleet.open_index:
@@ -218,6 +255,10 @@ class BackendRouter:
         if self.dispatcher.fleet.where(request.request_id) is None:
             return "No backend has had room for this request"
         return "This request has waited for a backend to load its adapter"
+
+    def on_full(self, backend: Backend, until_s: float) -> None:
+        """Send requests to other backends, while there are any, until a time on the monotonic clock."""
+        self._routing.on_full(backend.replica, until_s)
 
     def has_other(self, request: ProxiedRequest) -> bool:
         """Return whether an open backend that has not failed a request may answer it."""
@@ -280,6 +321,7 @@ class BackendRouter:
             self.dispatcher.fleet.averages,
             wants_keys=self._routing.wants_keys,
             session=request.session,
+            cached_tokens=self.kv.cached_tokens(*_cached_as(request), request.token_ids) if request.token_ids else None,
         )
         self._apply(self.dispatcher.arrive(body, time.monotonic()))
 
@@ -324,6 +366,9 @@ class BackendRouter:
             return
         log.warning("backend down", backend=backend.url, reason=why)
         backend.on_down()
+        if (reading := self._subscriptions.pop(backend.replica, None)) is not None:
+            reading.cancel()
+        self.kv.clear(backend.replica)
         for task in self._copies[backend.replica] - {asyncio.current_task()}:
             task.cancel()
         actions, orphans = self.dispatcher.leave(backend.replica)
@@ -353,6 +398,10 @@ class BackendRouter:
         """
         backend.on_up()
         self.has_come.set()
+        events, replay = backend.kv_addresses
+        if events:
+            subscriber = KvSubscriber(self.kv, backend.replica, events, replay)
+            self._subscriptions[backend.replica] = self._tasks.run(subscriber.run())
         self._routing.on_backend_up(backend.replica)
         held = [adapter.digest for adapter in adapters if backend.adopt_listed(adapter)]
         log.info("backend up", backend=backend.url, adapters=len(held))

@@ -15,12 +15,21 @@ from lorikeet.http.answer_stream import error_text
 from lorikeet.http.logs import log
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.apis import APIS, PROGRESS, RUNNING, BackendSpec, Reply, ServerApi, api_of
-from lorikeet.router.connections import STUCK_S, AnswerWatch, BackendResponse, Connections, Headers
+from lorikeet.router.connections import (
+    STUCK_S,
+    AnswerWatch,
+    BackendConnectionError,
+    BackendResponse,
+    Connections,
+    Headers,
+)
 
 ANSWER_S = 10.0
 """Seconds after which a health check without an answer counts the backend as down."""
 LOAD_S = 120.0
 """Seconds after which a load of an adapter counts as refused."""
+_TOKENIZE_S = 0.5
+"""Most seconds for the tokens of a prompt, without which the request is routed by its text."""
 REST_S = 60.0
 """Seconds for which a backend that hung gets no requests, even if its health check answers."""
 _LOG_EVERY_S = 10.0
@@ -126,6 +135,11 @@ class Backend:
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._client_key: Headers = [] if passes_keys else self._key
         self._connections = Connections(self.url)
+
+    @property
+    def kv_addresses(self) -> tuple[str, str]:
+        """Addresses of events of KV and of missed ones; empty without them."""
+        return self._spec.kv_addresses()
 
     @property
     def replaces_keys(self) -> bool:
@@ -417,6 +431,15 @@ class Backend:
             return msgspec.convert(msgspec.json.decode(answer)["tokens"], list[int])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
             raise BackendRefused(status, f"{self.replica} does not tokenize: {error_text(answer)}") from error
+
+    async def prompt_tokens(self, fields: dict[str, Any]) -> list[int]:
+        """Return the token ids of a prompt or of messages; empty if the backend does not tokenize them."""
+        try:
+            async with asyncio.timeout(_TOKENIZE_S):
+                status, answer = await self._request("POST", "/tokenize", fields)
+            return msgspec.convert(msgspec.json.decode(answer)["tokens"], list[int]) if status == 200 else []
+        except (msgspec.MsgspecError, KeyError, TypeError, TimeoutError, BackendConnectionError):
+            return []
 
     @property
     def base(self) -> str:

@@ -114,6 +114,9 @@ class _Backends(Collector):
         up = GaugeMetricFamily("lorikeet:route_backend_up", "Whether it answers.", labels=["backend"])
         requests = GaugeMetricFamily("lorikeet:route_backend_requests", "Requests there.", labels=["backend"])
         adapters = GaugeMetricFamily("lorikeet:route_backend_adapters", "Adapters loaded.", labels=["backend"])
+        blocks = GaugeMetricFamily(
+            "lorikeet:route_backend_kv_blocks", "Blocks of KV there, by its events.", labels=["backend"]
+        )
         changes = CounterMetricFamily(
             "lorikeet:route_adapter_calls", "Calls to load and unload adapters.", labels=["backend", "call"]
         )
@@ -125,8 +128,9 @@ class _Backends(Collector):
             requests.add_metric([state.address], float(state.running + state.waiting))
             adapters.add_metric([state.address], float(state.held))
         for backend in self._backend_router.backends.values():
+            blocks.add_metric([backend.url], float(self._backend_router.kv.blocks(backend.replica)))
             for call, count in (("load", backend.loads), ("unload", backend.unloads), ("refused", backend.refusals)):
                 changes.add_metric([backend.url, call], float(count))
             for reason, count in sorted(backend.failures.items()):
                 failures.add_metric([backend.url, reason], float(count))
-        yield from (up, requests, adapters, changes, failures)
+        yield from (up, requests, adapters, blocks, changes, failures)

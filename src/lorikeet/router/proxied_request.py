@@ -41,6 +41,10 @@ _KEY_BYTES = 64
 """Bytes of a block of a text prompt. Routing compares prompts by hashes of their blocks."""
 _KEY_TOKENS = 16
 """Tokens of a block of a prompt of token ids."""
+MIN_TOKENIZED = 1024
+"""Fewest characters of a prompt that is tokenized to be compared with the blocks that backends report."""
+_TEMPLATED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""Fields of a chat that determine its prompt."""
 _MAX_KEYS = 1024
 """Most blocks that are hashed. Only the start of longer prompts is compared."""
 
@@ -160,6 +164,23 @@ class RequestBody:
         return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
 
     @property
+    def token_ids(self) -> list[int] | None:
+        """The prompt's token ids, if it is given as such; else None."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            return prompt
+        return None
+
+    @property
+    def to_tokenize(self) -> dict[str, Any]:
+        """The fields of a request for the prompt's token ids; empty for a short prompt, or one of another form."""
+        prompt = self.prompt
+        if self.path == CHAT and isinstance(prompt, list) and _size(self)[1] >= MIN_TOKENIZED:
+            return {name: self.fields[name] for name in _TEMPLATED if self.fields.get(name) is not None}
+        is_long = self.path == COMPLETIONS and isinstance(prompt, str) and len(prompt) >= MIN_TOKENIZED
+        return {"prompt": prompt} if is_long else {}
+
+    @property
     def previous_response(self) -> str:
         """The id of the stored answer that the request continues; empty if it continues no answer."""
         previous = self.fields.get("previous_response_id") if self.path == RESPONSES else None
@@ -234,6 +255,7 @@ def routing_request(
     *,
     wants_keys: bool,
     session: str = "",
+    cached_tokens: dict[ReplicaId, int] | None = None,
 ) -> RoutingRequest:
     """Return the part of a request that routing needs.
 
@@ -246,6 +268,7 @@ def routing_request(
         averages: average lengths of answers, for the expected length of this one.
         wants_keys: whether to compute the hashes of the prompt's blocks.
         session: name of a conversation whose requests go to the same backend.
+        cached_tokens: number of the prompt's leading tokens that backends have cached, by their reports.
     """
     expected = averages.output_tokens
     if body.max_tokens is not None:
@@ -261,6 +284,7 @@ def routing_request(
         keys=_keys(body, adapter) if wants_keys else (),
         generated_tokens=output_tokens,
         session=session,
+        cached_tokens=cached_tokens or {},
     )
 
 
@@ -312,6 +336,7 @@ class ProxiedRequest:
         is_dispatched: whether the dispatcher counts the request.
         is_started: whether the current backend has sent a token.
         is_lost: whether the current backend was lost.
+        token_ids: token ids of the prompt, empty if they are not known; None until they are needed.
     """
 
     placed: "asyncio.Future[Backend]"
@@ -336,6 +361,7 @@ class ProxiedRequest:
         self.output_tokens = 0
         self.is_dispatched = False
         self.is_started = False
+        self.token_ids: list[int] | None = None
         self._losses = 0
         self.is_lost = False
         self._scope: asyncio.Timeout | None = None

@@ -1,6 +1,7 @@
 """Proxies a request to its chosen backend, and resumes it at another backend if the first is lost."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from itertools import count
@@ -423,6 +424,7 @@ class ProxyTask:
         if reply.status not in _NO_ROOM or any(name.startswith(b"x-ratelimit-") for name, _ in reply.headers):
             return False  # Limits of the client's key hold at the other backends, too.
         self._request.failed_at.add(backend.replica)
+        self._backend_router.on_full(backend, time.monotonic() + _busy_pause_s(reply.headers))
         if not self._backend_router.has_other(self._request):
             return False
         self._backend_router.release(self._request)

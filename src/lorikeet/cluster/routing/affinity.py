@@ -151,6 +151,8 @@ class SentPrefixes:
 
 BOUND = 1.25
 """Multiple of the mean number of requests up to which a replica may be preferred."""
+REPORTED_TOKENS = 16
+"""Tokens of a block in which reported prefixes are compared with those that were sent."""
 MIN_BOUND_REQUESTS = 4
 """Number of requests below which a replica may always be preferred, because sharing steps costs them little."""
 
@@ -205,9 +207,9 @@ class AdapterAffinity(RoutingPolicy):
 
 
 class KvAffinity(RoutingPolicy):
-    """Prefers the replica that was sent the longest prefix of the prompt, unless it is overloaded.
+    """Prefers the replica that has the longest prefix of the prompt, unless it is overloaded.
 
-    Among equals it prefers holders of the adapter.
+    A replica has what it reports, or else what it was sent. Among equals, holders of the adapter are preferred.
 
     Args:
         bound: largest load relative to the mean; see :data:`BOUND`.
@@ -241,10 +243,14 @@ class KvAffinity(RoutingPolicy):
         Return an empty list if no block is known.
         """
         matched = self._prefixes.match(request.keys)
-        if not matched:
+        reported = request.cached_tokens
+        if not matched and not any(reported.values()):
             return []
         unknown_blocks = np.zeros(len(fleet), np.intp)
         for (replica, _), blocks in matched.items():
             if replica in fleet.open_index:
                 unknown_blocks[fleet.open_index[replica]] = -blocks
+        for replica, tokens in reported.items():
+            if replica in fleet.open_index:
+                unknown_blocks[fleet.open_index[replica]] = -(tokens // REPORTED_TOKENS)
         return [unknown_blocks]

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.tree import block_keys
 
@@ -21,6 +21,8 @@ class RoutingRequest(msgspec.Struct, frozen=True):
             keys.
         generated_tokens: number of the known tokens that earlier attempts generated.
         session: name of a conversation or trajectory whose requests go to the same replica; empty for none.
+        cached_tokens: number of the leading tokens whose KV a replica has, by its own reports; without replicas that
+            do not report.
     """
 
     request_id: RequestId
@@ -32,6 +34,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...] = ()
     generated_tokens: int = 0
     session: str = ""
+    cached_tokens: dict[ReplicaId, int] = {}
 
 
 def routing_request(request: Request, block_size: int | None = None) -> RoutingRequest:
