@@ -9,7 +9,7 @@ from lorikeet.models.state_arena import StateArena
 
 def test_states_of_sequences_are_kept_apart() -> None:
     shapes = (StateShape(0, "conv", 1, (6, 3)), StateShape(0, "recurrent", 3, (5, 4)), StateShape(1, "conv", 2, (7,)))
-    arena = torch.zeros(12, 96, dtype=torch.bfloat16)  # blocks of 192 bytes
+    arena = torch.zeros(12, 160, dtype=torch.bfloat16)  # blocks of 320 bytes
     states = StateArena(shapes, arena)
     assert states.blocks == 3
     table = StateTable(torch.tensor([[7, 2, 5], [0, 11, 3]]), torch.tensor([1, 1]))
