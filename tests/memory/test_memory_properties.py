@@ -37,9 +37,18 @@ class Traffic(RuleBasedStateMachine):
         budget=st.integers(3, 20),
         failing=st.booleans(),
         together=st.sampled_from((1, 3, 32)),
+        state_blocks=st.sampled_from((0, 1, 3)),
     )
     def start(
-        self, blocks: int, host_blocks: int, preset: str, repeat: int, budget: int, failing: bool, together: int
+        self,
+        blocks: int,
+        host_blocks: int,
+        preset: str,
+        repeat: int,
+        budget: int,
+        failing: bool,
+        together: int,
+        state_blocks: int,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         for module in (tiers, swapper):
@@ -54,6 +63,7 @@ class Traffic(RuleBasedStateMachine):
             ),
             failing=frozenset({AdapterDigest("digest-bad")}),
             fails=self._fails,
+            state_blocks=state_blocks,
         )
         self.requests: dict[RequestId, Request] = {}
         self.aborted: set[RequestId] = set()
@@ -221,6 +231,8 @@ class Traffic(RuleBasedStateMachine):
         for (source, target), totals in self.bench.memory.tiers.totals.items():
             count(f"{source} to {target}", totals.transfers)
             count(f"{source} to {target}, failed", totals.failed)
+        count("snapshots taken", self.bench.memory.snapshots.taken)
+        count("snapshots used", self.bench.memory.snapshots.used)
         count("preemptions", self.bench.scheduler.preemptions)
         ended = self.bench.finished()
         assert set(ended) == set(self.requests), "a request was forgotten"

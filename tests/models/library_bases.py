@@ -77,6 +77,21 @@ _SMALL: dict[str, Any] = {
 }
 """Sizes by the keys that configs use for them."""
 
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""A gated delta rule in half of the layers."""
+_KIMI = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 8,
+}
+_MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_MAMBA_1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 _MIXED = ["sliding_attention", "full_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SPECIAL: dict[str, dict[str, Any]] = {
@@ -125,6 +140,60 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "bailing_hybrid": {
+        **_KIMI,
+        "head_dim": 8,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "n_group": 1,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "num_nextn_predict_layers": 0,
+    },
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1, 3], "attn_rotary_emb": 8},
+    "falcon_h1": {**_MAMBA_2, "mamba_d_ssm": 64},
+    "granitemoehybrid": {**_MAMBA_2, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "jamba": {**_MAMBA_1, "expert_layer_period": 2, "expert_layer_offset": 0, "use_mamba_kernels": False},
+    "kimi_linear": {**_KIMI, "head_dim": 8, "mlp_layer_types": ["dense", "sparse"] * 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 16,
+        "mtp_layers_block_type": [],
+    },
+    "olmo_hybrid": {**_DELTA, "linear_num_value_heads": 2},
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
+    "recurrent_gemma": {"num_hidden_layers": 3, "block_types": ["recurrent", "recurrent", "attention"]},
+    "zamba": {
+        **_MAMBA_1,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "chunk_size": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "adapter_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64, "use_falcon_mambapy": False},
+    "mamba": {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -132,6 +201,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "zaya": {"num_experts_per_tok": 1},
@@ -197,7 +267,7 @@ def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
             noise = torch.randn_like(parameter) * 0.1
             # Gemma 4 does not scale its scores down, so that large weights give large rounding errors: with a factor of
             # 1, transformers' own log probabilities in fp32 differ from those in fp64 by 2e-4.
-            factor = 0.5 if kind.startswith("gemma4") else 2
+            factor = 0.5 if kind.startswith(("gemma4", "qwen3_5", "qwen3_next")) else 2
             parameter.copy_(noise + 1.0 if parameter.dim() == 1 else noise * factor)
     model.save_pretrained(folder)
     return model

@@ -60,7 +60,8 @@ def serve_as_peft(folder: Path, kind: str, model_impl: str = "transformers", **o
     ]
     again = [request("again", [*long, 9, 9, 9], ref, 6), request("base again", [*long[:30], 5], None, 6)]
     elements = geometry.block_elements(4)
-    min_blocks = MAX_MODEL_LEN // 4 + pack(geometry.full_ranks(8), geometry, elements).blocks
+    states = 4 * geometry.state_blocks(4)  # of a sequence, and of some snapshots
+    min_blocks = MAX_MODEL_LEN // 4 + states + pack(geometry.full_ranks(8), geometry, elements).blocks
     spare_blocks = min_blocks - pack(ref.ranks, geometry, elements).blocks
     sequences = spare_blocks // 13 + 8  # of 50 tokens each
     crowd = [request(f"r{i}", random_ids(20, i), ref if i % 2 else None, 30) for i in range(sequences)]

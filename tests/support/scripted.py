@@ -78,6 +78,7 @@ class Bench:
     switch_s: float = 0.0
     assist: AssistCosts | None = None
     block_tokens: BlockTokens | None = None
+    state_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -93,6 +94,7 @@ class Bench:
             options=memory_options(self.preset),
             forecast=load,
             tokens=self.block_tokens,
+            state_blocks=self.state_blocks,
         )
         assist = None if self.assist is None else ScriptedAssist(self.assist)
         batching = BATCHING[self.preset.batching]

@@ -13,6 +13,9 @@ from lorikeet.core.plan import SequenceStart, SequenceStep, StepPlan, StepResult
 from lorikeet.costs.transfer_model import LinkDirection, TransferLeg, TransferPath
 from lorikeet.worker.links import ModelledTransferLink
 
+_STATE = 1_000_000
+"""Offset of the first block of a state, which no KV has."""
+
 Place = tuple[Tier, BlockId]
 """A block of one of the arenas."""
 
@@ -65,6 +68,20 @@ class ScriptedArenas:
         if offset == 0 or not isinstance(held, dict):
             held = self._contents[place] = {}
         held[offset] = key
+
+    def write_state(self, blocks: Sequence[BlockId], key: int) -> None:
+        """Write the state after a token into device blocks.
+
+        Raises:
+            ExecutorError: a transfer reads or writes a block.
+        """
+        for number, block in enumerate(blocks):
+            require(not self._is_busy((Tier.DEVICE, block)), f"block {block} gets a state during a transfer")
+            self._contents[Tier.DEVICE, block] = {_STATE + number: key}
+
+    def holds_state(self, blocks: Sequence[BlockId], key: int) -> bool:
+        """Return whether device blocks hold the state after a token."""
+        return all(self.holds(block) == {_STATE + number: key} for number, block in enumerate(blocks))
 
     def read_host(self, block: BlockId) -> dict[int, int]:
         """Return the KV that a host block holds, by offset.
@@ -186,6 +203,9 @@ class _Sequence:
     start: SequenceStart
     token_ids: list[int]
     blocks: list[BlockId] = field(default_factory=list)
+    state: tuple[BlockId, ...] = ()
+    save: tuple[BlockId, ...] = ()
+    save_at: int = 0
     _keys: list[int] = field(default_factory=list)
 
     def key(self, position: int) -> int:
@@ -395,13 +415,37 @@ class ScriptedExecutor:
             block, offset = self._place(sequence, position)
             own = self._arenas.kv(block, offset) == sequence.key(position)
             require(own, f"{step.request_id}: block {block} holds other KV than token {position}'s")
+        self._begin_state(sequence, step)
         tokens = []
         for ran in range(steps_run):
+            self._advance_state(sequence, step.start + ran + step.known_tokens)
             for position in range(step.start + ran, step.start + ran + step.known_tokens):
                 self._arenas.write_kv(*self._place(sequence, position), sequence.key(position))
             if step.samples and step.request_id not in self._sick:
                 tokens += self._sample(sequence, step, step.start + step.known_tokens + ran)
         return tuple(tokens)
+
+    def _begin_state(self, sequence: _Sequence, step: SequenceStep) -> None:
+        """Load a snapshot, and see to it that the state is that after the tokens before the step."""
+        if step.state is not None:
+            sequence.state = step.state.blocks or sequence.state
+            if step.state.save:
+                sequence.save, sequence.save_at = step.state.save, step.state.save_at
+            if step.state.load:
+                own = self._arenas.holds_state(step.state.load, sequence.key(step.start - 1))
+                require(own, f"{step.request_id}: the snapshot is not the state after {step.start} tokens")
+                self._arenas.write_state(sequence.state, sequence.key(step.start - 1))
+        if sequence.state and step.start:
+            own = self._arenas.holds_state(sequence.state, sequence.key(step.start - 1))
+            require(own, f"{step.request_id}: its state is not that after {step.start} tokens")
+
+    def _advance_state(self, sequence: _Sequence, tokens: int) -> None:
+        """Update the state, and copy it where that was ordered."""
+        if sequence.state:
+            self._arenas.write_state(sequence.state, sequence.key(tokens - 1))
+            if sequence.save and tokens == sequence.save_at:
+                self._arenas.write_state(sequence.save, sequence.key(tokens - 1))
+                sequence.save = ()
 
     def _sample(self, sequence: _Sequence, step: SequenceStep, position: int) -> list[Token]:
         """Return the token at a position, and those after it as far as the draft is right; it writes KV of all."""

@@ -71,6 +71,7 @@ def build_memory(
         memory_options(preset),
         forecast,
         tokens,
+        sizes.local_geometry.state_blocks(sizes.block_size),
     )
 
 
@@ -249,7 +250,8 @@ def _build_scheduler(
         max_model_len=sizes.max_model_len,
         num_scheduler_steps=settings.engine.num_scheduler_steps,
         multi_step_limit_s=settings.engine.multi_step_limit_s,
-        async_scheduling=sizes.async_scheduling,
+        # A step that runs ahead and is discarded would have changed the states.
+        async_scheduling=sizes.async_scheduling and not sizes.geometry.states,
         max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
     )
     assist = None
@@ -276,6 +278,12 @@ def _notes(settings: Settings, preset: Preset, sizes: EngineSizes) -> list[str]:
     dtypes = {"adapters": settings.engine.lora_dtype, "KV": settings.engine.kv_cache_dtype}
     if small := [what for what, dtype in dtypes.items() if dtype == "int8"]:
         notes.append(f"kept in 8 bits: {', '.join(small)}")
+    if sizes.geometry.states:
+        state_mib = sizes.local_geometry.state_blocks(sizes.block_size) * block_mib
+        notes.append(
+            f"layers carry a state of {state_mib:.3g} MiB from token to token; prefixes are reused from its snapshots, "
+            "and drafts are not verified"
+        )
     if preset.cold_start is ColdStart.ASSIST and sizes.assist is None:
         notes.append(
             "cold prefills are not assisted, so requests wait for their adapters: assistance needs host memory, host "
@@ -287,8 +295,11 @@ def _notes(settings: Settings, preset: Preset, sizes: EngineSizes) -> list[str]:
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
     """Return whether the executor computes answers, and can yield several tokens of a sequence in a step.
 
-    CUDA graphs and the reserved memory of a GPU have one row for each sequence, and ranks receive one token for each.
+    A wrong draft would have changed the state of layers that carry one from token to token. CUDA graphs and the
+    reserved memory of a GPU have one row for each sequence, and ranks receive one token for each.
     """
+    if sizes.geometry.states:
+        return False
     return sizes.base is not None and settings.engine.device == "cpu" and settings.engine.ranks == 1
 
 

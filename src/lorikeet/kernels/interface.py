@@ -144,6 +144,27 @@ class Batch:
     host: HostMetadata | None = None
     states: StateTable | None = None
 
+    def only(self, sequence: int) -> "Batch":
+        """Return the batch of one sequence, for attention alone."""
+        assert self.host is not None
+        start, stop = self.host.row_starts[sequence : sequence + 2].tolist()
+        one = slice(sequence, sequence + 1)
+        starts = torch.tensor([0, stop - start])
+        none = torch.zeros(0, dtype=torch.int64)
+        device = self.contexts.device
+        host = HostMetadata(starts, self.host.contexts[one], self.host.block_tables[one], none)
+        return Batch(
+            self.token_ids[start:stop],
+            self.positions[start:stop],
+            self.slot_blocks[start:stop],
+            self.slot_offsets[start:stop],
+            to_device(starts, device),
+            self.contexts[one],
+            self.block_tables[one],
+            to_device(none, device),
+            host=host,
+        )
+
     @cached_property
     def parts(self) -> tuple[BatchPart, ...]:
         """The batch's decodes and prefills. In a graph, where the host has no metadata, one part has all sequences."""

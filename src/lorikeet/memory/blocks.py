@@ -132,6 +132,14 @@ class SequenceLease:
         prefetched: prefetched nodes that this sequence is the first to use.
         adapter_start: position of the first token on which the adapter acts. Whole blocks before this position belong
             to the base model.
+        state: blocks of the sequence's state, if layers have one; private.
+        state_sent: whether the executor has these blocks.
+        snapshot: nodes of the snapshot from which the sequence starts; pinned until its first step has run.
+        stops: numbers of tokens at which a step of the prefill must end, so that a snapshot can be taken; rising.
+        saving: blocks to which the executor copies the state; private.
+        saving_at: number of tokens at which the executor copies it.
+        rolling: key of the block with the last snapshot that the next one replaces; None if there is none.
+        taken: keys of the blocks at whose ends the sequence has taken snapshots.
     """
 
     adapter: int
@@ -146,6 +154,21 @@ class SequenceLease:
     salt: str = ""
     prefetched: tuple[int, ...] = ()
     adapter_start: int = 0
+    state: list[BlockId] = field(default_factory=list)
+    state_sent: bool = False
+    snapshot: list[int] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    saving: list[BlockId] = field(default_factory=list)
+    saving_at: int = 0
+    rolling: bytes | None = None
+    taken: list[bytes] = field(default_factory=list)
+
+    def until_stop(self, computed: int, tokens: int) -> int:
+        """Return how many of the next tokens a step may compute, so that it ends at the next stop."""
+        for stop in self.stops:
+            if computed < stop:
+                return min(tokens, stop - computed)
+        return tokens
 
     @property
     def is_ready(self) -> bool:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from lorikeet.core.ids import AdapterDigest, AdapterName, number_of
 from lorikeet.core.request import Request
+from lorikeet.memory.snapshots import is_snapshot_key
 from lorikeet.memory.tree import DependencyTree, NodeKind, block_keys
 
 _MEDIA = (("GPU", 1), ("CPU", 2))
@@ -269,6 +270,9 @@ class KvEvents:
         kinds = tree.kind[nodes].tolist()
         for node, kind, state in zip(nodes, kinds, states[nodes].tolist(), strict=True):
             key = tree.key_of(node) if kind == NodeKind.KV else b""
+            if is_snapshot_key(key):  # the tokens of a snapshot are those of the block above it
+                state = 0
+                key = b""
             block = self._blocks.get(node)
             if block is not None and block.key != key:
                 for medium, bit in _MEDIA:

@@ -13,6 +13,7 @@ import numpy as np
 from lorikeet.core.ids import BlockId
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.eviction import Evictor
+from lorikeet.memory.snapshots import Snapshots
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import NodeTransfer
 
@@ -24,13 +25,15 @@ class KvMigration:
         tiers: holds blocks and transfers.
         evictor: frees host blocks.
         leases: the leases of the memory, changed in place.
+        snapshots: finds the snapshot from which the importing engine continues, if layers have a state.
     """
 
-    def __init__(self, tiers: Tiers, evictor: Evictor, leases: set[SequenceLease]) -> None:
+    def __init__(self, tiers: Tiers, evictor: Evictor, leases: set[SequenceLease], snapshots: Snapshots) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
         self._evictor = evictor
         self._leases = leases
+        self._snapshots = snapshots
         self._exporting: dict[int, list[SequenceLease]] = {}
 
     def begin_export(self, adapter: int, keys: Sequence[bytes], now: float) -> SequenceLease:
@@ -45,7 +48,9 @@ class KvMigration:
             A lease without a block table. Once the lease is ready, :meth:`exported_blocks` returns the blocks to read.
             ``Memory.release`` releases the lease.
         """
-        lease = SequenceLease(adapter, path=self._tree.match(keys), keys=list(keys))
+        path, chain = self._snapshots.usable(self._tree.match(keys), keys)
+        keys = [self._tree.key_of(node) for node in (*path, *chain)]
+        lease = SequenceLease(adapter, path=[*path, *chain], keys=keys)
         self._leases.add(lease)
         self._tiers.pin([adapter, *lease.path])
         uncopied = [node for node in lease.path if not self._tree.on_host[node]]

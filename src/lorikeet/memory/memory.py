@@ -27,6 +27,7 @@ from lorikeet.memory.policies.base import MemoryView, StepForecast
 from lorikeet.memory.prefix_insertion import ComputedTokens, PrefixInsertion
 from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.shadows import Shadows
+from lorikeet.memory.snapshots import Snapshots
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
@@ -66,6 +67,7 @@ class Memory:
         options: memory options of the preset.
         forecast: predicts steps for the policies. By default, nothing is predicted.
         tokens: keeps the tokens of blocks for events of KV; None without events.
+        state_blocks: number of blocks of a sequence's state (``ModelGeometry.state_blocks``); 0 without a state.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Memory:
         options: MemoryOptions = _PLAIN,
         forecast: StepForecast | None = None,
         tokens: BlockTokens | None = None,
+        state_blocks: int = 0,
     ) -> None:
         forecast = forecast or _NoForecast()
         self.block_size = block_size
@@ -125,10 +128,13 @@ class Memory:
         )
         self.adapters = KnownAdapters(self.tiers, self.evictor, options, adapter_size, block_bytes)
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size, tokens)
+        self.snapshots = Snapshots(
+            self.tiers, self.evictor, self._eviction, block_size, state_blocks, keeps=options.keep_kv
+        )
         self._copy_awaited_s: float | None = None
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
-        self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
+        self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases, self.snapshots)
 
     # --- counts --------------------------------------------------------------------------------------
 
@@ -194,7 +200,7 @@ class Memory:
     def why_impossible(self, ref: AdapterRef | None, tokens: int) -> str | None:
         """Return the reason why a sequence with an adapter could not run even alone. Return None if it could."""
         adapter = 0 if ref is None else self.adapters.device_blocks(ref)
-        problem = self.evictor.why_impossible(self.blocks_for(tokens), adapter)
+        problem = self.evictor.why_impossible(self.blocks_for(tokens) + self.snapshots.blocks, adapter)
         return problem and f"{tokens} tokens and {adapter} blocks of adapter {problem}"
 
     # --- adapters ------------------------------------------------------------------------------------
@@ -295,9 +301,9 @@ class Memory:
             now: the time.
         """
         adapter = BASE if ref is None else self.register(ref)
-        path = self.tree.match(keys)
-        nodes = np.array([adapter, *path])
-        on_device = int(np.count_nonzero(self.tree.on_device[nodes[1:]]))
+        path, chain = self.snapshots.usable(self.tree.match(keys), keys)
+        nodes = np.array([adapter, *path, *chain])
+        on_device = int(np.count_nonzero(self.tree.on_device[nodes[1 : 1 + len(path)]]))
         unused_s = now - float(self.tree.last_use_s[path[-1]]) if path else 0.0
         self._reuse.requested(adapter, keys, on_device, len(path), unused_s, now)
         self._shadows.requested(adapter, keys, path, now)
@@ -360,15 +366,17 @@ class Memory:
         # A cheap check comes first, because thousands of requests may wait for a slot
         if self.evictor.lacks_slot(adapter_blocks):
             return WaitReason.SLOT
-        path = tree.match(keys[: (tokens - 1) // self.block_size])
-        at = np.array(path, np.int64)
-        away = at[~tree.on_device[at] & (tree.moving[at] != NodeTransfer.IN)].tolist()
+        cached = tree.match(keys[: (tokens - 1) // self.block_size])
+        path, chain = self.snapshots.usable(cached, keys)
+        away = self._away([*path, *chain])
         may_compute = away and self._options.host_kv is HostKv.AHEAD
         if may_compute and not self._loads_kv(len(away), self.blocks_for(tokens), now):
-            del path[path.index(away[0]) :]
+            missing = self._away(path)
+            path = path[: path.index(missing[0])] if missing else path
+            path, chain = self.snapshots.usable(path, keys, on_device=True)
             away = []
-        private = self.blocks_for(tokens) - len(path)
-        pinned = np.array([adapter, *path])
+        private = self.blocks_for(tokens) - len(path) + self.snapshots.blocks
+        pinned = np.array([adapter, *path, *chain])
         tiers.pin(pinned)
         if not self.evictor.ensure_free(private + len(away), adapter_blocks, now):
             lacking = self.evictor.wait_reason(private + len(away), adapter_blocks)
@@ -398,17 +406,21 @@ class Memory:
         for inflight in tiers.want([] if tree.on_device[adapter] else [adapter]):
             lease.adapter_transfers.add(inflight.transfer.transfer_id)
             lease.assisted = bool(inflight.transfer.groups)
-        for inflight in tiers.want(path):
+        for inflight in tiers.want([*path, *chain]):
             lease.kv_transfers.add(inflight.transfer.transfer_id)
         for transfer_id in lease.adapter_transfers | lease.kv_transfers:
             self._waiting.setdefault(transfer_id, set()).add(lease)
         tree.last_use_s[pinned] = now
         self._eviction.admitted(adapter, path, now)
         lease.prefetched = self.counters.admitted(adapter, path)
-        lease.blocks = tiers.device_blocks(pinned[1:])
+        lease.blocks = tiers.device_blocks(pinned[1 : 1 + len(path)])
         added = tiers.lease_private(private)
-        lease.blocks += added
         lease.private.update(added)
+        if self.snapshots.blocks:
+            lease.state = added[: self.snapshots.blocks]
+            added = added[self.snapshots.blocks :]
+            self.snapshots.begin(lease, chain, len(cached), tokens)
+        lease.blocks += added
         return lease
 
     def try_grow(self, wanted: Iterable[tuple[SequenceLease, int]], now: float) -> bool:
@@ -434,6 +446,10 @@ class Memory:
         if self._options.keep_kv:
             self._insertion.insert(computed, now)
 
+    def commit_states(self, leases: Iterable[tuple[SequenceLease, int]], now: float) -> None:
+        """Apply the copies of states that a step has made; see ``Snapshots.computed``. After :meth:`commit`."""
+        self.snapshots.computed(leases, now)
+
     def suspend(
         self, lease: SequenceLease, token_ids: list[int], computed_tokens: int, now: float, *, keep_kv: bool = True
     ) -> None:
@@ -446,6 +462,8 @@ class Memory:
         if keep_kv:
             self._insertion.insert([ComputedTokens(lease, token_ids, computed_tokens)], now)
         self._return_lease(lease, now)
+        if not keep_kv:
+            self.snapshots.discard(lease, now)
         for node in () if keep_kv else reversed(lease.path[lease.cached_blocks :]):
             self.evictor.discard(node, now)
 
@@ -492,6 +510,12 @@ class Memory:
 
     # --- internals -----------------------------------------------------------------------------------
 
+    def _away(self, nodes: Sequence[int]) -> list[int]:
+        """Return the nodes that are neither on the device nor in flight to it."""
+        at = np.array(nodes, np.int64)
+        away: list[int] = at[~self.tree.on_device[at] & (self.tree.moving[at] != NodeTransfer.IN)].tolist()
+        return away
+
     def _loads_kv(self, blocks: int, needed: int, now: float) -> bool:
         """Return whether a queued request loads KV from the host; else it computes that KV."""
         if self._shadows.loads is not None:
@@ -507,6 +531,7 @@ class Memory:
             if not self._waiting[transfer_id]:
                 del self._waiting[transfer_id]
         self.tiers.release_private(sorted(lease.private, reverse=True))
+        self.snapshots.release(lease, now)
         pinned = np.array([lease.adapter, *lease.path])
         path = pinned[1:]
         self.tiers.unpin(pinned)
@@ -533,7 +558,9 @@ class Memory:
         check_accounts(self.tiers, [block for lease in self._leases for block in lease.private])
         self.evictor.check_queues()
         check_tree(
-            self.tree, [[lease.adapter, *lease.path] for lease in self._leases], dependent=self._options.dependent
+            self.tree,
+            [[lease.adapter, *lease.path, *lease.snapshot] for lease in self._leases],
+            dependent=self._options.dependent,
         )
 
     def stats(self) -> MemoryStats:

@@ -53,7 +53,20 @@ def min_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int)
     Raises:
         ConfigError: a block is too small for a row of the adapter.
     """
-    return -(-longest_tokens // settings.engine.block_size) + adapter_blocks(settings, geometry, _SMALLEST_RANK)
+    return sequence_blocks(settings, geometry, longest_tokens) + adapter_blocks(settings, geometry, _SMALLEST_RANK)
+
+
+def sequence_blocks(settings: Settings, geometry: ModelGeometry, tokens: int) -> int:
+    """Return the number of blocks of the keys, values and state of a sequence.
+
+    Raises:
+        ConfigError: a part of the state is larger than a block.
+    """
+    size = settings.engine.block_size
+    try:
+        return -(-tokens // size) + geometry.state_blocks(size)
+    except ValueError as error:
+        raise ConfigError(f"block_size: {error}; make blocks larger") from error
 
 
 def check_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int, blocks: int) -> None:

@@ -27,7 +27,8 @@ NO_NODE = -1
 BASE = 0
 """Node of the base model. It has no weights, and counts as on the device."""
 
-_KEY_BYTES = 16
+KEY_BYTES = 16
+"""Bytes of the key of a block of KV."""
 _FIRST_NODES = 1024
 _NUMBERS: list[int] = []
 """Node indices as shared objects, one for each index in all trees of a process, because simulated clusters have
@@ -363,7 +364,7 @@ class DependencyTree:
     def metadata_bytes(self) -> int:
         """Return the size in bytes of the tree's data: arrays, keys, and the key table (estimated per entry)."""
         arrays: int = sum(getattr(self, name).nbytes for name, _, _ in self._FIELDS)
-        keys = len(self._by_key) * (_KEY_BYTES + 33)
+        keys = len(self._by_key) * (KEY_BYTES + 33)
         return arrays + keys + self._by_key.__sizeof__() + len(self._keys) * 8 + len(self._by_key) * 28
 
 
@@ -394,12 +395,12 @@ def block_keys(
             return keys
     before = keys[-1] if keys else (digest or "").encode()
     if salt and not keys:  # the hash ensures that no salt looks like a digest
-        before = blake2b(before + b"\0" + salt.encode(), digest_size=_KEY_BYTES).digest()
+        before = blake2b(before + b"\0" + salt.encode(), digest_size=KEY_BYTES).digest()
     if start and digest is not None and len(keys) == of_base:
-        before = blake2b(before + f"\0{digest}@{start}".encode(), digest_size=_KEY_BYTES).digest()
+        before = blake2b(before + f"\0{digest}@{start}".encode(), digest_size=KEY_BYTES).digest()
     data = array("i", token_ids[len(keys) * block_size :]).tobytes()
     step = 4 * block_size
     for begin in range(0, len(data) - step + 1, step):
-        before = blake2b(before + data[begin : begin + step], digest_size=_KEY_BYTES).digest()
+        before = blake2b(before + data[begin : begin + step], digest_size=KEY_BYTES).digest()
         keys.append(before)
     return keys

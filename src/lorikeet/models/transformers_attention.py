@@ -352,8 +352,8 @@ class PagedPass:
     def __init__(
         self, calls: Sequence[AttentionCall], layers: Sequence[LayerKv], batch: Batch, kernels: Kernels
     ) -> None:
-        self._calls = iter(calls)
-        self._call = next(self._calls, None)
+        self._calls = calls
+        self._at = 0
         self._layers = layers
         self._batch = batch
         self._kernels = kernels
@@ -361,6 +361,31 @@ class PagedPass:
         # The value includes cos, so that no other tensor gets its address.
         self._rotations: dict[int, tuple[Tensor, Rotation]] = {}
         self._rotation: Rotation | None = None
+        self._first_at = 0
+
+    @property
+    def _call(self) -> AttentionCall | None:
+        """The next call."""
+        return self._calls[self._at] if self._at < len(self._calls) else None
+
+    @contextmanager
+    def only(self, sequence: int) -> Iterator[None]:
+        """Compute attention for one sequence of the batch within the context.
+
+        A module that runs for one sequence at a time makes the same calls for each.
+        """
+        batch = self._batch
+        if len(batch.contexts) == 1:
+            yield
+            return
+        if sequence == 0:
+            self._first_at = self._at
+        self._at = self._first_at
+        self._batch = batch.only(sequence)
+        try:
+            yield
+        finally:
+            self._batch = batch
 
     def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         """Rotate, or leave the rotation to the kernel that stores the keys."""
@@ -381,7 +406,7 @@ class PagedPass:
         assert call is not None, "a forward pass has more attention calls than when it was probed"
         assert call.module is module, "the attention calls of a forward pass have changed"
         assert (self._rotation is None) == (call.pairs is None), "the rotations of a forward pass have changed"
-        self._call = next(self._calls, None)
+        self._at += 1
         layer = self._layers[call.kv]
         queries, keys, values = (each[0].transpose(0, 1) for each in (q, k, v))
         if layer.both is None or call.sinks is not None:

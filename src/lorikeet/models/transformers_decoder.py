@@ -20,9 +20,10 @@ from transformers.utils import logging as transformers_logging
 
 from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
 from lorikeet.core.messages import LOADING_WEIGHTS
+from lorikeet.core.states import StateShape
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.extras import prepare_vocabulary
-from lorikeet.kernels.interface import Batch, HostMetadata, Kernels
+from lorikeet.kernels.interface import Batch, HostMetadata, Kernels, StateTable
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import TransformersConfig, read_eos_token_ids
@@ -91,6 +92,7 @@ from lorikeet.models.transformers_modules import (
 )
 from lorikeet.models.transformers_older import OLDER, replace_attention, restore_attention
 from lorikeet.models.transformers_quantized import dequantised_weights
+from lorikeet.models.transformers_states import Mixer, SequenceCache, StateProbe, StepStates, adapt_mixers
 
 _PROBE_TOKENS = 11
 """Tokens of the probe: odd and prime, so that a product that sees other rows than the tokens shows."""
@@ -101,6 +103,10 @@ An error of method is of order one;
 in half precision random experts may differ a lot for another reason."""
 _TOLERANCES_ANEW = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.02}
 """The same without a cache, where few products differ. Models that see later tokens must not pass."""
+_STATEFUL = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"})
+"""Types of layers that keep more than keys and values."""
+_CACHES = ("past_key_values", "cache_params")
+"""Names of decoders' arguments that take a cache."""
 
 
 def read_transformers_config(folder: Path) -> TransformersConfig:
@@ -246,6 +252,8 @@ class _Found(NamedTuple):
         norms: the norms that process every row, with the dimension of rows in their input.
         matrices: the matrices of other modules that multiply every row once.
         hidden_size: elements of a hidden state.
+        mixers: the modules that carry state from token to token, if the kernels compute attention.
+        states: the shapes of their states.
     """
 
     calls: list[AttentionCall]
@@ -258,6 +266,8 @@ class _Found(NamedTuple):
     norms: dict[nn.Module, int]
     matrices: list[Matrix]
     hidden_size: int
+    mixers: list[Mixer]
+    states: tuple[StateShape, ...]
 
 
 class _Hidden(nn.Module):
@@ -265,10 +275,13 @@ class _Hidden(nn.Module):
 
     Args:
         inner: names of the parts on the path from this part to the decoder.
+        replaced: the part that it replaces, whose numbers the output layer may read.
     """
 
-    def __init__(self, inner: Sequence[str]) -> None:
+    def __init__(self, inner: Sequence[str], replaced: nn.Module) -> None:
         super().__init__()
+        plain = {name: value for name, value in vars(replaced).items() if isinstance(value, int | float)}
+        vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
         self.hidden: Tensor | None = None
         for name in inner:  # This object stands for each part on the path to the decoder.
             object.__setattr__(self, name, self)
@@ -318,6 +331,8 @@ class TransformersDecoder:
         self._model = model
         self._kernels = kernels
         self._decoder = decoder_of(model)
+        self._has_states = has_states(model)
+        self._block_size = 0
         self._views: tuple[Tensor, int, list[LayerKv]] | None = None
         parameter = next(self._decoder.parameters())
         self._device = parameter.device
@@ -343,6 +358,8 @@ class TransformersDecoder:
             self.geometry = self._geometry(modules.lora, found)
             self._set_kv(found.kv)
             self._adapt_norms_and_embedding(found)
+            self._states = StepStates(found.states, self._step)
+            adapt_mixers(found.mixers, self._states)
             self._cut_output_layer()
             self._settle(ids, expected, found)
 
@@ -394,6 +411,12 @@ class TransformersDecoder:
                     self.way = way
                     self._calls = []
                     self._set_kv(found.kv)
+                elif found.states:
+                    try:
+                        self._check(ids, expected)
+                        return
+                    except UnsupportedAttention:
+                        self._states.by_token = True
                 self._check(ids, expected)
                 return
             except UnsupportedAttention as error:
@@ -403,9 +426,11 @@ class TransformersDecoder:
 
     def _changed(self, found: _Found, way: Way, ids: Tensor) -> _Found:
         """Return the result of a probe with the keys and values that another way stores."""
+        found = found._replace(mixers=[], states=())
+        self.geometry = msgspec.structs.replace(self.geometry, states=())
         if way is Way.ANEW:
             return found._replace(calls=[], kv=[StoredTokens.shape(self._dtype, found.hidden_size)], way=way)
-        if not found.calls:
+        if not found.calls or self._has_states:
             return found
         self._attend_by(EAGER)
         cached = self._run_for_cache(ids)
@@ -413,6 +438,7 @@ class TransformersDecoder:
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
         """Return the arena itself, ``[blocks, elements]``, for :meth:`hidden`."""
+        self._block_size = block_size
         return arena
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -435,7 +461,8 @@ class TransformersDecoder:
         try:
             if self.way is Way.KERNELS:
                 self._step.begin(batch.lora, len(batch.token_ids))
-                with handling(PagedPass(self._calls, views, batch, self._kernels)):
+                attention = PagedPass(self._calls, views, batch, self._kernels)
+                with handling(attention), self._states.handling(kv, batch, attention.only):
                     found = self._run(batch.token_ids, batch.positions)
             elif self.way is Way.ANEW:
                 found = self._run_anew(batch, StoredTokens(views[0]))
@@ -504,13 +531,22 @@ class TransformersDecoder:
         """Return views of the arena. The views of the latest arena are cached."""
         key = arena.data_ptr()
         if self._views is None or self._views[1] != key or self._views[0].shape != arena.shape:
-            block_size = arena.shape[1] // self.geometry.kv_elements_per_token()
+            # Blocks may be larger than their keys and values.
+            block_size = self._block_size or arena.shape[1] // self.geometry.kv_elements_per_token()
             self._views = arena, key, layer_views(arena, self._shapes, block_size)
         return self._views[2]
 
-    def _run(self, token_ids: Tensor, positions: Tensor, cache: GatheredCache | None = None) -> Tensor:
+    def _run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        cache: GatheredCache | None = None,
+        states: SequenceCache | None = None,
+    ) -> Tensor:
         """Return the hidden states ``[T, hidden]`` of packed tokens."""
         given = dict(self._accepted)
+        if states is not None:
+            given |= {name: states for name in _CACHES if name in given}
         if self._takes_positions and self.way in (Way.KERNELS, Way.PACKED):
             given["position_ids"] = positions[None]
         if cache is not None:
@@ -555,23 +591,34 @@ class TransformersDecoder:
             UnsupportedAttention: the model's attention cannot be replaced.
         """
         name = type(self._model).__name__
-        if not self._model._supports_attention_backend and name not in OLDER:
+        if not (self._model._supports_attention_backend or self._has_states or name in OLDER):
             raise UnsupportedAttention("its attention cannot be replaced")
-        if not self._takes_positions:
+        if not (self._takes_positions or self._has_states):
             raise UnsupportedAttention("its decoder takes no position ids")
         probe = AttentionProbe()
+        states = StateProbe(self._decoder)
         if name in OLDER:
             replace_attention(self._model)
         self._attend_by(PROBE)
         pass_rotations(self._decoder)
 
         def run() -> int:
-            with handling(probe):
-                return self._run(ids, torch.arange(len(ids), device=ids.device)).shape[-1]
+            positions = torch.arange(len(ids), device=ids.device)
+            with handling(probe), ExitStack() as hooks:
+                if not self._has_states:
+                    return self._run(ids, positions).shape[-1]
+                states.begin(hooks)
+                return self._run(ids, positions, states=states.cache).shape[-1]
 
         found, ran = self._observe(run, as_parts=as_parts)
         self._attend_by(STEP)
-        self._check_layers(probe.calls, ran)
+        mixers, shapes = states.found()
+        if not shapes:
+            self._check_layers(probe.calls, ran)
+        for mixer in mixers:
+            for inner, module in mixer.module.named_modules():
+                if is_linear(module) and found.rows.get(module, {_PROBE_TOKENS}) != {_PROBE_TOKENS}:
+                    raise UnsupportedAttention(f"{inner} in a layer with state computes other rows than the step's")
         names = {module: name for name, module in self._decoder.named_modules()}
         qkv: dict[int, tuple[int, ...]] = {}
         for call in probe.calls:
@@ -579,7 +626,8 @@ class TransformersDecoder:
             layer = split_layer(names[call.module])[1]
             qkv[layer] = (call.heads * shape.key_dim, shape.heads * shape.key_dim, shape.heads * shape.value_dim)
         kv = [call.shape for call in probe.calls if call.stores]
-        return found._replace(calls=probe.calls, kv=kv, layers=max(qkv) + 1, qkv=qkv)
+        layers = max(qkv, default=-1) + 1
+        return found._replace(calls=probe.calls, kv=kv, layers=layers, qkv=qkv, mixers=mixers, states=shapes)
 
     def _probe_eager(self, ids: Tensor, *, as_parts: bool, has_cache: bool) -> _Found:
         """Run a few tokens by transformers' own attention, and record its modules and what it caches.
@@ -672,6 +720,8 @@ class TransformersDecoder:
             {module: at for module, at in norms.items() if at >= 0},
             matrices.found(linears_of(self._model, self._decoder)[0], _PROBE_TOKENS),
             hidden,
+            [],
+            (),
         )
         return found, ran
 
@@ -679,7 +729,7 @@ class TransformersDecoder:
         """Select the attention function and its masks."""
         if type(self._model).__name__ in OLDER:
             self._model.config._attn_implementation = name
-        elif self._model._supports_attention_backend:
+        elif self._model._supports_attention_backend or self._has_states:
             self._model.set_attn_implementation(name)
 
     def _check_layers(self, calls: Sequence[AttentionCall], ran: set[str]) -> None:
@@ -790,24 +840,26 @@ class TransformersDecoder:
         assert lora.names is not None
         return ModelGeometry(
             layers=lora.layers,
-            kv_heads=found.kv[0].heads,
-            head_dim=found.kv[0].key_dim,
+            kv_heads=0,
+            head_dim=0,
             modules=lora.shapes,
             dtype_bytes=self._dtype.itemsize,
             module_layers=lora.module_layers,
             names=lora.names,
             replaceable=replaceable_weights(self._model, lora.names.prefixes[0], found.norms, found.hidden_size),
             hidden_size=found.hidden_size,
+            states=found.states,
         )
 
     def _set_kv(self, stored: Sequence[KvShape]) -> None:
         """Set the keys and values of one token, in the order of the calls that store them."""
-        first = stored[0]
+        first = stored[0] if stored else KvShape(0, 0, 0)
         is_plain = set(stored) == {KvShape(first.heads, first.key_dim, first.key_dim)}
         self.geometry = msgspec.structs.replace(
             self.geometry,
             kv_heads=first.heads,
             head_dim=first.key_dim,
+            has_kv=bool(stored),
             kv_layers=() if is_plain and len(stored) == self.geometry.layers else tuple(stored),
         )
         self._shapes = self.geometry.kv_shapes()
@@ -827,7 +879,7 @@ class TransformersDecoder:
             self._output = output.forward = OutputLayer(packed, self._kernels, self._step, is_tied=is_tied)
         name = next(name for name, module in self._model.named_modules() if module is self._decoder)
         top, *inner = name.split(".")
-        self._below = _Hidden(inner)
+        self._below = _Hidden(inner, getattr(self._model, top))
         setattr(self._model, top, self._below)
 
     def _check(self, ids: Tensor, expected: Tensor) -> None:
@@ -840,16 +892,20 @@ class TransformersDecoder:
         """
         blocks = 8
         block_size = 4
+        self._block_size = block_size
         elements = self.geometry.block_elements(block_size)
-        arena = torch.zeros(blocks, elements, dtype=self._dtype, device=self._device)
+        state_blocks = self.geometry.state_blocks(block_size)
+        arena = torch.zeros(blocks + 2 * state_blocks, elements, dtype=self._dtype, device=self._device)
         one = [5, 1, 6]
         other = [2, 7]
+        states = {5: list(range(blocks, blocks + state_blocks)), 2: list(range(blocks + state_blocks, len(arena)))}
         last = len(ids) - 1
         parts = [[(0, 6, one)], [(0, 5, other), (6, last, one)], [(last, len(ids), one), (5, 6, other)]]
         differences: list[float] = []
         for rows in parts:
             try:
-                logits = self.forward(_check_batch(ids, rows, block_size), arena).float()
+                of_rows = [states[table[0]] for _, _, table in rows]
+                logits = self.forward(_check_batch(ids, rows, block_size, of_rows), arena).float()
             except Exception as error:
                 if self.way is Way.KERNELS:
                     raise
@@ -857,6 +913,7 @@ class TransformersDecoder:
             wanted = torch.cat([expected[start:stop] for start, stop, _ in rows])
             differences += ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).tolist()
         self._views = None
+        self._block_size = 0
         worst = max(differences)
         if not worst <= (_TOLERANCES if self.way is not Way.ANEW else _TOLERANCES_ANEW)[self._dtype]:
             raise UnsupportedAttention(
@@ -882,12 +939,21 @@ class _Taken(NamedTuple):
     step: StepLora
 
 
+def has_states(model: PreTrainedModel) -> bool:
+    """Return whether layers of a model may carry state from token to token beside keys and values."""
+    types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False)) or not _STATEFUL.isdisjoint(types)
+
+
 def _accepted(decoder: nn.Module) -> tuple[Mapping[str, Any], bool]:
     """Return the additional arguments for a decoder, and whether it takes position ids."""
     parameters = inspect.signature(decoder.forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     wanted = {"use_cache": False, "past_key_values": None, "attention_mask": None, "return_dict": True}
     accepted: dict[str, Any] = {name: value for name, value in wanted.items() if takes_any or name in parameters}
+    if "cache_params" in parameters:
+        accepted.pop("past_key_values", None)
+        accepted["cache_params"] = None
     if "logits_to_keep" in parameters:
         accepted["logits_to_keep"] = slice(None)  # A number would make the decoder drop rows.
     return accepted, "position_ids" in parameters
@@ -900,8 +966,13 @@ def _query_heads(model: PreTrainedModel) -> int:
     return max((getattr(each, "num_attention_heads", None) or 1 for each in layers), default=1)
 
 
-def _check_batch(ids: Tensor, rows: Sequence[tuple[int, int, list[int]]], block_size: int) -> Batch:
-    """Return a batch with tokens ``start`` to ``stop`` of one sequence, once for each block table."""
+def _check_batch(
+    ids: Tensor, rows: Sequence[tuple[int, int, list[int]]], block_size: int, state_blocks: Sequence[list[int]] = ()
+) -> Batch:
+    """Return a batch with tokens ``start`` to ``stop`` of one sequence, once for each block table.
+
+    ``state_blocks`` has the blocks of each sequence's state.
+    """
     positions = [position for start, stop, _ in rows for position in range(start, stop)]
     slots = [table[position // block_size] for start, stop, table in rows for position in range(start, stop)]
     starts = [0]
@@ -915,6 +986,7 @@ def _check_batch(ids: Tensor, rows: Sequence[tuple[int, int, list[int]]], block_
         sample_rows=torch.arange(len(positions)),
     )
     at = torch.tensor(positions)
+    resumed = torch.tensor([int(start > 0) for start, _, _ in rows])
 
     def there(tensor: Tensor) -> Tensor:
         return to_device(tensor, ids.device)
@@ -929,4 +1001,5 @@ def _check_batch(ids: Tensor, rows: Sequence[tuple[int, int, list[int]]], block_
         block_tables=there(host.block_tables),
         sample_rows=there(host.sample_rows),
         host=host,
+        states=StateTable(there(torch.tensor(state_blocks)), there(resumed), resumed) if any(state_blocks) else None,
     )

@@ -82,6 +82,20 @@ class StepLora:
             assert is_keys or rows == self.rows, "a module sees other rows than those of the step"
         return lora
 
+    @contextmanager
+    def only(self, start: int, stop: int) -> Iterator[None]:
+        """Restrict the step to some of its rows within the context, for modules that run for one sequence at a time."""
+        before = self.lora, self.rows, self.key_lora, self.keys, self._segments
+        if (start, stop) == (0, self.rows):
+            yield
+            return
+        lora = None if self.lora is None else self.lora.select_rows(range(start, stop))
+        self.begin(lora, stop - start)
+        try:
+            yield
+        finally:
+            self.lora, self.rows, self.key_lora, self.keys, self._segments = before
+
     @property
     def segments(self) -> npt.NDArray[np.int64]:
         """The number of each row's segment, -1 for none."""
@@ -550,7 +564,7 @@ def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
     """Return an RMS norm that equals a module on random rows. None if the module is not an RMS norm."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
+    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return None
     # Some norms of layers with a state also take a gate.
     takes_one = len(inspect.signature(type(module).forward).parameters) == 2

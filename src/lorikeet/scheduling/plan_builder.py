@@ -53,10 +53,12 @@ class PlanBuilder:
         }
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence with as many remaining tokens as the budget allows."""
+        """Add a sequence with as many remaining tokens as the budget allows, up to its next stop for a snapshot."""
         tokens = min(sequence.remaining_tokens, self.budget_tokens)
         if not tokens:
             return
+        if sequence.lease is not None and sequence.lease.stops:
+            tokens = sequence.lease.until_stop(sequence.computed_tokens, tokens)
         is_assisted = sequence.lease is not None and sequence.lease.assisted and sequence.is_cold
         group = self.assisted if is_assisted else self.tokens
         group[sequence] = tokens
@@ -118,6 +120,7 @@ def build_plan(
     kernel_form: KernelForm,
     drops: tuple[RequestId, ...],
     merged: AdapterDigest | None,
+    now: float,
 ) -> StepPlan:
     """Return the plan of a step, with the transfers and evictions that the memory began since the last plan.
 
@@ -129,6 +132,7 @@ def build_plan(
         kernel_form: form in which kernels compute mixed ranks.
         drops: sequences that the executor may delete.
         merged: adapter that is merged for the step; None for none.
+        now: the time.
     """
     starts: list[SequenceStart] = []
     steps: list[SequenceStep] = []
@@ -142,7 +146,13 @@ def build_plan(
             adapters[sequence.digest] = None
             if sequence in builder.assisted:
                 assisted[sequence.digest] = None
-        steps.append(sequence.step(tokens, builder.drafts.get(sequence.request_id, ())))
+        state = None
+        if memory.snapshots.blocks and sequence.lease is not None:
+            ends = tokens == sequence.remaining_tokens
+            state = memory.snapshots.orders(
+                sequence.lease, sequence.computed_tokens, tokens, length.repeat, now, ends=ends
+            )
+        steps.append(sequence.step(tokens, builder.drafts.get(sequence.request_id, ()), state))
     transfers, urgent = memory.take_transfers()
     return StepPlan(
         step=step,

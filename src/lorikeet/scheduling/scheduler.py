@@ -217,7 +217,7 @@ class Scheduler:
         self._admit(builder, now)
         self._arrange(builder, now)
         length = self._length(builder, now, until_s)
-        return self._build(builder, length)
+        return self._build(builder, length, now)
 
     def continue_plan(self, *, further: bool) -> StepPlan | None:
         """Return the plan of the step that the executor already runs (async scheduling); None if no step runs.
@@ -481,12 +481,12 @@ class Scheduler:
                 return repeat
         return 1
 
-    def _build(self, builder: PlanBuilder, length: PlanLength) -> StepPlan:
+    def _build(self, builder: PlanBuilder, length: PlanLength, now: float) -> StepPlan:
         """Return the plan, with the transfers, evictions and ended sequences since the last plan."""
         drops = tuple(self._drops)
         self._drops = []
         merged = self.selector.merged
-        plan = build_plan(builder, length, self._steps, self._memory, self._preset.kernel_form, drops, merged)
+        plan = build_plan(builder, length, self._steps, self._memory, self._preset.kernel_form, drops, merged, now)
         self._steps += not plan.is_empty
         return plan
 
@@ -498,6 +498,8 @@ class Scheduler:
         if plan.sequences:
             self._note_step(plan, result, now)
         computed = []
+        states = []
+        has_states = bool(self._memory.snapshots.blocks)
         ended = []
         failed = result.failed
         has_drafts = bool(self._limits.max_draft_tokens)
@@ -524,6 +526,8 @@ class Scheduler:
             # computed.
             end = min(end + result.steps_run - 1, len(sequence.token_ids))
             sequence.computed_tokens = end
+            if has_states:
+                states.append((lease, end))
             if sequence.request.pooling is not None and not sequence.remaining_tokens:
                 finish = FinishReason.STOP, None
             # The tree does not contain all full blocks yet
@@ -534,6 +538,8 @@ class Scheduler:
         if waited_s := self._outputs.take_waited_s():
             self._memory.guards.waited(waited_s, now)
         self._memory.commit(computed, now)
+        if has_states:
+            self._memory.commit_states(states, now)
         for sequence, reason, stop_token_id in ended:
             self._finish(sequence, now, reason, stop_token_id)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lorikeet.core.events import FinishReason, FirstToken, RequestEvent
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.messages import TokenOutput
-from lorikeet.core.plan import SequenceStart, SequenceStep, Token
+from lorikeet.core.plan import SequenceStart, SequenceStep, StateStep, Token
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.presets import ColdStart
@@ -325,12 +325,13 @@ class Sequence:
             request.adapter_start,
         )
 
-    def step(self, tokens: int, draft: tuple[int, ...] = ()) -> SequenceStep:
+    def step(self, tokens: int, draft: tuple[int, ...] = (), state: StateStep | None = None) -> SequenceStep:
         """Return the sequence's part of a plan, with all its new blocks.
 
         Args:
             tokens: number of tokens to compute, without the draft.
             draft: drafted tokens; see ``SequenceStep``.
+            state: orders for its state; see ``SequenceStep``.
         """
         assert self.lease is not None
         blocks = self.lease.blocks
@@ -342,9 +343,9 @@ class Sequence:
         request = self.request
         computed = self.computed_tokens
         samples = tokens == len(self.token_ids) - computed and request.pooling is None
-        if not draft:  # as a rule
+        if not draft and state is None:  # as a rule
             return SequenceStep(request.request_id, computed, tokens, new_blocks, samples)
-        return SequenceStep(request.request_id, computed, tokens + len(draft), new_blocks, samples, draft)
+        return SequenceStep(request.request_id, computed, tokens + len(draft), new_blocks, samples, draft, state)
 
     def export(self) -> Request:
         """Return a request that resumes the sequence, in this or another engine."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
-from lorikeet.core.plan import KernelForm, SequenceStart
+from lorikeet.core.plan import KernelForm, SequenceStart, StateStep
 from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 from lorikeet.kernels.devices import to_device, torch_dtype
-from lorikeet.kernels.interface import Batch, HostMetadata
+from lorikeet.kernels.interface import Batch, HostMetadata, StateTable
 from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 
 Ints = npt.NDArray[np.int64]
@@ -76,6 +76,8 @@ class RankSequence:
             preemption.
         pooling: how to make a vector from the prompt. None if tokens are sampled.
         pooled_sum: weighted sum of the hidden states pooled so far, fp32 ``[hidden]``.
+        state_blocks: blocks of the sequence's state; empty if no layer has a state.
+        save_blocks, save_at: blocks to which the state is copied once so many tokens are computed; empty for none.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -90,6 +92,9 @@ class RankSequence:
         self.adapter_start = start.adapter_start
         self.pooling: Pooling | None = start.pooling
         self.pooled_sum: Tensor | None = None
+        self.state_blocks: tuple[BlockId, ...] = ()
+        self.save_blocks: tuple[BlockId, ...] = ()
+        self.save_at = 0
 
     @property
     def origin(self) -> "RankSequence":
@@ -118,6 +123,13 @@ class RankSequence:
     def add_token(self, token_id: int) -> None:
         """Append a sampled token."""
         self.token_ids.append(token_id)
+
+    def order_state(self, state: StateStep) -> None:
+        """Record the blocks of the state, and when to copy it."""
+        self.state_blocks = state.blocks or self.state_blocks
+        if state.save:
+            self.save_blocks = state.save
+            self.save_at = state.save_at
 
 
 class DraftedSequence:
@@ -264,7 +276,17 @@ def build_batch(
         lora=lora_batch(rows, weights, form, merged),
         embeds=_embeds(rows, firsts, device),
         host=host,
+        states=_states(rows, starts, device),
     )
+
+
+def _states(rows: Sequence[BatchRow], starts: Ints, device: torch.device) -> StateTable | None:
+    """Return the states of the sequences; None if no layer has a state."""
+    if not rows or not rows[0].sequence.state_blocks:
+        return None
+    blocks = _tensor(np.array([row.sequence.state_blocks for row in rows], dtype=np.int64))
+    resumed = _tensor((starts > 0).astype(np.int64))
+    return StateTable(to_device(blocks, device), to_device(resumed, device), resumed)
 
 
 def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tuple[Tensor, Tensor] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.machine import free_memory_bytes
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
@@ -23,7 +23,7 @@ from lorikeet.kernels.sampling import SamplingTensors
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.memory.packing import pack
-from lorikeet.memory.sizing import check_blocks, min_blocks
+from lorikeet.memory.sizing import check_blocks, min_blocks, sequence_blocks
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import BatchRow, RankSequence, build_batch, lora_batch
 from lorikeet.worker.decode_graphs import build_graphs, padded_rows
@@ -191,7 +191,8 @@ def _sequences(
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_size)
     packing = pack(geometry.full_ranks(rank), geometry, elements)
-    blocks = [-(-tokens // engine.block_size) for tokens in lengths]
+    state_blocks = geometry.state_blocks(engine.block_size)
+    blocks = [-(-tokens // engine.block_size) + state_blocks for tokens in lengths]
     arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
     rows = []
     first = packing.blocks
@@ -199,7 +200,9 @@ def _sequences(
         digest = AdapterDigest(str(i)) if rank else None
         start = SequenceStart(RequestId(str(i)), [0] * tokens, tokens, SamplingParams(max_tokens=1), digest)
         sequence = RankSequence(start)
-        sequence.add_blocks(range(first, first + own_blocks))  # type: ignore[arg-type]
+        own = [BlockId(block) for block in range(first, first + own_blocks)]
+        sequence.state_blocks = tuple(own[:state_blocks])
+        sequence.add_blocks(own[state_blocks:])
         rows.append(BatchRow(sequence, 0, tokens, samples=True))
         first += own_blocks
     layout = AdapterLayout(packing, geometry)
@@ -240,12 +243,12 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     engine = settings.engine
     step_bytes = measured_step_bytes(settings, model, longest_tokens)
     block_bytes = model.geometry.block_bytes(engine.block_size)
-    sequence_blocks = -(-longest_tokens // engine.block_size)
+    most_blocks = sequence_blocks(settings, model.geometry, longest_tokens)
     least = min_blocks(settings, model.geometry, longest_tokens)
     if engine.memory_bytes:
         blocks = engine.memory_bytes // block_bytes
     else:
-        useful_bytes = engine.max_num_seqs * sequence_blocks * block_bytes + _ADAPTER_BYTES
+        useful_bytes = engine.max_num_seqs * most_blocks * block_bytes + _ADAPTER_BYTES
         if model.device.type == "cpu":
             free_bytes = int(psutil.virtual_memory().available / engine.local_ranks * _CPU_MEMORY_SHARE)
             useful_bytes = min(useful_bytes, max(_CPU_BYTES, least * block_bytes))

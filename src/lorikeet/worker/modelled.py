@@ -25,6 +25,7 @@ from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.profile_checks import check_model
 from lorikeet.costs.transfer_model import MergeModel, TransferModel
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
+from lorikeet.memory.sizing import sequence_blocks
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import Preset
 from lorikeet.worker.links import ModelledTransferLink, TransferLink
@@ -418,10 +419,10 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
     longest_tokens = settings.model.max_model_len or profile.max_model_len
     block_bytes = geometry.block_bytes(engine.block_size)
     total_blocks = (engine.memory_bytes or profile.pool_bytes) // block_bytes
-    sequence_blocks = -(-longest_tokens // engine.block_size)
-    if total_blocks <= sequence_blocks:
+    most_blocks = sequence_blocks(settings, geometry, longest_tokens)
+    if total_blocks <= most_blocks:
         given = f"memory_bytes {format_size(engine.memory_bytes)}" if engine.memory_bytes else "the profile's memory"
-        least_mib = -(-(sequence_blocks + 1) * block_bytes // 2**20)
+        least_mib = -(-(most_blocks + 1) * block_bytes // 2**20)
         raise ConfigError(
             f"{given} is too small for a sequence of {longest_tokens} tokens and an adapter; at least {least_mib} MiB, "
             "or lower max_model_len"
@@ -435,7 +436,7 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
         else engine.host_memory_bytes // block_bytes,
         block_size=engine.block_size,
         max_model_len=longest_tokens,
-        max_adapter_blocks=total_blocks - sequence_blocks,
+        max_adapter_blocks=total_blocks - most_blocks,
         kernels=f"none: {executor} by profile {profile.name}",
         async_scheduling=profile.overlapped and not engine.enforce_eager and engine.tensor_parallel == 1,
     )

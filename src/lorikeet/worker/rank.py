@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import Pooled, PromptLogprobs, SequenceStep, StepPlan
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
@@ -64,6 +64,7 @@ class Rank:
         self._merger = model.merger
         self._threads = ThreadPinning(model.kernels, cores)
         self._host_lora = host_lora
+        self._arena = arena
         self._kv = model.decoder.view_kv(arena, block_size)
         self._block_size = block_size
         self._transfers = transfers
@@ -94,7 +95,11 @@ class Rank:
         if plan.transfers:
             self._transfers.begin_copies()
         for step in plan.sequences:
-            self.sequence(step.request_id).add_blocks(step.new_blocks)
+            sequence = self.sequence(step.request_id)
+            sequence.add_blocks(step.new_blocks)
+            if step.state is not None:
+                sequence.order_state(step.state)
+                self._copy_blocks(step.state.load, step.state.blocks)
         return self._switch_merged(plan) if plan.sequences else 0.0
 
     def pin_threads(self, plan: StepPlan) -> AbstractContextManager[None]:
@@ -123,12 +128,28 @@ class Rank:
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         if not partial:
-            return self._outputs(self._decoder.hidden(batch, self._kv), rows, batch.head_lora, samples=samples)
+            hidden = self._decoder.hidden(batch, self._kv)
+            self.save_states(rows)
+            return self._outputs(hidden, rows, batch.head_lora, samples=samples)
         if self._host_lora is None or batch.lora is None:
             raise ExecutorError(f"step {plan.step} has assisted prefills, but there are no host workers")
         with self._host_lora.assisting(batch.lora, partial) as assist:
             hidden = self._decoder.hidden(replace(batch, assist=assist), self._kv)
+        self.save_states(rows)
         return self._outputs(hidden, rows, batch.head_lora, samples=samples)
+
+    def save_states(self, rows: Sequence[BatchRow]) -> None:
+        """Copy the states of sequences that have computed the number of tokens at which a copy was ordered."""
+        for row in rows:
+            sequence = row.sequence
+            if sequence.save_blocks and row.start + row.tokens == sequence.save_at:
+                self._copy_blocks(sequence.state_blocks, sequence.save_blocks)
+                sequence.save_blocks = ()
+
+    def _copy_blocks(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
+        """Copy blocks within the arena, in the order of the steps."""
+        if source:
+            self._arena[list(target)] = self._arena[list(source)]
 
     def wait(self) -> None:
         """Block until the device has finished all steps so far.

@@ -15,6 +15,7 @@ from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import NOT_FINITE, Pooled, PromptLogprobs, StepPlan, StepResult, Token, TransferDone
 from lorikeet.costs.engine_sizes import EngineSizes
+from lorikeet.memory.sizing import sequence_blocks
 from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import ColdStart, resolve_preset
@@ -570,7 +571,7 @@ def build_torch_executor(
         host_blocks=host_blocks,
         block_size=engine.block_size,
         max_model_len=longest_tokens,
-        max_adapter_blocks=blocks - -(-longest_tokens // engine.block_size),
+        max_adapter_blocks=blocks - sequence_blocks(settings, model.geometry, longest_tokens),
         kernels=model.kernels.name,
         weights=model.weights,
         assist=assist,
