@@ -193,7 +193,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64, "use_falcon_mambapy": False},
     "mamba": {"state_size": 8, "time_step_rank": 4, "intermediate_size": 64},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,

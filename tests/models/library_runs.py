@@ -34,6 +34,8 @@ def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> P
     if any(parameter.dim() == 3 for parameter in model.parameters()):
         # PEFT takes these names for those of experts' parameters, LoRA on which is refused.
         targets = [name for name in targets if name.rpartition(".")[2] not in _OF_EXPERTS]
+    if model.config.model_type in _WITHOUT_OUT_PROJ:
+        targets = [name for name in targets if not name.endswith("out_proj")]
     given = {"r": 4, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False, **options}
     torch.manual_seed(5)
     peft = get_peft_model(model, LoraConfig(**given)).eval()
@@ -45,6 +47,8 @@ def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> P
     return peft
 
 
+_WITHOUT_OUT_PROJ = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Types of models for which PEFT refuses LoRA on these layers."""
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 

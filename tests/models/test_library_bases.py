@@ -20,9 +20,11 @@ from tests.support import sampling
 
 SAMPLE = (
     *("gemma3_text", "gpt2", "gpt_oss", "granite", "phi3", "qwen3_moe"),
-    *("deepseek_v32", "doge", "minimax_m3_vl_text", "openai-gpt", "roberta", "stablelm"),
+    *("granitemoehybrid", "deepseek_v32", "doge", "minimax_m3_vl_text", "openai-gpt", "roberta", "stablelm"),
 )
 """Windows and norms; Conv1D and learned positions; sinks and experts; multipliers; fused layers; experts.
+
+States beside keys and values.
 
 By transformers' own attention: chosen tokens; linear layers of cached values; chosen blocks; no cache; positions that
 the model counts; attention that cannot be replaced.
@@ -60,7 +62,7 @@ def serve_as_peft(folder: Path, kind: str, model_impl: str = "transformers", **o
     ]
     again = [request("again", [*long, 9, 9, 9], ref, 6), request("base again", [*long[:30], 5], None, 6)]
     elements = geometry.block_elements(4)
-    states = 4 * geometry.state_blocks(4)  # of a sequence, and of some snapshots
+    states = 8 * geometry.state_blocks(4)  # of a sequence, and of some snapshots
     min_blocks = MAX_MODEL_LEN // 4 + states + pack(geometry.full_ranks(8), geometry, elements).blocks
     spare_blocks = min_blocks - pack(ref.ranks, geometry, elements).blocks
     sequences = spare_blocks // 13 + 8  # of 50 tokens each
