@@ -89,6 +89,7 @@ _KIMI = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_heads": 4,
     "linear_head_dim": 8,
+    "num_experts_per_token": 2,
 }
 _MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 _MAMBA_1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
