@@ -98,7 +98,7 @@ def evictions(seed: int) -> World:
         key = list(recent[adapter])[-50 if wins else -20] if returns else world.chance.randbytes(16)
         costs = [0.0 if key in cache else COMPUTE_S for cache in caches] if returns else [0.0, 0.0, 0.0]
         for cache, is_on in zip(caches, (True, False, world.is_on), strict=True):
-            cache.use(key, goes_first=is_on and shares[adapter] < 0.05)
+            cache.use([key], goes_first=is_on and shares[adapter] < 0.05)
             cache.shrink(100 if wins else size - 20)
         world.add(*costs)
         shadow.requested(adapter, [(0, key)], world.now)
@@ -159,16 +159,16 @@ def test_ghosts_are_bounded_however_many_blocks_there_are() -> None:
     chance = random.Random(3)
     for _ in range(20_000):
         for _, key in sample.of([chance.randbytes(16)]):
-            ghosts.use(key, sample.scale)
+            ghosts.use([key], sample.scale)
         ghosts.shrink(4_000_000)
     assert ghosts.size <= 4_000_000
 
 
 def test_keys_that_go_first_are_evicted_before_older_ones() -> None:
     ghosts = GhostList()
-    ghosts.use(b"old")
-    ghosts.use(b"worthless", goes_first=True)
-    ghosts.use(b"new")
+    ghosts.use([b"old"])
+    ghosts.use([b"worthless"], goes_first=True)
+    ghosts.use([b"new"])
     ghosts.shrink(2)
     assert [key in ghosts for key in (b"old", b"worthless", b"new")] == [True, False, True]
 

@@ -67,11 +67,11 @@ class _Share:
         """Return the expected reused share of all adapters' blocks."""
         return (self._all_reused + _PRIOR_BLOCKS * self._prior) / (self._all_blocks + _PRIOR_BLOCKS)
 
-    def by_top(self, nodes: int) -> Scores:
-        """Return the expected reused share of the blocks of each of the first ``nodes`` nodes as an adapter."""
-        self._extend(nodes)
-        shares: Scores = (self._reused[:nodes] + _PRIOR_BLOCKS * self.of_all()) / (self._blocks[:nodes] + _PRIOR_BLOCKS)
-        return shares
+    def of(self, tops: Nodes) -> Scores:
+        """Return the expected reused share of the blocks of each adapter."""
+        self._extend(int(tops.max(initial=0)) + 1)
+        reused: Scores = self._reused[tops] + _PRIOR_BLOCKS * self.of_all()
+        return reused / (self._blocks[tops] + _PRIOR_BLOCKS)
 
     def one(self, top: int) -> float:
         """Return the expected reused share of the blocks of one adapter."""
@@ -178,17 +178,14 @@ class KvReuse:
 
     def shares_on_device(self, tops: Nodes) -> Scores:
         """Return the expected share of each adapter's KV that will be reused if it stays on the device."""
-        # Thousands of blocks have few adapters, whose nodes come early.
-        shares: Scores = self._of_computed.by_top(int(tops.max(initial=0)) + 1)[tops]
-        return shares
+        return self._of_computed.of(tops)
 
     def shares(self, tops: Nodes) -> Scores:
         """Return the expected share of each adapter's KV that will be reused after it was evicted from the device.
 
         The share is at most that of KV on the device.
         """
-        evicted = self._of_evicted.by_top(int(tops.max(initial=0)) + 1)[tops]
-        shares: Scores = np.minimum(self.shares_on_device(tops), evicted)
+        shares: Scores = np.minimum(self._of_computed.of(tops), self._of_evicted.of(tops))
         return shares
 
     def is_copied(self, tops: Nodes) -> npt.NDArray[np.bool_]:

@@ -5,7 +5,7 @@ them, sampled by their hashes, so each stands for those that were left out. See 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,17 +68,31 @@ class GhostList:
         """Return whether the cache would hold a key."""
         return key in self._others or key in self._first
 
-    def use(self, key: bytes, size: float = 1.0, *, goes_first: bool = False) -> None:
-        """Insert a key, or make it the last that is evicted; with ``goes_first`` only of those evicted first."""
-        for queue in (self._first, self._others):
-            self.size -= queue.pop(key, 0.0)
-        (self._first if goes_first else self._others)[key] = size
-        self.size += size
+    def use(self, keys: Iterable[bytes], size: float = 1.0, *, goes_first: bool = False) -> None:
+        """Insert keys in turn, or make each the last that is evicted; with ``goes_first`` only of those evicted first.
+
+        Args:
+            keys: the keys.
+            size: size of each.
+            goes_first: whether the keys are evicted before all others.
+        """
+        first = self._first
+        others = self._others
+        chosen = first if goes_first else others
+        total = self.size
+        for key in keys:
+            total -= first.pop(key, 0.0)
+            total -= others.pop(key, 0.0)
+            chosen[key] = size
+            total += size
+        self.size = total
 
     def shrink(self, size: float) -> None:
         """Evict keys until the rest has at most this size."""
-        while self.size > size and (queue := self._first or self._others):
-            self.size -= queue.popitem(last=False)[1]
+        total = self.size
+        while total > size and (queue := self._first or self._others):
+            total -= queue.popitem(last=False)[1]
+        self.size = total
 
 
 class _Fading:
@@ -206,9 +220,7 @@ class CopyShadow:
         if short and copied:  # blocks that are free during a step are used by the next
             waits_off_s = store_s * min(short, len(copied) * scale) + view.iteration_s
         for ghosts, stored in ((self._ahead, set(late)), (self._at_eviction, set(copied))):
-            for _, key in sampled:
-                if key in stored or key in ghosts:
-                    ghosts.use(key)
+            ghosts.use([key for _, key in sampled if key in stored or key in ghosts])
             ghosts.shrink(self._host_kv_blocks() / scale)
         if self._guards.is_on(GuardedPart.COPIES):
             self._waits_on.copied(waited, now)
@@ -260,7 +272,7 @@ class CopyShadow:
             ghosts += is_expected
             for each in (own, other):
                 if key in each:
-                    each.use(key)
+                    each.use((key,))
         if not blocks:
             return
         scale = self._sample.scale
@@ -336,10 +348,9 @@ class EvictionShadow:
         tree = self._view.tree
         scale = self._sample.scale
         for ghosts, goes_first in ((self._by_worth, share < MIN_REUSED_SHARE), (self._by_use, False)):
-            for _, key in reversed(sampled):
-                ghosts.use(key, scale, goes_first=goes_first)
+            ghosts.use([key for _, key in reversed(sampled)], scale, goes_first=goes_first)
             if adapter != BASE:
-                ghosts.use(tree.key_of(adapter), float(tree.size[adapter]))
+                ghosts.use((tree.key_of(adapter),), float(tree.size[adapter]))
             ghosts.shrink(self._view.device_blocks)
 
 
