@@ -736,14 +736,16 @@ class Evictor:
         top = tree.top[:end]
         idle = (tree.kind[:end] == NodeKind.KV) & tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
         cached = np.flatnonzero(idle & (tree.pins[:end] == 0) & tree.on_device[top])
-        cached = cached[pays(top[cached].astype(np.int64))]
-        nodes = cached[~tree.on_host[cached]]
+        nodes = cached[~tree.on_host[cached]]  # as a rule few
+        nodes = nodes[pays(top[nodes].astype(np.int64))]
         if len(nodes) > most:
             nodes = nodes[np.argpartition(tree.score[nodes], most)[:most]]
         nodes = nodes[np.lexsort((-tree.depth[nodes], tree.score[nodes]))]
-        if len(nodes) > self._tiers.host.free and len(cached) > soon:
-            last = np.partition(tree.score[cached], soon)[soon]
-            nodes = nodes[: max(self._tiers.host.free, int((tree.score[nodes] < last).sum()))]
+        if len(nodes) > self._tiers.host.free:
+            cached = cached[pays(top[cached].astype(np.int64))]
+            if len(cached) > soon:
+                last = np.partition(tree.score[cached], soon)[soon]
+                nodes = nodes[: max(self._tiers.host.free, int((tree.score[nodes] < last).sum()))]
         if not len(nodes):
             return
         chosen: list[int] = nodes.tolist()
