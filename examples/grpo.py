@@ -5,7 +5,7 @@ adapter, each version under its own name. Start the server with what TRL needs, 
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 lorikeet serve --dtype float32 --logprobs-mode processed_logprobs \
         --generation-config vllm
-    pip install trl peft && python examples/grpo.py
+    pip install trl peft requests aiohttp && python examples/grpo.py
 """
 
 import argparse
