@@ -92,6 +92,7 @@ from lorikeet.models.transformers_modules import (
 )
 from lorikeet.models.transformers_older import OLDER, replace_attention, restore_attention
 from lorikeet.models.transformers_quantized import dequantised_weights
+from lorikeet.models.transformers_recurrences import replace_gated_norm
 from lorikeet.models.transformers_states import Mixer, SequenceCache, StateProbe, StepStates, adapt_mixers
 
 _PROBE_TOKENS = 11
@@ -358,8 +359,11 @@ class TransformersDecoder:
             self.geometry = self._geometry(modules.lora, found)
             self._set_kv(found.kv)
             self._adapt_norms_and_embedding(found)
-            self._states = StepStates(found.states, self._step)
+            self._states = StepStates(found.states, self._step, self._kernels)
             adapt_mixers(found.mixers, self._states)
+            if found.states:
+                for module in self._decoder.modules():
+                    replace_gated_norm(module, self._kernels)
             self._cut_output_layer()
             self._settle(ids, expected, found)
 
@@ -411,18 +415,29 @@ class TransformersDecoder:
                     self.way = way
                     self._calls = []
                     self._set_kv(found.kv)
-                elif found.states:
-                    try:
-                        self._check(ids, expected)
-                        return
-                    except UnsupportedAttention:
-                        self._states.by_token = True
+                elif found.states and self._settle_states(ids, expected):
+                    return
                 self._check(ids, expected)
                 return
             except UnsupportedAttention as error:
                 reason = reason or error
         assert reason is not None
         raise reason
+
+    def _settle_states(self, ids: Tensor, expected: Tensor) -> bool:
+        """Choose the fastest way of computing states that agrees with transformers' own, and return whether one does.
+
+        If none does, modules compute tokens one at a time, which is not checked yet.
+        """
+        for by_kernels in (True, False) if self._states.fit_kernels else (False,):
+            self._states.by_kernels = by_kernels
+            try:
+                self._check(ids, expected)
+            except UnsupportedAttention:
+                continue
+            return True
+        self._states.by_token = True
+        return False
 
     def _changed(self, found: _Found, way: Way, ids: Tensor) -> _Found:
         """Return the result of a probe with the keys and values that another way stores."""

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from lorikeet.core.states import STATE_BYTES, StateShape
-from lorikeet.kernels.interface import Batch
+from lorikeet.kernels.interface import Batch, Kernels
+from lorikeet.kernels.states import StateSequences
 from lorikeet.models.state_arena import StateArena
 from lorikeet.models.transformers_attention import UnsupportedAttention
 from lorikeet.models.transformers_modules import StepLora
+from lorikeet.models.transformers_recurrences import ModuleStates, computing, has_functions, replace_functions
 
 _PART_BYTES = 16 * 1024
 """Largest part of a state, where its first dimension can be divided. Smaller parts need smaller blocks."""
@@ -161,6 +163,32 @@ class SequenceCache(Cache):  # type: ignore[misc]
             self._note(StateName(layer, kind, number))
 
 
+class _NoCache(SequenceCache):
+    """A cache for a module whose states the kernels keep: it has no state, and stores none."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return None."""
+        return None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any) -> Tensor:
+        """Return the new inputs of a convolution."""
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return None."""
+        return None
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **named: Any
+    ) -> Tensor:
+        """Return the state."""
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return False."""
+        return False
+
+
 class StateProbe:
     """Records which modules of a decoder use which states.
 
@@ -238,6 +266,16 @@ class Mixer(NamedTuple):
     place: int | str
     states: list[KeptState]
 
+    @property
+    def fits_kernels(self) -> bool:
+        """Whether the kernels can keep the states: a convolution's, a recurrence's, or both."""
+        kinds = [(state.name.kind, state.name.number) for state in self.states]
+        return (
+            len(set(kinds)) == len(kinds)
+            and set(kinds) <= {("conv", 0), ("recurrent", 0)}
+            and has_functions(self.module)
+        )
+
 
 def _shape(name: StateName, state: Tensor) -> StateShape:
     first, *rest = state.shape[1:] or (1,)
@@ -259,14 +297,21 @@ class StepStates:
     Args:
         shapes: the tensors of a state.
         step: the adapters of the step.
+        kernels: the kernel backend.
 
     Attributes:
+        by_kernels: whether the kernels compute convolutions and recurrences where they can, for all sequences at once.
+        fit_kernels: whether the kernels can compute those of any module.
         by_token: whether modules compute further tokens of a sequence one at a time, because they start from zeros if
             they get several.
     """
 
-    def __init__(self, shapes: Sequence[StateShape], step: StepLora) -> None:
+    def __init__(self, shapes: Sequence[StateShape], step: StepLora, kernels: Kernels) -> None:
         self.shapes = tuple(shapes)
+        self._kernels = kernels
+        self._sequences: StateSequences | None = None
+        self.by_kernels = False
+        self.fit_kernels = False
         self._step = step
         self.by_token = False
         self._arena: StateArena | None = None
@@ -296,6 +341,9 @@ class StepStates:
         assert batch.host is not None
         self._batch = batch
         self._rows = batch.host.row_starts.tolist()
+        self._sequences = None
+        if batch.states is not None:
+            self._sequences = StateSequences(batch.row_starts, batch.states.resumed, batch.host.row_starts)
         self._only = only
         try:
             yield
@@ -310,6 +358,8 @@ class StepStates:
         assert batch.states is not None, "a model with states got no blocks for them"
         assert self._arena is not None
         assert self._only is not None
+        if self.by_kernels and mixer.fits_kernels:
+            return self._run_by_kernels(mixer, forward, given, named)
         total = self._rows[-1]
         found = []
         counts: list[int] = []
@@ -337,11 +387,45 @@ class StepStates:
                 self._arena.write(batch.states, state.at, sequence, value)
         return _joined(found, counts)
 
+    def _run_by_kernels(
+        self, mixer: Mixer, forward: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """Run a module once for all rows."""
+        assert self._arena is not None
+        assert self._batch is not None
+        assert self._batch.states is not None
+        assert self._sequences is not None
+        offsets: dict[str, Tensor] = {}
+        elements: dict[str, int] = {}
+        for state in mixer.states:
+            offsets[state.name.kind] = self._arena.offsets(self._batch.states, state.at)
+            elements[state.name.kind] = self.shapes[state.at].part_elements
+        states = ModuleStates(
+            self._kernels,
+            self._arena.flat,
+            offsets.get("conv"),
+            offsets.get("recurrent"),
+            elements.get("conv", 0),
+            elements.get("recurrent", 0),
+            self._sequences,
+        )
+        part: list[Any] = list(given)
+        parts = dict(named)
+        if isinstance(mixer.place, str):
+            parts[mixer.place] = _NoCache()
+        else:
+            part[mixer.place] = _NoCache()
+        with computing(states):
+            return forward(*part, **parts)
+
 
 def adapt_mixers(mixers: Sequence[Mixer], states: StepStates) -> None:
     """Make modules run with the states of the step's sequences."""
     for mixer in mixers:
         forward = mixer.module.forward
+        if mixer.fits_kernels:
+            replace_functions(mixer.module)
+            states.fit_kernels = True
 
         def run(*given: Any, mixer: Mixer = mixer, forward: Callable[..., Any] = forward, **named: Any) -> Any:
             return states.run(mixer, forward, given, named)
