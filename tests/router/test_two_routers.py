@@ -94,7 +94,7 @@ async def test_routers_that_share_nothing_agree_and_one_continues_the_streams_of
 
     for backend in backends:
         backend.pauses_at = 5
-    got = [Got(number) for number in range(16)]
+    got = [Got(number) for number in range(100)]
     reading = [asyncio.create_task(each.read(killed)) for each in got]
     await until(lambda: all(each.tokens >= 5 for each in got), "all streams are under way")
     process.send_signal(signal.SIGKILL)
