@@ -56,7 +56,6 @@ _SMALL: dict[str, Any] = {
     # Few heads would give many tokens a score of exactly 0, and which of these are chosen is left open.
     "index_n_heads": 16,
     "index_topk": 8,
-    "keep_window_size": 8,
     "index_head_dim": 8,
     "query_pre_attn_scalar": 8,
     "hidden_size_per_layer_input": 8,

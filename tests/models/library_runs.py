@@ -49,6 +49,7 @@ def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> P
 
 _WITHOUT_OUT_PROJ = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Types of models for which PEFT refuses LoRA on these layers."""
+_OF_HEAD = ("lm_head.", "cls.", "generator_predictions.", "pred_layer.")
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -56,7 +57,7 @@ def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the linear layers below the output layer, by name."""
     kinds = (nn.Linear, Conv1D, FalconLinear)
     output = model.get_output_embeddings()
-    below = [(name, module) for name, module in model.named_modules() if not name.startswith("lm_head.")]
+    below = [(name, module) for name, module in model.named_modules() if not name.startswith(_OF_HEAD)]
     return [(name, module) for name, module in below if type(module) in kinds and module is not output]
 
 

@@ -54,7 +54,7 @@ def test_keys_of_an_index_are_stored_beside_keys_and_values(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_stored_where_there_is_no_cache(tmp_path: Path, dtype: torch.dtype) -> None:
-    shape = StoredTokens.shape(dtype, 6)
+    shape = StoredTokens.shape(6)
     (view,) = layer_views(torch.full((8, 4 * shape.elements), torch.nan, dtype=dtype), [shape], 4)
     tokens = StoredTokens(view)
     ids = torch.tensor([7, 1, 2**31 - 1, 65_536, 3, 9])
@@ -62,6 +62,22 @@ def test_tokens_are_stored_where_there_is_no_cache(tmp_path: Path, dtype: torch.
     tokens.store(batch)
     assert tokens.read(batch, Piece(0, 0, 6, 6)).tolist() == ids.tolist()
     assert tokens.read(batch, Piece(0, 0, 3, 3)).tolist() == ids[:3].tolist()
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("deepseek_v32", "index_topk"), ("doge", "keep_window_size")])
+def test_tokens_are_chosen_as_by_transformers(tmp_path: Path, kind: str, chosen: str) -> None:
+    """In chunks, beside a longer sequence. All tokens differ, since Doge's choice among equal ones is left open."""
+    base = make_base(tmp_path, kind, **{chosen: 8})
+    served = TransformersDecoder(load_model(tmp_path, torch.float32, CPU), ReferenceKernels(), 128)
+    ids = torch.randperm(40, generator=torch.Generator().manual_seed(1)) + 3
+    with torch.inference_mode():
+        expected = base(input_ids=ids[None], use_cache=False).logits[0]
+    arena = torch.zeros(24, served.geometry.block_elements(4))
+    one = list(range(1, 11))
+    other = list(range(11, 21))
+    for first, start, stop in ((0, 0, 13), (13, 13, 14), (14, 14, 40)):
+        found = served.forward(_check_batch(ids, [(first, stop, other), (start, stop, one)], 4), arena)
+        assert torch.allclose(found[stop - first :], expected[start:stop], atol=1e-4)
 
 
 def test_models_whose_tokens_see_later_ones_are_refused(tmp_path: Path) -> None:

@@ -444,7 +444,7 @@ class TransformersDecoder:
         found = found._replace(mixers=[], states=())
         self.geometry = msgspec.structs.replace(self.geometry, states=())
         if way is Way.ANEW:
-            return found._replace(calls=[], kv=[StoredTokens.shape(self._dtype, found.hidden_size)], way=way)
+            return found._replace(calls=[], kv=[StoredTokens.shape(found.hidden_size)], way=way)
         if not found.calls or self._has_states:
             return found
         self._attend_by(EAGER)
@@ -664,7 +664,7 @@ class TransformersDecoder:
 
         found, _ = self._observe(run, as_parts=as_parts)
         if not has_cache:
-            return found._replace(kv=[StoredTokens.shape(self._dtype, found.hidden_size)], way=Way.ANEW)
+            return found._replace(kv=[StoredTokens.shape(found.hidden_size)], way=Way.ANEW)
         (probe,) = cached
         qkv = {
             layer: (self._heads * shape.key_dim, shape.heads * shape.key_dim, shape.heads * shape.value_dim)

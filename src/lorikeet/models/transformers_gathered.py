@@ -27,6 +27,10 @@ _MOST_SCORE_BYTES = 256 * 2**20
 """Bytes of the fp32 scores of a layer in one forward pass. More rows and keys are computed in several passes."""
 
 
+_HIDDEN_STATES = 8
+"""Hidden states for which a token without a cache takes the space."""
+
+
 class Way(Enum):
     """A way to compute the attention of a model of transformers. The value names it after the name of the library.
 
@@ -358,9 +362,9 @@ class StoredTokens:
         self._view = view.keys
 
     @staticmethod
-    def shape(dtype: torch.dtype, hidden_size: int) -> KvShape:
-        """Return the space of one token, which is that of a hidden state so that blocks have a usual size."""
-        return KvShape(1, max(hidden_size, 4 // dtype.itemsize), 0)
+    def shape(hidden_size: int) -> KvShape:
+        """Return the space of one token, which is that of some hidden states, so that rows of adapters fit a block."""
+        return KvShape(1, _HIDDEN_STATES * hidden_size, 0)
 
     def store(self, batch: Batch) -> None:
         """Store the tokens of a step."""
