@@ -8,6 +8,10 @@ LORIKEET_EXPORT void lorikeet_linear(
     const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads,
     const void* adapters, int64_t layer, const void* targets);
 
+LORIKEET_EXPORT void lorikeet_linear_groups(
+    const void* x, int64_t x_stride, const void* groups, int64_t count, void* out, int64_t threads,
+    const void* adapters, int64_t layer);
+
 LORIKEET_EXPORT bool lorikeet_linear_gated(
     const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads);
 

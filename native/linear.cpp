@@ -149,6 +149,29 @@ LORIKEET_EXPORT void lorikeet_linear(
   w.bytes == 2 ? compute(bf16{}) : compute(float{});
 }
 
+// The products of neighbouring groups of rows, such as the rows of each expert, to the same bits as one call for each:
+// group i has the next groups[i].rows rows of x and out, and the next groups[i].segments segments, whose rows count from
+// the first of the group. All weights have one shape.
+LORIKEET_EXPORT void lorikeet_linear_groups(
+    const void* x, int64_t x_stride, const void* groups, int64_t count, void* out, int64_t threads,
+    const void* adapters, int64_t layer) {
+  const auto* group = (const Group*)groups;
+  const auto* of = (const Adapters*)adapters;
+  const Segment* segments = of ? of->segments : nullptr;
+  for (int64_t i = 0; i < count; ++i, ++group) {
+    const Weight& w = *(const Weight*)group->weight;
+    if (group->segments > 0) {
+      const Adapters own{segments, group->segments, of->padded_rank, of->bits};
+      lorikeet_linear(x, x_stride, group->weight, group->bias, out, group->rows, threads, &own, layer, group->targets);
+      segments += group->segments;
+    } else {
+      lorikeet_linear(x, x_stride, group->weight, group->bias, out, group->rows, threads, nullptr, 0, nullptr);
+    }
+    x = (const char*)x + group->rows * x_stride * w.bytes;
+    out = (char*)out + group->rows * w.outputs * w.bytes;
+  }
+}
+
 // out[rows, outputs] = x @ weightᵀ as floats, whatever the elements of x and weight are.
 LORIKEET_EXPORT void lorikeet_logits(
     const void* x, int64_t x_stride, const void* weight, float* out, int64_t rows, int64_t threads) {

@@ -28,6 +28,12 @@ struct Adapters {
   int64_t count, padded_rank, bits;
 };
 
+// Neighbouring rows with a weight of their own. `targets` may be null if there are no segments.
+struct Group {
+  const void *weight, *bias, *targets;
+  int64_t rows, segments;
+};
+
 // The function that gates an MLP.
 enum class Activation : int64_t { kSilu, kGeluTanh };
 

@@ -1,16 +1,20 @@
 """The LoRA delta of native products, on every instruction set of this machine, against float64."""
 
 from collections.abc import Iterator
+from itertools import groupby
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.interface import GroupProduct
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
+from lorikeet.models.transformers_experts import grouped_rows
 from tests.kernels.exactness import check_error
 from tests.kernels.lora_cases import LAYER, Case, cases, dense, redrawn, weights
 
@@ -130,6 +134,61 @@ def test_layers_and_modules_without_weights_are_the_base_models(instruction_set:
     assert torch.equal(found[:, :10], base[:, :10])
     assert not torch.equal(found[:, 10:], base[:, 10:])
     assert torch.equal(run(case, instruction_set, layer=LAYER - 1), base)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("form", [KernelForm.UNPADDED, KernelForm.PADDED])
+def test_groups_of_rows_in_one_call_have_the_bits_of_one_call_each(
+    instruction_set: str, dtype: torch.dtype, form: KernelForm
+) -> None:
+    """Groups without rows, rows without an adapter, adapters in several groups, a group that no adapter changes."""
+    kernels = NativeKernels(instruction_set, load_library(instruction_set))
+    modules = ("q", "k", "v")
+    targets = [LoraTargets(LoraTarget(module, 4, 30)) for module in modules]
+    generator = torch.Generator().manual_seed(1)
+    given = [(torch.randn(40, 24, generator=generator) / 5).to(dtype) for _ in modules]
+    bias = torch.randn(40, generator=generator).to(dtype)
+    products = [GroupProduct(kernels.pack(weight), bias if i else None, targets[i]) for i, weight in enumerate(given)]
+    adapters = [
+        weights(24, (LoraTarget("q", 4, 30), LoraTarget("v", 4, 30)), {"q": [3], "v": [5 * seed]}, dtype, seed)
+        for seed in (1, 2)
+    ]
+    lora = LoraBatch([LoraSegment(0, 2, adapters[0]), LoraSegment(2, 3, adapters[1])], form)
+    grouped = kernels.products_in_one_call(products, LAYER)
+    assert grouped is not None
+    for bounds, numbers in (
+        ([0, 4, 4, 9], [0, 0, 1, -1, -1, 0, 1, 1, 1]),
+        ([0, 0, 2, 3], [0, 1, 1]),
+        ([0, 3, 3, 3], [1, 1, 1]),
+        ([0, 1, 3, 4], [-1, -1, -1, -1]),
+    ):
+        x = torch.randn(bounds[-1], 24, generator=generator).to(dtype)
+        found = grouped(x, grouped_rows(np.array(bounds), lora, np.array(numbers)))
+        assert torch.equal(found, grouped(x, grouped_rows(np.array(bounds), lora, np.array(numbers))))
+        for i, product in enumerate(products):
+            start, stop = bounds[i : i + 2]
+            if start == stop:
+                continue
+            segments = [LoraSegment(*run[:2], adapters[run[2]]) for run in runs(numbers[start:stop])]
+            delta = LoraDelta(LoraBatch(segments, form), LAYER, targets[i]) if segments else None
+            expected = kernels.linear(x[start:stop], product.weight, product.bias, delta)
+            assert torch.equal(found[start:stop], expected)
+        plain = grouped(x, grouped_rows(np.array(bounds), None, None))
+        first = next(i for i in range(3) if bounds[i] < bounds[i + 1])
+        expected = kernels.linear(x[: bounds[first + 1]], products[first].weight, products[first].bias)
+        assert torch.equal(plain[: bounds[first + 1]], expected)
+
+
+def runs(numbers: list[int]) -> list[tuple[int, int, int]]:
+    """Return start, stop and number of each run of equal numbers that are not negative."""
+    found = []
+    start = 0
+    for number, members in groupby(numbers):
+        stop = start + len(list(members))
+        if number >= 0:
+            found.append((start, stop, number))
+        start = stop
+    return found
 
 
 def test_einsums_are_added_to_the_native_product(instruction_set: str) -> None:

@@ -6,7 +6,16 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.interface import Batch, HeadNorms, Kernels, LayersShape, LayerWeights, Rotation, Weight
+from lorikeet.kernels.interface import (
+    Batch,
+    GroupProduct,
+    HeadNorms,
+    Kernels,
+    LayersShape,
+    LayerWeights,
+    Rotation,
+    Weight,
+)
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors
@@ -50,6 +59,9 @@ class RecordingKernels:
 
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
         """Kernel by kernel, or there would be nothing to record."""
+
+    def products_in_one_call(self, products: Sequence[GroupProduct], layer: int) -> None:
+        """Group by group, or there would be nothing to record."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Record shapes, and that of the bias; with adapters their row ranges and form, layer and targets."""

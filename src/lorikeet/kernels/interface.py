@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -248,6 +250,49 @@ class Rotation(NamedTuple):
     pairs: RotaryPairs
 
 
+class GroupProduct(NamedTuple):
+    """The product of one of several groups of rows, such as the rows of an expert. All weights have one shape.
+
+    Attributes:
+        weight: the packed weight, ``[out, in]``.
+        bias: ``[out]``; None without a bias.
+        targets: the product's modules; None if no adapter can change it.
+    """
+
+    weight: Weight
+    bias: Tensor | None
+    targets: LoraTargets | None
+
+
+class GroupedRows(NamedTuple):
+    """Rows of a step, sorted by group.
+
+    Attributes:
+        groups: int64 ``[G]``, the groups that have rows, ascending.
+        rows: int64 ``[G]``, the number of rows of each.
+        segments: int64 ``[n, 4]``, the adapters of each group's rows in turn: first row and row after the last, counted
+            from the group's first row, address of the adapter's piece table, address of its piece index.
+        counts: int64 ``[G]``, the number of segments of each group.
+        padded_rank: the rank to which all adapters are padded; 0 if none is.
+        bits: see ``LoraWeights``.
+    """
+
+    groups: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    segments: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    padded_rank: int = 0
+    bits: int = 0
+
+
+class GroupedProducts(Protocol):
+    """Computes the products of groups of rows."""
+
+    def __call__(self, x: Tensor, rows: GroupedRows) -> Tensor:
+        """Return the products ``[R, out]`` of rows ``[R, in]`` that are sorted by group, with their adapters' LoRA."""
+        ...
+
+
 class Kernels(Protocol):
     """A kernel backend. A method changes an argument only if the method's docstring states it."""
 
@@ -280,6 +325,13 @@ class Kernels(Protocol):
 
     def layers_in_one_call(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":
         """Return a function that computes all layers in one call, with the same bits as single kernels.
+
+        None if there is none.
+        """
+        ...
+
+    def products_in_one_call(self, products: Sequence["GroupProduct"], layer: int) -> "GroupedProducts | None":
+        """Return a function that computes products of groups of rows in one call, with the same bits as one by one.
 
         None if there is none.
         """

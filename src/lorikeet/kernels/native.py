@@ -19,6 +19,8 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.interface import (
     Batch,
+    GroupedProducts,
+    GroupProduct,
     HeadNorms,
     Layers,
     LayersShape,
@@ -28,6 +30,7 @@ from lorikeet.kernels.interface import (
     kv_head_dim,
 )
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
+from lorikeet.kernels.native_groups import NativeGroups
 from lorikeet.kernels.native_records import (
     LayerRecord,
     LayersStepRecord,
@@ -55,6 +58,7 @@ _SIGNATURES = {
     "lorikeet_packed_elements": (_INT,) * 3,
     "lorikeet_pack": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_linear": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT, _ADDRESS, _INT, _ADDRESS),
+    "lorikeet_linear_groups": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT),
     "lorikeet_logits": (_ADDRESS, _INT, *(_ADDRESS,) * 2, _INT, _INT),
     "lorikeet_linear_gated": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT),
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _FLOAT, _INT, _INT),
@@ -589,6 +593,10 @@ class NativeKernels:
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers:
         """Return all layers as one call, without the interpreter between kernels."""
         return NativeLayers(self._library, weights, shape, lambda: self._threads, one_order=self._one_order)
+
+    def products_in_one_call(self, products: Sequence[GroupProduct], layer: int) -> GroupedProducts | None:
+        """Compute all groups in one native call."""
+        return NativeGroups(self._library, products, layer, lambda: self._threads)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Multiply and add the LoRA delta in one call. Einsums run in torch."""

@@ -50,6 +50,19 @@ class WeightRecord(NativeRecord):
     )
 
 
+class GroupRecord(NativeRecord):
+    """Neighbouring rows with a weight of their own. ``native_groups`` writes these records as rows of an array."""
+
+    native_name = "Group"
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("targets", c_void_p),
+        ("rows", c_int64),
+        ("segments", c_int64),
+    )
+
+
 class AdaptersRecord(NativeRecord):
     """The adapters of a batch."""
 
@@ -169,6 +182,7 @@ class LayersStepRecord(NativeRecord):
 
 RECORDS: tuple[type[NativeRecord], ...] = (
     WeightRecord,
+    GroupRecord,
     AdaptersRecord,
     ExtrasRecord,
     LayerRecord,

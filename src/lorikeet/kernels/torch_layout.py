@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.kernels.extras import row_norms, scale_and_shift
-from lorikeet.kernels.interface import Layers, LayersShape, LayerWeights, Weight
+from lorikeet.kernels.interface import GroupedProducts, GroupProduct, Layers, LayersShape, LayerWeights, Weight
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 
@@ -35,6 +35,10 @@ class TorchLayoutKernels(ABC):
 
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers | None:
         """Return None, since layers run kernel by kernel or in a graph."""
+        return None
+
+    def products_in_one_call(self, products: Sequence[GroupProduct], layer: int) -> GroupedProducts | None:
+        """Return None, since each group is one product."""
         return None
 
     def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:

@@ -4,7 +4,7 @@ transformers keeps the weights of all experts of a layer in parameters of three 
 usual layout by attributes that describe it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from lorikeet.core.geometry import ExpertsPath, split_layer
-from lorikeet.kernels.interface import Kernels
+from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.interface import GroupedRows, Kernels
 from lorikeet.kernels.lora import LoraBatch, LoraSegment
 from lorikeet.kernels.quantized import QuantizedWeight, quantize
 from lorikeet.models.layer_ops import Product
@@ -209,6 +210,10 @@ class AdaptedExperts:
             return found
 
         self._up, self._down = (taken(parameter) for parameter in experts.parameters)
+        self._in_one_call = [
+            kernels.products_in_one_call([linear.as_group for linear in linears], experts.layer)
+            for linears in (self._up, self._down)
+        ]
         self._modules = frozenset(modules)
         self.linears = [*self._up, *self._down]
 
@@ -225,20 +230,43 @@ class AdaptedExperts:
         order = np.argsort(of_pair, kind="stable")
         rows = order // chosen
         bounds = np.searchsorted(of_pair[order], np.arange(len(self._up) + 1)).tolist()
-        adapters = self._adapters(rows, bounds)
         total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
         if bounds[-1] == 0:
             return total.to(hidden_states.dtype)
         module = self._module
         at = torch.from_numpy(rows[: bounds[-1]]).to(hidden_states.device)
-        inner = _each(self._up, hidden_states.index_select(0, at), bounds, adapters)
+        products = self._products(rows, bounds)
+        inner = products(0, hidden_states.index_select(0, at))
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        found = _each(self._down, inner.contiguous(), bounds, adapters)
+        found = products(1, inner.contiguous())
         if module.has_post_expert_norm:
             found = module.post_expert_norm(found)
         weights = top_k_weights.flatten()[torch.from_numpy(order[: bounds[-1]]).to(at.device)]
         # The sum is in fp32, since a row may have many experts.
         return total.index_add_(0, at, (found * weights[:, None]).float()).to(hidden_states.dtype)
+
+    def _products(self, rows: npt.NDArray[np.int64], bounds: Sequence[int]) -> Callable[[int, Tensor], Tensor]:
+        """Return a function of 0 (before the activation) or 1 and the rows, which computes their products.
+
+        Args:
+            rows, bounds: see :meth:`_adapters`.
+        """
+        lora = self._step.lora
+        calls = self._in_one_call
+        if calls[0] is None or (lora is not None and (lora.has_extras or lora.form is KernelForm.EINSUM)):
+            adapters = self._adapters(rows, bounds)
+            return lambda number, x: _each((self._up, self._down)[number], x, bounds, adapters)
+        if lora is not None and lora.modules.isdisjoint(self._modules):
+            lora = None
+        segments = None if lora is None else self._step.segments[rows[: bounds[-1]]]
+        grouped = grouped_rows(np.asarray(bounds), lora, segments)
+
+        def product(number: int, x: Tensor) -> Tensor:
+            call = calls[number]
+            assert call is not None
+            return call(x, grouped)
+
+        return product
 
     def _adapters(self, rows: npt.NDArray[np.int64], bounds: Sequence[int]) -> dict[int, LoraBatch]:
         """Return the adapters of each expert's rows.
@@ -263,6 +291,38 @@ class AdaptedExperts:
                 segment = LoraSegment(start - first, stop - first, lora.segments[number].weights)
                 found.setdefault(expert, []).append(segment)
         return {expert: LoraBatch(each, lora.form) for expert, each in found.items()}
+
+
+def grouped_rows(
+    bounds: npt.NDArray[np.int64], lora: LoraBatch | None, numbers: npt.NDArray[np.int64] | None
+) -> GroupedRows:
+    """Return rows that are sorted by group, with their adapters.
+
+    Args:
+        bounds: int64 ``[groups + 1]``, the first row of each group, and the end.
+        lora: the adapters; None without any.
+        numbers: int64 ``[rows]``, the number of each row's segment in ``lora``, -1 for none; None without adapters.
+    """
+    rows = np.diff(bounds)
+    groups = np.flatnonzero(rows)
+    none = np.zeros((0, 4), dtype=np.int64)
+    if lora is None or numbers is None:
+        return GroupedRows(groups, rows[groups], none, np.zeros(len(groups), dtype=np.int64))
+    is_start = np.diff(numbers, prepend=-2) != 0
+    is_start[bounds[groups]] = True
+    starts = np.flatnonzero(is_start)
+    stops = np.append(starts[1:], len(numbers))
+    has_adapter = numbers[starts] >= 0
+    starts = starts[has_adapter]
+    group = np.searchsorted(bounds, starts, side="right") - 1
+    # Groups without rows begin where the next one begins. The last of those that begin there has the rows.
+    first = bounds[group]
+    segments = lora.table.numpy()[numbers[starts]]
+    segments[:, 0] = starts - first
+    segments[:, 1] = stops[has_adapter] - first
+    counts = np.bincount(group, minlength=len(rows))[groups]
+    record = lora.record
+    return GroupedRows(groups, rows[groups], segments, counts, record.padded_rank, record.bits)
 
 
 def _each(

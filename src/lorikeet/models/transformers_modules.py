@@ -24,7 +24,7 @@ from lorikeet.core.geometry import (
     split_layer,
 )
 from lorikeet.kernels.extras import adjust_logits, embed, prepare_product
-from lorikeet.kernels.interface import Kernels, Weight
+from lorikeet.kernels.interface import GroupProduct, Kernels, Weight
 from lorikeet.kernels.lora import LoraBatch, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight, quantize, stacked
 from lorikeet.models.adapted_ops import adapted_linear
@@ -286,6 +286,11 @@ class AdaptedLinear:
         self._kernels = kernels
         self._step = step
         self._norms: Tensor | None = None
+
+    @property
+    def as_group(self) -> GroupProduct:
+        """The product as that of one of several groups of rows."""
+        return GroupProduct(self._base.weight, self._base.bias, self._base.targets)
 
     def prepare(self, adapter: LoraWeights) -> None:
         """Compute the extras of an adapter that depend on the weight."""
