@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lorikeet.core.geometry import KvShape
+from lorikeet.engine.build import build_replica
 from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.transformers_attention import UnsupportedAttention, layer_views
@@ -21,6 +22,7 @@ from lorikeet.models.transformers_gathered import (
     pieces_of,
 )
 from tests.models.library_bases import make_base
+from tests.models.library_runs import settings_of
 
 CPU = torch.device("cpu")
 
@@ -44,6 +46,14 @@ def decoder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **overr
 def test_the_first_way_that_agrees_is_chosen(tmp_path: Path, kind: str, way: Way) -> None:
     """Each way is compared with transformers' own pass when the model is loaded."""
     assert decoder(tmp_path, kind).way is way
+
+
+def test_the_start_says_which_way_it_is(tmp_path: Path) -> None:
+    make_base(tmp_path, "stablelm")
+    replica = build_replica(settings_of(tmp_path, memory_bytes=2**25))
+    replica.engine.close()
+    how = "transformers 5.23.0 and its own attention over gathered keys (slower)"
+    assert replica.notes[0] == f"StableLmForCausalLM runs by {how}, in float32"
 
 
 def test_keys_of_an_index_are_stored_beside_keys_and_values(tmp_path: Path) -> None:
