@@ -43,13 +43,12 @@ def test_a_request_without_limits_counts_by_the_objective(objective: Objective, 
     assert price(objective, waiting("a"), waiting("b"), answering("c")) == expected
 
 
-def test_a_request_with_limits_counts_by_the_share_of_them_that_it_has_used() -> None:
+def test_a_request_that_has_missed_its_limit_does_not_count() -> None:
     weights = DelayWeights(Objective.MIXED)
     slo = Slo(ttft_s=2.0, tpot_s=0.1)
-    assert weights.sum([waiting("a", slo)], now=1.0) == 0.5
-    assert weights.sum([waiting("a", slo)], now=0.0) == ANSWER_SHARE, "its delay may still delay others"
+    assert weights.sum([waiting("a", slo)], now=1.9) == 1.0
     assert weights.sum([waiting("a", slo)], now=2.1) == 0.0, "nothing meets its limit any more"
-    assert weights.sum([answering("a", slo, tokens=10)], now=0.8) == pytest.approx(0.8)
+    assert weights.sum([answering("a", slo, tokens=10)], now=0.9) == ANSWER_SHARE
     assert weights.sum([answering("a", slo, tokens=10)], now=1.1) == 0.0
     assert weights.sum([answering("a", Slo(ttft_s=2.0))], now=1.1) == ANSWER_SHARE, "no limit for answers"
 
@@ -57,11 +56,11 @@ def test_a_request_with_limits_counts_by_the_share_of_them_that_it_has_used() ->
 def test_limits_of_requests_count_whatever_the_objective() -> None:
     slo = Slo(ttft_s=2.0)
     for objective in Objective:
-        assert price(objective, waiting("a", slo), now=1.0) == 0.5
+        assert price(objective, waiting("a", slo), waiting("late", slo, arrival_s=-5.0), now=1.0) == 1.0
 
 
 def test_goodput_assumes_limits_where_requests_state_none() -> None:
-    assert price(Objective.GOODPUT, waiting("a"), waiting("late", arrival_s=-5.0), now=1.0) == 0.5
+    assert price(Objective.GOODPUT, waiting("a"), waiting("late", arrival_s=-5.0), now=1.0) == 1.0
 
 
 def test_a_waiting_request_whose_delay_the_caller_counts_is_left_out() -> None:

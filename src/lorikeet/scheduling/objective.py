@@ -9,8 +9,6 @@ from lorikeet.scheduling.state import Sequence
 
 _COMMON_LIMITS = Slo(ttft_s=2.0, tpot_s=0.2)
 """Limits of requests that state none, for ``Objective.GOODPUT``."""
-_LEAST = ANSWER_SHARE
-"""Weight of a request that is far from its limit, because a delay may still add to others."""
 THROUGHPUT_PRICE = 1000.0
 """Least seconds that a lost second counts for ``Objective.THROUGHPUT``, so that no wait of single requests outweighs
 it."""
@@ -19,15 +17,15 @@ it."""
 class DelayWeights:
     """Weighs by how much a delay of each request counts.
 
-    A request with limits counts by the share of its limit that it has used, and not at all once it has missed the
-    limit, since no decision can meet it any more. This holds for the time to its first token while it waits, and for
-    the mean time per token since its admission while it is answered. A request without limits counts by the objective.
+    A request counts by the objective, before and after its first token. Once it has missed a limit it does not count,
+    since no decision can meet the limit any more. This holds for the time to its first token while it waits, and for
+    the mean time per token since its admission while it is answered.
 
     Args:
         objective: the operator's objective.
 
     Attributes:
-        of_waiting, of_answering: weights of a request without limits before and after its first token.
+        of_waiting, of_answering: weights of a request before and after its first token.
         least: least total weight of requests without limits.
     """
 
@@ -55,6 +53,4 @@ class DelayWeights:
             limit_s = None if limits is None else limits.ttft_s
             used_s = now - sequence.request.arrival_s
             weight = self.of_waiting
-        if not limit_s:
-            return weight
-        return max(_LEAST, used_s / limit_s) if used_s <= limit_s else 0.0
+        return 0.0 if limit_s and used_s > limit_s else weight
