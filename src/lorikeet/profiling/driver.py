@@ -9,7 +9,7 @@ import msgspec
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
-from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, Tier, Transfer
+from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StateStep, StepPlan, Tier, Transfer
 from lorikeet.core.request import SamplingParams
 from lorikeet.costs.engine_sizes import EngineSizes
 from lorikeet.costs.model import SequenceWork
@@ -89,11 +89,15 @@ class ExecutorDriver:
         free = list(reversed(self._kv_blocks))
         starts = []
         blocks = []
+        states: list[StateStep | None] = []
+        state_blocks = self.sizes.local_geometry.state_blocks(self.sizes.block_size)
         for number, work in enumerate(sequences, len(self._started)):
             needed = -(-(work.start + work.tokens + SLACK_TOKENS) // self.sizes.block_size)
-            if needed > len(free):
+            if needed + state_blocks > len(free):
                 raise ExecutorDriverError(f"the KV of a step does not fit into {self.kv_tokens} tokens")
             blocks.append(tuple(free.pop() for _ in range(needed)))
+            of_state = tuple(free.pop() for _ in range(state_blocks))
+            states.append(StateStep(of_state) if of_state else None)
             known = work.start + work.tokens
             sampling = SamplingParams(max_tokens=self.sizes.max_model_len, temperature=0.0)
             adapter = None if work.adapter is None else AdapterDigest(str(work.adapter))
@@ -101,11 +105,11 @@ class ExecutorDriver:
             starts.append(SequenceStart(name, self._token_ids[:known], known, sampling, adapter))
         self._started += [start.request_id for start in starts]
         first = [
-            SequenceStep(start.request_id, work.start, work.tokens, new, work.samples)
-            for start, work, new in zip(starts, sequences, blocks, strict=True)
+            SequenceStep(start.request_id, work.start, work.tokens, new, work.samples, state=state)
+            for start, work, new, state in zip(starts, sequences, blocks, states, strict=True)
         ]
         self._executor.execute(StepPlan(0, sequences=tuple(first), starts=tuple(starts)))
-        return tuple(msgspec.structs.replace(step, new_blocks=()) for step in first)
+        return tuple(msgspec.structs.replace(step, new_blocks=(), state=None) for step in first)
 
     def run(
         self,
