@@ -84,6 +84,21 @@ def _section(name: str, struct: type[msgspec.Struct]) -> str:
     return "".join(lines)
 
 
+_OBJECTIVES = """\
+Many decisions of `auto` delay one request to save others time: to load KV or to compute it again, to hold a step for a
+transfer, to run prompts apart, to let host cores begin a prefill. `--objective` sets whose time counts; in
+`lorikeet simulate` and `plan` it is `--engine objective=latency`. A request that has missed its limit (`--slo-ttft`,
+`--slo-tpot`, or limits in the request) does not count.
+
+| you serve | set | a delay counts |
+|---|---|---|
+| chats, which people read as they come | `mixed` | before the first token; a sixteenth as much after it |
+| calls whose whole answer is awaited: tools, agents, extraction | `latency` | for each request alike |
+| impatient users, without limits in requests | `goodput` | as with limits of 2 s to the first token, 0.2 s per token |
+| batches, rollouts, evaluations | `throughput` | hardly for single requests; the engine's time counts |
+"""
+
+
 def _presets() -> str:
     """Return the table of policy options, and the tables of presets with their differences from the defaults."""
     meanings, default = _read_docstring(Preset)[1], Preset()
@@ -93,6 +108,7 @@ def _presets() -> str:
         "parameters follow its name in brackets: `dlora,batching=dlora(patience=64)`.\n"
         "These pages describe the presets: [memory.md](memory.md#presets), [admission.md](admission.md),\n"
         "[modes.md](modes.md) and, for several replicas, [cluster.md](cluster.md#presets).\n\n"
+        f"{_OBJECTIVES}\n"
         "| option | default | meaning | values |\n|---|---|---|---|\n"
     ]
     for option in _OPTIONS:
