@@ -35,11 +35,14 @@ if [[ ! -e $arm/root/.whole ]]; then
   touch "$arm/root/.whole"
 fi
 
-# torch 2.6 is the newest whose wheel for ARM has no CUDA; kernels use little of it.
+# torch 2.6 is the newest whose wheel for ARM has no CUDA; kernels use little of it. pip would take its dependencies from
+# this machine's wheel.
 if [[ ! -e $arm/site/.whole ]]; then
-  "$python" -m pip download --quiet --only-binary=:all: --python-version 311 --dest "$arm/wheels" \
-    --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
-    torch==2.6.0 numpy==2.2.6 msgspec psutil pytest hypothesis gguf safetensors structlog pyzmq httpx tokenizers pydantic
+  download=("$python" -m pip download --quiet --only-binary=:all: --python-version 311 --dest "$arm/wheels"
+    --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64)
+  "${download[@]}" --no-deps torch==2.6.0
+  "${download[@]}" numpy==2.2.6 sympy==1.13.1 networkx jinja2 fsspec filelock typing_extensions \
+    msgspec psutil pytest hypothesis gguf safetensors structlog pyzmq httpx tokenizers pydantic
   for wheel in "$arm"/wheels/*.whl; do unzip -qo "$wheel" -d "$arm/site"; done
   touch "$arm/site/.whole"
 fi
