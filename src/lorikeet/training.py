@@ -83,8 +83,11 @@ def sync(
 
     Raises:
         SyncError: the server refuses the weights or cannot be reached.
+        TypeError: the model is not a ``PeftModel``.
     """
     began_s = time.monotonic()
+    if not hasattr(model, "peft_config"):
+        raise TypeError(f"sync() needs a PeftModel, not a {type(model).__name__}")
     adapter = adapter or model.active_adapters[0]
     tensors = _state(model, adapter) if shared_memory is None else shared_memory.state(model, adapter)
     query = {"name": name, "replace": "true", "config": _config(model, adapter)}
@@ -273,6 +276,7 @@ def _post(url: str, path: str, content: bytes, api_key: str) -> dict[str, Any]:
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise SyncError(f"{url}: {error}") from error
     if reply.status >= 400:
-        raise SyncError(body.get("error", {}).get("message", f"HTTP {reply.status}"))
+        message = body.get("error", {}).get("message", "")
+        raise SyncError(f"{url} answers {reply.status} to POST {path.partition('?')[0]}: {message}")
     card: dict[str, Any] = body
     return card

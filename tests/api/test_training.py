@@ -102,6 +102,32 @@ async def test_a_paused_loop_does_not_pause_the_others(start: Start) -> None:
         assert [(await each).status_code for each in (waiting, large)] == [200, 200]
 
 
+async def test_a_mistyped_pause_or_abort_reaches_nothing(start: Start) -> None:
+    async with start() as server:
+        running = await halfway(server)
+        for path, name in (("/pause?adaptor=one", "adaptor"), ("/sleep?tag=weights", "tag"), ("/resume?x=1", "x")):
+            wrong = await server.http.post(path)
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)
+        wrong = await server.http.post("/abort_requests", json={"request_id": ["a"]})
+        assert wrong.status_code == 400
+        assert "request_id" in wrong.text
+        for path in ("/pause?adapter=nobody", "/resume?adapter=nobody"):
+            assert (await server.http.post(path)).status_code == 404
+        assert not await is_paused(server)
+        assert not running.done()
+        server.engine.open.set()
+        assert (await running).json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_an_operator_sees_every_pause(start: Start) -> None:
+    async with start() as server:
+        await server.http.post("/v1/adapters", json={"name": "one", "source": "pirate"})
+        await call(server, "/pause", adapter="one", mode="keep")
+        await call(server, "/pause", tenant="a", mode="keep")
+        found = await call_get(server, "/is_paused")
+        assert found == {"is_paused": False, "adapters": ["one"], "tenants": ["a"]}
+
+
 async def test_a_pause_of_an_adapter_ends_its_requests_alone(start: Start) -> None:
     async with start() as server:
         await server.http.post("/v1/adapters", json={"name": "one", "source": "pirate"})

@@ -529,7 +529,8 @@ def test_a_read_that_is_lost_with_two_loaders_fails(adapters: dict[str, AdapterR
 
 def test_loader_runs_at_the_lowest_priority(bench: Bench) -> None:
     bench.transfers.loader.wait_until_ready()
-    assert psutil.Process(bench.transfers.loader.process_id).nice() == NICE
+    lowered = min(19, psutil.Process().nice() + NICE)
+    assert psutil.Process(bench.transfers.loader.process_id).nice() == lowered
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ class TrainingRoutes:
 _ID_OF_ANSWER = re.compile(r"^(?:chatcmpl-|cmpl-|msg_|generate-|resp_)")
 
 
-class _Abort(msgspec.Struct):
+class _Abort(msgspec.Struct, forbid_unknown_fields=True):
     request_ids: list[str] | None = None
 
 

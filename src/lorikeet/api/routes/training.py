@@ -5,17 +5,19 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import Query
-from pydantic import Field
+from fastapi import Depends, Query
+from fastapi import Request as HttpRequest
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.protocol import Body
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.request import Request
-from lorikeet.http.errors import ApiError, engine_unavailable, not_supported
+from lorikeet.http.errors import ApiError, bad_request, engine_unavailable, not_supported
 from lorikeet.http.logs import log
 from lorikeet.http.routes import Callers, Route, Routes
+from lorikeet.http.vllm_adapter_answers import adapter_not_found
 from lorikeet.serving.adapter_life import check_owner
 from lorikeet.serving.generation import Generation
 from lorikeet.serving.pauses import IN_MEMORY, Scope, SleepTag
@@ -33,11 +35,28 @@ PauseMode = Literal["abort", "wait", "keep"]
 Adapters = Annotated[list[str] | None, Query()]
 
 
+def _refuse_unknown(http: HttpRequest) -> None:
+    """Refuse a query with an unknown name, without which the call would reach further than was meant.
+
+    Raises:
+        ApiError: 400.
+    """
+    known = [field.alias for field in http.scope["route"].dependant.query_params]
+    for name in http.query_params:
+        if name not in known:
+            raise bad_request(f"{http.url.path} has no parameter {name[:100]!r}, only {', '.join(known)}.", name)
+
+
+KnownQuery = Annotated[None, Depends(_refuse_unknown)]
+
+
 @ROUTES.add(Route("POST /pause", Callers.ADMINS_AND_TENANTS))
 async def pause(
     service: ServiceDep,
     sender: SenderDep,
+    known: KnownQuery,
     mode: Annotated[PauseMode, Query()] = "abort",
+    wait_for_inflight_requests: bool = False,
     clear_cache: bool = True,
     adapter: Adapters = None,
     tenant: str | None = None,
@@ -46,9 +65,13 @@ async def pause(
 
     A tenant's key pauses its own requests only. With ``keep`` all running requests stand still; those of adapters or a
     tenant go on with the version that they have. ``clear_cache`` has no effect: KV belongs to one version of an
-    adapter, so new weights never use old KV.
+    adapter, so new weights never use old KV. ``wait_for_inflight_requests`` is the mode ``wait`` of older clients.
     """
     scope = _scope(service, sender, adapter, tenant)
+    for name in scope.adapters:
+        _check_known(service, sender, name)
+    if wait_for_inflight_requests:
+        mode = "wait"
     pauses = service.resolver.pauses
     pauses.change(lambda held: held.hold(scope))
     await _end_running(service, mode, scope.covers)
@@ -60,10 +83,12 @@ async def pause(
 
 @ROUTES.add(Route("POST /resume", Callers.ADMINS_AND_TENANTS))
 async def resume(
-    service: ServiceDep, sender: SenderDep, adapter: Adapters = None, tenant: str | None = None
+    service: ServiceDep, sender: SenderDep, known: KnownQuery, adapter: Adapters = None, tenant: str | None = None
 ) -> dict[str, str]:
     """Resume what ``/pause`` with the same query, and key, has paused."""
     scope = _scope(service, sender, adapter, tenant)
+    for name in scope.adapters - service.resolver.pauses.adapters:  # A removed adapter may still be paused.
+        _check_known(service, sender, name)
     service.resolver.pauses.change(lambda held: held.release(scope))
     service.client.set_paused(service.resolver.pauses.stops_all)
     log.info("generation resumed", **scope.shown())
@@ -72,14 +97,29 @@ async def resume(
 
 @ROUTES.add(Route("GET /is_paused", Callers.KEYS))
 async def is_paused(
-    service: ServiceDep, sender: SenderDep, adapter: Adapters = None, tenant: str | None = None
-) -> dict[str, bool]:
-    """Return whether generation is paused, for the same query and key."""
-    return {"is_paused": service.resolver.pauses.covers(_scope(service, sender, adapter, tenant))}
+    service: ServiceDep, sender: SenderDep, known: KnownQuery, adapter: Adapters = None, tenant: str | None = None
+) -> dict[str, Any]:
+    """Return whether generation is paused, for the same query and key, and for the operator all pauses."""
+    pauses = service.resolver.pauses
+    found: dict[str, Any] = {"is_paused": pauses.covers(_scope(service, sender, adapter, tenant))}
+    if sender.access.key is None:
+        found |= {"adapters": sorted(pauses.adapters), "tenants": sorted(filter(None, pauses.tenants))}
+    return found
+
+
+def _check_known(service: Service, sender: Sender, name: str) -> None:
+    """Check that a name is the base model's, or that of an adapter which the sender may see.
+
+    Raises:
+        ApiError: 404.
+    """
+    if service.models.is_base(name) or (name in service.catalog and sender.access.may_see(name)):
+        return
+    raise adapter_not_found(name)
 
 
 def _scope(service: Service, sender: Sender, adapters: list[str] | None, tenant: str | None) -> Scope:
-    """Return the requests that a pause is about.
+    """Return the requests that a pause is about; the name of a split stands for its versions.
 
     Raises:
         ApiError: 403, a tenant names another tenant or somebody else's adapter.
@@ -90,12 +130,17 @@ def _scope(service: Service, sender: Sender, adapters: list[str] | None, tenant:
         for name in adapters or ():
             check_owner(service, sender.access, name)
         tenant = None if adapters else sender.tenant
-    return Scope(frozenset(adapters or ()), tenant)
+    names = set[str]()
+    for name in adapters or ():
+        split = service.resolver.splits.get(name)
+        names.update((name,) if split is None else (*split.versions, *split.shadow))
+    return Scope(frozenset(names), tenant)
 
 
 @ROUTES.add(Route("POST /sleep", Callers.ADMINS))
 async def sleep(
     service: ServiceDep,
+    known: KnownQuery,
     level: Annotated[int, Query(ge=0, le=2)] = 1,
     mode: Annotated[PauseMode, Query()] = "abort",
     tags: Annotated[list[SleepTag] | None, Query()] = None,
@@ -123,7 +168,9 @@ async def sleep(
 
 
 @ROUTES.add(Route("POST /wake_up", Callers.ADMINS))
-async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Query()] = None) -> dict[str, Any]:
+async def wake_up(
+    service: ServiceDep, known: KnownQuery, tags: Annotated[list[SleepTag] | None, Query()] = None
+) -> dict[str, Any]:
     """Load the weights again, or allocate the pool; requests in flight go on with the tokens they have.
 
     ``weights`` alone loads the weights, and ``kv_cache`` allocates the pool once the weights are there.
@@ -168,6 +215,8 @@ async def get_world_size(service: ServiceDep, include_dp: bool = True) -> dict[s
 
 class AbortRequests(Body):
     """Body of ``/abort_requests``; without ids all requests that the sender may see are aborted."""
+
+    model_config = ConfigDict(extra="forbid")  # A mistyped field would abort all.
 
     request_ids: Annotated[list[str], Field(max_length=65536)] | None = None
 
