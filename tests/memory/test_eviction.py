@@ -1,5 +1,6 @@
 """Who leaves in one go: what was used together, in the order in which it would have left one by one."""
 
+import gc
 import random
 import sys
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_sequences_computing_the_same_tokens_in_a_step_share_tree_blocks() -> No
 
 
 def calls(work: Callable[[], object]) -> int:
-    """The number of functions that are called."""
+    """Count the functions that `work` calls. A collection of garbage would count its callbacks, too."""
     found = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -110,11 +111,13 @@ def calls(work: Callable[[], object]) -> int:
         found += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.disable()
     sys.setprofile(count)
     try:
         work()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return found
 
 
