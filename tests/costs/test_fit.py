@@ -49,7 +49,7 @@ def inside(figure: Constant, truth: float) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.tuples(*[constants] * 5), st.integers(0, 2**32 - 1))
 def test_steps_are_taken_apart_again(scales: tuple[float, ...], seed: int) -> None:
     token, row, sequence, context, pair = scales
@@ -101,7 +101,7 @@ def test_others_on_the_machine_make_the_average_longer_and_change_no_part() -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.sampled_from(KernelForm), st.tuples(*[constants] * 4), st.integers(0, 2**32 - 1))
 def test_additions_of_adapters_are_taken_apart_again(form: KernelForm, scales: tuple[float, ...], seed: int) -> None:
     fixed, row, token, adapter = scales

@@ -50,7 +50,7 @@ def phases_s(requests: Sequence[WorkloadRequest], preset: str, folder: Path) -> 
     return waits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_predictions_that_turn_wrong_cost_at_most_five_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "make_predictor", lambda *_: TurningPredictor())
     requests = list(bursts(random.Random(1)))
