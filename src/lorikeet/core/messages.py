@@ -130,6 +130,7 @@ class BaseInfo(msgspec.Struct, frozen=True):
         eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
         dtype: dtype of weights, KV and adapters.
         embed_size: size of a token's embedding, if prompts may be embeddings; else 0.
+        takes_images: whether prompts may have images.
     """
 
     architecture: str
@@ -138,6 +139,7 @@ class BaseInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     dtype: str
     embed_size: int = 0
+    takes_images: bool = False
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,7 @@ import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.images import PromptImage
 
 _NAMES = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
 
@@ -171,6 +172,7 @@ class Request(msgspec.Struct, frozen=True):
         adapter_start: position of the first token on which the adapter acts (aLoRA). The KV before it is the base
             model's.
         session: name of a conversation or trajectory whose requests go to the same replica; empty for none.
+        images: the prompt's images, by ascending ``offset``. Their ranges do not overlap.
     """
 
     request_id: RequestId
@@ -192,6 +194,7 @@ class Request(msgspec.Struct, frozen=True):
     adapter_start: int = 0
     tenant_weight: float = 1.0
     session: str = ""
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def digest(self) -> AdapterDigest | None:
