@@ -108,7 +108,13 @@ async def test_a_long_text_is_tokenized_like_a_short_one(server: Running) -> Non
 async def test_version_route(server: Running) -> None:
     assert (await server.http.get("/version")).json() == {"version": __version__}
     health = (await server.http.get("/health")).json()
-    assert health == {"status": "ready", "kernels": "scripted", "weights": "", "engine_restarts": 0}
+    assert health == {
+        "status": "ready",
+        "paused": False,
+        "kernels": "scripted",
+        "weights": "",
+        "engine_restarts": 0,
+    }
 
 
 @pytest.mark.parametrize("path", ["/pooling", "/v1/audio/speech"])

@@ -80,6 +80,7 @@ async def test_a_large_body_is_read_apart(server: Running) -> None:
         ({"token_ids": PROMPT * 1000}, 400, "token_ids"),
         ({"sampling_params": {"temperature": -1}}, 400, "sampling_params.temperature"),
         ({"sampling_params": {"prompt": "a"}}, 400, "sampling_params.prompt"),
+        ({"sampling_params": {"temprature": 0}}, 400, "sampling_params.temprature"),
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, 400, "sampling_params.prompt_logprobs"),
     ],
 )

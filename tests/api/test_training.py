@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save
 
+from lorikeet.cli.status import paused_words
 from lorikeet.config import LogprobsMode
 from tests.support.api_server import Running, Start
 from tests.support.chat_requests import CHAT, body
@@ -126,6 +127,11 @@ async def test_an_operator_sees_every_pause(start: Start) -> None:
         await call(server, "/pause", tenant="a", mode="keep")
         found = await call_get(server, "/is_paused")
         assert found == {"is_paused": False, "adapters": ["one"], "tenants": ["a"]}
+        await call(server, "/pause", mode="keep")
+        assert (await call_get(server, "/health"))["paused"]
+        shown = (await call_get(server, "/v1/cluster"))["paused"]
+        assert shown == {"all": True, "asleep": [], "adapters": ["one"], "tenants": ["a"]}
+        assert paused_words(shown) == "all requests; adapters one; tenants a"
 
 
 async def test_a_pause_of_an_adapter_ends_its_requests_alone(start: Start) -> None:

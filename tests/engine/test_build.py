@@ -6,7 +6,7 @@ from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.plan import PACKING_ORDER
 from lorikeet.costs.engine_sizes import EngineSizes
-from lorikeet.engine.build import assemble
+from lorikeet.engine.build import assemble, threads_note
 from lorikeet.presets import resolve_preset
 from lorikeet.scheduling.assist_planner import AssistPlanner
 from lorikeet.scheduling.engine_load import EngineLoad
@@ -53,3 +53,9 @@ def test_static_split_is_accepted_if_adapters_can_be_evicted(axes: str) -> None:
     clock = VirtualClock()
     preset = f"lorikeet:plain,memory_split=static,{axes}"
     assemble(Settings(engine=EngineSettings(preset=preset)), ScriptedExecutor(clock, SIZES.block_size), SIZES, clock)
+
+
+def test_more_threads_than_cores_are_warned_of() -> None:
+    assert threads_note(0, 2) == "threads of a rank: a fair share of 2 cores"
+    assert "only 2 cores" in threads_note(4, 2)
+    assert "only" not in threads_note(2, 2)

@@ -227,6 +227,7 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
         ({"adapters": -1}, "$.adapters"),
         ({"modules": "q,w"}, "'q,w': choose from q, k, v"),
         ({"engine": {"preset": "elora"}}, "engine.preset: set the preset of the scenario instead"),
+        ({"engine": {"objective": "fast"}}, "engine: 'fast' must be one of mixed, "),
         ({"engine": {"device": "cuda"}}, "engine.device: has no effect in a simulation"),
         ({"shape": "chat"}, "needs a trace"),
         ({"max_model_len": 100_000}, "is too small for a sequence of 100000 tokens"),

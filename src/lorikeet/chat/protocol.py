@@ -579,6 +579,11 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 """Values, by field, that change nothing, as null does in all fields, and the error message for other values."""
 
 
+def is_known(kind: type[Body], name: str) -> bool:
+    """Return whether bodies of a kind have a field, or refuse it by name."""
+    return name in kind.model_fields or name in kind.refused or name in _FIELDS
+
+
 def refuse_unsupported(body: Body) -> None:
     """Check the fields of a body that its class lacks.
 

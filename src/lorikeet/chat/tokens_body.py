@@ -13,6 +13,7 @@ from lorikeet.chat.protocol import (
     ExpectedDigest,
     StreamOptions,
     TokenIds,
+    is_known,
     refuse_unsupported,
     validated,
 )
@@ -31,8 +32,18 @@ _DEFAULTS = {
 }
 """vLLM's own defaults, without the model's: a trainer must know the distribution that it samples from."""
 
-_NO_EFFECT = frozenset({"output_kind", "detokenize", "skip_clone", "flat_logprobs", "extra_args"})
-"""Fields of vLLM's sampling parameters that change the form of its internal answer only."""
+_NO_EFFECT = frozenset(
+    {
+        "output_kind",
+        "detokenize",
+        "skip_clone",
+        "flat_logprobs",
+        "extra_args",
+        "output_text_buffer_length",
+        "skip_reading_prefix_cache",
+    }
+)
+"""Fields of vLLM's sampling parameters that change how its engine works, or the form of its internal answer, only."""
 
 _OUTSIDE = frozenset({"prompt", "model", "stream", "stream_options", "cache_salt", "priority", "lora_path", "echo"})
 """Fields of a completion that are no sampling parameters."""
@@ -67,8 +78,10 @@ class TokensRequest(Body):
         """
         refuse_unsupported(self)
         params = {name: value for name, value in (self.sampling_params or {}).items() if name not in _NO_EFFECT}
-        if wrong := sorted(_OUTSIDE & params.keys()):
-            raise bad_request(f"{wrong[0]} is no sampling parameter.", f"sampling_params.{wrong[0]}")
+        given = {name for name, value in params.items() if value is not None}
+        unknown = {name for name in given if not is_known(CompletionRequest, name)}
+        if wrong := sorted(_OUTSIDE & params.keys() | unknown):
+            raise bad_request(f"{wrong[0]} is not a sampling parameter.", f"sampling_params.{wrong[0]}")
         own = self.model_dump(
             exclude_unset=True,
             exclude={"token_ids", "sampling_params", "request_id"},

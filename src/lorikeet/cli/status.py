@@ -24,6 +24,8 @@ def status(
         return
     console = output()
     console.print(_replicas(cluster["replicas"]))
+    if waiting := paused_words(cluster.get("paused") or {}):
+        console.print(f"paused, so that requests wait: {waiting}")
     if cluster["unrouted"]:
         console.print(f"{cluster['unrouted']} requests wait for a replica")
     if cluster["wanted"] is not None:
@@ -58,6 +60,15 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
             f"{len(replica['resident'])} on device, {replica['held']} held ({format_size(replica['held_bytes'])})",
         )
     return table
+
+
+def paused_words(pauses: dict[str, Any]) -> str:
+    """Return in words which requests wait; empty if none."""
+    words = ["all requests"] if pauses.get("all") else []
+    if asleep := pauses.get("asleep"):
+        words.append(f"all requests, since {', '.join(asleep)} sleep")
+    words += [f"{kind} {', '.join(pauses[kind])}" for kind in ("adapters", "tenants") if pauses.get(kind)]
+    return "; ".join(words)
 
 
 def _shares(shares: dict[str, dict[str, float]], epoch: int) -> Table:

@@ -12,6 +12,7 @@ from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.adapter import AdapterRef, Shape
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import Executor
+from lorikeet.core.machine import usable_cores
 from lorikeet.core.plan import KernelForm, StepPlan, StepResult
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.engine_sizes import EngineSizes
@@ -40,6 +41,7 @@ from lorikeet.scheduling.scheduler import Scheduler
 from lorikeet.scheduling.state import SchedulerLimits
 from lorikeet.worker.grammars import GrammarCompiler
 from lorikeet.worker.modelled import build_paced_executor, transfer_model
+from lorikeet.worker.threads import requested_threads
 from lorikeet.worker.torch_executor import build_torch_executor
 
 _CACHE_SIZE = 1024
@@ -266,13 +268,15 @@ def _notes(settings: Settings, preset: Preset, sizes: EngineSizes) -> list[str]:
     """Return the lines for the start-up log about base, preset and memory."""
     block_mib = sizes.block_bytes * settings.engine.memory_ranks / 2**20
     notes = [
-        describe_preset(settings.engine.preset),
+        f"{describe_preset(settings.engine.preset)}; objective: {settings.engine.objective}",
         f"memory for adapters and KV: {sizes.total_blocks * block_mib:.0f} MiB on the device ({sizes.total_blocks} "
         f"blocks of {sizes.block_size} tokens), {sizes.host_blocks * block_mib:.0f} MiB on the host; "
         f"kernels: {sizes.kernels}",
     ]
     if sizes.base is not None:
         notes.insert(0, f"{sizes.base.architecture} runs by {sizes.base.implementation}, in {sizes.base.dtype}")
+        if settings.engine.device == "cpu":
+            notes.append(threads_note(requested_threads(settings.engine.threads), len(usable_cores())))
     if sizes.weights:
         notes.append(f"weights: {sizes.weights}")
     dtypes = {"adapters": settings.engine.lora_dtype, "KV": settings.engine.kv_cache_dtype}
@@ -290,6 +294,14 @@ def _notes(settings: Settings, preset: Preset, sizes: EngineSizes) -> list[str]:
             "workers, an x86-64 CPU and at most one GPU, or a profile with host_lora"
         )
     return notes
+
+
+def threads_note(threads: int, cores: int) -> str:
+    """Return the line about a rank's threads; ``threads``: their fixed number, 0 for a fair share."""
+    if not threads:
+        return f"threads of a rank: a fair share of {cores} cores"
+    warning = f"; the process may use only {cores} cores, so steps take longer" if threads > cores else ""
+    return f"threads of a rank: {threads}, by --threads or OMP_NUM_THREADS{warning}"
 
 
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:

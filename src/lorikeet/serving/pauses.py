@@ -70,6 +70,16 @@ class Pauses:
         """Whether all requests wait."""
         return self.everything or bool(self.asleep)
 
+    def shown(self) -> dict[str, Any]:
+        """Return the pauses for JSON. ``all`` is a pause of all requests, ``asleep`` the parts that sleep."""
+        tenants = sorted(filter(None, self.tenants))
+        return {
+            "all": self.everything,
+            "asleep": sorted(self.asleep),
+            "adapters": sorted(self.adapters),
+            "tenants": tenants,
+        }
+
     @property
     def weights_sleep(self) -> bool:
         """Whether the weights sleep, and with them the pool: both belong to the engine's process."""

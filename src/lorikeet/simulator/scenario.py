@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from lorikeet.cluster.adapters.copy_times import FetchForm
-from lorikeet.config import Count, EngineSettings, ModelSettings, Positive, Settings
+from lorikeet.config import ConfigError, Count, EngineSettings, ModelSettings, Positive, Settings, convert
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.request import Slo
@@ -106,9 +106,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ScenarioError(f"engine.{useless[0]}: has no effect in a simulation, where the profile determines it")
         given = {"num_scheduler_steps": 1, **self.engine, "preset": self.preset}
         try:
-            engine = msgspec.convert(given, EngineSettings, strict=False)
-        except msgspec.ValidationError as error:
-            raise ScenarioError(f"engine: {error}") from error
+            engine = convert(given, EngineSettings, "engine")
+        except ConfigError as error:
+            raise ScenarioError(str(error)) from error
         return Settings(ModelSettings(max_model_len=self.max_model_len), engine)
 
     def recipe(self, rate: float | None = None) -> Recipe:

@@ -15,11 +15,12 @@ ROUTES = Routes(note="see [cluster.md](cluster.md#running-one)")
 
 @ROUTES.add(Route("GET /v1/cluster", Callers.ADMINS))
 async def show_cluster(service: ServiceDep) -> dict[str, Any]:
-    """Return the replicas, the placement of adapters by name or digest, and the copies made."""
+    """Return the replicas, the placement of adapters by name or digest, the copies made, and the pauses."""
     state = service.client.describe()
     digests = {*state.shares, *(digest for replica in state.replicas for digest in replica.resident)}
     known = service.adapters_by_digest(digests)
-    return state.shown({digest: known[digest][0].name for digest in digests if known.get(digest)})
+    shown = state.shown({digest: known[digest][0].name for digest in digests if known.get(digest)})
+    return shown | {"paused": service.resolver.pauses.shown()}
 
 
 @ROUTES.add(Route("POST /v1/cluster/replicas", Callers.ADMINS), status_code=201)

@@ -24,7 +24,7 @@ ROUTES = Routes()
 _HEALTH = (
     "`/health` and `/health/ready`: 200, or 503 while draining, or while the engine restarts or does not answer "
     '(`--heartbeat-timeout`, `--step-timeout`), with `{"status": "ready", "draining", "asleep" or "engine down", '
-    '"kernels", "weights", "engine_restarts"}`; `/health/live`: always 200'
+    '"paused", "kernels", "weights", "engine_restarts"}`; `/health/live`: always 200'
 )
 _STATE = '`/version`: `{"version"}`; `/load`: `{"server_load"}`, sequences accepted and not finished'
 _MODELS = "the base first; `root` (its source; of a folder only the name), `parent`, `max_model_len`, `permission`"
@@ -62,7 +62,13 @@ async def ready(http: Request, service: ServiceDep) -> JSONResponse:
     status = "draining" if service.gate.draining else service.engine_status
     restarts = sum(view.restarts for view in service.client.views.values())
     engine = service.client.engine_info
-    body = {"status": status, "kernels": engine.kernels, "weights": engine.weights, "engine_restarts": restarts}
+    body: dict[str, Any] = {
+        "status": status,
+        "paused": service.resolver.pauses.stops_all,
+        "kernels": engine.kernels,
+        "weights": engine.weights,
+        "engine_restarts": restarts,
+    }
     if engine.base is not None:
         body["model_impl"] = engine.base.implementation
     is_well = status == "ready" or (status == "asleep" and http.url.path != _READY)
