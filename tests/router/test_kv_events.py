@@ -66,6 +66,8 @@ def test_blocks_of_an_adapter_and_a_salt_are_its_own() -> None:
     index.apply(A, batch(chain))
     assert index.cached_tokens("sql", "mine", list(range(8))) == {A: 8}
     assert index.cached_tokens("sql", "", list(range(8))) == {A: 0}
+    index.apply(B, batch(stored([1, 2], list(range(8)), extra_keys=[["key-05d07048\0mine"], None])))
+    assert index.cached_tokens("", "mine", list(range(8))) == {A: 0, B: 8}, "a Lorikeet with keys names the tenant, too"
 
 
 def test_events_as_arrays_are_those_of_older_versions_of_vllm() -> None:

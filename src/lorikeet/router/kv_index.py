@@ -156,7 +156,7 @@ def _store(known: _Replica, event: dict[str, Any]) -> None:
         if above is None and index == 0:
             if len(extra) > 1 or not all(isinstance(one, str) for one in extra):
                 return
-            key = _root(extra[0] if extra else "")
+            key = _root(_salt_of_request(extra[0]) if extra else "")
         elif extra:
             return
         key = _next(key, name or "", token_ids[index * size : (index + 1) * size])
@@ -178,6 +178,15 @@ def _remove(known: _Replica, each: int | bytes, medium: str) -> None:
         known.counts[block.key] -= 1
         if not known.counts[block.key]:
             del known.counts[block.key]
+
+
+def _salt_of_request(salt: str) -> str:
+    """Return the request's own part of a salt. A Lorikeet with keys puts the tenant and a zero character before it.
+
+    The router makes a salt for each client, so no two tenants share one.
+    """
+    tenant, separator, own = salt.partition("\0")
+    return own if separator else tenant
 
 
 def _root(salt: str) -> bytes:
