@@ -87,6 +87,7 @@ async def routing(
             asked.admin_keys,
             asked.allowed_origins,
             passes_keys=asked.passes_keys,
+            why_shared=asked.why_files_are_shared,
         )
         config = uvicorn.Config(app, lifespan="off", log_level="error", access_log=False)
         async with (

@@ -62,6 +62,7 @@ class ScriptedBackend:
         bad_paths: that it cannot load.
         lists: whether it lists the adapters that it has.
         health: status of ``/health``.
+        sleeps: whether its health is that of a Lorikeet whose engine sleeps.
         is_occupied: its connections all answer requests, and ``/health`` gets no answer.
         word_s: seconds after each word of a stream.
         key: without which it does not tell its models; None for none.
@@ -101,6 +102,7 @@ class ScriptedBackend:
         self.bad_paths: set[str] = set()
         self.lists = True
         self.health = 200
+        self.sleeps = False
         self.is_occupied = False
         self.word_s = 0.0
         self.key: str | None = None
@@ -211,6 +213,8 @@ class ScriptedBackend:
     async def _health(self) -> Response:
         if self.is_occupied:
             await asyncio.Event().wait()
+        if self.sleeps:
+            return JSONResponse({"status": "asleep"}, self.health)
         return Response(status_code=self.health)
 
     async def _metrics(self) -> Response:

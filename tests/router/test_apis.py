@@ -178,6 +178,14 @@ def test_a_backend_is_named_with_its_kind_and_base() -> None:
     for wrong in ("http://a:1,api=other", "http://a:1,speed=3", "http://a:1,base=", "http://a:1,max_rank=x"):
         with pytest.raises(ValueError, match="http://a:1"):
             parse_backend(wrong)
+    for option, why in (
+        ("kv_events=x", "kv_events is 'x', and must be a whole number"),
+        ("kv_events=70000", "kv_events is 70000, and must be a port"),
+        ("kv_replay=5558", "kv_replay has missed events only, and needs kv_events=PORT"),
+        ("base=", "base has no value"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            parse_backend(f"http://a:1,{option}")
     for wrong in ("dns://name", "kubernetes://ns/service", "kubernetes:///service:80"):
         with pytest.raises(ValueError, match=wrong):
             Discovery([wrong])

@@ -1,7 +1,9 @@
 """Connections to servers with every form of answer that HTTP/1.1 allows, and with some invalid ones."""
 
 import asyncio
+import contextlib
 import gzip
+import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from errno import ECONNREFUSED, EHOSTUNREACH, EMFILE, ETIMEDOUT
@@ -14,6 +16,7 @@ from lorikeet.router.connections import (
     ConnectFailed,
     ConnectionBroken,
     Connections,
+    FileBody,
     LocalSocketError,
 )
 
@@ -74,6 +77,40 @@ def answers(*pieces: bytes, keeps: bool = True) -> Script:
         return keeps
 
     return script
+
+
+async def test_a_file_goes_out_piece_by_piece() -> None:
+    content = bytes(range(256)) * 2**13
+    async with talking(answers(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")) as (server, connections):
+        for _ in range(2):
+            with io.BytesIO(content) as file:
+                reply = await connections.send("POST", "/v1/files", [], FileBody(file, len(content)))
+                assert await reply.read() == b"ok"
+        assert [request.partition(b"\r\n\r\n")[2] == content for request in server.requests] == [True, True]
+        assert server.accepted == 1
+
+
+async def test_a_file_that_is_refused_early_ends_its_connection() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(2**16):
+                await asyncio.sleep(0)
+        writer.close()
+
+    listening = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    connections = Connections(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    content = bytes(2**26)
+    try:
+        for _ in range(2):
+            with io.BytesIO(content) as file:
+                reply = await connections.send("POST", "/v1/files", [], FileBody(file, len(content)))
+                assert (reply.status, await reply.read()) == (413, b"")
+    finally:
+        await connections.close()
+        listening.close()
+        await listening.wait_closed()
 
 
 async def test_a_request_goes_out_as_it_is() -> None:

@@ -72,6 +72,50 @@ def test_a_backend_is_occupied_while_its_answers_come(monkeypatch: pytest.Monkey
     assert not backend.is_occupied(60.0), "others do so at once"
 
 
+async def test_a_backend_that_somebody_has_paused_is_not_taken_out(start: Start) -> None:
+    async with start(backend_timeout_s=0.05, count=1) as router:
+        (backend,) = router.backends
+        backend.loop_answers["/is_paused"] = {"is_paused": False, "adapters": ["formal"]}
+        hang(backend, "before the head")
+        asking = asyncio.create_task(events(router.http, COMPLETIONS, body()))
+        await until(lambda: len(backend.loop_calls) > 2, "the router has found it silent several times")
+        assert not router.parts.backend_router.backends["backend-0"].failures  # type: ignore[index]
+        backend.go_on.set()
+        assert text_of(await asking) == words("base", "once", 12)
+        assert len(backend.bodies) == 1
+
+
+async def test_a_router_is_ready_while_a_backend_is_open_and_awake(start: Start) -> None:
+    async with start() as router:
+
+        async def statuses() -> list[tuple[int, str]]:
+            replies = [await router.http.get(path) for path in ("/health", "/health/ready")]
+            return [(reply.status_code, reply.json()["status"]) for reply in replies]
+
+        async def becomes(*expected: tuple[int, str]) -> None:
+            async def is_so() -> bool:
+                return await statuses() == [*expected]
+
+            await until(is_so, f"its health is {expected}")
+
+        first, second = router.backends
+        await becomes((200, "ready"), (200, "ready"))
+        first.sleeps = True
+        known = router.parts.backend_router.backends
+        await until(lambda: any(each.is_asleep for each in known.values()), "the router has seen the sleep")
+        assert await statuses() == [(200, "ready"), (200, "ready")]
+        second.sleeps = True
+        await becomes((200, "asleep"), (503, "asleep"))
+        first.sleeps = second.sleeps = False
+        await becomes((200, "ready"), (200, "ready"))
+        assert (await router.http.post("/sleep")).status_code == 200
+        assert await statuses() == [(200, "asleep"), (503, "asleep")], "other servers do not tell by their health"
+        assert (await router.http.post("/wake_up")).status_code == 200
+        first.health = second.health = 503
+        await becomes((503, "no backend"), (503, "no backend"))
+        assert (await router.http.get("/health/live")).status_code == 200
+
+
 @pytest.mark.slow
 async def test_backend_that_hung_gets_requests_again_after_its_rest(
     start: Start, monkeypatch: pytest.MonkeyPatch

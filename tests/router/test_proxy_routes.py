@@ -38,7 +38,9 @@ async def test_routes_that_name_a_model_are_forwarded_to_where_its_adapter_is(st
         assert (await routing.http.post("/rerank", json=unknown)).json()["error"]["code"] == 404
         refused = (await routing.http.post(MESSAGES, json=unknown)).json()
         assert (refused["type"], refused["error"]["type"]) == ("error", "not_found_error")
-        assert (await routing.http.post("/v1/batches", json={})).status_code == 404
+        none = await routing.http.post("/v1/batches", json={"input_file_id": "file-1"})
+        assert (none.status_code, "No backend of this router keeps files" in none.text) == (501, True)
+        assert (await routing.http.post("/v1/audio/speech", json={})).status_code == 404
         await routing.idle()
 
 
@@ -168,6 +170,29 @@ async def test_a_mixture_goes_to_a_lorikeet_that_has_loaded_all_of_its_adapters(
         assert refused.status_code == 400
         assert "no tensors in" in refused.json()["error"]["message"]
         assert not routing.backends[0].bodies + routing.backends[2].bodies
+
+
+async def test_auto_goes_to_a_lorikeet_that_offers_it(start: Start) -> None:
+    async with start(count=3) as routing:
+        chat = {"model": "auto", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        refused = await routing.http.post(CHAT, json=chat)
+        assert refused.status_code == 404
+        assert "Lorikeets with --auto-model" in refused.json()["error"]["message"]
+        choosing = routing.backends[1]
+        choosing.owner = "lorikeet"
+        choosing.adapters["auto"] = "auto"  # listed beside its adapters
+
+        async def is_listed() -> bool:
+            return "auto" in [card["id"] for card in (await routing.http.get("/v1/models")).json()["data"]]
+
+        await until(is_listed, "the router has read the models again")
+        for _ in range(3):
+            assert (await routing.http.post(CHAT, json=chat)).status_code == 200
+        assert [body["model"] for body in choosing.bodies] == ["auto"] * 3
+        assert not routing.backends[0].bodies + routing.backends[2].bodies
+        await choosing.kill()
+        await routing.up(2)
+        assert (await routing.http.post(CHAT, json=chat)).status_code == 503
 
 
 async def test_backends_get_the_clients_keys_beside_the_routers_own(start: Start) -> None:

@@ -51,6 +51,12 @@ async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> 
             router.http.timeout = httpx.Timeout(120)
             replies = await asyncio.gather(*(router.http.post(path, json=body) for path, body in asked.items()))
             whole = {path: reply.json() for path, reply in zip(asked, replies, strict=True)}
+            version = (await router.http.get("/v1/adapters/one")).json()["digest"]
+            assert version == (await servers[0].http.get("/v1/adapters/one")).json()["digest"]
+            named = {**common, "model": f"one@{version[:12]}", "expect_digest": version, "prompt": "a", "max_tokens": 1}
+            assert (await router.http.post(COMPLETIONS, json=named)).status_code == 200
+            refused = await router.http.post(COMPLETIONS, json={**named, "expect_digest": "0" * 64})
+            assert refused.status_code == 409
             (made_by,) = {reply.headers["x-lorikeet-digest"] for reply in replies}
             assert {answer["system_fingerprint"] for answer in whole.values()} == {
                 "-".join(digest[:12] for digest in made_by.split("-"))

@@ -60,6 +60,13 @@ async def test_a_part_that_sleeps_on_stays_asleep_at_a_new_backend(start: Start)
         assert called(backend) == ["/sleep", "/wake_up?tags=weights"]
 
 
+async def test_weights_of_the_base_cannot_be_pushed(start: Start) -> None:
+    async with start(count=1) as routing:
+        reply = await routing.http.post("/update_weights", json={})
+        assert reply.status_code == 501
+        assert "trainers send adapters only" in reply.json()["error"]["message"]
+
+
 async def test_a_pause_names_adapters_as_backends_know_them(start: Start) -> None:
     split = {"both": Split({"formal": 0.5, "pirate": 0.5}, {})}
     async with start(splits=split) as routing:

@@ -72,6 +72,15 @@ def router(
             "for the router's own calls. Needs --backend-key and --admin-key.",
         ),
     ] = False,
+    tenant_header: Annotated[
+        str,
+        typer.Option(
+            help="Header in which backends get the client's tenant (its key's name). The backends need the same "
+            "--tenant-header; then files, batches and fair shares are apart by client although the router sends its "
+            "own key.",
+            metavar="NAME",
+        ),
+    ] = "",
     shared_prefix_cache: Annotated[
         bool, typer.Option("--shared-prefix-cache", help="Let API keys reuse each other's KV at the backends.")
     ] = False,
@@ -123,6 +132,8 @@ def router(
         check_origins(pages)
         if pass_client_keys and not (backend_key and admin_key):
             raise ValueError("--pass-client-keys needs --backend-key and --admin-key")
+        if tenant_header and not re.fullmatch(r"[A-Za-z0-9-]{1,100}", tenant_header):
+            raise ValueError(f"--tenant-header: {tenant_header[:100]!r} is not the name of a header")
         adapters = _read_adapters(lora_modules or ())
         options = RouterOptions(
             backends=tuple(backend),
@@ -141,6 +152,7 @@ def router(
             allowed_origins=pages,
             backend_key=backend_key,
             passes_keys=pass_client_keys,
+            tenant_header=tenant_header,
             shared_prefix_cache=shared_prefix_cache,
             connections=ConnectionLimits(
                 max_connections, _head_bytes(max_head), head_timeout, body_timeout, write_timeout

@@ -215,7 +215,7 @@ class AdapterRoutes:
         adapter = self._adapter(name)
         holders = [each for each in self._backend_router.backends.values() if each.adapters.get(name) == adapter.digest]
         return card | {
-            "digest": adapter.digest,
+            "digest": self._catalog.version(adapter),
             "source": shown_source(adapter.source),
             "rank": adapter.rank,
             "weight_bytes": adapter.size_bytes,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from lorikeet.adapters.checkpoint import begin_digest
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, read_json
@@ -24,6 +25,7 @@ class RoutedAdapter(msgspec.Struct, frozen=True):
         rank: the adapter's largest rank; 0 if unknown.
         size_bytes: size of the weights in bytes; 0 if unknown.
         replaces: whether the name belonged to another version before, which backends may still have.
+        version: digest of the content, as a Lorikeet names the version; empty if the router cannot compute it.
     """
 
     name: str
@@ -32,6 +34,7 @@ class RoutedAdapter(msgspec.Struct, frozen=True):
     rank: int
     size_bytes: int
     replaces: bool = False
+    version: str = ""
 
 
 class _Ranks(msgspec.Struct):
@@ -60,14 +63,28 @@ def describe_adapter(name: str, source: str, rank: int | None = None) -> RoutedA
     try:
         ranks = msgspec.convert(read_json(config, MAX_CONFIG_BYTES), _Ranks)
         digest.update(config.read_bytes())
+        version = _begin_version(config, weights)
         with weights.open("rb") as stream:
             while piece := stream.read(2**20):
                 digest.update(piece)
+                if version is not None:
+                    version.update(piece)
         size_bytes = weights.stat().st_size
     except (AdapterError, OSError, msgspec.ValidationError) as error:
         raise AdapterError(f"adapter {name!r} in {source}: {error}") from error
     largest = max(ranks.r, *(ranks.rank_pattern or {}).values(), 0) if rank is None else rank
-    return RoutedAdapter(name, source, AdapterDigest(digest.hexdigest()), largest, size_bytes)
+    named = "" if version is None else version.hexdigest()
+    return RoutedAdapter(name, source, AdapterDigest(digest.hexdigest()), largest, size_bytes, version=named)
+
+
+def _begin_version(config: Path, weights: Path) -> "hashlib._Hash | None":
+    """Begin the digest by which a Lorikeet names a version; None for files that it does not take as they are."""
+    if weights.name != WEIGHTS_FILE:
+        return None
+    try:
+        return begin_digest(config)
+    except AdapterError:
+        return None
 
 
 def as_new_version(adapter: RoutedAdapter, number: int) -> RoutedAdapter:

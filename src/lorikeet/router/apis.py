@@ -351,7 +351,8 @@ class BackendSpec(NamedTuple):
         return events, replay
 
 
-_NUMBERS = ("max_loras", "max_rank", "kv_events", "kv_replay")
+_PORTS = ("kv_events", "kv_replay")
+_NUMBERS = ("max_loras", "max_rank", *_PORTS)
 
 
 def parse_backend(text: str) -> BackendSpec:
@@ -364,12 +365,20 @@ def parse_backend(text: str) -> BackendSpec:
     given: dict[str, str] = {}
     for option in options:
         name, _, value = option.partition("=")
-        if name not in BackendSpec._fields[1:] or not value or (name in _NUMBERS and not value.isdigit()):
+        if name not in BackendSpec._fields[1:]:
             raise ValueError(
                 f"{text}: unknown option {option!r}; options are api=NAME, base=MODEL, max_loras=N, max_rank=N, "
                 "kv_events=PORT, kv_replay=PORT"
             )
+        if not value:
+            raise ValueError(f"{text}: {name} has no value")
+        if name in _NUMBERS and not (value.isdecimal() and len(value) < 10):
+            raise ValueError(f"{text}: {name} is {value[:50]!r}, and must be a whole number")
+        if name in _PORTS and not 0 < int(value) < 2**16:
+            raise ValueError(f"{text}: {name} is {value}, and must be a port, 1 to 65535, at the backend's host")
         given[name] = value
+    if "kv_replay" in given and "kv_events" not in given:
+        raise ValueError(f"{text}: kv_replay has missed events only, and needs kv_events=PORT")
     api = given.get("api", "")
     if api and api not in APIS:
         raise ValueError(f"{text}: unknown api {api!r}; choose one of: {', '.join(APIS)}")

@@ -14,11 +14,15 @@ from lorikeet.http.middleware import add_middleware
 from lorikeet.http.model_routes import MODEL_ROUTES
 from lorikeet.http.routes import BodySize, Callers, Forwarding, Route, RouteTable
 from lorikeet.http.web import page_file
+from lorikeet.http.weight_pushes import WEIGHT_PUSHES
 from lorikeet.observe.stats_stream import read_stats_query, stats_response
 from lorikeet.router.adapter_routes import AdapterRoutes, json_response
+from lorikeet.router.batch_routes import MAX_FILE_BYTES, BatchRoutes
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
 from lorikeet.router.training_routes import TrainingRoutes
+
+_READY = "/health/ready"
 
 
 def create_app(
@@ -30,6 +34,7 @@ def create_app(
     host: str = "",
     *,
     passes_keys: bool = False,
+    why_shared: str = "",
 ) -> Starlette:
     """Return the ASGI application.
 
@@ -41,11 +46,13 @@ def create_app(
         allowed_origins: origins of web pages that may use the router. The backends' own lists are ignored.
         host: the address to listen on.
         passes_keys: whether backends check the clients' keys, and so decide whom a pause is about.
+        why_shared: see ``BatchRoutes``.
     """
     app = Starlette()
     routes = _Routes(parts, preset)
     adapters = AdapterRoutes(parts.catalog, parts.backend_router)
     training = TrainingRoutes(parts)
+    batches = BatchRoutes(parts, why_shared)
     pausers = Callers.KEYS if passes_keys else Callers.ADMINS
 
     rows: list[Route] = []
@@ -80,11 +87,22 @@ def create_app(
     serve(Route("POST /finish_session", Callers.KEYS), training.finish_session)
     serve(Route("GET /get_world_size", Callers.KEYS), training.world_size)
     serve(Route("GET /server_info /get_server_info", Callers.KEYS), training.server_info, training.server_info)
+    serve(Route("POST /v1/files", Callers.KEYS, BodySize.FILE), batches.upload)
+    serve(Route("GET /v1/files", Callers.KEYS), batches.list_files)
+    serve(Route("GET/DELETE /v1/files/{file_id}", Callers.KEYS), batches.of_file)
+    serve(Route("GET /v1/files/{file_id}/content", Callers.KEYS), batches.content)
+    serve(Route("POST /v1/batches", Callers.KEYS), batches.create_batch)
+    serve(Route("GET /v1/batches", Callers.KEYS), batches.list_batches)
+    serve(Route("GET /v1/batches/{batch_id}", Callers.KEYS), batches.of_batch)
+    serve(Route("POST /v1/batches/{batch_id}/cancel", Callers.KEYS), batches.of_batch)
+    for path in WEIGHT_PUSHES:
+        serve(Route(f"POST {path}", Callers.ADMINS, is_supported=False), training.refuse_push)
     serve(Route("GET /v1/cluster", Callers.ADMINS), routes.cluster)
     serve(Route("GET /v1/stats", Callers.ADMINS), routes.stats)
     serve(Route("GET /v1/stats/stream", Callers.ADMINS), routes.stats_stream)
     serve(Route("GET /ui /ui/{name}", Callers.ANYONE), routes.page, routes.page)
-    serve(Route("GET /health", Callers.ANYONE), routes.health)
+    serve(Route("GET /health/live", Callers.ANYONE), routes.live)
+    serve(Route(f"GET {_READY} /health", Callers.ANYONE), routes.health, routes.health)
     serve(Route("GET /metrics", Callers.ANYONE), routes.metrics)
     for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
         app.add_route("/{path:path}", routes.not_served, methods=[method])
@@ -92,7 +110,7 @@ def create_app(
     add_middleware(
         app,
         RouteTable(rows),
-        {size: SMALL_BODY_BYTES if size is BodySize.SMALL else MAX_BODY_BYTES for size in BodySize},
+        dict.fromkeys(BodySize, MAX_BODY_BYTES) | {BodySize.SMALL: SMALL_BODY_BYTES, BodySize.FILE: MAX_FILE_BYTES},
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
@@ -148,11 +166,20 @@ class _Routes:
         """Return the console, or one of its files."""
         return page_file(http, http.path_params.get("name", "ui.html"))
 
+    async def live(self, http: Request) -> Response:
+        """Answer 200 while the process runs."""
+        return Response()
+
     async def health(self, http: Request) -> Response:
-        """Answer 200 if a backend takes requests, otherwise 503."""
-        is_open = sum(backend.is_open for backend in self._parts.backend_router.backends.values())
-        body = {"status": "ready" if is_open else "no backend", "backends": is_open}
-        return JSONResponse(body, 200 if is_open else 503)
+        """Answer 200 if a backend takes requests, otherwise 503.
+
+        A router whose backends sleep is healthy, but not ready, as a server of its own is.
+        """
+        is_open = [backend for backend in self._parts.backend_router.backends.values() if backend.is_open]
+        is_awake = not self._parts.held.sleeps and not all(backend.is_asleep for backend in is_open)
+        status = "no backend" if not is_open else "ready" if is_awake else "asleep"
+        is_well = status == "ready" or (status == "asleep" and http.url.path != _READY)
+        return JSONResponse({"status": status, "backends": len(is_open)}, 200 if is_well else 503)
 
     async def metrics(self, http: Request) -> Response:
         """Return the metrics in the format of Prometheus or OpenMetrics."""
@@ -163,7 +190,8 @@ class _Routes:
         raise ApiError(
             404,
             f"{http.method} {http.url.path} is not forwarded. lorikeet router forwards requests that name a model "
-            "(completions, chats, messages, responses, embeddings, scores, tokens) and has /v1/models, /v1/adapters, "
+            "(completions, chats, messages, responses, embeddings, scores, tokens), files and batches, and has "
+            "/v1/models, /v1/adapters, "
             "/v1/load_lora_adapter, /v1/unload_lora_adapter, /pause and others of training loops, /v1/cluster, "
             "/v1/stats, /ui, /health and /metrics of its own; docs/router.md lists all. Ask a backend at its own "
             "address for others; /v1/cluster lists backends.",

@@ -8,6 +8,7 @@ calls to load an adapter, and its deletes become calls to unload one.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
@@ -172,6 +173,8 @@ class BackendRouter:
         self._tasks = BackgroundTasks()
         self._copies: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
         self._load_reports = 0
+        self._kept = Counter[tuple[ReplicaId, str]]()
+        """Batches that need an adapter at a backend, by backend and name."""
         for backend in backends:
             self._connect(backend)
 
@@ -338,7 +341,9 @@ class BackendRouter:
         backend.on_evicted = partial(self.dispatcher.on_adapter_evicted, backend.replica)
 
     def _uses(self, backend: Backend, name: str) -> bool:
-        """Return whether a backend has a request for an adapter."""
+        """Return whether a backend has a request, or a batch, for an adapter."""
+        if self._kept[backend.replica, name]:
+            return True
         there = (each for each in self._requests.values() if each.backend is backend and each.is_dispatched)
         return any(adapter.name == name for each in there for adapter in each.adapters)
 
@@ -437,6 +442,32 @@ class BackendRouter:
             )
         )
 
+    # --- batches -------------------------------------------------------------------------------------
+
+    def keep_loaded(self, backend: Backend, adapters: Iterable[RoutedAdapter]) -> None:
+        """Keep adapters at a backend, for a batch that runs there, until they are removed from the router."""
+        self._kept.update((backend.replica, adapter.name) for adapter in adapters)
+
+    def keep_no_longer(self, backend: Backend, adapters: Iterable[RoutedAdapter]) -> None:
+        """Undo :meth:`keep_loaded` for the same adapters."""
+        self._kept -= Counter((backend.replica, adapter.name) for adapter in adapters)
+
+    async def load(self, backend: Backend, adapter: RoutedAdapter) -> None:
+        """Load an adapter at a backend, unless it is there.
+
+        Raises:
+            BackendRefused: the backend cannot load it.
+            BackendConnectionError: the connection failed.
+        """
+        await backend.load(adapter)
+        self._routing.on_loaded(adapter.digest, backend.replica)
+        self.dispatcher.on_adapter_loaded(backend.replica, adapter.digest)
+
+    def loads(self) -> dict[ReplicaId, float]:
+        """Return the number of requests at each open backend."""
+        fleet = self.dispatcher.fleet
+        return {replica: float(fleet.loads.requests[index]) for replica, index in fleet.open_index.items()}
+
     # --- actions of the dispatcher -------------------------------------------------------------------
 
     def _apply(self, actions: Actions) -> None:
@@ -504,6 +535,8 @@ class BackendRouter:
 
     async def _delete(self, adapter: RoutedAdapter, replica: ReplicaId) -> None:
         backend = self.backends[replica]
+        if self._kept[replica, adapter.name] and adapter.digest not in self._dropped:
+            return  # A batch needs it there, although a placement has moved it.
         try:
             await backend.unload(adapter)
         except (BackendRefused, BackendConnectionError) as error:

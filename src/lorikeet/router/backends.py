@@ -5,11 +5,13 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.http.answer_stream import error_text
 from lorikeet.http.logs import log
@@ -21,6 +23,7 @@ from lorikeet.router.connections import (
     BackendConnectionError,
     BackendResponse,
     Connections,
+    FileBody,
     Headers,
 )
 
@@ -47,18 +50,28 @@ class BackendRefused(RuntimeError):
 class ModelCard(msgspec.Struct):
     """A model in a backend's ``/v1/models``; ``parent`` is None for base models.
 
-    vLLM gives an adapter's source as ``root``. Lorikeet hides folders, and gives the hash of the source.
+    vLLM gives an adapter's source as ``root``. Lorikeet hides folders, and gives the hash of the source and the digest
+    of the version.
     """
 
     id: str
     root: str | None = None
     parent: str | None = None
     source_sha256: str | None = None
+    digest: str | None = None
 
     @property
     def source_hash(self) -> str:
         """Hash of the adapter's source."""
         return self.source_sha256 or _hash(self.root or "")
+
+
+class Feature(StrEnum):
+    """An ability that some requests need and only some servers have."""
+
+    MIXTURES = "mixes adapters"
+    AUTO = "chooses adapters by prompts"
+    FILES = "keeps files and batches"
 
 
 class BackendHealth(NamedTuple):
@@ -83,28 +96,40 @@ class Backend:
         spec: the backend's address and options.
         api_key: key of the router; empty for none.
         passes_keys: whether clients' requests keep the client's key although the router has its own.
+        tenant_header: header in which the backend gets the client's tenant, in lower case; empty for none.
 
     Raises:
         ValueError: the address is not valid.
 
     Attributes:
         url: the address, without ``/v1``.
+        tenant_header: see the argument.
         api: the backend's API; vLLM's until the API is known.
         epoch: number that grows each time the backend comes up.
         is_up: whether the backend answers.
         is_open: whether the backend takes new requests.
+        is_asleep: whether the backend's engine sleeps, by the last health check.
         is_leaving: whether the backend is no longer found, so that it gets no new requests.
         last_error: error of the last health check; empty while the backend is up.
         adapters: known versions that the backend has loaded for this router, by name; the least recently used first.
         uses: returns whether a request at the backend needs the adapter of a name.
         on_evicted: function that is called with a version that was unloaded to make room.
         base_cards: cards of the backend's base models.
+        listed_versions: digests of the adapters that it lists by name, if it is a Lorikeet.
         loads, unloads, refusals: number of calls so far.
         failures: number of failures by reason.
         watch: measures the waits for the backend's answers.
     """
 
-    def __init__(self, replica: ReplicaId, spec: BackendSpec, api_key: str = "", *, passes_keys: bool = False) -> None:
+    def __init__(
+        self,
+        replica: ReplicaId,
+        spec: BackendSpec,
+        api_key: str = "",
+        *,
+        passes_keys: bool = False,
+        tenant_header: bytes = b"",
+    ) -> None:
         self.replica = replica
         self.url = spec.url.rstrip("/")
         self.api: ServerApi = APIS[spec.api or ServerApi.name](spec.base)
@@ -113,6 +138,7 @@ class Backend:
         self.epoch = -1
         self.is_up = False
         self.is_open = False
+        self.is_asleep = False
         self.is_leaving = False
         self.last_error = ""
         self.adapters: dict[str, AdapterDigest] = {}
@@ -122,6 +148,7 @@ class Backend:
         self.loads = self.unloads = self.refusals = 0
         self._listed: dict[str, str] = {}
         """Hash of the source by name of all adapters that it lists, those of other clients included."""
+        self.listed_versions: dict[str, str] = {}
         self._last_versions: dict[str, AdapterDigest] = {}
         """Version by name that it was last known to have. Kept while it is down: its process may live on."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
@@ -134,6 +161,7 @@ class Backend:
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._client_key: Headers = [] if passes_keys else self._key
+        self.tenant_header = tenant_header
         self._connections = Connections(self.url)
 
     @property
@@ -148,8 +176,12 @@ class Backend:
 
     @property
     def is_lorikeet(self) -> bool:
-        """Whether the server is a Lorikeet, which mixes adapters."""
+        """Whether the server is a Lorikeet."""
         return any(card.get("owned_by") == "lorikeet" for card in self.base_cards)
+
+    def has(self, feature: Feature) -> bool:
+        """Return whether the server has a feature. Only a Lorikeet has any; ``auto`` is listed where it is allowed."""
+        return self.is_lorikeet and (feature is not Feature.AUTO or AUTO_MODEL in self._listed)
 
     async def open(
         self, method: str, path: str, headers: Headers, content: bytes | None = None, *, is_stream: bool = False
@@ -158,7 +190,7 @@ class Backend:
         headers = headers + self._client_key
         return await self._connections.send(method, path, headers, content, self.watch, is_stream=is_stream)
 
-    async def call(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> Reply:
+    async def call(self, method: str, path: str, headers: Headers, content: bytes | FileBody | None = None) -> Reply:
         """Send a client's request that computes nothing, and return the answer, however long it takes."""
         reply = await self._connections.send(method, path, headers + self._client_key, content)
         try:
@@ -218,11 +250,22 @@ class Backend:
             if not self._knows_api:
                 await self._find_api()
             path = self.api.health_path
-            status, _ = await self._request("GET", path)
+            status, text = await self._request("GET", path)
             if status not in (200, 503):
                 raise self._refusal(path, status)
             requests = await self._count_requests() if self._has_metrics else None
+        self.is_asleep = _is_asleep(text)
         return BackendHealth(status == 200, requests)
+
+    async def is_paused(self) -> bool:
+        """Return whether somebody has paused the backend, or some of its adapters or tenants; False if unknown."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status, text = await self._request("GET", "/is_paused")
+            answer = msgspec.json.decode(text) if status == 200 else None
+        except (msgspec.DecodeError, TimeoutError, BackendConnectionError):
+            return False
+        return isinstance(answer, dict) and any(answer.get(name) for name in ("is_paused", "adapters", "tenants"))
 
     async def _find_api(self) -> None:
         """Detect the kind of server by its list of models."""
@@ -278,6 +321,7 @@ class Backend:
         self.base_cards = [card for card in cards if self.api.is_base(card)]
         bases = {card["id"] for card in self.base_cards}
         self._listed = {card.id: card.source_hash for card in known if card.id not in bases}
+        self.listed_versions = {card.id: card.digest for card in known if card.digest and card.id not in bases}
         if not self.api.lists_adapters:
             return
         for name in before - self._listed.keys():
@@ -309,6 +353,7 @@ class Backend:
         self.is_up = self.is_open = False
         self.adapters.clear()
         self._listed.clear()
+        self.listed_versions.clear()
         self._knows_api = bool(self._spec.api)  # Another server may start at this address.
 
     # --- adapters ------------------------------------------------------------------------------------
@@ -350,6 +395,7 @@ class Backend:
         """Forget an adapter that the backend no longer has."""
         self.adapters.pop(adapter.name, None)
         self._listed.pop(adapter.name, None)
+        self.listed_versions.pop(adapter.name, None)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -416,6 +462,7 @@ class Backend:
             raise BackendRefused(status, f"{self.replica} does not unload adapter {name!r}: {error_text(text)}")
         self.adapters.pop(name, None)
         self._listed.pop(name, None)
+        self.listed_versions.pop(name, None)
         self._last_versions.pop(name, None)
         if is_there:
             log.info("adapter unloaded", backend=self.url, adapter=name)
@@ -448,6 +495,8 @@ class Backend:
 
     def body_for(self, content: bytes, model: str, adapter: RoutedAdapter | None) -> bytes:
         """Return the body of a request for ``model`` in the form of the backend's API."""
+        if model == AUTO_MODEL and self.has(Feature.AUTO):
+            return content
         base = model if any(card["id"] == model for card in self.base_cards) else self.base
         if self.api.takes(model, adapter, base):
             return content
@@ -463,6 +512,14 @@ class Backend:
             return Reply(reply.status, await reply.read())
         finally:
             reply.close()
+
+
+def _is_asleep(health: bytes) -> bool:
+    """Return whether the body of a Lorikeet's ``/health`` says that its engine sleeps; other servers have no body."""
+    try:
+        return b"asleep" in health and msgspec.json.decode(health)["status"] == "asleep"
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
 
 
 def _hash(source: str) -> str:

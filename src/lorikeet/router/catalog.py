@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from lorikeet.adapters.sources import shown_source
+from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
 from lorikeet.cluster.tasks import BackgroundTasks
@@ -19,6 +20,7 @@ from lorikeet.http.errors import ApiError, bad_request, model_not_found
 from lorikeet.http.vllm_adapter_answers import invalid_input
 from lorikeet.router.adapters import RoutedAdapter, as_new_version
 from lorikeet.router.backend_router import BackendRouter
+from lorikeet.router.backends import Feature
 
 _VERSIONED = re.compile("(.+)@([0-9a-f]{8,64})")
 """An adapter's name, and the beginning of the digest that the router's ``/v1/adapters`` lists."""
@@ -34,11 +36,13 @@ class Target(NamedTuple):
         model: the name for the backends.
         adapter: the adapter that decides the backend; None for the base model.
         mixed: further adapters that a mixture needs at the backend.
+        feature: a feature that the backend needs; None for none.
     """
 
     model: str
     adapter: RoutedAdapter | None = None
     mixed: tuple[RoutedAdapter, ...] = ()
+    feature: Feature | None = None
 
 
 class ModelCatalog:
@@ -110,10 +114,13 @@ class ModelCatalog:
         own = {"created": self._created, "parent": base.get("id")}
         adapters = self.adapters.values()
         cards = bases + [{**base, **own, "id": each.name, "root": shown_source(each.source)} for each in adapters]
-        return cards + [{**base, **own, "id": name, "root": name} for name in self.splits]
+        others = [*self.splits]
+        if AUTO_MODEL not in self.adapters and AUTO_MODEL not in self.splits and self.has(Feature.AUTO):
+            others.append(AUTO_MODEL)
+        return cards + [{**base, **own, "id": name, "root": name} for name in others]
 
     def find(self, model: str) -> Target:
-        """Return the model of a name: ``adapter``, ``base:adapter``, ``adapter@version``, or a mixture of adapters.
+        """Return the model of a name: ``adapter``, ``base:adapter``, ``adapter@version``, a mixture, or ``auto``.
 
         Raises:
             ApiError: 404 for an unknown name, 503 while no backend has listed the base model.
@@ -126,6 +133,8 @@ class ModelCatalog:
         if not bases:
             why = f"No backend has been available yet{self._backend_router.backend_errors()}."
             raise ApiError(503, why, headers={"Retry-After": "1"})
+        if model == AUTO_MODEL:
+            return self._auto()
         name = self.without_base(model)
         if "*" not in name and "+" not in name:
             adapter = self._one(name, model)
@@ -133,7 +142,21 @@ class ModelCatalog:
         parts = [part.partition("*") for part in name.split("+")]
         first, *others = adapters = [self._one(each.strip(), model) for each, _, _ in parts]
         named = (each.name + by + weight for each, (_, by, weight) in zip(adapters, parts, strict=True))
-        return Target("+".join(named), first, tuple(others))
+        return Target("+".join(named), first, tuple(others), Feature.MIXTURES)
+
+    def _auto(self) -> Target:
+        """Return the target of ``auto``, by which a backend chooses among the adapters that it has."""
+        if not self.has(Feature.AUTO):
+            if not all(backend.is_up for backend in self._backend_router.backends.values()):
+                why = "No backend that chooses adapters by prompts is up."
+                raise ApiError(503, why, headers={"Retry-After": "1"})
+            why = " Backends choose adapters by prompts if they are Lorikeets with --auto-model; none of these is."
+            raise model_not_found(AUTO_MODEL, why)
+        return Target(AUTO_MODEL, feature=Feature.AUTO)
+
+    def has(self, feature: Feature) -> bool:
+        """Return whether a backend has a feature."""
+        return any(backend.has(feature) for backend in self._backend_router.backends.values())
 
     def without_base(self, model: str) -> str:
         """Return the part after ``base:``; any other name unchanged."""
@@ -154,9 +177,20 @@ class ModelCatalog:
         adapter = None if found is None else self.adapters.get(found[1])
         if found is None or adapter is None:
             raise model_not_found(asked)
-        if not adapter.digest.startswith(found[2]):
-            raise model_not_found(asked, f" `{adapter.name}` is now the version {adapter.digest[:12]}.")
+        version = self.version(adapter)
+        if not version.startswith(found[2]):
+            raise model_not_found(asked, f" `{adapter.name}` is now the version {version[:12]}.")
         return adapter
+
+    def version(self, adapter: RoutedAdapter) -> str:
+        """Return the digest by which clients name the version of an adapter.
+
+        It is that of Lorikeet backends, from the files or from a backend that has it. If neither has come, it is the
+        router's own.
+        """
+        holders = (each for each in self._backend_router.backends.values() if each.holds(adapter))
+        listed = (each.listed_versions.get(adapter.name, "") for each in holders)
+        return adapter.version or next(filter(None, listed), adapter.digest)
 
     def version_of(self, name: str, key: str) -> str:
         """Return the version that answers a request of a split: the first in the key's order that still exists.

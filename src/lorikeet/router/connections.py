@@ -14,7 +14,7 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Callable
 from errno import EADDRNOTAVAIL, ECONNREFUSED, EHOSTUNREACH, EMFILE, ENFILE, ENOBUFS, ENOMEM
-from typing import cast
+from typing import IO, NamedTuple, cast
 from urllib.parse import quote, unquote, urlsplit
 
 import aiohappyeyeballs
@@ -27,6 +27,8 @@ _KEEP_ALIVE_S = 4.0
 """Seconds for which idle connections are kept: less than the 5 s of uvicorn, which vLLM uses."""
 _MAX_BUFFERED_BYTES = 2**18
 """Most bytes of a response that are buffered for a slow reader; the rest stays with the server."""
+_SENT_BYTES = 2**18
+"""Bytes of a piece of a file that is sent."""
 _WITH_LENGTH = frozenset({"POST", "PUT", "PATCH"})
 """Methods whose requests announce the length of an empty body, too."""
 _SAFE_PATH = re.compile(r"[\x21-\x7e]*")
@@ -71,6 +73,18 @@ def plain_reason(error: Exception) -> str:
     if isinstance(error, BackendUnreachable | ConnectFailed):
         return "it cannot be reached"
     return "its connection broke" if isinstance(error, BackendConnectionError) else str(error) or type(error).__name__
+
+
+class FileBody(NamedTuple):
+    """A request's body in a file, which is sent piece by piece.
+
+    Attributes:
+        file: the file; it is read from its beginning.
+        size: its bytes.
+    """
+
+    file: IO[bytes]
+    size: int
 
 
 class AnswerWatch:
@@ -286,6 +300,10 @@ class _Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._ends_with_connection = False
         self._is_paused = False
+        self._room: asyncio.Future[None] | None = None
+        """Future that is set when more of a body can be written; None while it can."""
+        self._lacks_body = False
+        """Whether a part of the last request's body is not sent, so that no request can follow."""
         self._heard_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -299,6 +317,30 @@ class _Connection(asyncio.Protocol):
             self._timer = loop.call_later(STUCK_S, self._give_up_stuck)
         self._transport.write(request)
         return response
+
+    async def send_file(self, body: FileBody, response: BackendResponse) -> None:
+        """Send a body. Stop when the connection ends, or when the server answers before the end."""
+        assert self._transport is not None
+        body.file.seek(0)
+        self._lacks_body = True
+        while piece := body.file.read(_SENT_BYTES):
+            if self._transport.is_closing() or response.has_begun:
+                return
+            self._transport.write(piece)
+            if self._room is not None:
+                await self._room
+        self._lacks_body = False
+
+    def pause_writing(self) -> None:
+        """Wait with further pieces of a body."""
+        self._room = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """Send further pieces of a body."""
+        if self._room is not None:
+            if not self._room.done():
+                self._room.set_result(None)
+            self._room = None
 
     def resume(self) -> None:
         """Read on, if reading was paused."""
@@ -355,6 +397,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End a response that has no other end; fail any other."""
         self._pool.discard(self)
+        self.resume_writing()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -404,7 +447,7 @@ class _Connection(asyncio.Protocol):
         response.is_complete = True
         self.resume()
         self.was_used = True
-        if self._parser.should_keep_alive():
+        if self._parser.should_keep_alive() and not self._lacks_body:
             self._pool.give_back(self)
         else:
             self.abort("")
@@ -444,7 +487,7 @@ class Connections:
         method: str,
         path: str,
         headers: Headers,
-        content: bytes | None = None,
+        content: bytes | FileBody | None = None,
         watch: AnswerWatch | None = None,
         *,
         is_stream: bool = False,
@@ -467,6 +510,8 @@ class Connections:
             sent_s = asyncio.get_running_loop().time()
             response = connection.send(request, watch, is_stream=is_stream)
             try:
+                if isinstance(content, FileBody):
+                    await connection.send_file(content, response)
                 await response.head()
                 return response
             except ConnectionBroken:
@@ -531,7 +576,7 @@ class Connections:
             raise ConnectFailed("the router ends")
         return connection
 
-    def _request(self, method: str, path: str, headers: Headers, content: bytes | None) -> bytes:
+    def _request(self, method: str, path: str, headers: Headers, content: bytes | FileBody | None) -> bytes:
         target = self._prefix + path
         if _SAFE_PATH.fullmatch(target) is None:
             target = quote(target, safe="/%?&=:@,;+$!*'()~#[]")
@@ -539,12 +584,13 @@ class Connections:
         lines += [name + b": " + value for name, value in headers]
         if self._login and not any(name == b"authorization" for name, _ in headers):
             lines.append(self._login)
-        if content or method in _WITH_LENGTH:
-            lines.append(b"content-length: %d" % len(content or b""))
+        length = content.size if isinstance(content, FileBody) else len(content or b"")
+        if length or method in _WITH_LENGTH:
+            lines.append(b"content-length: %d" % length)
         head = b"\r\n".join(lines)
         if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1:
             raise ValueError("a header holds a line break")
-        return head + b"\r\n\r\n" + (content or b"")
+        return head + b"\r\n\r\n" + (content if isinstance(content, bytes) else b"")
 
 
 def _not_connected(error: OSError) -> BackendConnectionError:

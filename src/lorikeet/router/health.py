@@ -132,8 +132,8 @@ class HealthMonitor:
             backend.last_error = told
             backend_router.on_backend_down(backend, why)
             return
-        if self._held:  # A paused backend is silent.
-            backend.watch.heard()
+        if self._held or backend.is_asleep or (backend.hangs(self._timeout_s) and await backend.is_paused()):
+            backend.watch.heard()  # A paused backend is silent.
         if backend.is_up and backend.hangs(self._timeout_s):
             backend.last_error = f"no piece of its answers arrived for {self._timeout_s:g} s"
             backend.failed("hangs", backend.last_error)

@@ -53,6 +53,11 @@ class HeldCalls:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the backends sleep by a call to this router."""
+        return any(call.path == SLEEP for call in self._calls)
+
     def note(self, call: HeldCall, *, sleeps_on: bool) -> None:
         """Record a call that all backends have accepted.
 

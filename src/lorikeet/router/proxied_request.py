@@ -23,7 +23,7 @@ from lorikeet.http.errors import ApiError, bad_request
 from lorikeet.http.routes import Forwarding
 from lorikeet.memory.tree import block_keys
 from lorikeet.router.adapters import RoutedAdapter
-from lorikeet.router.backends import Backend
+from lorikeet.router.backends import Backend, Feature
 
 COMPLETIONS = model_routes.COMPLETIONS.path
 CHAT = model_routes.CHAT.path
@@ -326,6 +326,7 @@ class ProxiedRequest:
         prompt_tokens: tokens of the prompt, counted or estimated.
         session: name of a conversation whose requests go to the same backend; empty for none.
         mixed: further adapters that the backend needs for a mixture.
+        feature: a feature that the backend needs; None for none.
 
     Attributes:
         placed: future of the chosen backend, which is set once the backend has the adapter.
@@ -349,7 +350,9 @@ class ProxiedRequest:
         prompt_tokens: int,
         session: str = "",
         mixed: tuple[RoutedAdapter, ...] = (),
+        feature: Feature | None = None,
     ) -> None:
+        self.feature = feature
         self.session = session
         self.mixed = mixed
         self.request_id = request_id

@@ -110,6 +110,7 @@ class RouterParts(NamedTuple):
         body_gate: bounds the bytes of large bodies, which are kept until their answers have ended.
         stored: the stored answers, with their backends.
         copies: the tasks that answer copies of requests for the shadows of splits.
+        tasks: other work that goes on after its request.
         running: the requests under way.
         held: pauses and sleeps that hold at all backends.
         isolates_keys: whether requests of different API keys must not share KV.
@@ -125,6 +126,7 @@ class RouterParts(NamedTuple):
     body_gate: BodyGate
     stored: StoredAnswers
     copies: BackgroundTasks
+    tasks: BackgroundTasks
     running: "set[ProxyTask]"
     held: HeldCalls
     isolates_keys: bool
@@ -169,12 +171,13 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         adapter = target.adapter
         prompt_tokens = parts.lengths.tokens(body)
         request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
-        request = ProxiedRequest(request_id, body, adapter, prompt_tokens, session, target.mixed)
-        if target.mixed:
+        request = ProxiedRequest(request_id, body, adapter, prompt_tokens, session, target.mixed, target.feature)
+        if target.feature is not None:
+            if not parts.catalog.has(target.feature):
+                why = f"No backend of this router {target.feature}, as `{body.model[:200]}` needs."
+                raise bad_request(why, "model")
             backends = parts.backend_router.backends
-            request.failed_at = {replica for replica, backend in backends.items() if not backend.is_lorikeet}
-            if len(request.failed_at) == len(backends):
-                raise bad_request(f"No backend of this router mixes adapters, as `{body.model[:200]}` needs.", "model")
+            request.failed_at = {replica for replica, each in backends.items() if not each.has(target.feature)}
         if body.previous_response:
             keeper = _keeper(parts, body.previous_response, http.state.tenant, "previous_response_id")
             if not keeper.is_open:
@@ -274,7 +277,7 @@ async def forward_stored(http: Request, parts: RouterParts) -> Response:
             answer = Response(await reply.read(), reply.status)
         except BackendConnectionError as error:
             raise ApiError(502, f"The backend that keeps this response: {plain_reason(error)}.") from error
-        answer.raw_headers += [each for each in reply.headers if not _is_withheld(each[0])]
+        answer.raw_headers += [each for each in reply.headers if not is_withheld(each[0])]
         return answer
 
     return CancelOnDisconnect(make, close)
@@ -289,12 +292,17 @@ async def _pieces(reply: BackendResponse) -> AsyncIterator[bytes]:
 
 
 def passed_headers(http: Request, backend: Backend) -> Headers:
-    """Return the client's headers that are passed to a backend."""
-    return [
+    """Return the client's headers that are passed to a backend, and the client's tenant if the backend wants it."""
+    passed = [
         each
         for each in http.headers.raw
         if each[0] not in _WITHHELD_REQUEST_HEADERS and not (backend.replaces_keys and each[0] in KEY_HEADERS)
     ]
+    if name := backend.tenant_header:
+        passed = [each for each in passed if each[0] != name]  # The backend trusts it.
+        if http.state.tenant:
+            passed.append((name, http.state.tenant.encode()))
+    return passed
 
 
 class ProxyTask:
@@ -389,7 +397,7 @@ class ProxyTask:
             self.outcome = _outcome_of(reply.status)
         self.close()  # A slow client may still be reading the response.
         answer = Response(await reply.read(), reply.status)  # The response has been read already.
-        headers = [each for each in reply.headers if not _is_withheld(each[0])]
+        headers = [each for each in reply.headers if not is_withheld(each[0])]
         if self._request.backend is not None:
             headers = [_without_address(each, self._request.backend.url) for each in headers]
         answer.raw_headers += headers
@@ -437,8 +445,9 @@ class ProxyTask:
     async def _ask(self, backend: Backend) -> BackendResponse:
         """Send the body. If the backend has lost the adapter, load it there and send the body again."""
         adapter = self._request.adapter
-        if self._request.mixed and not backend.is_lorikeet:
-            raise ApiError(503, "No backend that mixes adapters takes requests now.", headers={"Retry-After": "1"})
+        feature = self._request.feature
+        if feature is not None and not backend.has(feature):
+            raise ApiError(503, f"No backend that {feature} takes requests now.", headers={"Retry-After": "1"})
         try:
             for each in self._request.adapters:
                 if not backend.holds(each):
@@ -679,7 +688,8 @@ def _outcome_of(status: int) -> str:
     return "refused" if 400 <= status < 500 or status == 501 else "failed"
 
 
-def _is_withheld(header: bytes) -> bool:
+def is_withheld(header: bytes) -> bool:
+    """Return whether a header of a backend's answer is not passed on."""
     return header in _WITHHELD_RESPONSE_HEADERS or header.startswith(b"access-control-")
 
 

@@ -68,6 +68,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         shared_prefix_cache: whether requests of different API keys reuse each other's KV at the backends.
         backend_key: key for the backends, which replaces the client's key; empty to pass on the client's key.
         passes_keys: whether requests keep the client's key although there is a ``backend_key``.
+        tenant_header: header in which backends get the client's tenant; empty for none.
         connections: limits on clients' connections.
         health_s: time between two health checks of a backend, in seconds.
         backend_timeout_s: seconds without any answer after which a backend gets no requests for a minute; 0 for never.
@@ -91,6 +92,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
     passes_keys: bool = False
+    tenant_header: str = ""
     shared_prefix_cache: bool = False
     connections: ConnectionLimits = ConnectionLimits()
     health_s: float = HEALTH_S
@@ -98,6 +100,17 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 120.0
     log_level: str = "info"
     log_json: bool = False
+
+    @property
+    def why_files_are_shared(self) -> str:
+        """Why backends could not tell the files of different clients apart; empty if they can."""
+        is_told = self.passes_keys or not self.backend_key or bool(self.tenant_header)
+        if is_told or len({*self.api_keys, *self.admin_keys}) < 2:
+            return ""
+        return (
+            "The backends of this router could not tell its clients' files and batches apart: start it with "
+            "--tenant-header, and the backends with the same, or with --pass-client-keys."
+        )
 
 
 def run_router(options: RouterOptions) -> None:
@@ -142,6 +155,7 @@ async def _serve(
         options.allowed_origins,
         options.host,
         passes_keys=options.passes_keys,
+        why_shared=options.why_files_are_shared,
     )
     files = raise_file_limit() // 2  # A request needs two sockets.
     limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
@@ -210,12 +224,18 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     log.info(describe_preset(options.preset), routing=preset.routing, placement=preset.placement)
     if preset.comigration:
         log.info("running requests are not migrated: a router cannot move them between servers")
-    make = partial(Backend, api_key=options.backend_key, passes_keys=options.passes_keys)
+    make = partial(
+        Backend,
+        api_key=options.backend_key,
+        passes_keys=options.passes_keys,
+        tenant_header=options.tenant_header.lower().encode(),
+    )
     backends = [make(replica, spec) for replica, spec in zip(replicas, specs, strict=True)]
     backend_router = BackendRouter(backends, routing, prefetch=preset.pool_prefetch)
     placements = LocalPlacementService(Orchestrator(placement, replicas, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s, options.splits)
     copies = BackgroundTasks()
+    later = BackgroundTasks()
     held = HeldCalls()
     monitor = HealthMonitor(backend_router, catalog.adapters, held, options.health_s, options.backend_timeout_s)
     try:
@@ -234,12 +254,14 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             BodyGate(MAX_BODY_BYTES),
             StoredAnswers(),
             copies,
+            later,
             set(),
             held,
             isolates_keys=not options.shared_prefix_cache,
         )
     finally:
         await copies.close()
+        await later.close()
         await monitor.close()
         await catalog.close()
         await backend_router.close()

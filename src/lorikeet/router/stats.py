@@ -210,7 +210,7 @@ class RouterStats:
         for name, adapter in self._catalog.adapters.items():
             backends = [each for each in self._backend_router.backends.values() if name in each.adapters]
             yield self._row(name, self._adapters.get(name), now_s) | {
-                "digest": adapter.digest,
+                "digest": self._catalog.version(adapter),
                 "rank": adapter.rank,
                 "tier": "device" if backends else "files",
                 "device_bytes": adapter.size_bytes * len(backends),

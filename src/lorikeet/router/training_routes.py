@@ -12,6 +12,7 @@ from starlette.responses import Response
 from lorikeet.http.answer_stream import error_text
 from lorikeet.http.errors import ApiError, bad_request, not_supported
 from lorikeet.http.logs import log
+from lorikeet.http.weight_pushes import push_refused
 from lorikeet.router.adapter_routes import json_response, read_body
 from lorikeet.router.apis import Reply
 from lorikeet.router.backends import Backend
@@ -78,6 +79,10 @@ class TrainingRoutes:
         if session is None:
             raise bad_request("session_id: the query must name the session.", "session_id")
         return json_response({"status": "finished", "session_id": session})
+
+    async def refuse_push(self, http: Request) -> Response:
+        """Refuse to replace the weights of the base model."""
+        raise push_refused()
 
     async def abort_requests(self, http: Request) -> Response:
         """End requests of the sender with the tokens that they have, wherever they run; ignore unknown ids."""

@@ -14,10 +14,11 @@ from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.protocol import Body
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.request import Request
-from lorikeet.http.errors import ApiError, bad_request, engine_unavailable, not_supported
+from lorikeet.http.errors import ApiError, bad_request, engine_unavailable
 from lorikeet.http.logs import log
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.vllm_adapter_answers import adapter_not_found
+from lorikeet.http.weight_pushes import WEIGHT_PUSHES, push_refused
 from lorikeet.serving.adapter_life import check_owner
 from lorikeet.serving.generation import Generation
 from lorikeet.serving.pauses import IN_MEMORY, Scope, SleepTag
@@ -237,24 +238,11 @@ async def abort_requests(body: AbortRequests, service: ServiceDep, sender: Sende
     return {"status": "aborted", "aborted": len(found)}
 
 
-_PUSHES = (
-    *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
-    *("/init_weights_update_group", "/update_weights_from_distributed", "/update_weights_from_tensor"),
-    "/collective_rpc",
-)
-"""Routes of vLLM and SGLang by which trainers push the weights of the base model."""
-
-
 async def _refuse_push() -> Response:
-    raise not_supported(
-        "The weights of the base model cannot be replaced: trainers send adapters only. With TRL use AsyncGRPOTrainer "
-        "or AsyncDistillationTrainer with a peft_config, which load each version by /v1/load_lora_adapter; GRPOTrainer "
-        "in server mode pushes merged weights over NCCL, even with a peft_config.",
-        "update_info",
-    )
+    raise push_refused()
 
 
-for _path in _PUSHES:
+for _path in WEIGHT_PUSHES:
     ROUTES.add(Route(f"POST {_path}", Callers.ADMINS, is_supported=False), include_in_schema=False)(_refuse_push)
 
 
