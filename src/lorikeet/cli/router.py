@@ -72,6 +72,22 @@ def router(
             "for the router's own calls. Needs --backend-key and --admin-key.",
         ),
     ] = False,
+    tenants: Annotated[
+        bool,
+        typer.Option(
+            "--tenants",
+            help="Accept keys of the registry's database, too, with scopes and limits, and count their usage here "
+            "(`lorikeet keys`). Needs --admin-key.",
+        ),
+    ] = False,
+    registry_url: Annotated[
+        str,
+        typer.Option(
+            help="SQLAlchemy URL of the database of --tenants, for several routers and servers.",
+            envvar="LORIKEET_ADAPTERS__REGISTRY_URL",
+            show_default="a file in the user's data folder",
+        ),
+    ] = "",
     tenant_header: Annotated[
         str,
         typer.Option(
@@ -132,6 +148,10 @@ def router(
         check_origins(pages)
         if pass_client_keys and not (backend_key and admin_key):
             raise ValueError("--pass-client-keys needs --backend-key and --admin-key")
+        if tenants and not admin_key:
+            raise ValueError("--tenants needs --admin-key, which makes the keys of tenants")
+        if tenants and pass_client_keys:
+            raise ValueError("--tenants counts at the router, --pass-client-keys at the backends; choose one")
         if tenant_header and not re.fullmatch(r"[A-Za-z0-9-]{1,100}", tenant_header):
             raise ValueError(f"--tenant-header: {tenant_header[:100]!r} is not the name of a header")
         adapters = _read_adapters(lora_modules or ())
@@ -152,6 +172,8 @@ def router(
             allowed_origins=pages,
             backend_key=backend_key,
             passes_keys=pass_client_keys,
+            tenants=tenants,
+            registry_url=registry_url,
             tenant_header=tenant_header,
             shared_prefix_cache=shared_prefix_cache,
             connections=ConnectionLimits(

@@ -1,13 +1,12 @@
-"""Applies the limits of tenants' keys: admits requests, returns places, and writes headers about limits."""
+"""Applies the scopes and limits of tenants' keys: admits requests, and writes headers about limits."""
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
-from lorikeet.core.request import Request
-from lorikeet.http.errors import ApiError
-from lorikeet.tenants.keys import ApiKey
+from lorikeet.http.errors import ApiError, model_not_found
+from lorikeet.tenants.keys import Access, ApiKey
 from lorikeet.tenants.ledger import Admission, Grant, Ledger, LimitState, never_fits
 from lorikeet.tenants.store import StoreUnavailable
 
@@ -51,14 +50,15 @@ def duration(seconds: float) -> str:
 
 
 async def admit(
-    ledger: Ledger, key: ApiKey, requests: Sequence[Request], report: RateReport, *, is_batch: bool
+    ledger: Ledger, key: ApiKey, sequences: int, tokens: int, report: RateReport, *, is_batch: bool
 ) -> Grant | None:
     """Take the places of a request; return None if its key has no limits.
 
     Args:
         ledger: counts the places of all keys.
         key: the sender's key.
-        requests: the number of sequences.
+        sequences: number of the request's sequences.
+        tokens: tokens of the prompts plus the token limits of the answers.
         report: receives the remaining places.
         is_batch: whether the request is a line of a batch, which does not count as concurrent.
 
@@ -67,10 +67,9 @@ async def admit(
     """
     if not key.settings.is_limited:
         return None
-    tokens = sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
-    if why := never_fits(key, len(requests), tokens, is_concurrent=not is_batch):
+    if why := never_fits(key, sequences, tokens, is_concurrent=not is_batch):
         raise ApiError(400, f"The request can never be accepted for this key: {why}.")
-    answer = ledger.ask(key, len(requests), tokens, is_concurrent=not is_batch)
+    answer = ledger.ask(key, sequences, tokens, is_concurrent=not is_batch)
     try:
         admission = await asyncio.shield(asyncio.wrap_future(answer))
     except asyncio.CancelledError:
@@ -93,3 +92,18 @@ def _give_back(ledger: Ledger, answer: "Future[Admission]") -> None:
     """Give back the places of a request whose client has hung up before it got them."""
     if answer.exception() is None and (grant := answer.result().grant) is not None:
         ledger.release(grant, 0)
+
+
+def check_use(access: Access, names: Iterable[str], asked: str) -> None:
+    """Check that a sender may use a model, which may have several names.
+
+    Raises:
+        ApiError: 404 if the sender may not see the model, with the text for an unknown model; 403 if the sender may see
+            but not use the model.
+    """
+    known = tuple(names)
+    if any(map(access.may_use, known)):
+        return
+    if any(map(access.may_see, known)):
+        raise ApiError(403, f"This key may see the model `{asked}`, but not use it.", param="model")
+    raise model_not_found(asked)

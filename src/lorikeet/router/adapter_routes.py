@@ -81,7 +81,7 @@ class AdapterRoutes:
         limit = http.query_params.get("limit", "100")
         if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_CARDS:
             raise bad_request(f"limit: must be a number from 1 to {_MOST_CARDS}.", "limit")
-        names = sorted({*self._catalog.adapters, *self._catalog.splits})
+        names = sorted(filter(http.state.access.may_see, {*self._catalog.adapters, *self._catalog.splits}))
         cursor = http.query_params.get("cursor", "")
         start = bisect.bisect_right(names, cursor) if cursor else 0
         page = names[start : start + int(limit)]
@@ -99,7 +99,10 @@ class AdapterRoutes:
 
     async def one(self, http: Request) -> Response:
         """Return one adapter or split."""
-        return json_response(self._card(http.path_params["name"]))
+        name = http.path_params["name"]
+        if not http.state.access.may_see(name):
+            raise _unknown(name)
+        return json_response(self._card(name))
 
     async def add(self, http: Request) -> Response:
         """Serve an adapter, or split a name between adapters."""
@@ -200,7 +203,7 @@ class AdapterRoutes:
     def _adapter(self, name: str) -> RoutedAdapter:
         adapter = self._catalog.adapters.get(name)
         if adapter is None:
-            raise ApiError(404, f"The adapter `{name}` does not exist.", param="name")
+            raise _unknown(name)
         return adapter
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -224,6 +227,10 @@ class AdapterRoutes:
             "device_bytes": adapter.size_bytes * len(holders),
             "replicas": [each.replica for each in holders],
         }
+
+
+def _unknown(name: str) -> ApiError:
+    return ApiError(404, f"The adapter `{name}` does not exist.", param="name")
 
 
 async def read_body(http: Request, kind: Any) -> Any:

@@ -20,6 +20,7 @@ from lorikeet.router.adapter_routes import AdapterRoutes, json_response
 from lorikeet.router.batch_routes import MAX_FILE_BYTES, BatchRoutes
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
+from lorikeet.router.tenant_routes import TenantRoutes
 from lorikeet.router.training_routes import TrainingRoutes
 
 _READY = "/health/ready"
@@ -53,6 +54,7 @@ def create_app(
     adapters = AdapterRoutes(parts.catalog, parts.backend_router)
     training = TrainingRoutes(parts)
     batches = BatchRoutes(parts, why_shared)
+    tenants = TenantRoutes(parts.tenants, parts.catalog)
     pausers = Callers.KEYS if passes_keys else Callers.ADMINS
 
     rows: list[Route] = []
@@ -78,15 +80,15 @@ def create_app(
     serve(Route("POST /v1/unload_lora_adapter", Callers.ADMINS), adapters.unload)
     serve(Route("POST /pause", pausers), training.pause)
     serve(Route("POST /resume", pausers), training.resume)
-    serve(Route("GET /is_paused", Callers.KEYS), training.is_paused)
+    serve(Route("GET /is_paused", Callers.OPERATOR), training.is_paused)
     serve(Route("POST /sleep", Callers.ADMINS), training.sleep)
     serve(Route("POST /wake_up", Callers.ADMINS), training.wake_up)
     serve(Route("GET /is_sleeping", Callers.ADMINS), training.is_sleeping)
     serve(Route("POST /reset_prefix_cache", Callers.ADMINS), training.reset_prefix_cache)
     serve(Route("POST /abort_requests", Callers.KEYS), training.abort_requests)
     serve(Route("POST /finish_session", Callers.KEYS), training.finish_session)
-    serve(Route("GET /get_world_size", Callers.KEYS), training.world_size)
-    serve(Route("GET /server_info /get_server_info", Callers.KEYS), training.server_info, training.server_info)
+    serve(Route("GET /get_world_size", Callers.OPERATOR), training.world_size)
+    serve(Route("GET /server_info /get_server_info", Callers.OPERATOR), training.server_info, training.server_info)
     serve(Route("POST /v1/files", Callers.KEYS, BodySize.FILE), batches.upload)
     serve(Route("GET /v1/files", Callers.KEYS), batches.list_files)
     serve(Route("GET/DELETE /v1/files/{file_id}", Callers.KEYS), batches.of_file)
@@ -95,6 +97,14 @@ def create_app(
     serve(Route("GET /v1/batches", Callers.KEYS), batches.list_batches)
     serve(Route("GET /v1/batches/{batch_id}", Callers.KEYS), batches.of_batch)
     serve(Route("POST /v1/batches/{batch_id}/cancel", Callers.KEYS), batches.of_batch)
+    serve(Route("POST /v1/keys", Callers.ADMINS), tenants.create_key)
+    serve(Route("GET /v1/keys", Callers.ADMINS), tenants.list_keys)
+    serve(Route("GET /v1/keys/{key_id}", Callers.ADMINS), tenants.get_key)
+    serve(Route("PATCH /v1/keys/{key_id}", Callers.ADMINS), tenants.change_key)
+    serve(Route("DELETE /v1/keys/{key_id}", Callers.ADMINS), tenants.revoke_key)
+    serve(Route("POST /v1/keys/{key_id}/rotate", Callers.ADMINS), tenants.rotate_key)
+    serve(Route("GET /v1/usage", Callers.KEYS), tenants.usage)
+    serve(Route("GET /v1/audit", Callers.ADMINS), tenants.audit)
     for path in WEIGHT_PUSHES:
         serve(Route(f"POST {path}", Callers.ADMINS, is_supported=False), training.refuse_push)
     serve(Route("GET /v1/cluster", Callers.ADMINS), routes.cluster)
@@ -103,7 +113,7 @@ def create_app(
     serve(Route("GET /ui /ui/{name}", Callers.ANYONE), routes.page, routes.page)
     serve(Route("GET /health/live", Callers.ANYONE), routes.live)
     serve(Route(f"GET {_READY} /health", Callers.ANYONE), routes.health, routes.health)
-    serve(Route("GET /metrics", Callers.ANYONE), routes.metrics)
+    serve(Route("GET /metrics", Callers.ANYONE_WITHOUT_TENANTS), routes.metrics)
     for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
         app.add_route("/{path:path}", routes.not_served, methods=[method])
     install_handlers(app)
@@ -115,6 +125,7 @@ def create_app(
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
         host=host,
+        tenants=parts.tenants,
     )
     app.add_middleware(AnthropicErrors)
     return app
@@ -137,12 +148,12 @@ class _Routes:
 
     async def models(self, http: Request) -> Response:
         """Return all models, the base first."""
-        return json_response({"object": "list", "data": self._parts.catalog.cards()})
+        return json_response({"object": "list", "data": self._parts.catalog.cards(http.state.access)})
 
     async def model(self, http: Request) -> Response:
         """Return one model."""
         name = http.path_params["name"]
-        card = next((card for card in self._parts.catalog.cards() if card["id"] == name), None)
+        card = next((card for card in self._parts.catalog.cards(http.state.access) if card["id"] == name), None)
         if card is None:
             raise model_not_found(name)
         return json_response(card)

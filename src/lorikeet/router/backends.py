@@ -96,6 +96,7 @@ class Backend:
         spec: the backend's address and options.
         api_key: key of the router; empty for none.
         passes_keys: whether clients' requests keep the client's key although the router has its own.
+        withholds_keys: whether clients' requests lose the client's key although the router has none of its own.
         tenant_header: header in which the backend gets the client's tenant, in lower case; empty for none.
 
     Raises:
@@ -103,6 +104,7 @@ class Backend:
 
     Attributes:
         url: the address, without ``/v1``.
+        replaces_keys: whether the router sends its own key, or none, instead of the client's.
         tenant_header: see the argument.
         api: the backend's API; vLLM's until the API is known.
         epoch: number that grows each time the backend comes up.
@@ -128,6 +130,7 @@ class Backend:
         api_key: str = "",
         *,
         passes_keys: bool = False,
+        withholds_keys: bool = False,
         tenant_header: bytes = b"",
     ) -> None:
         self.replica = replica
@@ -161,6 +164,7 @@ class Backend:
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._client_key: Headers = [] if passes_keys else self._key
+        self.replaces_keys = bool(self._client_key) or withholds_keys
         self.tenant_header = tenant_header
         self._connections = Connections(self.url)
 
@@ -168,11 +172,6 @@ class Backend:
     def kv_addresses(self) -> tuple[str, str]:
         """Addresses of events of KV and of missed ones; empty without them."""
         return self._spec.kv_addresses()
-
-    @property
-    def replaces_keys(self) -> bool:
-        """Whether the router sends its own key instead of the client's."""
-        return bool(self._client_key)
 
     @property
     def is_lorikeet(self) -> bool:

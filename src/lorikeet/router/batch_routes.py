@@ -86,7 +86,7 @@ class BatchRoutes:
 
     async def upload(self, http: Request) -> Response:
         """Store a file at the backend with the fewest requests, or at the next one that takes it."""
-        keepers = self._keepers()
+        keepers = self._keepers(http)
         async with self._uploads:
             with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) as spool:
                 size = 0
@@ -226,12 +226,19 @@ class BatchRoutes:
 
     # --- where files are -----------------------------------------------------------------------------
 
-    def _keepers(self) -> list[Backend]:
+    def _keepers(self, http: Request) -> list[Backend]:
         """Return the backends that are up and keep files.
 
         Raises:
-            ApiError: 501, backends keep none, or could not tell clients apart; 503, none that does is up.
+            ApiError: 501, backends keep none, or could not tell clients apart, or the router could not count the lines
+                of a tenant's batch; 503, none that keeps files is up.
         """
+        if http.state.access.key is not None:
+            raise ApiError(
+                501,
+                "A router with --tenants does not count the lines of batches: send them to a Lorikeet that shares the "
+                "registry, or start the router with --pass-client-keys instead.",
+            )
         if self._why_shared:
             raise ApiError(501, self._why_shared)
         backends = [each for each in self._parts.backend_router.backends.values() if each.has(Feature.FILES)]
@@ -248,7 +255,7 @@ class BatchRoutes:
         Raises:
             ApiError: 404, no backend has it; 503, the backend that has it, or may have it, is down.
         """
-        keepers = self._keepers()
+        keepers = self._keepers(http)
         backends = self._parts.backend_router.backends
         known = backends.get(self._places.get(record_id, ReplicaId("")))
         if known is not None:
@@ -309,7 +316,7 @@ class BatchRoutes:
         Raises:
             ApiError: the first refusal of a backend, such as that of a query that is not valid.
         """
-        keepers = self._keepers()
+        keepers = self._keepers(http)
         query = dict(http.query_params)
         after = query.pop("after", "")
         largest = _LARGEST_PAGE[path]

@@ -17,10 +17,12 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.splits import Split, why_invalid
 from lorikeet.http.errors import ApiError, bad_request, model_not_found
+from lorikeet.http.tenancy import check_use
 from lorikeet.http.vllm_adapter_answers import invalid_input
 from lorikeet.router.adapters import RoutedAdapter, as_new_version
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Feature
+from lorikeet.tenants.keys import OPERATOR, Access
 
 _VERSIONED = re.compile("(.+)@([0-9a-f]{8,64})")
 """An adapter's name, and the beginning of the digest that the router's ``/v1/adapters`` lists."""
@@ -107,8 +109,15 @@ class ModelCatalog:
         own = [card for card in cards if card["id"] not in self.adapters]
         return [card | {"root": _shown_root(str(card.get("root") or card["id"]))} for card in own]
 
-    def cards(self) -> list[dict[str, Any]]:
-        """Return a card for every model, with the base model first."""
+    def is_base(self, name: str) -> bool:
+        """Return whether a name is that of the base model at a backend."""
+        return name in self._base_names()
+
+    def cards(self, access: Access = OPERATOR) -> list[dict[str, Any]]:
+        """Return a card for every model that a sender may see, with the base model first."""
+        return [card for card in self._cards() if access.may_see(card["id"])]
+
+    def _cards(self) -> list[dict[str, Any]]:
         bases = self.base_cards()
         base = bases[0] if bases else {"object": "model", "owned_by": "lorikeet"}
         own = {"created": self._created, "parent": base.get("id")}
@@ -119,33 +128,44 @@ class ModelCatalog:
             others.append(AUTO_MODEL)
         return cards + [{**base, **own, "id": name, "root": name} for name in others]
 
-    def find(self, model: str) -> Target:
+    def find(self, model: str, access: Access = OPERATOR) -> Target:
         """Return the model of a name: ``adapter``, ``base:adapter``, ``adapter@version``, a mixture, or ``auto``.
 
+        Args:
+            model: the name.
+            access: the sender's rights. Models that the sender may not see are treated as unknown.
+
         Raises:
-            ApiError: 404 for an unknown name, 503 while no backend has listed the base model.
+            ApiError: 404 for an unknown name, 403 for a model that the sender may see but not use, 503 while no backend
+                has listed the base model.
         """
         if model in self.adapters:
+            check_use(access, (model,), model)
             return Target(model, self.adapters[model])
         bases = self._base_names()
         if not model or model in bases:
+            if access.key is not None:
+                check_use(access, bases, model or min(bases, default="the base model"))
             return Target(model)
         if not bases:
             why = f"No backend has been available yet{self._backend_router.backend_errors()}."
             raise ApiError(503, why, headers={"Retry-After": "1"})
         if model == AUTO_MODEL:
-            return self._auto()
+            return self._auto(access)
         name = self.without_base(model)
         if "*" not in name and "+" not in name:
-            adapter = self._one(name, model)
+            adapter = self._one(name, model, access)
             return Target(adapter.name, adapter)
         parts = [part.partition("*") for part in name.split("+")]
-        first, *others = adapters = [self._one(each.strip(), model) for each, _, _ in parts]
+        first, *others = adapters = [self._one(each.strip(), model, access) for each, _, _ in parts]
         named = (each.name + by + weight for each, (_, by, weight) in zip(adapters, parts, strict=True))
         return Target("+".join(named), first, tuple(others), Feature.MIXTURES)
 
-    def _auto(self) -> Target:
+    def _auto(self, access: Access) -> Target:
         """Return the target of ``auto``, by which a backend chooses among the adapters that it has."""
+        if access.key is not None:
+            why = " A backend would choose among all adapters, also those that this key may not use."
+            raise model_not_found(AUTO_MODEL, why)
         if not self.has(Feature.AUTO):
             if not all(backend.is_up for backend in self._backend_router.backends.values()):
                 why = "No backend that chooses adapters by prompts is up."
@@ -169,14 +189,16 @@ class ModelCatalog:
     def _base_names(self) -> set[str]:
         return {card["id"] for backend in self._backend_router.backends.values() for card in backend.base_cards}
 
-    def _one(self, name: str, asked: str) -> RoutedAdapter:
+    def _one(self, name: str, asked: str, access: Access) -> RoutedAdapter:
         """Return the adapter of ``name``, which may end with ``@`` and the beginning of its digest."""
         if name in self.adapters:
+            check_use(access, (name,), asked)
             return self.adapters[name]
         found = _VERSIONED.fullmatch(name)
         adapter = None if found is None else self.adapters.get(found[1])
         if found is None or adapter is None:
             raise model_not_found(asked)
+        check_use(access, (adapter.name,), asked)
         version = self.version(adapter)
         if not version.startswith(found[2]):
             raise model_not_found(asked, f" `{adapter.name}` is now the version {version[:12]}.")

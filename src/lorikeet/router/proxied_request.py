@@ -131,6 +131,25 @@ class RequestBody:
         return changed_body
 
     @property
+    def forwarding(self) -> Forwarding:
+        """The treatment of the body's route."""
+        return _FORWARDING[self.path]
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to each prompt."""
+        fields = self.fields.get("sampling_params") if self.path == TOKENS else self.fields
+        found = [fields.get(name) for name in ("n", "best_of")] if isinstance(fields, dict) else []
+        return max([1, *(each for each in found if isinstance(each, int) and not isinstance(each, bool))])
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences: of each prompt, all choices."""
+        prompt = self.prompt
+        is_one = self.path in (CHAT, RESPONSES, TOKENS, MESSAGES_PATH) or not isinstance(prompt, list) or not prompt
+        return self.choices * (1 if is_one or type(prompt[0]) is int else len(prompt))
+
+    @property
     def generates(self) -> bool:
         """Whether the answer is generated token by token."""
         return _FORWARDING[self.path] is Forwarding.GENERATED

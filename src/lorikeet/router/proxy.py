@@ -20,7 +20,9 @@ from lorikeet.http.errors import ApiError, bad_request, hide_paths
 from lorikeet.http.logs import log
 from lorikeet.http.sessions import SESSION_HEADER, session_of
 from lorikeet.http.streaming import CancelOnDisconnect, DirectBody, EventStream
+from lorikeet.http.tenancy import check_use
 from lorikeet.http.threads import off_the_loop
+from lorikeet.router.accounts import Account, open_account
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
@@ -58,6 +60,8 @@ from lorikeet.router.resumable_answer import (
 )
 from lorikeet.router.stats import RouterStats
 from lorikeet.router.stored_answers import StoredAnswers
+from lorikeet.tenants.keys import OPERATOR, Access
+from lorikeet.tenants.tenants import Tenants
 
 MAX_BODY_BYTES = 64 * 2**20
 """Most bytes of a request body; a larger one gets 413. Most backends allow less."""
@@ -113,6 +117,7 @@ class RouterParts(NamedTuple):
         tasks: other work that goes on after its request.
         running: the requests under way.
         held: pauses and sleeps that hold at all backends.
+        tenants: keys of the registry's database, with scopes and limits; None for a router without tenants.
         isolates_keys: whether requests of different API keys must not share KV.
     """
 
@@ -129,6 +134,7 @@ class RouterParts(NamedTuple):
     tasks: BackgroundTasks
     running: "set[ProxyTask]"
     held: HeldCalls
+    tenants: Tenants | None
     isolates_keys: bool
 
 
@@ -155,17 +161,20 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         if held_bytes > len(content):  # The client did not announce the length.
             parts.body_gate.leave(held_bytes - len(content))
             held_bytes = len(content)
-        tenant = http.state.tenant if parts.isolates_keys else ""
+        tenant = _owner_of_kv(http) if parts.isolates_keys else ""
         body = await off_the_loop(partial(RequestBody, path, content, tenant), len(content) - SMALL_BODY_BYTES)
         session = session_of(http.headers.get(SESSION_HEADER), http.state.tenant)
         split = parts.catalog.without_base(body.model)
+        access: Access = http.state.access
         if split in parts.catalog.splits:
+            check_use(access, (split,), body.model)
+            access = OPERATOR  # A key that may use the split may use its versions by it.
             version = parts.catalog.version_of(split, body.user or session or http.state.request_id)
             whole = body
             body = await off_the_loop(partial(whole.with_fields, model=version), len(content) - SMALL_BODY_BYTES)
             parts.metrics.count_split(split, version, "served")
             _copy_to_shadows(http, split, whole, parts)
-        target = parts.catalog.find(body.model)
+        target = parts.catalog.find(body.model, access)
         if target.model != body.model:
             body = await off_the_loop(partial(body.with_fields, model=target.model), len(content) - SMALL_BODY_BYTES)
         adapter = target.adapter
@@ -183,13 +192,23 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
             if not keeper.is_open:
                 raise ApiError(503, f"{keeper.replica} keeps the previous response and takes no requests now.")
             request.failed_at = parts.backend_router.backends.keys() - {keeper.replica}
-        task = ProxyTask(http, request, parts, held_bytes)
+        account = await open_account(parts.tenants, http, body, adapter, parts.catalog, prompt_tokens)
+        task = ProxyTask(http, request, parts, held_bytes, account=account)
     except BaseException:
         parts.body_gate.leave(held_bytes)
         raise
     if adapter is not None:
         parts.catalog.on_request(adapter, prompt_tokens)
     return CancelOnDisconnect(task.answer, task.close)
+
+
+def _owner_of_kv(http: Request) -> str:
+    """Return the tenant of a request's KV: the group of a key that shares its KV, else the sender."""
+    key = http.state.access.key
+    if key is not None and key.settings.cache_group:
+        return f"\1{key.settings.cache_group}"  # Names of tenants cannot begin with a control character.
+    tenant: str = http.state.tenant
+    return tenant
 
 
 def _copy_to_shadows(http: Request, split: str, body: RequestBody, parts: RouterParts) -> None:
@@ -314,20 +333,29 @@ class ProxyTask:
         parts: parts of the router.
         held_bytes: number of bytes of the body, which the gate counts until the end.
         request_id: id of the request at the backends; empty for the client's.
+        account: the account of a tenant's request; None for others.
 
     Attributes:
         outcome: the outcome in the metrics: ``complete``, ``refused`` or ``failed``; ``left`` if never set.
     """
 
     def __init__(
-        self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int, request_id: str = ""
+        self,
+        http: Request,
+        request: ProxiedRequest,
+        parts: RouterParts,
+        held_bytes: int,
+        request_id: str = "",
+        account: Account | None = None,
     ) -> None:
         self.outcome = "left"
+        self._account = account
+        self._prompt_tokens = request.prompt_tokens
         self._held_bytes = held_bytes
         self._request = request
         self._parts = parts
         self._backend_router = parts.backend_router
-        self._stream = _stream_of(request.body)
+        self._stream = _stream_of(request.body, is_counted=account is not None)
         self._http = http
         self._request_id: str = request_id or http.state.request_id
         self._attempts = self._failures = 0
@@ -372,6 +400,8 @@ class ProxyTask:
             self._finish(self._stream.counts)
         self._backend_router.release(self._request)
         self._parts.metrics.ended(self.outcome)
+        if self._account is not None:
+            self._account.close(self.outcome, self._prompt_tokens, self._output_tokens or self._stream.tokens)
         self._parts.stats.end(self._request, self.outcome, self._output_tokens or self._stream.tokens)
         if self._reply is not None:
             self._reply.close()
@@ -559,6 +589,7 @@ class ProxyTask:
             if self._request.adapter is not None:
                 self._parts.catalog.on_answer(self._request.adapter, counts.completion_tokens)
             self._output_tokens = counts.completion_tokens
+            self._prompt_tokens = counts.prompt_tokens
             self._backend_router.on_finished(self._request, counts.completion_tokens)
 
     # --- streams -------------------------------------------------------------------------------------
@@ -713,7 +744,7 @@ def _count_failure(backend: Backend, error: Exception) -> None:
         backend.failed(reason, str(error))
 
 
-def _stream_of(body: RequestBody) -> ResumableAnswer | PassthroughAnswer:
+def _stream_of(body: RequestBody, *, is_counted: bool) -> ResumableAnswer | PassthroughAnswer:
     why_not = why_not_resumable(body)
     if body.received is not None:
         why_not = why_not if body.streams else "it is not streamed"
@@ -722,7 +753,7 @@ def _stream_of(body: RequestBody) -> ResumableAnswer | PassthroughAnswer:
     if why_not is None:
         return ResumableAnswer(body)
     is_named = body.path in (MESSAGES_PATH, RESPONSES)
-    return NamedEventsAnswer(body, why_not) if is_named else PassthroughAnswer(body, why_not)
+    return NamedEventsAnswer(body, why_not) if is_named else PassthroughAnswer(body, why_not, is_counted=is_counted)
 
 
 def _read_whole(content: bytes) -> _Whole:

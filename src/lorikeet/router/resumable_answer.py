@@ -97,6 +97,11 @@ class PassthroughAnswer:
     Args:
         body: body of the request.
         why: the reason why the answer cannot be resumed.
+        is_counted: whether to count the answer's tokens.
+
+    Attributes:
+        tokens: number of tokens of the answer, by the backend's usage, or else the number of its events; 0 if they are
+            not counted.
     """
 
     is_whole = False
@@ -105,17 +110,28 @@ class PassthroughAnswer:
     text = ""
     failure: BackendFailed | None = None
 
-    def __init__(self, body: RequestBody, why: str) -> None:
+    def __init__(self, body: RequestBody, why: str, *, is_counted: bool = False) -> None:
         self.stuck: str | None = None
         self.is_done = False
         self._body = body
         self._why = why
         self._rest = b""
+        self._is_counted = is_counted
+        self._usage: TokenUsage | None = None
 
     @property
     def counts(self) -> TokenUsage | None:
         """The token counts of prompt and answer; None without counts."""
-        return None
+        return self._usage
+
+    def _count(self, lines: bytes) -> None:
+        """Count the events of whole lines, unless the backend counts their tokens."""
+        for line in lines.splitlines():
+            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                usage = _read_usage(line[5:]) if b'"usage"' in line else None
+                if usage is not None and usage.prompt is not None:
+                    self._usage = TokenUsage(usage.prompt, usage.answer or 0)
+                self.tokens = self.tokens + 1 if self._usage is None else self._usage.completion_tokens
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
         """Return the body as received."""
@@ -128,6 +144,8 @@ class PassthroughAnswer:
         if lines:
             self.stuck = self._why
             self.is_done = self.is_done or lines.rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
+            if self._is_counted:
+                self._count(lines)
         return lines + end
 
     def closing(self) -> bytes:
@@ -224,6 +242,14 @@ class _NamedEvent(msgspec.Struct):
 
 
 _NAMED_EVENT = msgspec.json.Decoder(_NamedEvent)
+_USAGE_EVENT = msgspec.json.Decoder(_Answer)
+
+
+def _read_usage(data: bytes) -> ReportedUsage | None:
+    try:
+        return _USAGE_EVENT.decode(data).usage
+    except msgspec.DecodeError:
+        return None
 
 
 class _TextForm(NamedTuple):

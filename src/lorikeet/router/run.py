@@ -13,12 +13,13 @@ import msgspec
 import uvicorn
 import uvloop
 
+from lorikeet.adapters.catalog import registry_url
 from lorikeet.cluster.build import build_cluster_policies
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.cluster.setup import ClusterOptions
 from lorikeet.cluster.tasks import BackgroundTasks
-from lorikeet.config import ConfigError
+from lorikeet.config import AdapterSettings, ConfigError
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
@@ -46,6 +47,7 @@ from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
 from lorikeet.router.stats import RouterStats
 from lorikeet.router.stored_answers import StoredAnswers
+from lorikeet.tenants.tenants import Tenants
 from lorikeet.terminal import fail, show_ready, shown_url
 
 _KEEP_ALIVE_S = 75
@@ -68,6 +70,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         shared_prefix_cache: whether requests of different API keys reuse each other's KV at the backends.
         backend_key: key for the backends, which replaces the client's key; empty to pass on the client's key.
         passes_keys: whether requests keep the client's key although there is a ``backend_key``.
+        tenants: whether clients may have keys of the registry's database, with scopes and limits.
+        registry_url: SQLAlchemy URL of that database; empty for the file in the user's data folder.
         tenant_header: header in which backends get the client's tenant; empty for none.
         connections: limits on clients' connections.
         health_s: time between two health checks of a backend, in seconds.
@@ -92,6 +96,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
     passes_keys: bool = False
+    tenants: bool = False
+    registry_url: str = ""
     tenant_header: str = ""
     shared_prefix_cache: bool = False
     connections: ConnectionLimits = ConnectionLimits()
@@ -187,7 +193,7 @@ async def _serve(
             url,
             names[0],
             list(parts.catalog.adapters),
-            needs_key=bool(options.api_keys),
+            needs_key=bool(options.api_keys) or options.tenants,
             as_json=options.log_json,
         )
 
@@ -228,12 +234,14 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         Backend,
         api_key=options.backend_key,
         passes_keys=options.passes_keys,
+        withholds_keys=options.tenants,
         tenant_header=options.tenant_header.lower().encode(),
     )
     backends = [make(replica, spec) for replica, spec in zip(replicas, specs, strict=True)]
     backend_router = BackendRouter(backends, routing, prefetch=preset.pool_prefetch)
     placements = LocalPlacementService(Orchestrator(placement, replicas, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s, options.splits)
+    tenants = await asyncio.to_thread(_open_tenants, options)
     copies = BackgroundTasks()
     later = BackgroundTasks()
     held = HeldCalls()
@@ -257,6 +265,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             later,
             set(),
             held,
+            tenants,
             isolates_keys=not options.shared_prefix_cache,
         )
     finally:
@@ -265,6 +274,13 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         await monitor.close()
         await catalog.close()
         await backend_router.close()
+        if tenants is not None:
+            await asyncio.to_thread(tenants.close)
+
+
+def _open_tenants(options: RouterOptions) -> Tenants | None:
+    """Open the registry's database, if clients may have keys of it. Raises ConfigError."""
+    return Tenants(registry_url(AdapterSettings(registry_url=options.registry_url)), "") if options.tenants else None
 
 
 class _Server(ListeningServer):

@@ -15,12 +15,13 @@ from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.core.ids import AdapterName
 from lorikeet.core.splits import Split
 from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.tenancy import check_use
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.adapter_loader import AdapterLoader
 from lorikeet.serving.auto_model import AutoModel
 from lorikeet.serving.leases import AdapterLeases, Lease, VersionChanged
 from lorikeet.serving.pauses import Pauses
-from lorikeet.serving.served_models import ResolvedModel, ServedModels, check_use
+from lorikeet.serving.served_models import ResolvedModel, ServedModels
 from lorikeet.serving.splits import SplitNames
 from lorikeet.tenants.keys import OPERATOR, Access
 

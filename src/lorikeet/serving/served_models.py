@@ -13,7 +13,8 @@ from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterNotServed
 from lorikeet.chat.mixtures import MIXED, PREFIX, spelled
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.http.errors import ApiError, bad_request, hide_paths, model_not_found
+from lorikeet.http.errors import bad_request, hide_paths, model_not_found
+from lorikeet.http.tenancy import check_use
 from lorikeet.tenants.keys import OPERATOR, Access
 
 _VERSIONED = re.compile(r"(.+)@([0-9a-f]{8,64})")
@@ -221,6 +222,7 @@ class ServedModels:
         """Return an adapter's card."""
         card = self._card(record.name, int(record.created_at), record.shown_source, self.base)
         card["source_sha256"] = hashlib.sha256(record.source.encode()).hexdigest()
+        card["digest"] = record.digest
         return card | {"chat": describe_chat(record.chat)} if record.row.chat else card
 
     def _card(self, name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
@@ -239,21 +241,6 @@ class ServedModels:
 def _has_version(record: AdapterRecord, name: str) -> bool:
     """Return whether a record is the version in ``name@version``; True for a name without a version."""
     return name == record.name or record.digest.startswith(name.removeprefix(f"{record.name}@"))
-
-
-def check_use(access: Access, names: Iterable[str], asked: str) -> None:
-    """Check that a sender may use a model, which may have several names.
-
-    Raises:
-        ApiError: 404 if the sender may not see the model, with the text for an unknown model; 403 if the sender may see
-            but not use the model.
-    """
-    known = tuple(names)
-    if any(map(access.may_use, known)):
-        return
-    if any(map(access.may_see, known)):
-        raise ApiError(403, f"This key may see the model `{asked}`, but not use it.", param="model")
-    raise model_not_found(asked)
 
 
 def describe_chat(chat: AdapterChat) -> dict[str, Any]:

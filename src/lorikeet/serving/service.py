@@ -413,7 +413,8 @@ class Service:
     async def _admit(self, tenants: Tenants, key: ApiKey, requests: list[Request], sender: Sender) -> Grant | None:
         """Count a tenant's request against its limits. See ``tenancy.admit`` for errors."""
         try:
-            return await admit(tenants.ledger, key, requests, sender.report, is_batch=sender.is_batch)
+            tokens = sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+            return await admit(tenants.ledger, key, len(requests), tokens, sender.report, is_batch=sender.is_batch)
         except ApiError as error:
             if error.status == 429:
                 first = requests[0]

@@ -85,7 +85,12 @@ class Grant(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A sequence that has ended, with fields of the request log. ``unix_s`` is the time of arrival."""
+    """A sequence that has ended, with fields of the request log.
+
+    Attributes:
+        unix_s: time of arrival.
+        base: name of the base model; empty for the ledger's.
+    """
 
     tenant: str
     adapter: str
@@ -95,6 +100,7 @@ class Ended(NamedTuple):
     completion_tokens: int
     is_aborted: bool
     has_failed: bool
+    base: str = ""
 
 
 class _Ask(NamedTuple):
@@ -288,7 +294,8 @@ class Ledger:
                     case _Release():
                         _give_back(each, counts[each.grant.key_id])
                     case Ended():
-                        usage[_day(each.unix_s), each.tenant, self._base, each.adapter].update(_usage(each))
+                        base = each.base or self._base
+                        usage[_day(each.unix_s), each.tenant, base, each.adapter].update(_usage(each))
                     case _Flush():
                         pass
             self._write_counts(connection, counts, now)
