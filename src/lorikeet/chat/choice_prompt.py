@@ -17,10 +17,6 @@ from lorikeet.chat.responses_body import ResponsesRequest
 from lorikeet.chat.text_processor import TextProcessor
 from lorikeet.chat.tokens_body import TokensRequest
 
-AUTO_MODEL = "auto"
-"""The name by which a request leaves the choice of the adapter to the server."""
-
-
 CHOOSING_BODIES = (
     CompletionRequest,
     TokensRequest,

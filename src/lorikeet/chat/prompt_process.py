@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings, with_template
-from lorikeet.chat.choice_prompt import AUTO_MODEL, choice_prompt
+from lorikeet.chat.choice_prompt import choice_prompt
 from lorikeet.chat.conversation import content_text
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.chat.prompt_embeds import read_prompt_embeds, token_count
@@ -53,6 +53,7 @@ from lorikeet.http.admission import AdmissionGate
 from lorikeet.http.body_structure import BodyStructure, check_structure
 from lorikeet.http.errors import ApiError, bad_request, in_words, invalid_json, model_not_found, unexpected_failure
 from lorikeet.http.helper_main import run_helper
+from lorikeet.http.model_routes import AUTO_MODEL
 
 KINDS: tuple[type[Body], ...] = (
     CompletionRequest,

@@ -115,5 +115,7 @@ MODEL_ROUTES = (
     *(MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE),
     *(EMBEDDINGS, CLASSIFY, SCORE, RERANK, MODERATIONS, POOLING),
 )
+AUTO_MODEL = "auto"
+"""The name by which a request leaves the choice of the adapter to the server."""
 BATCHABLE_PATHS = tuple(path for row in MODEL_ROUTES if row.is_batchable for path in row.paths)
 """Paths that the lines of a batch may name."""

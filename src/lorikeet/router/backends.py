@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.http.answer_stream import error_text
 from lorikeet.http.logs import log
+from lorikeet.http.model_routes import AUTO_MODEL
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.apis import APIS, PROGRESS, RUNNING, BackendSpec, Reply, ServerApi, api_of
 from lorikeet.router.connections import (

@@ -28,7 +28,6 @@ from lorikeet.router.apis import Reply
 from lorikeet.router.backends import Backend, BackendRefused, Feature
 from lorikeet.router.connections import BackendConnectionError, BackendResponse, FileBody, Headers, plain_reason
 from lorikeet.router.proxy import RouterParts, is_withheld, passed_headers
-from lorikeet.serving.batches.storage import RUNNING
 
 MAX_FILE_BYTES = 2**30
 """Most bytes of an upload; backends have limits of their own, which are lower."""
@@ -48,6 +47,8 @@ _USUAL_PAGE = {FILES: 10_000, BATCHES: 20}
 _ID = re.compile(r"[\w-]{1,200}", re.ASCII)
 _NO_STORAGE = (501, 404)
 """Statuses of servers that keep no files: a Lorikeet whose folder another one has, and a server without the route."""
+_ENDED = ("completed", "failed", "expired", "cancelled")
+"""Statuses of batches that have ended."""
 _TRY_NEXT = (429, 501, 503, 507)
 """Statuses after which another backend may store a file."""
 
@@ -220,7 +221,7 @@ class BatchRoutes:
         while adapters and backend.replica in backend_router.backends:
             await asyncio.sleep(_LOOK_EVERY_S)
             reply = await _asked(backend, f"{BATCHES}/{batch_id}", headers)
-            if reply.status == 404 or (reply.status == 200 and _read_record(reply.text).status not in RUNNING):
+            if reply.status == 404 or (reply.status == 200 and _read_record(reply.text).status in _ENDED):
                 break  # A restarted backend continues its batches, so any other answer decides nothing.
         backend_router.keep_no_longer(backend, adapters)
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from lorikeet.adapters.sources import shown_source
-from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.splits import Split, why_invalid
 from lorikeet.http.errors import ApiError, bad_request, model_not_found
+from lorikeet.http.model_routes import AUTO_MODEL
 from lorikeet.http.tenancy import check_use
 from lorikeet.http.vllm_adapter_answers import invalid_input
 from lorikeet.router.adapters import RoutedAdapter, as_new_version

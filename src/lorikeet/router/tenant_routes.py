@@ -9,9 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.http.errors import ApiError, bad_request
-from lorikeet.router.adapter_routes import json_response, read_body
-from lorikeet.router.catalog import ModelCatalog
-from lorikeet.serving.tenant_keys import (
+from lorikeet.http.tenant_keys import (
     DEFAULT_OVERLAP_S,
     LONGEST_NAME,
     LONGEST_OVERLAP_S,
@@ -22,6 +20,8 @@ from lorikeet.serving.tenant_keys import (
     queried,
     usage_page,
 )
+from lorikeet.router.adapter_routes import json_response, read_body
+from lorikeet.router.catalog import ModelCatalog
 from lorikeet.tenants.keys import Access, KeySettings
 from lorikeet.tenants.tenants import Tenants
 

@@ -10,11 +10,11 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.mixture import Part
 from lorikeet.adapters.task import AdapterTask
-from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.chat.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.core.ids import AdapterName
 from lorikeet.core.splits import Split
 from lorikeet.http.errors import ApiError, bad_request
+from lorikeet.http.model_routes import AUTO_MODEL
 from lorikeet.http.tenancy import check_use
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.serving.adapter_loader import AdapterLoader

@@ -8,10 +8,9 @@ from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
 from lorikeet.api.dependencies import SenderDep, ServiceDep
-from lorikeet.chat.choice_prompt import AUTO_MODEL
 from lorikeet.chat.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.http.errors import ApiError, bad_request, not_supported
-from lorikeet.http.model_routes import DETOKENIZE, POOLING, TOKENIZE
+from lorikeet.http.model_routes import AUTO_MODEL, DETOKENIZE, POOLING, TOKENIZE
 from lorikeet.http.routes import Callers, Route, Routes
 from lorikeet.http.threads import in_daemon_thread
 from lorikeet.observe.request_records import MOST_RECORDS

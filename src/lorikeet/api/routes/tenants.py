@@ -12,8 +12,7 @@ from lorikeet.api.dependencies import SenderDep, ServiceDep
 from lorikeet.chat.protocol import Body
 from lorikeet.http.errors import ApiError
 from lorikeet.http.routes import Callers, Route, Routes
-from lorikeet.serving.service import Service
-from lorikeet.serving.tenant_keys import (
+from lorikeet.http.tenant_keys import (
     DEFAULT_OVERLAP_S,
     LONGEST_NAME,
     LONGEST_OVERLAP_S,
@@ -24,6 +23,7 @@ from lorikeet.serving.tenant_keys import (
     queried,
     usage_page,
 )
+from lorikeet.serving.service import Service
 from lorikeet.tenants.keys import KeySettings
 from lorikeet.tenants.tenants import Tenants
 
