@@ -1,14 +1,15 @@
 """Compares the default preset with five systems, live: ``python -m benchmarks.auto_live``.
 
 SmolLM2 runs on this machine behind a declared link. It has 100 adapters of mixed ranks, and the device holds few of
-them. The two workloads are conversations of several turns, and single requests whose popular adapters change. In each
-round, which has its own seed, every system gets the same requests. The order of the systems rotates from round to
-round. Each run builds a new engine in this process, with its adapters in the host tier. A turn waits for the earlier
-answer. The rate is found once for a workload, as a share of the rate at which ``lorikeet:plain`` answers when all
-requests arrive at the same time.
+them. The workloads are conversations of several turns, single requests whose popular adapters change, and conversations
+whose popular adapters change. ``--workload`` selects workloads by a text in their names. In each round, which has its
+own seed, every system gets the same requests. The order of the systems rotates from round to round. Each run builds a
+new engine in this process, with its adapters in the host tier. A turn waits for the earlier answer. The rate is found
+once for a workload, as a share of the rate at which ``lorikeet:plain`` answers when all requests arrive at the same
+time.
 
-Five rounds take about half an hour on an idle machine. A round that would end after ``--minutes`` is not started, and
-an interrupt (Ctrl-C) also ends the program. The tables contain the complete rounds.
+Five rounds of a workload take about a quarter of an hour on an idle machine. A round that would end after ``--minutes``
+is not started, and an interrupt (Ctrl-C) also ends the program. The tables contain the complete rounds.
 """
 
 import argparse
@@ -61,7 +62,7 @@ _MODEL_LEN = 2048
 SECONDS = 20.0
 ROUNDS = 5
 LOAD = 0.6
-MINUTES = 45.0
+MINUTES = 60.0
 """Of arrivals in a run; rounds; the rate as a share of what is answered when all requests come at once; of all runs."""
 QUICK_SECONDS = 4.0
 
@@ -87,7 +88,7 @@ _SHIFT_REQUESTS = 6.0
 NAMES = tuple(adapter_names(ADAPTERS))
 
 
-def conversations(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]:
+def conversations(rate: float, seconds: float, seed: int, adapter_choice: str = "zipf:1") -> list[WorkloadRequest]:
     """Return turns of dialogues that arrive in a window.
 
     Prompts contain the earlier turns, including those before the window.
@@ -95,7 +96,7 @@ def conversations(rate: float, seconds: float, seed: int) -> list[WorkloadReques
     of_arrivals, of_adapters, of_lengths = np.random.default_rng(seed).spawn(3)
     until_s = _BEFORE_S + seconds
     times_s = arrivals_until("poisson", until_s, Rates.constant(rate / _DIALOGUES.turns), of_arrivals)
-    places = choose_adapters("zipf:1", range(ADAPTERS), times_s, of_adapters)
+    places = choose_adapters(adapter_choice, range(ADAPTERS), times_s, of_adapters)
     calls = [Invocation(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
     turns = _DIALOGUES.requests(calls, NAMES, MADE_BLOCK_TOKENS, of_lengths)
     return [
@@ -103,6 +104,11 @@ def conversations(rate: float, seconds: float, seed: int) -> list[WorkloadReques
         for turn in turns
         if _BEFORE_S <= turn.arrival_s < until_s
     ]
+
+
+def moving_conversations(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]:
+    """Return turns of dialogues. The set of popular adapters changes over the dialogues."""
+    return conversations(rate, seconds, seed, f"drifting:1:{_SHIFT_REQUESTS / rate}")
 
 
 def moving_skew(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]:
@@ -122,6 +128,7 @@ def moving_skew(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]
 WORKLOADS: dict[str, Callable[[float, float, int], list[WorkloadRequest]]] = {
     "conversations over 100 adapters": conversations,
     "a moving skew over 100 adapters": moving_skew,
+    "moving conversations over 100 adapters": moving_conversations,
 }
 _CALIBRATION_RATE = 12.0
 _CALIBRATION_SEED = 0
@@ -226,11 +233,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_setup()
     began_s = time.monotonic()
     load_before = os.getloadavg()
-    found: dict[str, dict[str, list[Figures]]] = {name: {each: [] for each in SYSTEMS} for name in WORKLOADS}
+    workloads = [name for name in WORKLOADS if given.workload in name]
+    found: dict[str, dict[str, list[Figures]]] = {name: {each: [] for each in SYSTEMS} for name in workloads}
     with tempfile.TemporaryDirectory(prefix="lorikeet-auto-") as folder:
         bench = make_bench(Path(folder))
         rates = {}
-        for workload in WORKLOADS:
+        for workload in workloads:
             most = capacity(bench, workload, seconds)
             rates[workload] = LOAD * most
             _progress(began_s, f"{workload}: {most:.1f} requests/s at once; from here {rates[workload]:.1f}")
@@ -278,7 +286,8 @@ def _progress(began_s: float, line: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.auto_live", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of all systems in both workloads (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of all systems in each workload (%(default)s)")
+    parser.add_argument("--workload", default="", help="take the workloads with this text in their names")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of arrivals in a run (%(default)g)")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all runs together (%(default)g)")
     parser.add_argument("--quick", action="store_true", help="one round of short runs, in two minutes, for a try")
