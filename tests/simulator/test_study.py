@@ -1,7 +1,10 @@
 """``lorikeet simulate``: scenarios, determinism, and errors of bad scenarios."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -127,6 +130,22 @@ def test_report_of_several_replicas_is_deterministic(preset: str, profile: str, 
     assert told["figures"]["completed"] == 60
     assert sum(each["requests"] for each in told["cluster"]["replicas"]) == 60
     assert told["engine"]["total_blocks"] == 3 * 400
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_simulations_of_two_processes_are_equal(replicas: str, profile: str, tmp_path: Path) -> None:
+    flags = ["--profile", profile, "--replicas", replicas, "--count", "200", "--adapters", "40", "--rate", "60"]
+    flags += ["--ranks", "1,2,4", "--prompt-tokens", "20-300", "--predictor", "history"]
+    written = []
+    for number, allocator in enumerate(("pymalloc", "malloc")):  # so that neither hashes nor addresses are the same
+        report = tmp_path / f"{number}.json"
+        source = f"objects = [object() for _ in range({9_973 * number})]; from lorikeet.cli.app import app; app()"
+        environment = {**os.environ, "PYTHONHASHSEED": str(number), "PYTHONMALLOC": allocator}
+        command = [sys.executable, "-c", source, "simulate", *flags, "--json", str(report)]
+        subprocess.run(command, env=environment, capture_output=True, check=True)
+        written.append(report.read_bytes())
+    assert written[0] == written[1]
+    assert json.loads(written[0])["figures"]["completed"] == 200
 
 
 def test_report_of_one_replica_has_no_cluster_part(profile: str) -> None:

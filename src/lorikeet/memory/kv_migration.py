@@ -28,7 +28,7 @@ class KvMigration:
         snapshots: finds the snapshot from which the importing engine continues, if layers have a state.
     """
 
-    def __init__(self, tiers: Tiers, evictor: Evictor, leases: set[SequenceLease], snapshots: Snapshots) -> None:
+    def __init__(self, tiers: Tiers, evictor: Evictor, leases: dict[SequenceLease, None], snapshots: Snapshots) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
         self._evictor = evictor
@@ -51,7 +51,7 @@ class KvMigration:
         path, chain = self._snapshots.usable(self._tree.match(keys), keys)
         keys = [self._tree.key_of(node) for node in (*path, *chain)]
         lease = SequenceLease(adapter, path=[*path, *chain], keys=keys)
-        self._leases.add(lease)
+        self._leases[lease] = None
         self._tiers.pin([adapter, *lease.path])
         uncopied = [node for node in lease.path if not self._tree.on_host[node]]
         self._evictor.copy_to_host([node for node in uncopied if node not in self._tiers.transfer_of], now)

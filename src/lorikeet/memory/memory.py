@@ -132,8 +132,9 @@ class Memory:
             self.tiers, self.evictor, self._eviction, block_size, state_blocks, keeps=options.keep_kv
         )
         self._copy_awaited_s: float | None = None
-        self._leases: set[SequenceLease] = set()
-        self._waiting: dict[int, set[SequenceLease]] = {}
+        # Both are in the order of admission, not by hash, so that runs repeat.
+        self._leases: dict[SequenceLease, None] = {}
+        self._waiting: dict[int, dict[SequenceLease, None]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases, self.snapshots)
 
     # --- counts --------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ class Memory:
         lease = SequenceLease(
             adapter, path=path, keys=list(keys), cached_blocks=len(path), salt=salt, adapter_start=start
         )
-        self._leases.add(lease)
+        self._leases[lease] = None
         if load:
             to_prefill = tokens - len(path) * self.block_size
             may_assist = ref is not None and tree.on_host[adapter] and not start
@@ -409,7 +410,7 @@ class Memory:
         for inflight in tiers.want([*path, *chain]):
             lease.kv_transfers.add(inflight.transfer.transfer_id)
         for transfer_id in lease.adapter_transfers | lease.kv_transfers:
-            self._waiting.setdefault(transfer_id, set()).add(lease)
+            self._waiting.setdefault(transfer_id, {})[lease] = None
         tree.last_use_s[pinned] = now
         self._eviction.admitted(adapter, path, now)
         lease.prefetched = self.counters.admitted(adapter, path)
@@ -525,9 +526,9 @@ class Memory:
     def _return_lease(self, lease: SequenceLease, now: float) -> None:
         if lease not in self._leases:
             raise BlockError("a sequence's blocks are released twice")
-        self._leases.remove(lease)
+        del self._leases[lease]
         for transfer_id in lease.adapter_transfers | lease.kv_transfers:
-            self._waiting[transfer_id].discard(lease)
+            del self._waiting[transfer_id][lease]
             if not self._waiting[transfer_id]:
                 del self._waiting[transfer_id]
         self.tiers.release_private(sorted(lease.private, reverse=True))
