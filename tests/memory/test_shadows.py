@@ -101,7 +101,7 @@ def evictions(seed: int) -> World:
             cache.use([key], goes_first=is_on and shares[adapter] < 0.05)
             cache.shrink(100 if wins else size - 20)
         world.add(*costs)
-        shadow.requested(adapter, [(0, key)], world.now)
+        shadow.requested(adapter, [key], world.now)
         recent[adapter][key] = None
         recent[adapter].move_to_end(key)
         while len(recent[adapter]) > 100:
@@ -155,11 +155,10 @@ def test_adversarial_loads_cost_at_most_five_percent(run: Callable[[int], World]
 
 def test_ghosts_are_bounded_however_many_blocks_there_are() -> None:
     sample = KeySample(10_000_000)
-    ghosts = GhostList()
+    ghosts = GhostList(sample.scale)
     chance = random.Random(3)
     for _ in range(20_000):
-        for _, key in sample.of([chance.randbytes(16)]):
-            ghosts.use([key], sample.scale)
+        ghosts.use(sample.of([chance.randbytes(16)]))
         ghosts.shrink(4_000_000)
     assert ghosts.size <= 4_000_000
 

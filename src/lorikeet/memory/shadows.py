@@ -4,8 +4,9 @@ A shadow follows what the other choice would keep by the keys of blocks alone (g
 them, sampled by their hashes, so each stands for those that were left out. See ``core.guard``.
 """
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ EVICTIONS_PER_TICK = 64
 RESERVED_SHARE = 0.05
 """Where KV is copied when it is evicted, the swapper evicts so many blocks a tick ahead of demand once the device was
 full, until this share of it is free."""
+_MOST_STALE = 1024
+"""Most keys of ghosts, beside as many as there are ghosts, that are kept although they were used again later."""
 _PRIOR_BLOCKS = 64.0
 """Blocks that are assumed to have been as expected at the start."""
 _PROBE_S = 5.0
@@ -50,49 +53,114 @@ class KeySample:
         self._below = max(1, min(256, 256 * _MOST_GHOSTS // max(1, blocks)))
         self.scale = 256 / self._below
 
-    def of(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    def of(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the sampled keys."""
+        below = self._below
+        return [key for key in keys if key[0] < below]
+
+    def placed(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
         """Return the sampled keys with their places among ``keys``."""
         below = self._below
         return [(place, key) for place, key in enumerate(keys) if key[0] < below]
 
 
 class GhostList:
-    """Keys in the order in which a cache of limited size evicts them, without the cache."""
+    """Keys in the order in which a cache of limited size evicts them, without the cache.
 
-    def __init__(self) -> None:
-        self._first: OrderedDict[bytes, float] = OrderedDict()
-        self._others: OrderedDict[bytes, float] = OrderedDict()
-        self.size = 0.0
+    The keys of a use are kept together as a run with a number, and each key has the number of its last run. A key in an
+    older run is skipped, so that a use moves no single key.
+
+    Args:
+        size: size of each key of :meth:`use`.
+    """
+
+    def __init__(self, size: float = 1.0) -> None:
+        self._size = size
+        self._run_of: dict[bytes, int] = {}
+        self._first: deque[_Run] = deque()
+        self._others: deque[_Run] = deque()
+        self._queued = 0
+        self._uses = 0
+        self._more: dict[bytes, float] = {}  # sizes of adapters beyond that of a key
+        self._all_more = 0.0
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether the cache would hold a key."""
-        return key in self._others or key in self._first
+        return key in self._run_of
 
-    def use(self, keys: Iterable[bytes], size: float = 1.0, *, goes_first: bool = False) -> None:
-        """Insert keys in turn, or make each the last that is evicted; with ``goes_first`` only of those evicted first.
+    @property
+    def size(self) -> float:
+        """Size of all keys."""
+        return len(self._run_of) * self._size + self._all_more
+
+    def missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the keys that the cache would not hold."""
+        run_of = self._run_of
+        return [key for key in keys if key not in run_of]
+
+    def prefix(self, keys: Iterable[bytes]) -> int:
+        """Return how many of the first keys the cache would hold."""
+        return sum(1 for _ in takewhile(self._run_of.__contains__, keys))
+
+    def use(self, keys: list[bytes], *, goes_first: bool = False) -> None:
+        """Make distinct keys the last that are evicted; with ``goes_first`` only of those evicted first.
 
         Args:
-            keys: the keys.
-            size: size of each.
+            keys: the keys. Of these, the last key is evicted first.
             goes_first: whether the keys are evicted before all others.
         """
-        first = self._first
-        others = self._others
-        chosen = first if goes_first else others
-        total = self.size
-        for key in keys:
-            total -= first.pop(key, 0.0)
-            total -= others.pop(key, 0.0)
-            chosen[key] = size
-            total += size
-        self.size = total
+        if not keys:
+            return
+        self._uses += 1
+        self._run_of.update(dict.fromkeys(keys, self._uses))
+        (self._first if goes_first else self._others).append(_Run(self._uses, keys))
+        self._queued += len(keys)
+        if self._queued > _MOST_STALE + 2 * len(self._run_of):
+            self._drop_stale()
+
+    def use_adapter(self, key: bytes, size: float) -> None:
+        """Make the key of an adapter of some size the last that is evicted."""
+        self.use([key])
+        self._all_more += size - self._size - self._more.pop(key, 0.0)
+        self._more[key] = size - self._size
 
     def shrink(self, size: float) -> None:
         """Evict keys until the rest has at most this size."""
-        total = self.size
-        while total > size and (queue := self._first or self._others):
-            total -= queue.popitem(last=False)[1]
-        self.size = total
+        run_of = self._run_of
+        while (excess := self.size - size) > 0 and (queue := self._first or self._others):
+            number, keys = queue[0]
+            count = len(keys)
+            while keys and excess > 0:
+                key = keys.pop()
+                if run_of.get(key) == number:
+                    del run_of[key]
+                    more = self._more.pop(key, 0.0)
+                    self._all_more -= more
+                    excess -= self._size + more
+            self._queued -= count - len(keys)
+            if not keys:
+                queue.popleft()
+
+    def _drop_stale(self) -> None:
+        """Drop the keys that were used again later from their earlier runs."""
+        run_of = self._run_of
+        for queue in (self._first, self._others):
+            runs = [_Run(number, [key for key in keys if run_of.get(key) == number]) for number, keys in queue]
+            queue.clear()
+            queue.extend(run for run in runs if run.keys)
+        self._queued = len(run_of)
+
+
+class _Run(NamedTuple):
+    """Keys that were used together.
+
+    Attributes:
+        number: number of the use.
+        keys: the keys; the last is evicted first.
+    """
+
+    number: int
+    keys: list[bytes]
 
 
 class _Fading:
@@ -202,8 +270,9 @@ class CopyShadow:
         waiting = max(1, view.queued)
         share = view.evicted_kv_share(top)
         is_copied = share >= MIN_REUSED_SHARE
-        late = [key for _, key in sampled if key not in self._ahead]
+        late = self._ahead.missing(sampled)
         waits_on_s = waits_off_s = waited = 0.0
+        lost: set[bytes] = set()
         if late:
             in_time = int(min(len(late), self._copied / scale)) if is_copied and view.loading_kv_pays(1) else 0
             self._copied -= in_time * scale
@@ -212,23 +281,25 @@ class CopyShadow:
                 waits_on_s = store_s * rest * scale + view.iteration_s
                 waited = rest * scale
                 in_time = len(late)
-            late = late[:in_time]
-        copied = [key for _, key in sampled if key not in self._at_eviction]
+            lost = set(late[in_time:])
+        copied = len(self._at_eviction.missing(sampled))
         short = max(0.0, len(keys) - self._reserved)
         self._reserved = max(0.0, self._reserved - len(keys))
         self._refills |= short > 0  # only then the swapper evicts ahead of demand
         if short and copied:  # blocks that are free during a step are used by the next
-            waits_off_s = store_s * min(short, len(copied) * scale) + view.iteration_s
-        for ghosts, stored in ((self._ahead, set(late)), (self._at_eviction, set(copied))):
-            ghosts.use([key for _, key in sampled if key in stored or key in ghosts])
+            waits_off_s = store_s * min(short, copied * scale) + view.iteration_s
+        sampled.reverse()  # the host evicts KV in the order in which the device did
+        self._ahead.use([key for key in sampled if key not in lost] if lost else sampled.copy())
+        self._at_eviction.use(sampled)
+        for ghosts in (self._ahead, self._at_eviction):
             ghosts.shrink(self._host_kv_blocks() / scale)
         if self._guards.is_on(GuardedPart.COPIES):
             self._waits_on.copied(waited, now)
-            other_s = waiting * self._waits_off.model(waits_off_s, len(copied) * scale, now)
+            other_s = waiting * self._waits_off.model(waits_off_s, copied * scale, now)
             if other_s:
                 self._guards.note(GuardedPart.COPIES, 0.0, other_s, now)
         else:
-            self._waits_off.copied(len(copied) * scale, now)
+            self._waits_off.copied(copied * scale, now)
             other_s = waiting * self._waits_on.model(waits_on_s, waited, now)
             if other_s:
                 self._guards.note(GuardedPart.COPIES, other_s, 0.0, now)
@@ -257,9 +328,12 @@ class CopyShadow:
         found, expected = (self._found_on, self._found_off) if acts else (self._found_off, self._found_on)
         is_kept = is_expected = True
         blocks = loads = ghosts = 0
+        used: list[bytes] = []
+        at = np.asarray(path, np.int64)
+        on_device = (tree.on_device[at] | (tree.moving[at] == NodeTransfer.IN)).tolist()
         for place, key in sampled:
             is_there = place < len(path)
-            if is_there and (tree.on_device[path[place]] or tree.moving[path[place]] == NodeTransfer.IN):
+            if is_there and on_device[place]:
                 continue
             if key in own:
                 found.add(is_there, 1.0, now)
@@ -270,11 +344,12 @@ class CopyShadow:
             blocks += 1
             loads += is_kept
             ghosts += is_expected
-            for each in (own, other):
-                if key in each:
-                    each.use((key,))
+            used.append(key)
         if not blocks:
             return
+        used.reverse()  # later KV is evicted after earlier KV, because it is used after it
+        for each in (own, other):
+            each.use([key for key in used if key in each])
         scale = self._sample.scale
         compute_s = self._view.compute_kv_cost_s(1)
         load_s = min(compute_s, self._view.load_kv_alone_s(1))
@@ -302,23 +377,18 @@ class EvictionShadow:
         self._view = view
         self._sample = sample
         self._has_host = has_host
-        self._by_worth = GhostList()
-        self._by_use = GhostList()
+        self._by_worth = GhostList(sample.scale)
+        self._by_use = GhostList(sample.scale)
 
-    def requested(self, adapter: int, sampled: Sequence[tuple[int, bytes]], now: float) -> None:
-        """Record that a request needs an adapter (its node) and KV (sampled keys of its blocks, with their places)."""
+    def requested(self, adapter: int, sampled: Sequence[bytes], now: float) -> None:
+        """Record that a request needs an adapter (its node) and KV (sampled keys of its blocks)."""
         share = self._view.kv_share(adapter)
         view = self._view
         on_s, off_s = self._adapter_costs_s(adapter)
-        kept_on = kept_off = True
-        lost_on = lost_off = 0
-        for _, key in sampled:
-            kept_on = kept_on and key in self._by_worth
-            kept_off = kept_off and key in self._by_use
-            if not (kept_on or kept_off):
-                break
-            lost_on += not kept_on
-            lost_off += not kept_off
+        kept_on = self._by_worth.prefix(sampled)
+        kept_off = self._by_use.prefix(sampled)
+        lost_on = max(0, kept_off - kept_on)
+        lost_off = max(0, kept_on - kept_off)
         if lost_on or lost_off:
             recover_s = view.compute_kv_cost_s(1)
             if self._has_host and share >= MIN_REUSED_SHARE:
@@ -343,14 +413,13 @@ class EvictionShadow:
         load_s = float(self._view.load_s(np.array([adapter], np.int64))[0])
         return load_s * lost_on, load_s * lost_off
 
-    def _use(self, adapter: int, sampled: Sequence[tuple[int, bytes]], share: float) -> None:
+    def _use(self, adapter: int, sampled: Sequence[bytes], share: float) -> None:
         """Make a path the last that is evicted, later KV before earlier, and its adapter after it."""
         tree = self._view.tree
-        scale = self._sample.scale
         for ghosts, goes_first in ((self._by_worth, share < MIN_REUSED_SHARE), (self._by_use, False)):
-            ghosts.use([key for _, key in reversed(sampled)], scale, goes_first=goes_first)
+            ghosts.use(list(sampled), goes_first=goes_first)
             if adapter != BASE:
-                ghosts.use((tree.key_of(adapter),), float(tree.size[adapter]))
+                ghosts.use_adapter(tree.key_of(adapter), float(tree.size[adapter]))
             ghosts.shrink(self._view.device_blocks)
 
 
@@ -456,8 +525,7 @@ class Shadows(NamedTuple):
         """
         if self.copies is None and self.eviction is None:
             return
-        sampled = self.sample.of(keys)
         if self.copies is not None:
-            self.copies.requested(sampled, path, now)
+            self.copies.requested(self.sample.placed(keys), path, now)
         if self.eviction is not None:
-            self.eviction.requested(adapter, sampled, now)
+            self.eviction.requested(adapter, self.sample.of(keys), now)
