@@ -78,7 +78,8 @@ def test_conversations_that_end_before_their_eviction_are_reused_on_the_device_o
     top = np.array([1])
     assert reuse.shares_on_device(top)[0] > 0.5
     assert reuse.shares(top)[0] < 0.05
-    assert not reuse.is_copied(top)[0]
+    assert not reuse.are_copied(top)[0]
+    assert not reuse.is_copied(int(top[0]))
 
 
 def test_lost_kv_counts_when_it_is_requested_again() -> None:

@@ -26,7 +26,7 @@ from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.shadows import CopyShadow
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
+from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 from lorikeet.presets import HostKv
 
 _HEAP_NODES = 256
@@ -538,12 +538,12 @@ class Evictor:
 
     def _is_copied(self, nodes: Sequence[int]) -> bool:
         """Return whether KV of one branch is copied ahead of its eviction; rarely reused KV is not."""
-        return bool(self._reuse.is_copied(self._tree.top[nodes[:1]].astype(np.int64))[0])
+        return self._reuse.is_copied(self._tree.top.item(nodes[0]))
 
     def _is_copied_late(self, nodes: Sequence[int]) -> bool:
         """Return whether KV that was not copied ahead is copied when it is evicted."""
-        top = self._tree.top[nodes[:1]].astype(np.int64)
-        return self._eviction.view.waiting_for_a_copy_pays(len(nodes), float(self._reuse.shares(top)[0]))
+        share = self._reuse.share(self._tree.top.item(nodes[0]))
+        return self._eviction.view.waiting_for_a_copy_pays(len(nodes), share)
 
     def evict_adapter(
         self, node: int, now: float, *, most: int | None = None, other_blocks: int = 0, dropped: bool = False
@@ -732,20 +732,23 @@ class Evictor:
             now: the time.
         """
         tree = self._tree
+        tops = np.array([BASE, *tree.adapters], np.int64)
+        tops = tops[tree.on_device[tops]]
+        tops = tops[pays(tops)]
+        if not len(tops):
+            return
         end = self._tree.end
-        top = tree.top[:end]
+        is_paying = np.zeros(end, np.bool_)
+        is_paying[tops] = True
         idle = (tree.kind[:end] == NodeKind.KV) & tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
-        cached = np.flatnonzero(idle & (tree.pins[:end] == 0) & tree.on_device[top])
+        cached = np.flatnonzero(idle & (tree.pins[:end] == 0) & is_paying[tree.top[:end]])
         nodes = cached[~tree.on_host[cached]]  # as a rule few
-        nodes = nodes[pays(top[nodes].astype(np.int64))]
         if len(nodes) > most:
             nodes = nodes[np.argpartition(tree.score[nodes], most)[:most]]
         nodes = nodes[np.lexsort((-tree.depth[nodes], tree.score[nodes]))]
-        if len(nodes) > self._tiers.host.free:
-            cached = cached[pays(top[cached].astype(np.int64))]
-            if len(cached) > soon:
-                last = np.partition(tree.score[cached], soon)[soon]
-                nodes = nodes[: max(self._tiers.host.free, int((tree.score[nodes] < last).sum()))]
+        if len(nodes) > self._tiers.host.free and len(cached) > soon:
+            last = np.partition(tree.score[cached], soon)[soon]
+            nodes = nodes[: max(self._tiers.host.free, int((tree.score[nodes] < last).sum()))]
         if not len(nodes):
             return
         chosen: list[int] = nodes.tolist()

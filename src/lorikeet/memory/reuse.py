@@ -76,7 +76,7 @@ class _Share:
     def one(self, top: int) -> float:
         """Return the expected reused share of the blocks of one adapter."""
         self._extend(top + 1)
-        return float((self._reused[top] + _PRIOR_BLOCKS * self.of_all()) / (self._blocks[top] + _PRIOR_BLOCKS))
+        return (self._reused.item(top) + _PRIOR_BLOCKS * self.of_all()) / (self._blocks.item(top) + _PRIOR_BLOCKS)
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""
@@ -188,9 +188,13 @@ class KvReuse:
         shares: Scores = np.minimum(self._of_computed.of(tops), self._of_evicted.of(tops))
         return shares
 
-    def is_copied(self, tops: Nodes) -> npt.NDArray[np.bool_]:
+    def are_copied(self, tops: Nodes) -> npt.NDArray[np.bool_]:
         """Return whether each adapter's KV is reused often enough to be copied to the host."""
         return self.shares(tops) >= _MIN_COPIED_SHARE
+
+    def is_copied(self, top: int) -> bool:
+        """Return whether one adapter's KV is reused often enough to be copied to the host."""
+        return self.share(top) >= _MIN_COPIED_SHARE
 
     def lost_share(self) -> float:
         """Return the share of KV that was requested again after it had left its last tier; 0 before any."""

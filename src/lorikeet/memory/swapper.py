@@ -217,7 +217,7 @@ class Swapper:
         cached = self._tiers.cached_blocks[NodeKind.KV]
         most = min(COPIES_IN_FLIGHT, lead.at_a_time(cached, now)) - tiers.blocks_being_copied
         if tiers.host.total and most > 0 and self._view.loading_kv_pays(1):
-            self._evictor.copy_ahead(most, lead.soon(cached, now), self._reuse.is_copied, now)
+            self._evictor.copy_ahead(most, lead.soon(cached, now), self._reuse.are_copied, now)
 
     def _queue_host_read(self, node: int) -> None:
         """Queue an adapter to be read into the host tier, after all other queued adapters."""

@@ -51,8 +51,11 @@ class LruWithReuse(Lru):
         scores = super().scores(nodes, now)
         if not self.view.guards.is_on(GuardedPart.EVICTION):
             return scores
+        tops = tree.top[nodes]
+        is_one = len(tops) > 0 and bool((tops == tops[0]).all())  # as a rule: the nodes of a request
+        if is_one and self.view.kv_share(int(tops[0])) >= MIN_REUSED_SHARE:
+            return scores
         is_kv = tree.kind[nodes] == NodeKind.KV
-        if is_kv.any():
-            lost = is_kv & (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < MIN_REUSED_SHARE)
-            scores[lost] -= _EVICTED_FIRST_S
+        lost = is_kv if is_one else is_kv & (self.view.kv_reuse(tops.astype(np.int64)) < MIN_REUSED_SHARE)
+        scores[lost] -= _EVICTED_FIRST_S
         return scores
