@@ -402,9 +402,10 @@ class Tiers:
         how = self.tree.moving[nodes]
         for node in inflight.nodes:
             del self.transfer_of[node]
+        are_ended = self._finish_together(nodes, how, result)
         self.tree.moving[nodes] = NodeTransfer.NO
         self.tree.touched[nodes] += 1
-        if self._finish_together(nodes, how, result):
+        if are_ended:
             return result
         for node, moving in zip(inflight.nodes, how.tolist(), strict=True):
             match moving:
@@ -435,36 +436,50 @@ class Tiers:
             self.tree.touched[np.asarray(nodes, np.int64)] += 1
 
     def _finish_together(self, nodes: Nodes, how: npt.NDArray[np.int8], result: TransferResult) -> bool:
-        """End the copies of KV to the host together, if all of them succeeded and are alike.
-
-        Return whether they were ended.
+        """End the copies of KV together, if all of them succeeded and are alike. Return whether they were ended.
 
         A transfer ends every few steps, with tens of blocks.
         """
         tree = self.tree
         count = len(nodes)
-        if result.error is not None or not count or (how != how[0]).any():
+        if result.error is not None or not count or (how != how[0]).any() or tree.kind[nodes[0]] != NodeKind.KV:
             return False
         pinned = tree.pins[nodes] > 0
-        needed = pinned | (self._dependent & (tree.children_on_device[nodes] > 0))
-        if how[0] == NodeTransfer.COPY:
-            self.blocks_being_copied -= count
-            running = int(np.count_nonzero(pinned))
-            self._kv += running
-            self.cached_blocks[NodeKind.KV] += count - running
-        elif how[0] == NodeTransfer.OUT and not needed.any():
+        if how[0] == NodeTransfer.OUT:
+            if (pinned | (self._dependent & (tree.children_on_device[nodes] > 0))).any():
+                return False
             self.blocks_being_freed -= count
             self.used_blocks[NodeKind.KV] -= count
             self.device.release(self.device_blocks(nodes))
             tree.device[nodes] = NO_BLOCK
             tree.on_device[nodes] = False
         else:
-            return False
+            if how[0] == NodeTransfer.IN:
+                if not self._are_reachable(nodes):
+                    return False
+                tree.on_device[nodes] = True
+                result.arrived.extend(result.inflight.nodes)
+            else:
+                self.blocks_being_copied -= count
+            running = int(np.count_nonzero(pinned))
+            self._kv += running
+            self.cached_blocks[NodeKind.KV] += count - running
         self._inflight -= count
-        self._host_inflight -= count
-        self._host_kv += count
-        tree.on_host[nodes] = True
+        if how[0] != NodeTransfer.IN:
+            self._host_inflight -= count
+            self._host_kv += count
+            tree.on_host[nodes] = True
         return True
+
+    def _are_reachable(self, nodes: Nodes) -> bool:
+        """Return whether KV that arrives on the device has its parents there, or in flight to it like itself.
+
+        KV on the device is useless if its parent was evicted, or if its parent's copy failed.
+        """
+        tree = self.tree
+        parents = tree.parent[nodes]
+        reachable = tree.on_device[parents] | (tree.moving[parents] == NodeTransfer.IN)
+        return not self._dependent or bool(reachable.all())
 
     def _finish_in(self, node: int, result: TransferResult) -> None:
         tree = self.tree
@@ -472,7 +487,6 @@ class Tiers:
         if tree.kind[node] == NodeKind.ADAPTER and result.inflight.transfer.source is Tier.SOURCE:
             self._finish_host_adapter(node, result.error)
         parent = int(tree.parent[node])
-        # KV on the device is useless if its parent was evicted, or if its parent's copy failed.
         is_reachable = (
             not self._dependent or parent == NO_NODE or tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN
         )
