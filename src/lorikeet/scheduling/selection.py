@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import ModeStats
 from lorikeet.core.plan import KernelForm, StepPlan, StepResult
@@ -74,7 +73,6 @@ class BatchSelector:
         self._sequences = load.sequences
         self._load = load
         self._assist = assist
-        self._refs: dict[AdapterDigest, AdapterRef] = {}
         self._choice = ALL_REQUESTS
         self._last_step_was_assisted = False
         self._last_step_had_only_prefills = False
@@ -99,14 +97,11 @@ class BatchSelector:
         tree = self._memory.tree
         resident: dict[AdapterDigest | None, bool] = {}
         live = []
-        self._refs.clear()
         for sequence in sorted(self._sequences.values(), key=lambda each: urgency(each.request)):
             digest = sequence.digest
             if digest not in resident:
                 node = tree.adapter(digest)
                 resident[digest] = node is not None and bool(tree.on_device[node])
-                if sequence.request.adapter is not None:
-                    self._refs[sequence.request.adapter.digest] = sequence.request.adapter
             # Merging would change all tokens, so an adapter that acts on only a part of them is never merged.
             may_merge = None if sequence.request.adapter_start else digest
             live.append(LiveRequest(sequence.request_id, may_merge, resident[digest], len(sequence.token_ids)))
@@ -170,9 +165,9 @@ class BatchSelector:
         self._merged_steps += result.steps_run if plan.merged is not None else 0
         self._assisted_steps += bool(plan.assisted)
         prefills = decodes = prefill_tokens = 0
-        prefill_rows = Counter[AdapterDigest]()
-        decode_rows = Counter[AdapterDigest]()
-        types: dict[AdapterDigest | None, AdapterRef | None] = {}
+        prefill_rows: dict[AdapterDigest, int] = {}
+        decode_rows: dict[AdapterDigest, int] = {}
+        types: set[AdapterDigest | None] = set()
         is_merged = plan.merged is not None
         for step in plan.sequences:
             sequence = self._sequences[step.request_id]
@@ -185,24 +180,23 @@ class BatchSelector:
                 prefills += 1
                 prefill_tokens += tokens
                 rows = prefill_rows
-            if digest not in types:
-                types[digest] = sequence.request.adapter
+            types.add(digest)
             if digest is not None and not is_merged:
                 rows[digest] = rows.get(digest, 0) + tokens
-        for ref in types.values():
-            if ref is not None:
-                self._refs.setdefault(ref.digest, ref)
         is_assisted = bool(plan.assisted)
         if not is_assisted:
             self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)
         if not self._mode.follows_requests:
-            self._refs.clear()
             return
-        work = BatchWork(prefills, prefill_tokens, decodes, prefill_rows + decode_rows, set(types), is_assisted)
+        all_rows = Counter(prefill_rows) + Counter(decode_rows)
+        work = BatchWork(prefills, prefill_tokens, decodes, all_rows, types, is_assisted)
         self._mode.ran(result.steps_run, work, step_s, result.switch_s)
 
     def _rank(self, digest: AdapterDigest) -> int:
-        return self._refs[digest].max_rank
+        tree = self._memory.tree
+        node = tree.adapter(digest)
+        assert node is not None, "a live request's adapter is in the tree"
+        return tree.adapters[node].ref.max_rank
 
     # --- steps of prefills alone ---------------------------------------------------------------------
 
@@ -217,17 +211,14 @@ class BatchSelector:
         prefills = builder.prefills()
         if was_separate or not prefills or len(prefills) == len(builder.tokens):
             return
-        decodes = [sequence for sequence in builder.tokens if sequence not in prefills]
+        decodes = dict.fromkeys((sequence for sequence in builder.tokens if sequence not in prefills), 1)
         ending = [sequence for sequence, tokens in prefills.items() if tokens == sequence.remaining_tokens]
         tokens = sum(prefills.values())
-        none = Counter[AdapterDigest]()
         rows = self._rows(prefills)
-        decode_rows = self._rows(dict.fromkeys(decodes, 1))
+        decode_rows = self._rows(decodes)
         together_s = self.meter.step_s(tokens, len(decodes), rows, decode_rows)
-        alone_s = self.meter.step_s(tokens, 0, rows, none)
-        decodes_s = self.meter.step_s(0, len(decodes), none, decode_rows)
-        if not self._mode.follows_requests:
-            self._refs.clear()
+        alone_s = self.meter.step_s(tokens, 0, rows, {})
+        decodes_s = self.meter.step_s(0, len(decodes), {}, decode_rows)
         later_s = alone_s + decodes_s - together_s
         if later_s > _MAX_SLOWDOWN * together_s:
             return
@@ -236,13 +227,12 @@ class BatchSelector:
             builder.tokens = prefills  # the decodes run in the next step
             self._last_step_had_only_prefills = True
 
-    def _rows(self, tokens: Mapping[Sequence, int]) -> Counter[AdapterDigest]:
+    def _rows(self, tokens: Mapping[Sequence, int]) -> dict[AdapterDigest, int]:
         """Return the number of tokens of each adapter."""
-        rows = Counter[AdapterDigest]()
+        rows: dict[AdapterDigest, int] = {}
         for sequence, count in tokens.items():
-            if (ref := sequence.request.adapter) is not None:
-                self._refs.setdefault(ref.digest, ref)
-                rows[ref.digest] += count
+            if (digest := sequence.digest) is not None:
+                rows[digest] = rows.get(digest, 0) + count
         return rows
 
     # --- assisted prefills ---------------------------------------------------------------------------

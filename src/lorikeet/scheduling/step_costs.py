@@ -1,7 +1,7 @@
 """Measures the costs of steps while the engine serves."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class StepCostMeter:
         self._rank = rank
         self._fit = RobustFit(features=len(_SCALE), kinds=4, window=_WINDOW, ridge=_RIDGE)
         self._seen = [0] * 4
-        self._parts: tuple[float, ...] = ()
+        self._costs: ReplicaCosts | None = None
         self._fitted_at = 0
 
     def note(
@@ -71,8 +71,8 @@ class StepCostMeter:
         step_s: float,
         prefill_tokens: int,
         decodes: int,
-        prefill_rows: Counter[AdapterDigest],
-        decode_rows: Counter[AdapterDigest],
+        prefill_rows: Mapping[AdapterDigest, int],
+        decode_rows: Mapping[AdapterDigest, int],
     ) -> None:
         """Add identical steps.
 
@@ -103,17 +103,17 @@ class StepCostMeter:
         if not self.is_known:
             return None
         seen = sum(self._seen)
-        if not self._parts or seen - self._fitted_at >= _FEWEST:
-            self._parts = tuple((self._fit.parts() / _SCALE).tolist())
+        if self._costs is None or seen - self._fitted_at >= _FEWEST:
+            self._costs = ReplicaCosts(*(self._fit.parts() / _SCALE).tolist())
             self._fitted_at = seen
-        return ReplicaCosts(*self._parts)
+        return self._costs
 
     def step_s(
         self,
         prefill_tokens: int,
         decodes: int,
-        prefill_rows: Counter[AdapterDigest],
-        decode_rows: Counter[AdapterDigest],
+        prefill_rows: Mapping[AdapterDigest, int],
+        decode_rows: Mapping[AdapterDigest, int],
     ) -> float:
         """Return the expected seconds of a step; 0 until enough steps are recorded.
 
@@ -127,14 +127,16 @@ class StepCostMeter:
         lora_s += costs.lora_prefill_s * prefill_work + costs.lora_decode_s * decode_work
         return costs.step_s + costs.prefill_token_s * prefill_tokens + costs.decode_s * decodes + lora_s
 
-    def _work(self, prefill: Counter[AdapterDigest], decode: Counter[AdapterDigest]) -> tuple[float, float]:
+    def _work(self, prefill: Mapping[AdapterDigest, int], decode: Mapping[AdapterDigest, int]) -> tuple[float, float]:
         """Return the products of ranks and rows, of prompts and of decodes, as the kernel form counts them."""
         if not (prefill or decode):
             return 0.0, 0.0
         if self._form is KernelForm.UNPADDED:
-            return tuple(  # type: ignore[return-value]  # of two
-                float(sum(rows * self._rank(adapter) for adapter, rows in each.items())) for each in (prefill, decode)
-            )
+            return self._products(prefill), self._products(decode)
         adapters = prefill.keys() | decode.keys()
         largest = max(map(self._rank, adapters)) * (len(adapters) if self._form is KernelForm.EINSUM else 1)
-        return float(largest * prefill.total()), float(largest * decode.total())
+        return float(largest * sum(prefill.values())), float(largest * sum(decode.values()))
+
+    def _products(self, rows: Mapping[AdapterDigest, int]) -> float:
+        """Return the sum of the products of ranks and rows."""
+        return float(sum(map(mul, rows.values(), map(self._rank, rows))))

@@ -48,7 +48,7 @@ _CANDIDATES: Final = 256
 _REFRESH_S: Final = 0.25
 """Seconds after which costs are computed again even if the queue has not changed."""
 
-_DELAYED, _PENDING, _WAITED, _QUEUED = range(4)
+_DELAYED, _PENDING, _WAITED, _QUEUED, _INPUTS, _OUTPUTS = range(6)
 
 
 @dataclass(slots=True)
@@ -88,8 +88,9 @@ class BoundedShortestFirst(AdmissionQueue):
     def __init__(self, view: AdmissionView) -> None:
         super().__init__(view)
         self._waiting: list[Request] = []
-        # Per request: delay, part of the delay still to come, earlier wait, time of queueing
-        self._times = np.zeros((0, 4))
+        # Per request: delay, part of the delay still to come, earlier wait, time of queueing, tokens to prefill, and
+        # predicted tokens to generate
+        self._columns = np.zeros((0, 6))
         self._admitted: dict[RequestId, _Charge] = {}
         self._costs = np.zeros(0)
         self._order = np.zeros(0, np.int64)
@@ -105,12 +106,15 @@ class BoundedShortestFirst(AdmissionQueue):
     def add(self, request: Request, now: float) -> None:
         """Queue a request by time of arrival. A request that resumes keeps its earlier wait."""
         before = self._admitted.pop(request.request_id, None)
-        times = (0.0, 0.0, 0.0, now) if before is None else (np.inf, 0.0, before.waited_s, now)
+        delayed_s, waited_s = (0.0, 0.0) if before is None else (np.inf, before.waited_s)
+        made = len(request.output_token_ids)
+        inputs = len(request.prompt_token_ids) + made
+        row = (delayed_s, 0.0, waited_s, now, inputs, max(1, request.expected_tokens - made))
         if not self._waiting:
             self._elapsed_until_s = now
         place = bisect_right(self._waiting, request.arrival_s, key=_arrival)
         self._waiting.insert(place, request)
-        self._times = np.concatenate((self._times[:place], (times,), self._times[place:]))
+        self._columns = np.concatenate((self._columns[:place], (row,), self._columns[place:]))
         self._fresh_until_s = -np.inf
 
     def remove(self, request: Request, now: float) -> None:
@@ -194,14 +198,14 @@ class BoundedShortestFirst(AdmissionQueue):
     def _take(self, place: int) -> tuple[float, float]:
         """Remove the request at a position of the queue. Return its delay, and its wait before it was queued."""
         del self._waiting[place]
-        delayed_s, _, waited_s, queued_s = self._times[place].tolist()
-        self._times = np.concatenate((self._times[:place], self._times[place + 1 :]))
+        delayed_s, _, waited_s, queued_s, *_ = self._columns[place].tolist()
+        self._columns = np.concatenate((self._columns[:place], self._columns[place + 1 :]))
         self._fresh_until_s = -np.inf
         return delayed_s, waited_s - queued_s
 
     def _note_admitted(self, request: Request, cost_s: float, prompt_share: float, now: float) -> None:
         place = self._waiting.index(request)
-        self._times[:place, (_DELAYED, _PENDING)] += cost_s
+        self._columns[:place, (_DELAYED, _PENDING)] += cost_s
         if len(self._waiting) > 1:
             self._served_s += cost_s * self._served_s / self._queued_s
         delayed_s, waited_s = self._take(place)
@@ -222,7 +226,7 @@ class BoundedShortestFirst(AdmissionQueue):
 
     def _allowances_s(self, now: float) -> _Floats:
         """Return the seconds by which each considered request may still be delayed."""
-        delayed_s, pending_s, waited_s, queued_s = self._times[: len(self._costs)].T
+        delayed_s, pending_s, waited_s, queued_s, *_ = self._columns[: len(self._costs)].T
         ahead_s = np.concatenate(([0.0], np.cumsum(self._costs)[:-1]))
         waits_s = waited_s + now - queued_s + pending_s + np.where(np.isfinite(ahead_s), ahead_s, 0.0)
         under_fifo_s = np.maximum(0.0, waits_s - delayed_s)
@@ -241,14 +245,16 @@ class BoundedShortestFirst(AdmissionQueue):
         requests = self._waiting[:_CANDIDATES]
         running = self.view.running()
         passed_s = now - self._elapsed_until_s
-        self._times[:, _PENDING] = np.maximum(0.0, self._times[:, _PENDING] - passed_s)
+        self._columns[:, _PENDING] = np.maximum(0.0, self._columns[:, _PENDING] - passed_s)
         self._elapsed_until_s = now
         fade = 0.5 ** (passed_s / _PACE_S)
         self._queued_s = self._queued_s * fade + passed_s
         self._served_s = self._served_s * fade
         self._charge_overruns(running)
-        self._costs = self._costs_s(requests, running)
-        resident = [self.view.is_resident(request.adapter) for request in requests]
+        self._costs = self._costs_s(len(requests), running)
+        adapters = {request.digest: request.adapter for request in requests}
+        is_resident = {digest: self.view.is_resident(adapter) for digest, adapter in adapters.items()}
+        resident = [is_resident[request.digest] for request in requests]
         self._order = np.argsort(self._costs * np.where(resident, 1.0, _COLD_FACTOR), kind="stable")
         self._fresh_until_s = now + _REFRESH_S
 
@@ -261,12 +267,12 @@ class BoundedShortestFirst(AdmissionQueue):
             tokens = int(each.output_tokens * _GROWTH) + 1
             more_s = charge.cost_s * (tokens / charge.output_tokens - 1)
             place = bisect_right(self._waiting, charge.arrival_s, key=_arrival)
-            self._times[:place, (_DELAYED, _PENDING)] += more_s
+            self._columns[:place, (_DELAYED, _PENDING)] += more_s
             charge.cost_s += more_s
             charge.output_tokens = tokens
 
-    def _costs_s(self, requests: Sequence[Request], there: Sequence[RunningRequest]) -> _Floats:
-        """Return the seconds by which each request delays later requests; infinite if unknown.
+    def _costs_s(self, count: int, there: Sequence[RunningRequest]) -> _Floats:
+        """Return the seconds by which each of the oldest requests delays later requests; infinite if unknown.
 
         If running requests' answers are longer than predicted, predicted lengths of waiting requests are raised by the
         same factor.
@@ -274,11 +280,10 @@ class BoundedShortestFirst(AdmissionQueue):
         times = self.view.step_times
         view = self.view
         if not times.is_known:
-            self._prompt_shares = np.zeros(len(requests))
-            return np.full(len(requests), np.inf)
+            self._prompt_shares = np.zeros(count)
+            return np.full(count, np.inf)
         kv_tokens = view.free_tokens() + sum(each.kv_tokens for each in there)
-        inputs = np.array([len(each.prompt_token_ids) + len(each.output_token_ids) for each in requests], np.float64)
-        outputs = np.array([max(1, each.expected_tokens - len(each.output_token_ids)) for each in requests], np.float64)
+        inputs, outputs = self._columns[:count, (_INPUTS, _OUTPUTS)].T
         prefill_s = times.prefill_s(1) * inputs
         # In a step of a busy engine, each running request adds its prompt tokens divided by its answer tokens.
         beside = len(there) * inputs.sum() / outputs.sum()
