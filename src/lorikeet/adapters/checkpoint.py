@@ -33,6 +33,7 @@ from lorikeet.adapters.peft_config import (
     MAX_CONFIG_BYTES,
     LoraConfig,
     ModuleMatcher,
+    ReadConfig,
     read_config,
     read_json,
 )
@@ -45,6 +46,9 @@ _CHUNK_BYTES = 2**20
 _MAX_SHARDS = 1000
 _MAX_MISSING = 10
 """Warnings about targets that the base model lacks."""
+_MAX_PATHS = 12
+"""Names of modules in an error about one on which LoRA is not supported."""
+_ADVICE = ": answers may be wrong. If it is the same, name it with --base-alias"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 
@@ -154,9 +158,31 @@ def describe_folder(
     if not options.shared:
         _check_present(folder)
     on_stage(CONFIG_FILE)
-    config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
-    if options.checks.base is not None:
-        warnings += _check_base(base_model, revision, options.checks.base)
+    read = read_config(folder / CONFIG_FILE)
+    base = options.checks.base
+    problem = "" if base is None else _other_base(read, base)
+    warnings = list(read.warnings)
+    if base is not None and problem:
+        warnings.append(problem if base.is_called(read.base_model) else problem + _ADVICE)
+        if base.is_strict:
+            raise AdapterError(warnings[-1])
+    try:
+        return _describe(folder, options, read.config, read.base_model, warnings, on_stage, on_chunk)
+    except AdapterError as error:
+        if not problem:
+            raise
+        raise AdapterError(f"{error}; {problem}") from error
+
+
+def _describe(
+    folder: Path,
+    options: DescribeOptions,
+    config: LoraConfig,
+    base_model: str,
+    warnings: list[str],
+    on_stage: Callable[[str], None],
+    on_chunk: Callable[[], None],
+) -> AdapterDescription:
     copied = _digest_of_config(config)
     if options.shared:
         on_stage(WEIGHTS_FILE)
@@ -223,26 +249,16 @@ def describe_folder(
     )
 
 
-def _check_base(base_model: str, revision: str, base: ServedBase) -> list[str]:
-    """Compare the base model of an adapter's config with the served base model.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        AdapterError: the base models differ, and ``base.is_strict`` is set.
-    """
-    problem = ""
-    if base_model and not base.is_called(base_model):
-        problem = (
-            f"{CONFIG_FILE}: base_model_name_or_path is {base_model[:200]!r}, but the base model served is "
-            f"{base.names[0]!r}: answers may be wrong. If it is the same, name it with --base-alias"
+def _other_base(read: ReadConfig, base: ServedBase) -> str:
+    """Return how the base model of an adapter's config differs from the served base model; "" if it does not."""
+    if read.base_model and not base.is_called(read.base_model):
+        return (
+            f"{CONFIG_FILE}: base_model_name_or_path is {read.base_model[:200]!r}, but the base model served is "
+            f"{base.names[0]!r}"
         )
-    elif _COMMIT.fullmatch(revision) and base.revision and revision != base.revision:
-        problem = f"{CONFIG_FILE}: revision is {revision}, but that of the base model served is {base.revision}"
-    if problem and base.is_strict:
-        raise AdapterError(problem)
-    return [problem] if problem else []
+    if _COMMIT.fullmatch(read.revision) and base.revision and read.revision != base.revision:
+        return f"{CONFIG_FILE}: revision is {read.revision}, but that of the base model served is {base.revision}"
+    return ""
 
 
 def shard_names(folder: Path) -> list[str]:
@@ -399,7 +415,7 @@ def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRankTensors], lis
         if match is None:
             other = named(entry)
             if other is None or entry.dtype not in EXPONENTS:
-                raise _unsupported(name)
+                raise _unsupported(name, None)
             others.append(other)
             continue
         if entry.dtype not in EXPONENTS or len(entry.shape) != 2:
@@ -422,8 +438,14 @@ def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRankTensors], lis
     return [LowRankTensors(name, sides["A"], sides["B"]) for name, sides in halves.items()], others
 
 
-def _unsupported(tensor: str) -> AdapterError:
-    return AdapterError(f"{WEIGHTS_FILE}: tensor {tensor} belongs to a module on which LoRA is not supported")
+def _unsupported(tensor: str, resolver: BaseModules | None) -> AdapterError:
+    """Return the error for a tensor of a module on which LoRA is not supported, with the modules on which it is."""
+    paths = () if resolver is None else resolver.paths
+    more = ", ..." if len(paths) > _MAX_PATHS else ""
+    supported = f": the base model's are {', '.join(paths[:_MAX_PATHS])}{more}" if paths else ""
+    return AdapterError(
+        f"{WEIGHTS_FILE}: tensor {tensor} belongs to a module on which LoRA is not supported{supported}"
+    )
 
 
 def _served(
@@ -440,7 +462,7 @@ def _served(
         if resolver.is_unused(pair.name):
             unused.append(pair.name)
         elif resolver.place(pair.name) is None and not is_of_vocabulary(pair.name, resolver, geometry):
-            raise _unsupported(pair.a.name)
+            raise _unsupported(pair.a.name, resolver)
         else:
             served.append(pair)
     if not unused:

@@ -59,6 +59,11 @@ class BaseModules:
         """Whether the base's geometry is known."""
         return self._geometry is not None
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the linear layers, with ``{}`` in place of the layer's number."""
+        return tuple(dict.fromkeys(each.path for each in self._names.paths))
+
     def prefix_of(self, name: str) -> str:
         """Return the longest known prefix of a name; "" if it has none."""
         return max((prefix for prefix in self._names.prefixes if name.startswith(prefix)), key=len, default="")

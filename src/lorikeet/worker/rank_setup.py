@@ -237,9 +237,11 @@ def _load_transformers(
         raise ModelConfigError(f"{folder / 'config.json'}: {config.architecture} cannot be served: {error}") from error
     config = msgspec.structs.replace(config, vocab_size=decoder.vocab_size)
     names = {GGUF: "GGUF"}
-    stored = f"dequantised from {names.get(method, method)}" if method else ""
+    stored = str(dtype).removeprefix("torch.")
+    if method:
+        stored = f"{names.get(method, method)} dequantised to {stored}"
     if bits:
-        stored = f"int{bits} in groups of {GROUP}, quantised from {str(dtype).removeprefix('torch.')}"
+        stored = f"int{bits} in groups of {GROUP}, quantised from {stored}"
     geometry = stored_geometry(settings.engine, decoder.geometry)
     attention = decoder.way.value
     return RankModel(config, decoder, kernels, dtype, device, geometry, weights=stored, attention=attention)
