@@ -57,6 +57,7 @@ REMARKS = {
     Way.PACKED: "own attention",
     Way.SINGLY: "own attention, one sequence after the other",
     Way.ANEW: "without a cache",
+    Way.WHOLE: "the whole model for each token",
 }
 
 

@@ -1,6 +1,7 @@
 """Runs bases of transformers' modules in the engine, and by transformers itself for comparison."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lorikeet.engine.build import build_replica
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.models.config import read_model_config
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
+from lorikeet.models.transformers_whole import WHOLE, logits_of_rows
 from tests.models.library_bases import VOCABULARY
 
 MAX_MODEL_LEN = 64
@@ -141,12 +143,11 @@ def check(outcome: Outcome, requests: Sequence[Request], base: PreTrainedModel, 
 
 def log_probabilities(model: PeftModel, token_ids: list[int], *, adapted: bool) -> Tensor:
     """Return what transformers computes in one pass by eager attention, ``[tokens, vocabulary]``."""
-    with torch.inference_mode():
-        ids = torch.tensor([token_ids])
-        if adapted:
-            return model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
-        with model.disable_adapter():
-            return model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+    with torch.inference_mode(), nullcontext() if adapted else model.disable_adapter():
+        base = model.get_base_model()
+        if type(base).__name__ in WHOLE:
+            return logits_of_rows(base, torch.tensor(token_ids)).log_softmax(-1)
+        return base(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].log_softmax(-1)
 
 
 def geometry_of(folder: Path, model_impl: str) -> ModelGeometry:

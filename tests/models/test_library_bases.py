@@ -20,14 +20,15 @@ from tests.support import sampling
 
 SAMPLE = (
     *("gemma3_text", "gpt2", "gpt_oss", "granite", "phi3", "qwen3_moe"),
-    *("granitemoehybrid", "deepseek_v32", "doge", "minimax_m3_vl_text", "openai-gpt", "roberta", "stablelm"),
+    *("granitemoehybrid", "deepseek_v32", "doge", "minimax_m3_vl_text", "openai-gpt"),
+    *("prophetnet", "roberta", "stablelm"),
 )
 """Windows and norms; Conv1D and learned positions; sinks and experts; multipliers; fused layers; experts.
 
 States beside keys and values.
 
-By transformers' own attention: chosen tokens; linear layers of cached values; chosen blocks; no cache; positions that
-the model counts; attention that cannot be replaced.
+By transformers' own attention: chosen tokens; linear layers of cached values; chosen blocks; no cache; the whole
+model; positions that the model counts; attention that cannot be replaced.
 """
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 

@@ -68,7 +68,7 @@ def test_layers_that_share_keys_store_none_and_shapes_may_differ(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("musicgen", "its input is not a row of tokens"), ("xlnet", "logits differ")],
+    [("musicgen", "its input is not a row of tokens"), ("gemma4_unified_assistant", "shared_kv_states cannot be None")],
 )
 def test_unsupported_models_are_refused(tmp_path: Path, kind: str, reason: str) -> None:
     with pytest.raises(UnsupportedAttention, match=reason):
@@ -119,7 +119,7 @@ def test_any_base_is_quantised_on_load(tmp_path: Path, kind: str) -> None:
     wanted = settings(tmp_path, quantization="int8")
     one, other = (load_rank(each, tmp_path, SingleRankGroup()) for each in (plain, wanted))
     assert other.weights == "int8 in groups of 32, quantised from float32"
-    assert one.weights == ""
+    assert one.weights == "float32"
     ids = torch.arange(3, 9)
     logits = []
     for each in (one, other):
@@ -215,6 +215,12 @@ def test_the_base_that_an_adapter_names_is_compared(tmp_path: Path) -> None:
     assert warnings("/models/Other-7B/") == ()
     with pytest.raises(AdapterError, match=r"someone/Other-7B.*--base-alias"):
         warnings("Base-7B", is_strict=True)
+    config = folder / "adapter_config.json"
+    kept = config.read_text()
+    config.write_text(kept.replace('"r": 4', '"r": 3'))
+    with pytest.raises(AdapterError, match=r"rank 4; .* 3; .*'someone/Other-7B', but .* is 'Base-7B'$"):
+        warnings("Base-7B")
+    config.write_text(kept)
     (warning,) = warnings("someone/Other-7B", revision="e" * 40)
     assert warning == f"adapter_config.json: revision is {'f' * 40}, but that of the base model served is {'e' * 40}"
 

@@ -21,6 +21,7 @@ from lorikeet.models.transformers_gathered import (
     passes_of,
     pieces_of,
 )
+from lorikeet.models.transformers_whole import logits_of_rows
 from tests.models.library_bases import make_base
 from tests.models.library_runs import settings_of
 
@@ -41,6 +42,7 @@ def decoder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **overr
         ("minimax_m3_vl_text", Way.SINGLY),  # chooses blocks of tokens, counted from the first token
         ("roberta", Way.SINGLY),  # counts positions from the number of its padding token
         ("openai-gpt", Way.ANEW),
+        ("prophetnet", Way.WHOLE),  # predicts by further rows of its own
     ],
 )
 def test_the_first_way_that_agrees_is_chosen(tmp_path: Path, kind: str, way: Way) -> None:
@@ -95,6 +97,20 @@ def test_models_whose_tokens_see_later_ones_are_refused(tmp_path: Path) -> None:
         decoder(tmp_path / "fp32", "bert", is_decoder=False)
     with pytest.raises(UnsupportedAttention, match="not causal"):
         decoder(tmp_path / "bf16", "roformer", torch.bfloat16, is_decoder=False)
+
+
+def test_a_prompt_whose_tokens_see_each_other_is_computed_for_each_row(tmp_path: Path) -> None:
+    """XLNet predicts from a placeholder after the tokens; what follows a row must not change its prediction."""
+    base = make_base(tmp_path, "xlnet")
+    served = TransformersDecoder(load_model(tmp_path, torch.float32, CPU), ReferenceKernels(), 128)
+    ids = torch.randperm(20, generator=torch.Generator().manual_seed(1)) + 3
+    arena = torch.zeros(12, served.geometry.block_elements(4))
+    parts = ((0, 13), (13, 20))
+    found = [served.forward(_check_batch(ids, [(*part, [1, 2, 3, 4, 5])], 4), arena) for part in parts]
+    with torch.inference_mode():
+        expected = logits_of_rows(base, ids)
+        assert not torch.allclose(base(input_ids=ids[None]).logits[0], expected, atol=1e-2)
+    assert torch.allclose(torch.cat(found), expected, atol=1e-4)
 
 
 def test_a_step_is_computed_in_passes_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

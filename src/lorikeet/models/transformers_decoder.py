@@ -4,6 +4,7 @@ After loading, the decoder is probed, and checked against transformers' own atte
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
+from lorikeet.core.geometry import KvShape, ModelGeometry, ReplaceableWeights, split_layer
 from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.core.states import StateShape
 from lorikeet.kernels.devices import to_device
@@ -94,6 +95,7 @@ from lorikeet.models.transformers_older import OLDER, replace_attention, restore
 from lorikeet.models.transformers_quantized import dequantised_weights
 from lorikeet.models.transformers_recurrences import replace_gated_norm
 from lorikeet.models.transformers_states import Mixer, SequenceCache, StateProbe, StepStates, adapt_mixers
+from lorikeet.models.transformers_whole import WHOLE, WholeModel, logits_of_rows, run_whole
 
 _PROBE_TOKENS = 11
 """Tokens of the probe: odd and prime, so that a product that sees other rows than the tokens shows."""
@@ -104,6 +106,8 @@ An error of method is of order one;
 in half precision random experts may differ a lot for another reason."""
 _TOLERANCES_ANEW = {torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.02}
 """The same without a cache, where few products differ. Models that see later tokens must not pass."""
+_CONTEXT = 2048
+"""Context of a model whose config names none, or -1 as XLNet's."""
 _STATEFUL = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"})
 """Types of layers that keep more than keys and values."""
 _CACHES = ("past_key_values", "cache_params")
@@ -121,7 +125,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
     architecture = _class_of(folder).__name__
-    context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
+    context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0
     dtype = settings.get("dtype") or settings.get("torch_dtype") or getattr(text, "dtype", None) or "float32"
     eos = read_eos_token_ids(folder, settings)
     if not eos:
@@ -130,7 +134,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     return TransformersConfig(
         architecture,
         int(text.vocab_size),
-        int(context),
+        int(context) if context > 0 else _CONTEXT,
         eos,
         str(dtype).removeprefix("torch."),
         transformers.__version__,
@@ -172,6 +176,24 @@ def _quiet() -> Iterator[None]:
     finally:
         transformers_logging.set_verbosity(level)
         transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _without_notes_of_fallbacks() -> Iterator[None]:
+    """Keep transformers' notes off the log that it computes recurrences and convolutions in torch.
+
+    While a model is probed it does, but the kernels compute the steps.
+    """
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "is falling back to its reference" not in record.getMessage()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def load_model(
@@ -341,24 +363,30 @@ class TransformersDecoder:
         embedding = model.get_input_embeddings()
         if not isinstance(embedding, nn.Embedding):
             raise UnsupportedAttention("its input is not a row of tokens")
+        self._embedding = embedding
         ids = torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (embedding.num_embeddings - 1) + 1
-        with torch.inference_mode():
+        with torch.inference_mode(), _without_notes_of_fallbacks():
             self._quantize(bits)
+            is_whole = type(model).__name__ in WHOLE
             try:
-                expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
+                if is_whole:
+                    expected = logits_of_rows(model, ids).float()
+                else:
+                    expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
             except Exception as error:  # The exception may be of any kind, since it comes from the model's code.
                 raise UnsupportedAttention(f"it does not run on tokens alone: {error}") from error
             self.vocab_size = expected.shape[-1]
             self._accepted, self._takes_positions = _accepted(self._decoder)
-            self._heads = _query_heads(model)
+            self._heads = 1 if is_whole else _query_heads(model)
             self.way = Way.KERNELS
-            found, self._calls = self._find(ids, longest_tokens)
+            found, self._calls = (self._probe_whole(ids), []) if is_whole else self._find(ids, longest_tokens)
             self.way = found.way
             modules = self._take_linears(found)
             self._step = modules.step
             self.geometry = self._geometry(modules.lora, found)
             self._set_kv(found.kv)
-            self._adapt_norms_and_embedding(found)
+            if not is_whole:
+                self._adapt_norms_and_embedding(found)
             self._states = StepStates(found.states, self._step, self._kernels)
             adapt_mixers(found.mixers, self._states)
             if found.states:
@@ -398,6 +426,19 @@ class TransformersDecoder:
                     reasons.append(error)
         raise reasons[1]
 
+    def _probe_whole(self, ids: Tensor) -> _Found:
+        """Run the whole model, and record its linear layers."""
+
+        def run() -> int:
+            run_whole(self._model, ids)
+            embedding = self._model.get_input_embeddings()
+            assert isinstance(embedding, nn.Embedding)
+            return embedding.embedding_dim
+
+        found, _ = self._observe(run, as_parts=True)
+        kv = [StoredTokens.shape(found.hidden_size)]
+        return found._replace(kv=kv, way=Way.WHOLE, norms={}, matrices=[])
+
     def _settle(self, ids: Tensor, expected: Tensor, found: _Found) -> None:
         """Choose the first way of computing attention that agrees with transformers' own.
 
@@ -405,7 +446,7 @@ class TransformersDecoder:
             UnsupportedAttention: none agrees. The reason is that of the first.
         """
         reason: UnsupportedAttention | None = None
-        ways = list(Way)
+        ways = [way for way in Way if (way is Way.WHOLE) == (self.way is Way.WHOLE)]
         for way in ways[ways.index(self.way) :]:
             try:
                 if way is not self.way:
@@ -479,6 +520,8 @@ class TransformersDecoder:
                 attention = PagedPass(self._calls, views, batch, self._kernels)
                 with handling(attention), self._states.handling(kv, batch, attention.only):
                     found = self._run(batch.token_ids, batch.positions)
+            elif self.way is Way.WHOLE:
+                return self._run_whole(batch, StoredTokens(views[0]))
             elif self.way is Way.ANEW:
                 found = self._run_anew(batch, StoredTokens(views[0]))
             else:
@@ -510,6 +553,21 @@ class TransformersDecoder:
             found.append(hidden[piece.start - piece.stop :])
         return torch.cat(found)
 
+    def _run_whole(self, batch: Batch, tokens: StoredTokens) -> Tensor:
+        """Return the hidden states of the sample rows, each computed by the whole model."""
+        assert batch.host is not None
+        assert self._whole is not None
+        tokens.store(batch)
+        pieces = pieces_of(batch)
+        rows = batch.host.sample_rows.tolist()
+        found = self._embedding.weight.new_empty(len(rows), self.geometry.hidden_size)
+        for number, row in enumerate(rows):
+            piece = next(each for each in pieces if each.start <= row < each.stop)
+            self._step.begin_whole(lora_of_rows(batch.lora, row, row + 1))
+            ids = tokens.read(batch, piece)
+            found[number] = self._whole.hidden(ids[: len(ids) - (piece.stop - 1 - row)])
+        return found
+
     @torch.inference_mode()
     def prepare(self, adapter: LoraWeights) -> None:
         """Compute the extras of a newly loaded adapter that depend on the base, and write them to its blocks."""
@@ -532,8 +590,13 @@ class TransformersDecoder:
         """
         if not len(hidden):
             return hidden.new_empty(0, self.vocab_size)
-        self._below.hidden = hidden[None]
         self._step.head_lora = lora
+        if self._whole is not None:
+            try:
+                return self._whole.project(hidden)
+            finally:
+                self._step.head_lora = None
+        self._below.hidden = hidden[None]
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         try:
             logits = self._model(input_ids=ids, use_cache=False).logits[0]
@@ -780,7 +843,8 @@ class TransformersDecoder:
         idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
         linears = [linear for linear in linears if linear.module in found.rows]
         experts = [each for each in experts_of(prefix, self._decoder) if found.rows.get(each.module) == {_PROBE_TOKENS}]
-        seen = [linear for linear in linears if found.rows[linear.module] == {_PROBE_TOKENS}]
+        is_whole = found.way is Way.WHOLE
+        seen = [linear for linear in linears if is_whole or found.rows[linear.module] == {_PROBE_TOKENS}]
         lora = find_modules(seen, prefix, found.layers, found.qkv, idle)
         add_matrices(lora, found.matrices, self._model)
         add_experts(lora, experts, self._model)
@@ -848,7 +912,6 @@ class TransformersDecoder:
             module.forward = AdaptedVectors(module, self._step, path, layer, rows_at)
         embedding = self._model.get_input_embeddings()
         assert isinstance(embedding, nn.Embedding)
-        self._embedding = embedding
         embedding.forward = AdaptedEmbedding(embedding, self._step)  # type: ignore[method-assign, assignment]
 
     def _geometry(self, lora: LoraModules, found: _Found) -> ModelGeometry:
@@ -861,10 +924,15 @@ class TransformersDecoder:
             dtype_bytes=self._dtype.itemsize,
             module_layers=lora.module_layers,
             names=lora.names,
-            replaceable=replaceable_weights(self._model, lora.names.prefixes[0], found.norms, found.hidden_size),
+            replaceable=self._replaceable(lora.names.prefixes[0], found),
             hidden_size=found.hidden_size,
             states=found.states,
         )
+
+    def _replaceable(self, prefix: str, found: _Found) -> ReplaceableWeights:
+        if found.way is Way.WHOLE:
+            return ReplaceableWeights("", "", 0, {})
+        return replaceable_weights(self._model, prefix, found.norms, found.hidden_size)
 
     def _set_kv(self, stored: Sequence[KvShape]) -> None:
         """Set the keys and values of one token, in the order of the calls that store them."""
@@ -892,6 +960,11 @@ class TransformersDecoder:
                 empty = torch.full((1,), torch.nan, dtype=output.weight.dtype, device=output.weight.device)
                 output.weight = nn.Parameter(empty.expand(output.weight.shape), requires_grad=False)
             self._output = output.forward = OutputLayer(packed, self._kernels, self._step, is_tied=is_tied)
+        self._whole: WholeModel | None = None
+        if self.way is Way.WHOLE:
+            assert output is not None
+            self._whole = WholeModel(self._model, output, output.forward)
+            return
         name = next(name for name, module in self._model.named_modules() if module is self._decoder)
         top, *inner = name.split(".")
         self._below = _Hidden(inner, getattr(self._model, top))
@@ -930,7 +1003,7 @@ class TransformersDecoder:
         self._views = None
         self._block_size = 0
         worst = max(differences)
-        if not worst <= (_TOLERANCES if self.way is not Way.ANEW else _TOLERANCES_ANEW)[self._dtype]:
+        if not worst <= (_TOLERANCES_ANEW if self.way in (Way.ANEW, Way.WHOLE) else _TOLERANCES)[self._dtype]:
             raise UnsupportedAttention(
                 f"over a cache its logits differ from transformers' own by {worst:.2g} of their size: it may carry "
                 "state from token to token beside keys and values"

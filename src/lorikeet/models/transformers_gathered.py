@@ -39,12 +39,14 @@ class Way(Enum):
         PACKED: transformers' attention, with all sequences of a step in one row.
         SINGLY: transformers' attention, one sequence after the other, with positions that the model counts itself.
         ANEW: transformers' attention without a cache. Each step computes its sequences from their first token.
+        WHOLE: the whole model, for each row from the first token on (see ``transformers_whole``).
     """
 
     KERNELS = ""
     PACKED = " and its own attention over gathered keys (slower)"
     SINGLY = " and its own attention, one sequence after the other (slow)"
     ANEW = " without a cache, each token from the first one on (very slow)"
+    WHOLE = ", the whole model for each token from the first one on (very slow)"
 
 
 class Piece(NamedTuple):

@@ -23,9 +23,10 @@ from lorikeet.core.geometry import (
     ReplaceableWeights,
     split_layer,
 )
+from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.extras import adjust_logits, embed, prepare_product
 from lorikeet.kernels.interface import GroupProduct, Kernels, Weight
-from lorikeet.kernels.lora import LoraBatch, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.quantized import QuantizedWeight, quantize, stacked
 from lorikeet.models.adapted_ops import adapted_linear
 from lorikeet.models.layer_ops import Product
@@ -59,6 +60,7 @@ class StepLora:
         self.key_lora: LoraBatch | None = None
         self.keys = 0
         self.head_lora: LoraBatch | None = None
+        self._only_segment: tuple[LoraWeights, KernelForm] | None = None
         self._segments: npt.NDArray[np.int64] | None = None
 
     def begin(self, lora: LoraBatch | None, rows: int, key_lora: LoraBatch | None = None, keys: int = 0) -> None:
@@ -69,13 +71,23 @@ class StepLora:
         self.keys = keys
         self._segments = None
 
+    def begin_whole(self, lora: LoraBatch | None) -> None:
+        """Begin a pass in which modules see any rows, all of them of one sequence. ``lora`` has its adapter."""
+        self.begin(lora, 0)
+        if lora is not None:
+            self._only_segment = lora.segments[0].weights, lora.form
+
     def end(self) -> None:
         """End a step."""
         self.lora = None
         self.key_lora = None
+        self._only_segment = None
 
     def adapters(self, rows: int, targets: LoraTargets) -> LoraBatch | None:
         """Return the adapters of a linear layer's rows: those of the step, or all tokens of its sequences."""
+        if self._only_segment is not None:
+            weights, form = self._only_segment
+            return LoraBatch([LoraSegment(0, rows, weights)], form)
         is_keys = rows == self.keys != self.rows
         lora = self.key_lora if is_keys else self.lora
         if lora is not None and (lora.has_extras or lora.changes(targets)):
