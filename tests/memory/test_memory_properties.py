@@ -3,18 +3,22 @@
 The scripted executor refuses every plan that would read or move anything but what belongs there.
 """
 
+from functools import partial
+
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import FinishReason
+from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import ImportKv
 from lorikeet.core.plan import Transfer
 from lorikeet.core.request import Pooling, PoolingKind, Request
 from lorikeet.memory import swapper, tiers
+from lorikeet.memory.tree import NodeKind
 from lorikeet.presets import PRESETS
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
@@ -38,6 +42,7 @@ class Traffic(RuleBasedStateMachine):
         failing=st.booleans(),
         together=st.sampled_from((1, 3, 32)),
         state_blocks=st.sampled_from((0, 1, 3)),
+        token_s=st.sampled_from((0.0, 0.1)),
     )
     def start(
         self,
@@ -49,12 +54,14 @@ class Traffic(RuleBasedStateMachine):
         failing: bool,
         together: int,
         state_blocks: int,
+        token_s: float,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         for module in (tiers, swapper):
             self.patch.setattr(module, "KV_BLOCKS_PER_TRANSFER", together)
         self.failing = failing
-        self.bench = Bench(
+        self.new_bench = partial(
+            Bench,
             blocks=blocks,
             host_blocks=host_blocks,
             preset=PRESETS[preset],
@@ -64,7 +71,9 @@ class Traffic(RuleBasedStateMachine):
             failing=frozenset({AdapterDigest("digest-bad")}),
             fails=self._fails,
             state_blocks=state_blocks,
+            token_s=token_s,
         )
+        self.bench = self.new_bench()
         self.requests: dict[RequestId, Request] = {}
         self.aborted: set[RequestId] = set()
         self.away: dict[RequestId, Request] = {}
@@ -205,6 +214,43 @@ class Traffic(RuleBasedStateMachine):
                 count("blocks that exported_kv", len(exported_kv.keys))
                 self.bench.engine.import_kv(ImportKv(exported.adapter, exported_kv.keys, exported_kv.blocks))
             self.bench.engine.submit(exported)
+
+    @rule(data=st.data())
+    @counted
+    def lose_a_leaf(self, data: st.DataObject) -> None:
+        """The last block of a branch is freed, be it KV, all of a snapshot or a part of one."""
+        tree = self.bench.memory.tree
+        leaves = np.flatnonzero((tree.kind[: tree.end] == NodeKind.KV) & (tree.children[: tree.end] == 0)).tolist()
+        if leaves:
+            self.bench.memory.evictor.discard(data.draw(st.sampled_from(leaves)), self.bench.clock.now())
+
+    @rule()
+    @counted
+    def die_and_resume(self) -> None:
+        """The engine dies, and another gets its requests with the tokens that have arrived, as from the supervisor."""
+        live = self._live()
+        lost = [request_id for request_id in self.away if request_id not in self.bench.exported_kv]
+        dead, self.bench = self.bench, self.new_bench()
+        self.bench.clock.wait_until(dead.clock.now())
+        self.bench.tokens = dead.tokens
+        self.bench.events = dead.events
+        self.bench.exported_kv = dead.exported_kv
+        for request_id in [*live, *lost]:
+            self.away.pop(request_id, None)
+            asked = self.requests[request_id]
+            tokens = list(dead.tokens.get(request_id, ()))
+            count("tokens of resumed requests", len(tokens))
+            resumed = msgspec.structs.replace(asked, output_token_ids=tokens, attempt=asked.attempt + 1)
+            self.requests[request_id] = resumed
+            self.bench.engine.submit(resumed)
+        self._end_aborted(dead)
+
+    def _end_aborted(self, dead: Bench) -> None:
+        """Note the end of requests that were aborted in the dead engine's last turn."""
+        ended = self.bench.finished()
+        for request_id in self.aborted:
+            if request_id not in ended:
+                self.bench.events.append(Finished(request_id, dead.clock.now(), FinishReason.ABORT))
 
     @invariant()
     def accounts_are_exact(self) -> None:

@@ -13,11 +13,15 @@ from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
 STATE_BLOCKS = 3
+TOKEN_S = 1.0
+"""Time of a token, so long beside that of a step that every snapshot pays."""
 
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(blocks=60, host_blocks=60, state_blocks=STATE_BLOCKS, preset=resolve_preset("auto")[1])
+    return Bench(
+        blocks=60, host_blocks=60, state_blocks=STATE_BLOCKS, token_s=TOKEN_S, preset=resolve_preset("auto")[1]
+    )
 
 
 def answer(bench: Bench, name: str, prompt: list[int], tokens: int = 2) -> tuple[int, list[int]]:
@@ -43,11 +47,36 @@ def test_a_conversation_goes_on_from_the_end_of_the_answer(bench: Bench) -> None
     assert cached == known // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def test_a_short_prompt_takes_no_step_of_its_own_for_a_snapshot() -> None:
+    """A step of one token takes as long as a prefill of 40 tokens here, so a snapshot pays from 160 tokens on."""
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=400, max_model_len=300)
+    bench = Bench(blocks=400, state_blocks=STATE_BLOCKS, token_s=0.01 / 39, limits=limits)
+    answer(bench, "others", list(range(900, 990)), 20)  # so that times are known
+    for tokens, is_cut in ((100, False), (200, True)):
+        first = len(bench.plans)
+        answer(bench, f"{tokens}", list(range(tokens, 2 * tokens)), 2)
+        steps = [step.tokens for plan in bench.plans[first:] for step in plan.sequences]
+        assert steps[0] == ((tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS if is_cut else tokens)
+
+
 def test_decoding_keeps_one_snapshot(bench: Bench) -> None:
     answer(bench, "long", list(range(2 * BLOCK_TOKENS + 1)), 6 * BLOCK_TOKENS)
     tree = bench.memory.tree
     nodes = [node for node in range(1, tree.end) if tree.kind[node] == 3 and is_snapshot_key(tree.key_of(node))]
     assert len(nodes) == 2 * STATE_BLOCKS, "of the prompt, and of the last boundary of the answer"
+
+
+def test_the_size_of_snapshots_is_counted_on_each_tier(bench: Bench) -> None:
+    prompt = list(range(2 * BLOCK_TOKENS + 1))
+    answer(bench, "first", prompt)
+    answer(bench, "second", prompt)
+    stats = bench.memory.stats()
+    assert stats.snapshots is not None
+    assert (stats.snapshots.taken, stats.snapshots.used) == (1, 1)
+    assert stats.snapshots.state_bytes == STATE_BLOCKS * bench.memory.block_bytes
+    assert stats.snapshots.device_bytes == stats.snapshots.state_bytes
+    assert stats.device.kv_cached == stats.snapshots.device_bytes + 2 * bench.memory.block_bytes
+    assert Bench().memory.stats().snapshots is None
 
 
 def test_a_shared_prefix_gets_a_snapshot_when_it_is_shared(bench: Bench) -> None:
@@ -88,7 +117,9 @@ def test_a_request_moves_with_its_snapshot(bench: Bench) -> None:
     kv = bench.exported_kv[RequestId("moved")]
     whole = (len(prompt) + 9) // BLOCK_TOKENS
     assert len(kv.keys) == whole + STATE_BLOCKS
-    other = Bench(blocks=60, host_blocks=60, state_blocks=STATE_BLOCKS, preset=resolve_preset("auto")[1])
+    other = Bench(
+        blocks=60, host_blocks=60, state_blocks=STATE_BLOCKS, token_s=TOKEN_S, preset=resolve_preset("auto")[1]
+    )
     other.engine.import_kv(ImportKv(exported.adapter, kv.keys, kv.blocks))
     other.engine.submit(exported)
     other.step()
@@ -109,7 +140,7 @@ def test_snapshots_leave_before_running_sequences_are_preempted() -> None:
 
 
 def test_a_preempted_sequence_resumes_at_its_last_block() -> None:
-    bench = Bench(blocks=60, state_blocks=STATE_BLOCKS, preset=resolve_preset("auto")[1])
+    bench = Bench(blocks=60, state_blocks=STATE_BLOCKS, token_s=TOKEN_S, preset=resolve_preset("auto")[1])
     prompt = list(range(2 * BLOCK_TOKENS + 1))
     new = request("r", prompt, 0.0, None, max_tokens=20)
     bench.engine.submit(new)

@@ -17,6 +17,7 @@ from lorikeet.core.messages import (
     GuardStats,
     ModeStats,
     QueueStats,
+    SnapshotStats,
 )
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.http.auth import key_name
@@ -25,7 +26,7 @@ from lorikeet.observe.metrics import RequestMetrics
 from lorikeet.observe.traffic import TTFT_BOUNDS_S, AdapterUsage, RequestCounts
 from tests.support.api_server import Running, Start
 from tests.support.chat_requests import CHAT, bearer, body, events
-from tests.support.metrics_pages import STATS, page, value
+from tests.support.metrics_pages import MEMORY, STATS, page, value
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -99,6 +100,19 @@ async def test_the_memory_tells_where_its_bytes_are_and_they_add_up_to_its_tiers
     assert value(samples, "lorikeet:memory_invalid_kv_bytes") == 1
     assert value(samples, "lorikeet:memory_invalid_kv_share") == 0.25
     assert value(samples, "vllm:num_cpu_loaded_lora_adapters") == 6
+
+
+async def test_kept_states_have_sizes_and_counts(server: Running) -> None:
+    server.engine.stats = STATS
+    assert not [name for name in await page(server) if name.startswith("lorikeet:snapshot")], "no layer has a state"
+    kept = SnapshotStats(device_bytes=12, host_bytes=8, state_bytes=4, taken=9, used=6)
+    server.engine.stats = msgspec.structs.replace(STATS, memory=msgspec.structs.replace(MEMORY, snapshots=kept))
+    samples = await page(server)
+    sizes = [value(samples, "lorikeet:snapshot_bytes", tier=tier) for tier in ("device", "host")]
+    assert sizes == [12, 8]
+    assert value(samples, "lorikeet:snapshot_state_bytes") == 4
+    assert value(samples, "lorikeet:snapshots_taken_total") == 9
+    assert value(samples, "lorikeet:snapshots_used_total") == 6
 
 
 async def test_memory_metrics_count_hits_transfers_and_decisions(server: Running) -> None:

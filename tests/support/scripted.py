@@ -79,6 +79,7 @@ class Bench:
     assist: AssistCosts | None = None
     block_tokens: BlockTokens | None = None
     state_blocks: int = 0
+    token_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -109,6 +110,7 @@ class Bench:
             fails=self.fails,
             sick=self.sick,
             switch_s=self.switch_s,
+            token_s=self.token_s,
         )
         self.plans: list[StepPlan] = []
         self.engine = Engine(

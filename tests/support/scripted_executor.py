@@ -226,6 +226,7 @@ class ScriptedExecutor:
         block_size: tokens of KV in a block.
         script: gives the tokens.
         step_s: time of a step, whatever it holds.
+        token_s: time by which each token of a step lengthens it.
         load_s: time to read an adapter's files.
         copy_s: time to copy a block between the tiers.
         switch_s: time to change the merged adapter.
@@ -240,6 +241,7 @@ class ScriptedExecutor:
         block_size: int,
         script: TokenScript = token_by_seed,
         step_s: float = 0.01,
+        token_s: float = 0.0,
         load_s: float = 0.05,
         copy_s: float = 0.001,
         switch_s: float = 0.0,
@@ -251,6 +253,7 @@ class ScriptedExecutor:
         self._block_tokens = block_size
         self._script = script
         self._step_s = step_s
+        self._token_s = token_s
         self._load_s = load_s
         self._copy_s = copy_s
         self._switch_s = switch_s
@@ -287,7 +290,8 @@ class ScriptedExecutor:
         steps_run = 1 if plan.overlapped else self._steps_until_stop(plan)
         tokens = tuple(self._run(step, steps_run, plan) for step in plan.sequences)
         if plan.sequences:
-            self._clock.advance(self._step_s * steps_run + switch_s)
+            computed_s = self._token_s * sum(step.tokens for step in plan.sequences)
+            self._clock.advance((self._step_s + computed_s) * steps_run + switch_s)
         sick = [step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick]
         failed = dict.fromkeys(sick, "the model's output is not finite")
         next_runs = plan.overlapped and plan.repeat > 1

@@ -233,6 +233,23 @@ class DecisionTimes(msgspec.Struct, frozen=True):
     worst_s: float = 0.0
 
 
+class SnapshotStats(msgspec.Struct, frozen=True):
+    """Counters and gauges of snapshots, the kept copies of sequences' states.
+
+    Attributes:
+        device_bytes, host_bytes: size of the snapshots on each tier. They are part of the tier's KV.
+        state_bytes: size of one state, and so of one snapshot.
+        taken: number of snapshots taken since the start.
+        used: number of sequences since the start that began from a snapshot.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    state_bytes: int
+    taken: int
+    used: int
+
+
 class MemoryStats(msgspec.Struct, frozen=True):
     """Counters and gauges of the memory.
 
@@ -255,6 +272,7 @@ class MemoryStats(msgspec.Struct, frozen=True):
         decisions: durations of the swapper's decisions.
         nodes: number of adapters and KV blocks in the dependency tree.
         metadata_bytes: size of the tree's data structures.
+        snapshots: statistics of snapshots; None if no layer has a state.
     """
 
     device: TierBytes
@@ -274,6 +292,7 @@ class MemoryStats(msgspec.Struct, frozen=True):
     decisions: DecisionTimes
     nodes: int
     metadata_bytes: int
+    snapshots: SnapshotStats | None = None
 
 
 class ModeStats(msgspec.Struct, frozen=True):

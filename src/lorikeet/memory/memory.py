@@ -8,6 +8,7 @@ copies bytes nor waits: the executor makes the copies, and reports when a transf
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from lorikeet.core.adapter import AdapterRef
@@ -47,6 +48,8 @@ ChooseLoadOrder = Callable[[AdapterRef, int], LoadOrder]
 
 class _NoForecast:
     """Predicts nothing, for a memory without a scheduler."""
+
+    least_step_s = 0.0
 
     def prefill_s(self, tokens: float) -> float:
         return 0.0
@@ -129,7 +132,7 @@ class Memory:
         self.adapters = KnownAdapters(self.tiers, self.evictor, options, adapter_size, block_bytes)
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size, tokens)
         self.snapshots = Snapshots(
-            self.tiers, self.evictor, self._eviction, block_size, state_blocks, keeps=options.keep_kv
+            self.tiers, self.evictor, self._eviction, forecast, block_size, state_blocks, keeps=options.keep_kv
         )
         self._copy_awaited_s: float | None = None
         # Both are in the order of admission, not by hash, so that runs repeat.
@@ -567,4 +570,5 @@ class Memory:
     def stats(self) -> MemoryStats:
         """Return the statistics of the memory."""
         cached = self.adapters.cached()
-        return self.counters.stats(self.block_bytes, cached.waste_bytes, len(cached.hosted))
+        stats = self.counters.stats(self.block_bytes, cached.waste_bytes, len(cached.hosted))
+        return msgspec.structs.replace(stats, snapshots=self.snapshots.stats(self.block_bytes))

@@ -10,14 +10,17 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lorikeet.core.ids import BlockId
+from lorikeet.core.messages import SnapshotStats
 from lorikeet.core.plan import StateStep
 from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.eviction import Evictor
-from lorikeet.memory.policies.base import EvictionPolicy
+from lorikeet.memory.policies.base import EvictionPolicy, StepForecast
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import KEY_BYTES, NodeTransfer
+from lorikeet.memory.tree import KEY_BYTES, NodeKind, NodeTransfer
 
 _NUMBER_BYTES = 4
+_MOST_COST = 0.25
+"""Largest cost of a snapshot at the end of a prompt, as a share of the prefill that it may spare a later request."""
 
 
 def snapshot_keys(key: bytes, blocks: int) -> list[bytes]:
@@ -37,22 +40,35 @@ class Snapshots:
     later request may begin: at the end of the prompt, where the prompt leaves the KV that was cached before, and, while
     the sequence decodes, at each boundary. The last kind replaces the one before it.
 
+    A snapshot at the end of a prompt costs a step of its own for the tokens after it. So short prompts take none, since
+    most later requests go on from the answer.
+
     Args:
         tiers: holds blocks and nodes.
         evictor: frees blocks.
         eviction: is notified of new nodes.
+        forecast: predicts the time of steps.
         block_size: tokens of KV in a block.
         blocks: number of blocks of a state; 0 if no layer has a state.
         keeps: whether snapshots are kept after their sequence.
     """
 
     def __init__(
-        self, tiers: Tiers, evictor: Evictor, eviction: EvictionPolicy, block_size: int, blocks: int, *, keeps: bool
+        self,
+        tiers: Tiers,
+        evictor: Evictor,
+        eviction: EvictionPolicy,
+        forecast: StepForecast,
+        block_size: int,
+        blocks: int,
+        *,
+        keeps: bool,
     ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
         self._evictor = evictor
         self._eviction = eviction
+        self._forecast = forecast
         self._block_size = block_size
         self.blocks = blocks
         self._keeps = keeps
@@ -96,8 +112,15 @@ class Snapshots:
         if not self._keeps:
             return
         found = len(lease.path)
+        stops = {known}
         last = (tokens - 1) // self._block_size
-        lease.stops = [stop * self._block_size for stop in sorted({known, last}) if stop > found]
+        if self._pays((last - found) * self._block_size):
+            stops.add(last)
+        lease.stops = [stop * self._block_size for stop in sorted(stops) if stop > found]
+
+    def _pays(self, tokens: int) -> bool:
+        """Return whether a snapshot that spares later requests so many tokens is worth a further step now."""
+        return _MOST_COST * self._forecast.prefill_s(tokens) >= self._forecast.least_step_s
 
     def orders(
         self, lease: SequenceLease, computed: int, tokens: int, repeat: int, now: float, *, ends: bool
@@ -165,6 +188,19 @@ class Snapshots:
         for key in lease.taken:
             self._discard(key, now)
         lease.taken = []
+
+    def stats(self, block_bytes: int) -> SnapshotStats | None:
+        """Return the current statistics, with blocks of this many bytes; None if no layer has a state."""
+        if not self.blocks:
+            return None
+        tree = self._tree
+        end = tree.end
+        are_kept = tree.is_snapshot[:end] & (tree.kind[:end] == NodeKind.KV)
+        on_device = int(np.count_nonzero(are_kept & tree.on_device[:end]))
+        on_host = int(np.count_nonzero(are_kept & tree.on_host[:end]))
+        return SnapshotStats(
+            on_device * block_bytes, on_host * block_bytes, self.blocks * block_bytes, self.taken, self.used
+        )
 
     def _unpin(self, lease: SequenceLease, now: float) -> None:
         chain = lease.snapshot

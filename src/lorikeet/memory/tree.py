@@ -105,6 +105,7 @@ class DependencyTree:
         visits: number of requests that matched the node on arrival; 1 for a new node.
         score: last score of the eviction policy.
         touched: counter that rises with each change of the node, so that outdated heap entries can be recognised.
+        is_snapshot: whether the node is a block of a state instead of KV (see ``memory/snapshots.py``).
         adapters: adapter fields by node.
     """
 
@@ -129,6 +130,7 @@ class DependencyTree:
         ("visits", np.float64, 0.0),
         ("score", np.float64, 0.0),
         ("touched", np.int32, 0),
+        ("is_snapshot", np.bool_, False),
     )
 
     kind: npt.NDArray[np.int8]
@@ -151,6 +153,7 @@ class DependencyTree:
     visits: npt.NDArray[np.float64]
     score: npt.NDArray[np.float64]
     touched: npt.NDArray[np.int32]
+    is_snapshot: npt.NDArray[np.bool_]
 
     def __init__(self) -> None:
         for name, dtype, empty in self._FIELDS:
@@ -307,6 +310,7 @@ class DependencyTree:
         self.depth[at] = depths
         self.top[at] = [top for each in tops for top in each]
         self.children[at] = 1
+        self.is_snapshot[at] = [len(key) > KEY_BYTES for key in flat]
         for parent, branch in zip(above, branches, strict=True):
             self.children[branch[-1]] = 0
             self.children[parent] += 1

@@ -29,6 +29,7 @@ from lorikeet.core.messages import (
     MemoryStats,
     QueueStats,
     RouteStats,
+    SnapshotStats,
     TierBytes,
 )
 from lorikeet.core.plan import Tier
@@ -396,6 +397,8 @@ class MemoryCollector(Collector):
         yield from self._hits(stats.memory)
         yield from self._transfers(stats.memory)
         yield from self._decisions(stats.memory)
+        if stats.memory.snapshots is not None:
+            yield from self._snapshots(stats.memory.snapshots)
 
     def _bytes(self, memory: MemoryStats) -> Iterable[Metric]:
         make = self._make
@@ -458,6 +461,15 @@ class MemoryCollector(Collector):
         yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
         yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV in the tree.", memory.nodes)
         yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
+
+    def _snapshots(self, snapshots: SnapshotStats) -> Iterable[Metric]:
+        make = self._make
+        sizes = [(("device",), snapshots.device_bytes), (("host",), snapshots.host_bytes)]
+        text = "Bytes of kept states, part of the KV in lorikeet:memory_bytes."
+        yield make.gauges("lorikeet:snapshot_bytes", text, ("tier",), sizes)
+        yield make.gauge("lorikeet:snapshot_state_bytes", "Bytes of one state.", snapshots.state_bytes)
+        yield make.count("lorikeet:snapshots_taken", "States that were kept for later requests.", snapshots.taken)
+        yield make.count("lorikeet:snapshots_used", "Sequences that began from a kept state.", snapshots.used)
 
 
 # Each route starts at 0, since ``increase()`` would miss the first failure of a counter without an earlier sample.

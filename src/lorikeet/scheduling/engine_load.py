@@ -48,6 +48,11 @@ class EngineLoad:
         """Seconds that one more step costs in addition to its tokens."""
         return self.step_times.step_s(0, 0)
 
+    @property
+    def least_step_s(self) -> float:
+        """Expected seconds of a step with one token."""
+        return self.step_times.step_s(0, 1)
+
     def prefill_s(self, tokens: float) -> float:
         """Return the expected seconds by which this many prompt tokens lengthen a step."""
         return self.step_times.prefill_s(tokens)

@@ -27,6 +27,11 @@ _Number = TypeVar("_Number", bound=np.generic)
 class StepForecast(Protocol):
     """Predicts steps and delays for the memory's policies."""
 
+    @property
+    def least_step_s(self) -> float:
+        """Expected seconds of a step with one token; 0 if unknown."""
+        ...
+
     def prefill_s(self, tokens: float) -> float:
         """Return the expected seconds by which this many prompt tokens lengthen a step; 0 if unknown."""
         ...
