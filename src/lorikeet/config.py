@@ -164,6 +164,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the free memory of the machine or container. Pages are allocated on first use.
         touch_memory: allocate all pages of both arenas at start-up instead of on first use. Start-up takes longer, but
             requests do not wait for new pages, which can be slow on a virtual machine.
+        image_memory_bytes: largest size of the embeddings of images that are kept, beside the arenas.
         link_bytes_per_s: declared bandwidth between host and device, in each direction. Copies of the CPU backend are
             faster than any real link and are slowed down to this bandwidth; 0 for no limit.
         block_size: number of tokens whose KV fits in a block.
@@ -219,6 +220,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     host_memory_bytes: Count | None = None
     touch_memory: bool = False
+    image_memory_bytes: Count = 256 * 2**20
     link_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     block_size: Positive = 16
     lora_dtype: str = "auto"

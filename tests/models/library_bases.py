@@ -1,6 +1,7 @@
 """Tiny random checkpoints of every decoder that transformers registers."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,16 @@ def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     return values | _SPECIAL.get(config_class.model_type, {})
 
 
-def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
+def make_base(
+    folder: Path, kind: str, change: Callable[[PreTrainedConfig], None] = lambda config: None, **overrides: Any
+) -> PreTrainedModel:
     """Save a random fp32 checkpoint, and return transformers' model of it.
+
+    Args:
+        folder: folder of the checkpoint.
+        kind: type of config.
+        change: changes the config.
+        overrides: keys of the config.
 
     Raises:
         NotTried: none can be made here.
@@ -263,6 +272,7 @@ def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
         config = small_config(kind)
         for key, value in overrides.items():
             setattr(config, key, value)
+        change(config)
         model = model_class(kind)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     except Exception as error:  # of many kinds, for packages that are missing and sizes that do not go together
         raise NotTried(NOT_TRIED + " ".join(str(error).split())[:100]) from error

@@ -74,6 +74,10 @@ async def test_engine_metrics_have_the_names_that_gateways_expect(server: Runnin
     assert value(samples, "vllm:num_preemptions_total") == 3
     assert value(samples, "vllm:spec_decode_num_draft_tokens_total") == 7
     assert value(samples, "vllm:spec_decode_num_accepted_tokens_total") == 5
+    assert value(samples, "vllm:mm_cache_queries_total") == 9
+    assert value(samples, "vllm:mm_cache_hits_total") == 6
+    assert value(samples, "lorikeet:image_tokens_total") == 768
+    assert value(samples, "lorikeet:tower_seconds_total") == 1.5
     assert (
         value(
             samples,

@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lorikeet.core.messages import DecisionTimes, EngineStats, MemoryStats, RouteStats, TierBytes
+from lorikeet.core.messages import DecisionTimes, EngineStats, ImageStats, MemoryStats, RouteStats, TierBytes
 from tests.support.api_server import Running
 
 MEMORY = MemoryStats(
@@ -51,6 +51,7 @@ STATS = EngineStats(
     steps_by_tokens=(4, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
     computed_tokens=20_030,
     memory=MEMORY,
+    images=ImageStats(computed=3, computed_tokens=768, reused=6, tower_s=1.5),
 )
 
 

@@ -164,6 +164,14 @@ FLAGS = (
         parse_size,
         "SIZE",
     ),
+    Flag(
+        "--image-memory",
+        "engine.image_memory_bytes",
+        int,
+        "Embeddings of images that are kept for later requests, beside the pool; 256MiB by default.",
+        parse_size,
+        "SIZE",
+    ),
     Flag("--touch-memory", "engine.touch_memory", bool, "Allocate all memory at the start."),
     Flag(
         "--link-gb-per-s",

@@ -48,6 +48,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
             (``geometry.SCORE``), the number of labels on the last layer, and 0 on other layers.
         weight_bytes: size of the weights file.
         extras: weights besides low-rank matrices on linear modules.
+        changes_tower: whether it also changes the model's vision tower or projector.
     """
 
     name: AdapterName
@@ -56,6 +57,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
     ranks: dict[str, tuple[int, ...]]
     weight_bytes: int
     extras: tuple[AdapterExtra, ...] = ()
+    changes_tower: bool = False
 
     @property
     def shape(self) -> Shape:

@@ -376,6 +376,24 @@ STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 """Upper bounds of the classes in ``EngineStats.steps_by_tokens``."""
 
 
+class ImageStats(msgspec.Struct, frozen=True):
+    """Counters of the images of prompts since the start.
+
+    Attributes:
+        computed: number of images that the tower computed.
+        computed_tokens: number of their tokens.
+        reused: number of images whose embeddings were kept when a request needed them.
+        tower_s: seconds of steps spent on computing images.
+        kept_tokens: number of tokens whose embeddings are kept now.
+    """
+
+    computed: int = 0
+    computed_tokens: int = 0
+    reused: int = 0
+    tower_s: float = 0.0
+    kept_tokens: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges of an engine, taken after a step.
 
@@ -411,6 +429,7 @@ class EngineStats(msgspec.Struct, frozen=True):
             requests that were not refused but are behind others.
         drafted_tokens, kept_tokens: number of tokens drafted since the start, and number of those that were right.
         guards: state of each guarded part by name.
+        images: counters of images.
     """
 
     at_s: float
@@ -445,6 +464,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     drafted_tokens: int = 0
     kept_tokens: int = 0
     guards: dict[str, GuardStats] = {}
+    images: ImageStats = ImageStats()
 
 
 class ExportedKv(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.images import PromptImage
 from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 
 
@@ -40,6 +41,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         prompt_embeds: embeddings of the prompt's tokens; None for the embeddings of their ids.
         pooling: how to make a vector from the prompt; None if tokens are sampled.
         adapter_start: position of the first token on which the adapter acts.
+        images: images of the prompt.
+        image_keys: keys of their embeddings, see ``core.image_keys``.
     """
 
     request_id: RequestId
@@ -50,6 +53,22 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     prompt_embeds: PromptEmbeds | None = None
     pooling: Pooling | None = None
     adapter_start: int = 0
+    images: tuple[PromptImage, ...] = ()
+    image_keys: tuple[bytes, ...] = ()
+
+
+class ImageStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An image whose embeddings the executor computes before the step's forward pass, and keeps.
+
+    Attributes:
+        key: key of the embeddings, see ``core.image_keys``.
+        request_id: a sequence of the step that has the image.
+        number: index of the image among the sequence's.
+    """
+
+    key: bytes
+    request_id: RequestId
+    number: int
 
 
 class StateStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -200,6 +219,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
             workers compute the LoRA delta on layers that have not arrived.
         overlapped: whether the executor returns after one step, if possible with the next step running (async
             scheduling).
+        images: images to compute before the step.
+        dropped_images: keys of embeddings that the executor forgets (applied before ``images``).
         continues: whether the first step is the running step of the last plan with sequences. Some of its sequences may
             have ended since. If the next plan with sequences does not continue, the running step is discarded.
     """
@@ -219,6 +240,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     assisted: tuple[AdapterDigest, ...] = ()
     overlapped: bool = False
     continues: bool = False
+    images: tuple[ImageStep, ...] = ()
+    dropped_images: tuple[bytes, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -306,6 +329,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         next_runs: whether the plan's next step is already running (async scheduling).
         prompt_logprobs: logprobs of the prompt tokens after the computed ones, for requests that need them.
         pooled: vectors of requests that need one and whose prompt has been computed.
+        tower_s: the part of ``duration_s`` spent on the plan's images.
     """
 
     step: int
@@ -317,3 +341,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     next_runs: bool = False
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[Pooled, ...] = ()
+    tower_s: float = 0.0

@@ -8,6 +8,19 @@ from lorikeet.costs.assist_costs import AssistCosts
 from lorikeet.costs.iteration_costs import IterationCosts
 
 
+class ImageSizes(NamedTuple):
+    """Describes the images that an executor takes in prompts.
+
+    Attributes:
+        token_bytes: bytes of the embeddings of one token of an image.
+        whole_images, whole_prompts: see ``SchedulerLimits``.
+    """
+
+    token_bytes: int
+    whole_images: bool
+    whole_prompts: bool
+
+
 class EngineSizes(NamedTuple):
     """Holds the sizes and abilities of an executor, for the engine and its clients.
 
@@ -26,6 +39,7 @@ class EngineSizes(NamedTuple):
         weights: form of the linear weights, in words; empty if the executor computes nothing.
         base: the base model; None if the executor computes nothing.
         can_merge: whether an adapter can be merged into the base weights.
+        images: sizes of images; None if prompts have none.
     """
 
     geometry: ModelGeometry
@@ -42,6 +56,7 @@ class EngineSizes(NamedTuple):
     weights: str = ""
     base: BaseInfo | None = None
     can_merge: bool = True
+    images: ImageSizes | None = None
 
     @property
     def block_bytes(self) -> int:

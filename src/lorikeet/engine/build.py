@@ -49,7 +49,11 @@ _CACHE_SIZE = 1024
 
 
 def build_memory(
-    preset: Preset, sizes: EngineSizes, forecast: StepForecast | None = None, tokens: BlockTokens | None = None
+    preset: Preset,
+    sizes: EngineSizes,
+    forecast: StepForecast | None = None,
+    tokens: BlockTokens | None = None,
+    image_memory_bytes: int = 0,
 ) -> Memory:
     """Build the memory of a replica.
 
@@ -58,6 +62,7 @@ def build_memory(
         sizes: sizes of the executor.
         forecast: the prediction of steps for the policies; None without one.
         tokens: the tokens of blocks, for events of KV; None without events.
+        image_memory_bytes: size of the embeddings of images that are kept.
 
     Raises:
         ConfigError: the preset names a policy that does not exist.
@@ -74,6 +79,7 @@ def build_memory(
         forecast,
         tokens,
         sizes.local_geometry.state_blocks(sizes.block_size),
+        0 if sizes.images is None else image_memory_bytes // sizes.images.token_bytes,
     )
 
 
@@ -199,7 +205,7 @@ def assemble(
     _check_memory_split(name, preset)
     load = EngineLoad(settings.engine.objective)
     tokens = BlockTokens(sizes.block_size) if settings.kv_events.endpoint else None
-    memory = build_memory(preset, sizes, load, tokens)
+    memory = build_memory(preset, sizes, load, tokens, settings.engine.image_memory_bytes)
     if reason := memory.why_impossible(None, sizes.max_model_len):
         raise ConfigError(f"preset {name}: the longest sequence does not fit: {reason}; lower max_model_len")
     sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
@@ -255,6 +261,8 @@ def _build_scheduler(
         # A step that runs ahead and is discarded would have changed the states.
         async_scheduling=sizes.async_scheduling and not sizes.geometry.states,
         max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
+        whole_images=sizes.images is not None and sizes.images.whole_images,
+        whole_prompts=sizes.images is not None and sizes.images.whole_prompts,
     )
     assist = None
     if sizes.assist is not None:

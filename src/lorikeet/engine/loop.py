@@ -11,6 +11,7 @@ from lorikeet.core.clock import Clock
 from lorikeet.core.executor import Executor
 from lorikeet.core.guard import Switch
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.image_keys import hashed_token_ids
 from lorikeet.core.messages import (
     STEP_TOKENS_BOUNDS,
     Abort,
@@ -310,6 +311,7 @@ class Engine:
             drafted_tokens=self._scheduler.drafter.drafted_tokens,
             kept_tokens=self._scheduler.drafter.kept_tokens,
             guards=self._memory.guards.stats(),
+            images=self._memory.images.stats(),
         )
 
     def take_switches(self) -> list[Switch]:
@@ -358,7 +360,7 @@ class PendingExports:
         """Start copying the KV of a request that the scheduler has released."""
         memory = self._memory
         adapter = BASE if request.adapter is None else memory.register(request.adapter)
-        token_ids = request.prompt_token_ids + request.output_token_ids
+        token_ids = hashed_token_ids(request.prompt_token_ids + request.output_token_ids, request.images)
         # KV of two owners is not sent. The engine that resumes the request computes the KV again.
         keys = [] if request.adapter_start else memory.keys_of(request.digest, token_ids, salt=request.kv_salt)
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)

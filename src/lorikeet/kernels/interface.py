@@ -130,6 +130,9 @@ class Batch:
             None without such rows.
         host: copies on the host; None in a graph.
         states: states of the sequences; None if no layer has a state.
+        layer_embeds: ``[E, hidden]`` each, added to the outputs of the first layers for the rows of ``embeds``.
+        axes: int64 ``[axes, T]``, positions for rotary embeddings of several axes. None if ``positions`` serve.
+        seen: int64 ``[T]``, number of tokens of its sequence that a row may see. None if each sees those up to its own.
     """
 
     token_ids: Tensor
@@ -145,6 +148,9 @@ class Batch:
     embeds: tuple[Tensor, Tensor] | None = None
     host: HostMetadata | None = None
     states: StateTable | None = None
+    layer_embeds: tuple[Tensor, ...] = ()
+    axes: Tensor | None = None
+    seen: Tensor | None = None
 
     def only(self, sequence: int) -> "Batch":
         """Return the batch of one sequence, for attention alone."""

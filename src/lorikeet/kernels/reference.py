@@ -365,7 +365,9 @@ def attend_plainly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return causal attention with options that ``Kernels.attention`` lacks, on any device, with fp32 scores.
+    """Return attention with options that ``Kernels.attention`` lacks, on any device, with fp32 scores.
+
+    It is causal, but for rows that see later tokens (``Batch.seen``), whose keys must be stored.
 
     Args:
         q: ``[T, heads, key_dim]``.
@@ -403,7 +405,7 @@ def attend_plainly(
             scores = softcap * torch.tanh(scores / softcap)
         own = context[:, None] - rows + torch.arange(rows, device=q.device)
         distance = own[:, :, None] - position
-        seen = distance >= 0
+        seen = distance >= 0 if batch.seen is None else position < batch.seen[at].view(len(members), rows, 1)
         if window is not None:
             seen &= distance < window
         scores = scores.masked_fill(~seen[:, None, None], -torch.inf)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lorikeet.core.ids import AdapterDigest, AdapterName, number_of
+from lorikeet.core.image_keys import hashed_token_ids
 from lorikeet.core.request import Request
 from lorikeet.memory.snapshots import is_snapshot_key
 from lorikeet.memory.tree import DependencyTree, NodeKind, block_keys
@@ -219,7 +220,7 @@ class KvEvents:
     def learn(self, request: Request) -> None:
         """Record the tokens of a request whose KV came from another engine."""
         if self._unknown:
-            token_ids = request.prompt_token_ids + request.output_token_ids
+            token_ids = hashed_token_ids(request.prompt_token_ids + request.output_token_ids, request.images)
             keys = block_keys(
                 request.digest,
                 token_ids,

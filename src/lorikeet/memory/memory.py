@@ -19,6 +19,7 @@ from lorikeet.core.messages import MemoryStats
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool, SequenceLease, TransferOutcome, WaitReason, arrived
 from lorikeet.memory.eviction import Evictor
+from lorikeet.memory.images import ImageMemory
 from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.known_adapters import AdapterSize, KnownAdapters
 from lorikeet.memory.kv_events import BlockTokens
@@ -71,6 +72,7 @@ class Memory:
         forecast: predicts steps for the policies. By default, nothing is predicted.
         tokens: keeps the tokens of blocks for events of KV; None without events.
         state_blocks: number of blocks of a sequence's state (``ModelGeometry.state_blocks``); 0 without a state.
+        image_tokens: largest number of tokens of images whose embeddings are kept.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Memory:
         forecast: StepForecast | None = None,
         tokens: BlockTokens | None = None,
         state_blocks: int = 0,
+        image_tokens: int = 0,
     ) -> None:
         forecast = forecast or _NoForecast()
         self.block_size = block_size
@@ -129,6 +132,7 @@ class Memory:
         self.swapper = Swapper(
             self.tiers, self.evictor, self._eviction, self._prefetch, options, self.counters, self._view, self._reuse
         )
+        self.images = ImageMemory(image_tokens)
         self.adapters = KnownAdapters(self.tiers, self.evictor, options, adapter_size, block_bytes)
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size, tokens)
         self.snapshots = Snapshots(

@@ -20,6 +20,7 @@ from lorikeet.kernels.interface import (
     kv_view,
 )
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
+from lorikeet.kernels.reference import attend_plainly
 from lorikeet.models.adapted_ops import adapted_ops
 from lorikeet.models.adapter_preparation import AdapterPreparation, product_shares
 from lorikeet.models.architectures import LLAMA_NORMS
@@ -169,8 +170,10 @@ class Decoder:
     def _fits_one_call(self, batch: Batch) -> bool:
         """Return whether one call can compute all layers with the batch's adapters.
 
-        The call supports only trained norms of Llama's kinds.
+        The call supports only trained norms of Llama's kinds, and no rows that see later tokens.
         """
+        if batch.seen is not None:
+            return False
         lora = batch.lora
         if lora is not None and lora.has_extras and self._config.norms != LLAMA_NORMS and lora.segments_with("vector"):
             return False
@@ -225,6 +228,12 @@ class Decoder:
         qkv = ops.linear(x, layer.qkv)
         ops.rotary_store(qkv, layer, rotation, kv, batch)
         window = self._shape.windows[layer.number]
+        if batch.seen is not None:
+            queries = qkv.view(len(qkv), -1, self._shape.head_dim)[:, : self._shape.heads // self._group.size]
+            keys, values = kv.unbind(1)
+            scale = self._shape.scale
+            found = attend_plainly(queries, keys, values, batch, scale, window, self._shape.softcap or None, None)
+            return found.flatten(1)
         return self._kernels.attention(qkv, kv, batch, self._shape.scale, window, self._shape.softcap)
 
     def _mlp(self, ops: LayerOps, layer: DecoderLayer, x: Tensor) -> Tensor:

@@ -426,6 +426,10 @@ class PagedPass:
             rotation = self._rotation or self._still(keys[:, 0])
             self._kernels.rotary_store(rows, rotation, layer.both, batch, None)
             self._rotation = None
+        if batch.seen is not None:
+            queries = rows.view(len(rows), -1, q.shape[-1])[:, : call.heads]
+            keys, values = layer.both.unbind(1)
+            return attend_plainly(queries, keys, values, batch, call.scale, call.window, call.softcap, None)[None]
         found = self._kernels.attention(rows, layer.both, batch, call.scale, call.window, call.softcap or 0.0)
         return found.view(1, len(rows), call.heads, q.shape[-1])
 

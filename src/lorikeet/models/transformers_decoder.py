@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,6 +35,7 @@ from lorikeet.models.json_section import ModelConfigError, read_json_section
 from lorikeet.models.layer_ops import Product
 from lorikeet.models.loading import Progress, WeightError
 from lorikeet.models.quantization_config import read_quantization
+from lorikeet.models.towers import LAYER_EMBEDS, ROWS_OF_IMAGES, Tower
 from lorikeet.models.transformers_attention import (
     PROBE,
     STEP,
@@ -204,10 +206,11 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
+    change: Callable[[Any], None] = lambda config: None,
 ) -> PreTrainedModel:
     """Load a model of transformers with its eager attention.
 
-    See ``loading.load_weights`` for the arguments.
+    See ``loading.load_weights`` for the arguments. ``change`` changes the config first.
 
     Raises:
         ModelConfigError: transformers cannot build the model.
@@ -215,6 +218,7 @@ def load_model(
     """
     found = _class_of(folder)
     config = _read_config(folder)
+    change(config)
     report = progress or (lambda stage, done, total: None)
     report(LOADING_WEIGHTS, 0, 1)
     if load_format not in ("auto", "dummy"):
@@ -341,6 +345,7 @@ class TransformersDecoder:
         geometry: sizes and names of its modules.
         vocab_size: number of logits.
         way: the way in which attention is computed.
+        tower: the part that computes images; None if the model takes none, or they do not work with this way.
 
     Raises:
         UnsupportedAttention: the model needs attention that is not supported. The message names the reason.
@@ -364,6 +369,7 @@ class TransformersDecoder:
         if not isinstance(embedding, nn.Embedding):
             raise UnsupportedAttention("its input is not a row of tokens")
         self._embedding = embedding
+        tower = Tower.of(model, self._decoder)
         ids = torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (embedding.num_embeddings - 1) + 1
         with torch.inference_mode(), _without_notes_of_fallbacks():
             self._quantize(bits)
@@ -394,6 +400,9 @@ class TransformersDecoder:
                     replace_gated_norm(module, self._kernels)
             self._cut_output_layer()
             self._settle(ids, expected, found)
+        self.tower = tower if self.way in (Way.KERNELS, Way.PACKED) else None
+        if self.tower is not None:
+            self.tower.select_attention()
 
     def _find(self, ids: Tensor, longest_tokens: int) -> tuple[_Found, list[AttentionCall]]:
         """Probe the model, first for attention by kernels, then by transformers.
@@ -519,7 +528,7 @@ class TransformersDecoder:
                 self._step.begin(batch.lora, len(batch.token_ids))
                 attention = PagedPass(self._calls, views, batch, self._kernels)
                 with handling(attention), self._states.handling(kv, batch, attention.only):
-                    found = self._run(batch.token_ids, batch.positions)
+                    found = self._run_rows(batch, slice(None))
             elif self.way is Way.WHOLE:
                 return self._run_whole(batch, StoredTokens(views[0]))
             elif self.way is Way.ANEW:
@@ -539,8 +548,44 @@ class TransformersDecoder:
             self._step.begin(lora, one.rows, lora_of_keys(batch.lora, pieces), one.keys)
             with handling(one):
                 cache = GatheredCache(one, self._cache_layers)
-                found.append(self._run(batch.token_ids[one.start : one.stop], one.positions, cache))
+                found.append(self._run_rows(batch, slice(one.start, one.stop), cache))
         return torch.cat(found)
+
+    def _run_rows(self, batch: Batch, rows: slice, cache: GatheredCache | None = None) -> Tensor:
+        """Return the hidden states of some rows of a step."""
+        token_ids = batch.token_ids[rows]
+        positions = batch.positions[rows] if batch.axes is None else batch.axes[:, None, rows]
+        return self._run(token_ids, positions, cache, given=self._replaced(batch, rows, token_ids))
+
+    def _replaced(self, batch: Batch, rows: slice, token_ids: Tensor) -> Mapping[str, Any]:
+        """Return the decoder's arguments for rows whose embeddings are given; empty without such rows."""
+        if batch.embeds is None:
+            return {}
+        start, stop, _ = rows.indices(len(batch.token_ids))
+        at, embeds = batch.embeds
+        layers = batch.layer_embeds
+        if (start, stop) != (0, len(batch.token_ids)):
+            inside = ((at >= start) & (at < stop)).nonzero()[:, 0]
+            if not len(inside):
+                return {}
+            at = at[inside] - start
+            embeds = embeds[inside]
+            layers = tuple(each[inside] for each in layers)
+        x = self._model_embedding(token_ids)
+        x[at] = embeds.to(x.dtype)
+        given: dict[str, Any] = {"input_ids": None, "inputs_embeds": x[None]}
+        if layers:
+            order = at.argsort()
+            is_image = torch.zeros(1, len(token_ids), dtype=torch.bool, device=x.device)
+            is_image[0, at] = True
+            given[ROWS_OF_IMAGES] = is_image
+            given[LAYER_EMBEDS] = [each[order] for each in layers]
+        return given
+
+    def _model_embedding(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings ``[T, hidden]`` of a step's rows, which the caller may change."""
+        found: Tensor = self._embedding(token_ids[None])[0]
+        return found.clone()
 
     def _run_anew(self, batch: Batch, tokens: StoredTokens) -> Tensor:
         """Return the hidden states of a step, computed from the first token of each sequence."""
@@ -620,16 +665,24 @@ class TransformersDecoder:
         positions: Tensor,
         cache: GatheredCache | None = None,
         states: SequenceCache | None = None,
+        given: Mapping[str, Any] = MappingProxyType({}),
     ) -> Tensor:
-        """Return the hidden states ``[T, hidden]`` of packed tokens."""
-        given = dict(self._accepted)
+        """Return the hidden states ``[T, hidden]`` of packed tokens.
+
+        Args:
+            token_ids: the tokens, int64 ``[T]``.
+            positions: their positions, ``[T]``, or on several axes ``[axes, 1, T]``.
+            cache, states: caches for the decoder.
+            given: further arguments of the decoder, which replace others.
+        """
+        arguments = {"input_ids": token_ids[None], **self._accepted, **given}
         if states is not None:
-            given |= {name: states for name in _CACHES if name in given}
+            arguments |= {name: states for name in _CACHES if name in arguments}
         if self._takes_positions and self.way in (Way.KERNELS, Way.PACKED):
-            given["position_ids"] = positions[None]
+            arguments["position_ids"] = positions[None] if positions.dim() == 1 else positions
         if cache is not None:
-            given |= {"past_key_values": cache, "use_cache": True}
-        output = self._decoder(input_ids=token_ids[None], **given)
+            arguments |= {"past_key_values": cache, "use_cache": True}
+        output = self._decoder(**arguments)
         found = output.last_hidden_state[0]
         assert isinstance(found, Tensor)
         return found

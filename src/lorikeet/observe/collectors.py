@@ -155,6 +155,12 @@ class EngineCollector(Collector):
         yield make.gauge("vllm:gpu_prefix_cache_hit_rate", "Share of these tokens that was found.", share)
         yield make.count("vllm:spec_decode_num_draft_tokens", "Tokens drafted for a step.", stats.drafted_tokens)
         yield make.count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that came.", stats.kept_tokens)
+        images = stats.images
+        text = "Images of prompts whose embeddings a step needed."
+        yield make.count("vllm:mm_cache_queries", text, images.computed + images.reused)
+        yield make.count("vllm:mm_cache_hits", "Those whose embeddings were kept.", images.reused)
+        yield make.count("lorikeet:image_tokens", "Tokens of images that the tower computed.", images.computed_tokens)
+        yield make.count("lorikeet:tower_seconds", "Seconds of steps spent on computing images.", images.tower_s)
         yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
         steps = dict(zip((*STEP_TOKENS_BOUNDS, math.inf), accumulate(stats.steps_by_tokens), strict=True))
         text = "Tokens computed by a step."

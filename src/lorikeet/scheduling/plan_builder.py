@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult
+from lorikeet.core.plan import ImageStep, KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.drafts import Drafts
+from lorikeet.scheduling.image_steps import StepImages
 from lorikeet.scheduling.state import Sequence
 
 
@@ -28,9 +29,11 @@ class PlanBuilder:
         adapters_without_slot: adapters without a slot in this step, whose requests are not tried again.
         deferred: tokens of decodes that run only if the step has no prefill (:meth:`defer_decodes`).
         drafts: drafted tokens to verify in the step, by request.
+        images: images of the step.
     """
 
     budget_tokens: int
+    images: StepImages
     tokens: dict[Sequence, int] = field(default_factory=dict)
     assisted: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False
@@ -59,10 +62,14 @@ class PlanBuilder:
             return
         if sequence.lease is not None and sequence.lease.stops:
             tokens = sequence.lease.until_stop(sequence.computed_tokens, tokens)
+        if sequence.request.images:
+            tokens = self.images.fit(sequence, tokens, is_first=not (self.assisted or self.prefills()))
+            if not tokens:
+                return
         is_assisted = sequence.lease is not None and sequence.lease.assisted and sequence.is_cold
         group = self.assisted if is_assisted else self.tokens
         group[sequence] = tokens
-        self.budget_tokens -= tokens
+        self.budget_tokens = max(0, self.budget_tokens - tokens)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, and return its tokens to the budget."""
@@ -154,6 +161,10 @@ def build_plan(
             )
         steps.append(sequence.step(tokens, builder.drafts.get(sequence.request_id, ()), state))
     transfers, urgent = memory.take_transfers()
+    images: tuple[ImageStep, ...] = ()
+    dropped_images: tuple[bytes, ...] = ()
+    if any(sequence.request.images for sequence in builder.tokens):
+        images, dropped_images = builder.images.take(builder.grouped_by_adapter())
     return StepPlan(
         step=step,
         sequences=tuple(steps),
@@ -169,6 +180,8 @@ def build_plan(
         max_duration_s=length.limit_s,
         assisted=tuple(assisted),
         overlapped=length.overlapped,
+        images=images,
+        dropped_images=dropped_images,
     )
 
 

@@ -36,6 +36,7 @@ from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.drafts import Drafter, Drafts
 from lorikeet.scheduling.engine_load import EngineLoad
+from lorikeet.scheduling.image_steps import StepImages, why_too_large
 from lorikeet.scheduling.plan_builder import PlanBuilder, PlanLength, build_plan, continue_plan
 from lorikeet.scheduling.preempted_kv import KEEP_KV_RULES
 from lorikeet.scheduling.savings import SavingsEstimator
@@ -210,7 +211,7 @@ class Scheduler:
             now: the time.
             until_s: time until which no request arrives, on a virtual clock (see ``Engine.step``); otherwise None.
         """
-        builder = PlanBuilder(self._limits.max_num_batched_tokens)
+        builder = PlanBuilder(self._limits.max_num_batched_tokens, StepImages(self._memory.images, self._limits))
         self._review(now)
         self._choose(now)
         self._grow(builder, now)
@@ -497,6 +498,9 @@ class Scheduler:
         self._running_step = (plan, result) if result.next_runs else None
         if plan.sequences:
             self._note_step(plan, result, now)
+        if plan.images:
+            broken = [image.key for image in plan.images if image.request_id in result.failed]
+            self._memory.images.computed((image.key for image in plan.images), broken, result.tower_s)
         computed = []
         states = []
         has_states = bool(self._memory.snapshots.blocks)
@@ -532,7 +536,7 @@ class Scheduler:
                 finish = FinishReason.STOP, None
             # The tree does not contain all full blocks yet
             if end >= (len(lease.path) + 1) * block_size and lease.is_ready:
-                computed.append(ComputedTokens(lease, sequence.token_ids, end))
+                computed.append(ComputedTokens(lease, sequence.hashed_token_ids, end))
             if finish is not None:
                 ended.append((sequence, *finish))
         if waited_s := self._outputs.take_waited_s():
@@ -546,7 +550,7 @@ class Scheduler:
     def _note_step(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Report the duration of a step to all estimators."""
         self._last_end_s = now
-        step_s = (result.duration_s - result.switch_s) / result.steps_run
+        step_s = (result.duration_s - result.switch_s - result.tower_s) / result.steps_run
         self._memory.note_step(step_s)
         self._load.note_busy(now, result.steps_run, result.duration_s)
         prefill = [step.tokens for step in plan.sequences if step.tokens > 1 and step.known_tokens > 1]
@@ -580,7 +584,7 @@ class Scheduler:
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
         sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
         sequence.keys = self._memory.keys_of(
-            request.digest, sequence.token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
+            request.digest, sequence.hashed_token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
         )
         self._load.add(sequence)
         if request.background and not isinstance(self.queue, BackgroundLast):
@@ -595,6 +599,8 @@ class Scheduler:
             return "the prompt has no tokens"
         if known >= self._limits.max_model_len:
             return f"{known} tokens leave no space for output in a context of {self._limits.max_model_len}"
+        if (reason := why_too_large(request, self._limits)) is not None:
+            return reason
         longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self._limits.max_model_len)
         return self._memory.why_impossible(request.adapter, longest)
 
@@ -626,7 +632,7 @@ class Scheduler:
         if will_resume:
             computed = sequence.computed_tokens if sequence.is_ready else 0
             keep_kv = keep_kv or KEEP_KV_RULES[self._preset.preempted_kv](self._memory, self._step_times, computed)
-            self._memory.suspend(sequence.lease, sequence.token_ids, computed, now, keep_kv=keep_kv)
+            self._memory.suspend(sequence.lease, sequence.hashed_token_ids, computed, now, keep_kv=keep_kv)
         else:
             self._memory.release(sequence.lease, now)
         sequence.lease = None

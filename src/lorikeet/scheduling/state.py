@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lorikeet.core.events import FinishReason, FirstToken, RequestEvent
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.image_keys import hashed_token_ids, image_key
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import SequenceStart, SequenceStep, StateStep, Token
 from lorikeet.core.request import Request
@@ -201,6 +202,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         async_scheduling: whether the executor returns each step of such a plan while the next one is running. If so,
             ``num_scheduler_steps`` and ``multi_step_limit_s`` apply only while requests wait. Otherwise plans are
             longer, unless ``num_scheduler_steps`` is 1.
+        whole_images: whether a step computes all tokens of an image, or none, because they see each other.
+        whole_prompts: the same of all tokens of a prompt with an image.
     """
 
     max_num_seqs: int
@@ -210,6 +213,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     multi_step_limit_s: float = 0.05
     async_scheduling: bool = False
     max_draft_tokens: int = 0
+    whole_images: bool = False
+    whole_prompts: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -226,6 +231,7 @@ class Sequence:
         digest: digest of the request's adapter; None for the base model.
         token_ids: tokens of the prompt and of the output so far.
         prompt_tokens: number of tokens of the prompt.
+        image_keys: keys of the embeddings of its images.
         computed_tokens: number of tokens whose KV is in the sequence's blocks.
         lease: lease of the sequence's blocks; None while it waits.
         sent_blocks: number of blocks of the lease that were sent to the executor.
@@ -246,6 +252,7 @@ class Sequence:
     digest: AdapterDigest | None = field(init=False)
     token_ids: list[int] = field(init=False)
     prompt_tokens: int = field(init=False)
+    image_keys: tuple[bytes, ...] = field(init=False)
     computed_tokens: int = 0
     lease: SequenceLease | None = None
     sent_blocks: int = 0
@@ -264,11 +271,18 @@ class Sequence:
         known = [] if self.restarts else self.request.output_token_ids
         self.token_ids = self.request.prompt_token_ids + known
         self.prompt_tokens = len(self.request.prompt_token_ids)
+        request = self.request
+        self.image_keys = tuple(image_key(request, image) for image in request.images)
 
     @property
     def request_id(self) -> RequestId:
         """Id of the sequence's request."""
         return self.request.request_id
+
+    @property
+    def hashed_token_ids(self) -> list[int]:
+        """Tokens for the keys of KV, see ``core.image_keys``."""
+        return hashed_token_ids(self.token_ids, self.request.images)
 
     @property
     def output_tokens(self) -> int:
@@ -323,6 +337,8 @@ class Sequence:
             request.prompt_embeds,
             request.pooling,
             request.adapter_start,
+            request.images,
+            self.image_keys,
         )
 
     def step(self, tokens: int, draft: tuple[int, ...] = (), state: StateStep | None = None) -> SequenceStep:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.images import PromptImage
 from lorikeet.core.plan import KernelForm, SequenceStart, StateStep
 from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 from lorikeet.kernels.devices import to_device, torch_dtype
 from lorikeet.kernels.interface import Batch, HostMetadata, StateTable
 from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
+from lorikeet.models.image_features import ImageFeatures
 
 Ints = npt.NDArray[np.int64]
 
@@ -60,6 +62,28 @@ class GrowingInts:
             self._buffer = grown
 
 
+class SequenceImage:
+    """An image of a sequence.
+
+    Attributes:
+        image: the image.
+        key: key of its embeddings.
+        start, stop: the range of its tokens in the prompt.
+        features: its embeddings; None unless a step needs them.
+    """
+
+    def __init__(self, image: PromptImage, key: bytes) -> None:
+        self.image = image
+        self.key = key
+        self.start = image.offset
+        self.stop = image.offset + image.length
+        self.features: ImageFeatures | None = None
+
+    def is_in(self, start: int, tokens: int) -> bool:
+        """Return whether some of its tokens are among the ``tokens`` from ``start`` on."""
+        return self.start < start + tokens and self.stop > start
+
+
 class RankSequence:
     """The state of one sequence on a rank.
 
@@ -78,6 +102,10 @@ class RankSequence:
         pooled_sum: weighted sum of the hidden states pooled so far, fp32 ``[hidden]``.
         state_blocks: blocks of the sequence's state; empty if no layer has a state.
         save_blocks, save_at: blocks to which the state is copied once so many tokens are computed; empty for none.
+        images: images of the prompt, with their embeddings once a step needs them.
+        axes: positions of the prompt's tokens on each axis, int64 ``[axes, tokens]``; None if there is one axis.
+        blocks_seen: ranges of tokens in which each token sees the whole range.
+        is_placed: whether ``axes`` and ``blocks_seen`` are known, for a prompt with images.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -95,6 +123,20 @@ class RankSequence:
         self.state_blocks: tuple[BlockId, ...] = ()
         self.save_blocks: tuple[BlockId, ...] = ()
         self.save_at = 0
+        self.images = tuple(SequenceImage(*each) for each in zip(start.images, start.image_keys, strict=True))
+        self.axes: Ints | None = None
+        self.blocks_seen: tuple[tuple[int, int], ...] = ()
+        self.is_placed = False
+
+    def positions(self, axes: int, start: int, tokens: int) -> Ints:
+        """Return the positions of the ``tokens`` from ``start`` on, int64 ``[axes, tokens]``."""
+        plain = np.tile(np.arange(start, start + tokens), (axes, 1))
+        if self.axes is None:
+            return plain
+        inside = self.axes[:, start : start + tokens]
+        plain += self.axes.max() + 1 - self.axes.shape[1]
+        plain[:, : inside.shape[1]] = inside
+        return plain
 
     @property
     def origin(self) -> "RankSequence":
@@ -257,8 +299,12 @@ def build_batch(
         block_tables=_tensor(_padded(tables)),
         sample_rows=_tensor(_sample_rows(rows, firsts, stops)),
     )
+    replaced = _replaced(rows, firsts, device)
+    token_ids = tensor(_concatenate([row.token_ids for row in rows]))
+    if replaced is not None:
+        token_ids[replaced.rows] = 0  # Placeholders may be no tokens of the model.
     return Batch(
-        token_ids=tensor(_concatenate([row.token_ids for row in rows])),
+        token_ids=token_ids,
         positions=tensor(positions),
         slot_blocks=tensor(
             _concatenate(
@@ -274,9 +320,12 @@ def build_batch(
         block_tables=to_device(host.block_tables, device),
         sample_rows=to_device(host.sample_rows, device),
         lora=lora_batch(rows, weights, form, merged),
-        embeds=_embeds(rows, firsts, device),
+        embeds=replaced and (replaced.rows, replaced.embeds),
         host=host,
         states=_states(rows, starts, device),
+        layer_embeds=() if replaced is None else replaced.layers,
+        axes=_axes(rows, device),
+        seen=_seen(rows, positions, firsts, device),
     )
 
 
@@ -289,16 +338,71 @@ def _states(rows: Sequence[BatchRow], starts: Ints, device: torch.device) -> Sta
     return StateTable(to_device(blocks, device), to_device(resumed, device), resumed)
 
 
-def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the rows whose embeddings were given with the prompt, and the embeddings; None without such rows."""
-    at = list[Ints]()
-    values = list[Tensor]()
-    for row, first in zip(rows, firsts, strict=True):
+class _Replaced(NamedTuple):
+    """Rows of a batch whose embeddings are given, see ``Batch.embeds`` and ``Batch.layer_embeds``."""
+
+    rows: Tensor
+    embeds: Tensor
+    layers: tuple[Tensor, ...]
+
+
+def _replaced(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> _Replaced | None:
+    """Return the rows whose embeddings were given with the prompt or computed from images; None without such rows.
+
+    Raises:
+        ValueError: an image has no embeddings.
+    """
+    at = list[Tensor]()
+    found = list[ImageFeatures]()
+    for row, first in zip(rows, firsts.tolist(), strict=True):
         tokens = min(row.tokens, row.sequence.embedded_tokens - row.start)
         if row.sequence.embeds is not None and tokens > 0:
-            at.append(first + np.arange(tokens))
-            values.append(row.sequence.embeds[row.start : row.start + tokens].float())
-    return (to_device(_tensor(_concatenate(at)), device), to_device(torch.cat(values), device)) if at else None
+            at.append(first + torch.arange(tokens))
+            embeds = row.sequence.embeds[row.start : row.start + tokens].float()
+            found.append(ImageFeatures(at[-1], to_device(embeds, device)))
+        for image in row.sequence.images:
+            if not image.is_in(row.start, row.tokens):
+                continue
+            if image.features is not None and not len(image.features.rows):
+                continue
+            if image.features is None:
+                raise ValueError(f"request {row.sequence.request_id}: the image at {image.start} has no embeddings")
+            tokens_at = image.features.rows + image.start - row.start
+            inside = ((tokens_at >= 0) & (tokens_at < row.tokens)).nonzero()[:, 0]
+            at.append(first + tokens_at[inside])
+            chosen = to_device(inside, device)
+            _, embeds, layers = image.features
+            found.append(ImageFeatures(at[-1], embeds[chosen], tuple(each[chosen] for each in layers)))
+    if not at:
+        return None
+    depth = max(len(each.layers) for each in found)
+    by_layer = [
+        torch.cat([each.layers[n] if n < len(each.layers) else torch.zeros_like(each.embeds) for each in found])
+        for n in range(depth)
+    ]
+    return _Replaced(to_device(torch.cat(at), device), torch.cat([each.embeds for each in found]), tuple(by_layer))
+
+
+def _axes(rows: Sequence[BatchRow], device: torch.device) -> Tensor | None:
+    """Return the positions of all rows on several axes, ``[axes, T]``; None if all positions are plain."""
+    axes = max((0 if row.sequence.axes is None else len(row.sequence.axes) for row in rows), default=0)
+    if not axes:
+        return None
+    parts = [row.sequence.positions(axes, row.start, row.tokens) for row in rows]
+    return to_device(_tensor(np.concatenate(parts, axis=1)), device)
+
+
+def _seen(rows: Sequence[BatchRow], positions: Ints, firsts: Ints, device: torch.device) -> Tensor | None:
+    """Return the number of tokens that each row sees; None if no row sees later tokens."""
+    found: Ints | None = None
+    for row, first in zip(rows, firsts.tolist(), strict=True):
+        for start, stop in row.sequence.blocks_seen:
+            begin = max(start, row.start) - row.start
+            end = min(stop, row.start + row.tokens) - row.start
+            if begin < end:
+                found = positions + 1 if found is None else found
+                found[first + begin : first + end] = stop
+    return None if found is None else to_device(_tensor(found), device)
 
 
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:

@@ -1,7 +1,7 @@
 """One rank, which keeps sequences and runs its share of the decoder for each step of a plan."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import Pooled, PromptLogprobs, SequenceStep, StepPlan
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
-from lorikeet.worker.batch import BatchRow, RankSequence, build_batch, check_rows, lora_batch
+from lorikeet.models.image_features import ImageFeatures, SeesImages, TowerError
+from lorikeet.worker.batch import BatchRow, RankSequence, SequenceImage, build_batch, check_rows, lora_batch
 from lorikeet.worker.host_lora.assisted_step import HostLoraSide
 from lorikeet.worker.pooling import PooledRows, pool
 from lorikeet.worker.prompt_logprobs import ScoredRows, score_prompts
@@ -22,6 +23,20 @@ from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.threads import CpuBudget, ThreadPinning
 from lorikeet.worker.transfer.state import PartialAdapter
 from lorikeet.worker.transfer.transfers import TransferManager
+
+_NO_FEATURES = ImageFeatures(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+
+
+class Encoded(NamedTuple):
+    """The result of computing the images of a plan.
+
+    Attributes:
+        failed: requests with an image that could not be computed, with the reason.
+        seconds: time that it took.
+    """
+
+    failed: dict[RequestId, str]
+    seconds: float
 
 
 class StepOutput(NamedTuple):
@@ -69,6 +84,9 @@ class Rank:
         self._block_size = block_size
         self._transfers = transfers
         self._sequences: dict[RequestId, RankSequence] = {}
+        self._tower = model.tower
+        self._features: dict[bytes, ImageFeatures] = {}
+        self._seeing: set[RequestId] = set()
 
     def apply(self, plan: StepPlan) -> float:
         """Apply a plan before its first step: drops, evictions, starts, transfers, new blocks, merging.
@@ -84,10 +102,13 @@ class Rank:
         for request_id in plan.drops:
             if self._sequences.pop(request_id, None) is None:
                 raise ExecutorError(f"request {request_id} is dropped, but was never started")
+            self._seeing.discard(request_id)
         for digest in plan.evictions:
             self._transfers.evict(digest)
         for start in plan.starts:
             self._sequences[start.request_id] = RankSequence(start)
+            if start.images:
+                self._seeing.add(start.request_id)
         for transfer in plan.transfers:
             self._transfers.start(transfer)
         if plan.urgent:
@@ -101,6 +122,79 @@ class Rank:
                 sequence.order_state(step.state)
                 self._copy_blocks(step.state.load, step.state.blocks)
         return self._switch_merged(plan) if plan.sequences else 0.0
+
+    def encode(self, plan: StepPlan) -> Encoded:
+        """Compute the images of an applied plan, and give its sequences the embeddings that the step needs.
+
+        Raises:
+            ExecutorError: embeddings are needed that were neither computed nor kept.
+        """
+        if not self._seeing:
+            return Encoded({}, 0.0)
+        started_s = time.monotonic()
+        for key in plan.dropped_images:
+            self._features.pop(key, None)
+        broken: dict[bytes, str] = {}
+        for each in plan.images:
+            sequence = self.sequence(each.request_id)
+            try:
+                self._features[each.key] = self._encoded(sequence, sequence.images[each.number])
+            except TowerError as error:
+                broken[each.key] = str(error)
+        failed: dict[RequestId, str] = {}
+        for step in plan.sequences:
+            if step.request_id in self._seeing:
+                why = self._use_features(self.sequence(step.request_id), step, broken)
+                failed |= {step.request_id: why} if why else {}
+        return Encoded(failed, time.monotonic() - started_s if plan.images else 0.0)
+
+    def _encoded(self, sequence: RankSequence, image: SequenceImage) -> ImageFeatures:
+        """Return the embeddings of an image.
+
+        Raises:
+            TowerError: the tower cannot compute it.
+        """
+        if self._tower is None:
+            raise TowerError("the model takes no images")
+        token_ids = sequence.token_ids.values[image.start : image.stop].tolist()
+        return self._tower.encode(token_ids, image.image.tensors)
+
+    def _use_features(self, sequence: RankSequence, step: SequenceStep, broken: Mapping[bytes, str]) -> str:
+        """Give a sequence the embeddings that a step needs.
+
+        Returns:
+            Why an image could not be computed; empty if all could.
+        """
+        why = ""
+        for image in sequence.images:
+            image.features = None
+            if not image.is_in(step.start, step.tokens):
+                continue
+            if image.key in broken:
+                why = f"the image at token {image.start}: {broken[image.key]}"
+                sequence.token_ids.values[image.start : image.stop] = 0  # Placeholders may be no tokens of the model.
+            elif image.key not in self._features:
+                raise ExecutorError(f"an image of request {sequence.request_id} was not computed")
+            image.features = self._features.get(image.key, _NO_FEATURES)
+        if not (why or sequence.is_placed) and self._tower is not None:
+            try:
+                self._place(sequence, self._tower)
+            except TowerError as error:
+                why = str(error)
+        return why
+
+    def _place(self, sequence: RankSequence, tower: SeesImages) -> None:
+        """Set the positions of a sequence's tokens, and the ranges that see each other.
+
+        Raises:
+            TowerError: the tower cannot compute the positions.
+        """
+        prompt = sequence.token_ids.values[: sequence.prompt_tokens]
+        images = [each.image for each in sequence.images]
+        axes = tower.positions(prompt.tolist(), images)
+        sequence.axes = None if axes is None else axes.numpy()
+        sequence.blocks_seen = tower.blocks_seen(prompt, images)
+        sequence.is_placed = True
 
     def pin_threads(self, plan: StepPlan) -> AbstractContextManager[None]:
         """Return a context for the steps of an applied plan. Threads may be pinned to cores within it."""

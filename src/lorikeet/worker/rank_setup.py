@@ -31,6 +31,7 @@ from lorikeet.models.config import (
 )
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.gguf import GGUF_FILE
+from lorikeet.models.image_features import SeesImages
 from lorikeet.models.json_section import ModelConfigError, read_json_section
 from lorikeet.models.loading import bits_on_load, load_weights
 from lorikeet.models.parallel import RankGroup
@@ -58,6 +59,7 @@ class RankModel:
         weights: description of the form of the linear weights.
         whole_geometry: sizes of the whole model; None if the rank holds all of it.
         attention: the end of a name of the implementation, if transformers computes attention itself.
+        tower: the part that computes images; None if prompts have none.
     """
 
     config: BaseConfig
@@ -70,6 +72,7 @@ class RankModel:
     weights: str = ""
     whole_geometry: ModelGeometry | None = None
     attention: str = ""
+    tower: SeesImages | None = None
 
     def base_info(self) -> BaseInfo:
         """Return the description of the model for clients of the engine."""
@@ -81,7 +84,10 @@ class RankModel:
         else:
             how = f"transformers {config.version}{self.attention}"
         dtype = str(self.dtype).removeprefix("torch.")
-        return BaseInfo(config.architecture, how, config.vocab_size, config.eos_token_ids, dtype, embed_size)
+        takes_images = self.tower is not None
+        return BaseInfo(
+            config.architecture, how, config.vocab_size, config.eos_token_ids, dtype, embed_size, takes_images
+        )
 
 
 class RunsModel(Protocol):
@@ -201,7 +207,13 @@ def load_rank(
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     decoder = Decoder(share, packed, kernels, group, geometry.kv_bits)
     whole = stored_geometry(settings.engine, config.geometry(dtype.itemsize))
-    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
+    tower = None
+    if config.has_other_parts and group.size * group.stages == 1 and not (weights.are_quantized or geometry.kv_bits):
+        # This module imports transformers, which takes seconds.
+        from lorikeet.models.tower_loading import load_tower
+
+        tower = load_tower(folder, dtype, device, load_format=settings.model.load_format)
+    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole, tower=tower)
 
 
 def _load_transformers(
@@ -244,7 +256,9 @@ def _load_transformers(
         stored = f"int{bits} in groups of {GROUP}, quantised from {stored}"
     geometry = stored_geometry(settings.engine, decoder.geometry)
     attention = decoder.way.value
-    return RankModel(config, decoder, kernels, dtype, device, geometry, weights=stored, attention=attention)
+    return RankModel(
+        config, decoder, kernels, dtype, device, geometry, weights=stored, attention=attention, tower=decoder.tower
+    )
 
 
 def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Kernels:

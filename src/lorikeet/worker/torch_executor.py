@@ -14,7 +14,7 @@ from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import NOT_FINITE, Pooled, PromptLogprobs, StepPlan, StepResult, Token, TransferDone
-from lorikeet.costs.engine_sizes import EngineSizes
+from lorikeet.costs.engine_sizes import EngineSizes, ImageSizes
 from lorikeet.memory.sizing import sequence_blocks
 from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
@@ -343,6 +343,7 @@ class TorchExecutor:
             self._others.send(plan)
             switch_s = self._rank.apply(plan)
             with self._rank.pin_threads(plan):
+                encoded = self._rank.encode(plan)
                 ran = self._run(plan, started_s) if plan.sequences else _PlanRun([], {}, plan.repeat)
         except ExecutorError:
             raise
@@ -358,11 +359,12 @@ class TorchExecutor:
             tokens=tuple(tuple(by_request.get(step.request_id, ())) for step in plan.sequences),
             steps_run=ran.steps_run,
             duration_s=self._returned_s - started_s,
-            failed=ran.failed,
+            failed=ran.failed | encoded.failed,
             switch_s=switch_s,
             next_runs=bool(plan.sequences) and self._running is not None,
             prompt_logprobs=ran.prompt_logprobs,
             pooled=ran.pooled,
+            tower_s=encoded.seconds,
         )
 
     def assist_counters(self) -> AssistCounters | None:
@@ -578,6 +580,7 @@ def build_torch_executor(
         async_scheduling=graphs is not None,
         base=model.base_info(),
         can_merge=is_own,
+        images=None if model.tower is None else ImageSizes(*model.tower.sizes),
     )
     return executor, config, sizes
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.image_keys import hashed_token_ids
 from lorikeet.core.request import Request
 from lorikeet.memory.tree import block_keys
 
@@ -48,7 +49,7 @@ def routing_request(request: Request, block_size: int | None = None) -> RoutingR
     known_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
     keys: tuple[bytes, ...] = ()
     if block_size is not None:
-        token_ids = request.prompt_token_ids + request.output_token_ids
+        token_ids = hashed_token_ids(request.prompt_token_ids + request.output_token_ids, request.images)
         start = request.adapter_start
         keys = tuple(block_keys(request.digest, token_ids, block_size, salt=request.kv_salt, start=start))
     return RoutingRequest(

@@ -1,0 +1,255 @@
+"""Turns images into embeddings by a model's own vision tower and projector, which are modules of transformers.
+
+The module of transformers that holds both the tower and the language model embeds the tokens, computes the images,
+puts their embeddings in the place of the placeholders, and then calls its language model. Here another module stands
+in the language model's place, and records what it is called with. So every family's way of projecting, arranging and
+merging is transformers' own code.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lorikeet.core.images import ImageTensor, PromptImage
+from lorikeet.kernels.devices import to_device
+from lorikeet.models.image_features import ImageFeatures, TowerError
+
+_PIXELS = "pixel_values"
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that name the placeholders: 1 for a placeholder of an image, 0 for text."""
+LAYER_EMBEDS = "deepstack_visual_embeds"
+"""The language model's argument with embeddings that are added to the outputs of its first layers."""
+ROWS_OF_IMAGES = "visual_pos_masks"
+"""The language model's argument with the rows of these embeddings, bool ``[1, T]``."""
+_PROBE_TOKENS = 7
+_PROBE_IMAGE = slice(2, 5)
+"""Tokens of the prompt that shows what placeholders see."""
+
+
+class _Embedding(nn.Module):
+    """Embeds every token as NaN, so that the rows that a model replaces show."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight[:1, :1].new_full((1, 1), torch.nan).expand(weight.shape)
+        self.num_embeddings, self.embedding_dim = weight.shape
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return NaN ``[..., hidden]``."""
+        return self.weight.new_full((*token_ids.shape, self.embedding_dim), torch.nan)
+
+
+class _LanguageModel(nn.Module):
+    """Stands in the place of a language model, and records the arguments of the call."""
+
+    def __init__(self, replaced: nn.Module, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.config = getattr(replaced, "config", None)
+        self.embed_tokens = _Embedding(embedding.weight)
+        self.called: dict[str, Any] = {}
+        object.__setattr__(self, "model", self)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of tokens."""
+        return self.embed_tokens
+
+    def get_per_layer_inputs(self, *_: Any, **__: Any) -> None:
+        """Return nothing, since the language model's own embeddings by layer do not depend on images."""
+
+    def forward(self, *_: Any, **given: Any) -> Any:
+        """Record the arguments."""
+        self.called = given
+        return _Output()
+
+
+class _Output:
+    """The output of a language model that computes nothing."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.zeros(1, 1, 1)
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class Tower:
+    """The vision tower and projector of a model.
+
+    Args:
+        whole: the module of transformers that holds the tower and the language model. It is not changed.
+        name: name of the language model in it.
+        embedding: the language model's embedding of tokens.
+
+    Attributes:
+        sees_whole_images: whether a placeholder sees the later placeholders of its image.
+        sees_whole_prompt: whether all tokens of a prompt with an image see each other.
+    """
+
+    def __init__(self, whole: PreTrainedModel, name: str, embedding: nn.Embedding) -> None:
+        self._whole = copy.copy(whole)
+        self._whole._modules = dict(whole._modules)
+        self._language = _LanguageModel(getattr(whole, name), embedding)
+        self._whole._modules[name] = self._language
+        self._accepted = inspect.signature(type(whole).forward).parameters
+        self._dtype = embedding.weight.dtype
+        self._device = embedding.weight.device
+        self.sees_whole_images, self.sees_whole_prompt = self._probe()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, decoder: nn.Module) -> "Tower | None":
+        """Return the tower of a model; None if the model takes no images.
+
+        Args:
+            model: a model with an output layer.
+            decoder: its decoder.
+        """
+        path = next(name for name, module in model.named_modules() if module is decoder).split(".")
+        embedding = model.get_input_embeddings()
+        for depth in range(len(path) - 1, -1, -1):
+            whole = model.get_submodule(".".join(path[:depth]))
+            takes_pixels = _PIXELS in inspect.signature(type(whole).forward).parameters
+            if isinstance(whole, PreTrainedModel) and takes_pixels and isinstance(embedding, nn.Embedding):
+                return cls(whole, path[depth], embedding)
+        return None
+
+    def select_attention(self) -> None:
+        """Select attention for the tower's modules, after the language model's was selected for the whole model."""
+        for module in self._whole.modules():
+            if isinstance(module, PreTrainedModel) and module is not self._whole:
+                module.config._attn_implementation_internal = "sdpa" if module._supports_sdpa else "eager"
+
+    @property
+    def sizes(self) -> tuple[int, bool, bool]:
+        """Bytes of the embeddings of one token, and whether tokens see later ones of their image or of the prompt."""
+        config = getattr(self._whole.config, "vision_config", None)
+        layers = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
+        token_bytes = layers * self._language.embed_tokens.embedding_dim * self._dtype.itemsize
+        return token_bytes, self.sees_whole_images, self.sees_whole_prompt
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The modules of tower and projector, by their names in the model."""
+        return {name: module for name, module in self._whole.named_modules() if name}
+
+    @torch.inference_mode()
+    def encode(self, token_ids: Sequence[int], tensors: Mapping[str, ImageTensor]) -> ImageFeatures:
+        """Compute the embeddings of one image.
+
+        Args:
+            token_ids: the tokens of the image, from its first placeholder to its last.
+            tensors: the processor's tensors of the image.
+
+        Raises:
+            TowerError: the tensors do not fit the model or the placeholders.
+        """
+        ids = to_device(torch.tensor([list(token_ids)]), self._device)
+        given = self._tensors(tensors)
+        if _PIXELS not in given:
+            raise TowerError(f"the processor gave {', '.join(sorted(tensors)) or 'nothing'}, and no {_PIXELS}")
+        self._call(input_ids=ids, position_ids=torch.zeros_like(ids), **given)
+        called = self._language.called
+        self._language.called = {}
+        found = called.get("inputs_embeds")
+        if not isinstance(found, Tensor) or found.shape[:2] != ids.shape:
+            raise TowerError("the model does not call its language model with embeddings")
+        are_replaced = ~found[0, :, 0].isnan()
+        rows = are_replaced.nonzero()[:, 0]
+        if not len(rows):
+            raise TowerError("the model has put no embeddings in the place of the placeholders")
+        layers = tuple(each.to(self._dtype) for each in called.get(LAYER_EMBEDS) or ())
+        return ImageFeatures(rows.cpu(), found[0, rows].to(self._dtype), layers)
+
+    @torch.inference_mode()
+    def positions(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> Tensor | None:
+        """Return the positions of a prompt's tokens on each axis, int64 ``[axes, tokens]``; None if there is one axis.
+
+        Args:
+            token_ids: tokens of the prompt.
+            images: its images, in order.
+        """
+        if not hasattr(self._whole, "get_rope_index"):
+            return None
+        ids = to_device(torch.tensor([list(token_ids)]), self._device)
+        named: dict[str, list[Tensor]] = {}
+        for image in images:
+            for name, tensor in image.tensors.items():
+                if not name.startswith(_PIXELS) and name in self._accepted and name not in _TOKEN_TYPES:
+                    named.setdefault(name, []).append(self._tensor(tensor))
+        kinds = self._token_types(ids)
+        self._whole.rope_deltas = None
+        self._call(input_ids=ids, **kinds, **{name: torch.cat(each) for name, each in named.items()})
+        found = self._language.called.get("position_ids")
+        self._language.called = {}
+        if not isinstance(found, Tensor) or found.dim() != 3:
+            raise TowerError("the model computes no positions of its placeholders")
+        return found[-3:, 0].cpu()
+
+    def blocks_seen(
+        self, token_ids: npt.NDArray[np.int64], images: Sequence[PromptImage]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of a prompt, as (start, stop), in which each token sees the whole range."""
+        if self.sees_whole_prompt:
+            return ((0, len(token_ids)),)
+        if not self.sees_whole_images:
+            return ()
+        bounds = np.diff(np.concatenate(([0], token_ids == self._placeholder, [0])))
+        return tuple(zip((bounds == 1).nonzero()[0].tolist(), (bounds == -1).nonzero()[0].tolist(), strict=True))
+
+    def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return the arguments that mark placeholders, for a model that takes them."""
+        marks = (ids == self._placeholder).long()
+        return {name: marks for name in _TOKEN_TYPES if name in self._accepted}
+
+    @property
+    def _placeholder(self) -> int:
+        config = self._whole.config
+        found = getattr(config, "image_token_id", None)
+        return int(getattr(config, "image_token_index", -1) if found is None else found)
+
+    def _tensors(self, tensors: Mapping[str, ImageTensor]) -> dict[str, Tensor]:
+        return {name: self._tensor(each) for name, each in tensors.items() if name in self._accepted}
+
+    def _tensor(self, tensor: ImageTensor) -> Tensor:
+        dtype = getattr(torch, tensor.dtype)
+        found = torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
+        return to_device(found.to(self._dtype) if found.is_floating_point() else found, self._device)
+
+    def _call(self, **given: Any) -> None:
+        """Call the module of tower and language model.
+
+        Raises:
+            TowerError: the module fails.
+        """
+        self._language.called = {}
+        try:
+            self._whole(**given, use_cache=False)
+        except Exception as error:  # The exception may be of any kind, since it comes from the model's code.
+            raise TowerError(f"{type(self._whole).__name__} fails: {error}") from error
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[bool, bool]:
+        """Find out what the tokens of a prompt with an image see, from the mask for the language model."""
+        ids = torch.ones(1, _PROBE_TOKENS, dtype=torch.int64, device=self._device)
+        ids[0, _PROBE_IMAGE] = self._placeholder
+        if self._placeholder < 0:
+            return False, False
+        try:
+            self._call(input_ids=ids, **self._token_types(ids))
+        except TowerError:
+            return False, False
+        mask = self._language.called.get("attention_mask")
+        masks = mask.values() if isinstance(mask, dict) else [mask]
+        seen = [each[0, 0] == 0 for each in masks if isinstance(each, Tensor) and each.dim() == 4]
+        later = torch.ones(_PROBE_TOKENS, _PROBE_TOKENS, dtype=torch.bool, device=self._device).triu(1)
+        inside = torch.zeros_like(later)
+        inside[_PROBE_IMAGE, _PROBE_IMAGE] = True
+        outside = any(bool((each & later & ~inside).any()) for each in seen)
+        return any(bool((each & later & inside).any()) for each in seen), outside
