@@ -24,7 +24,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import Abort, BaseInfo, EngineInput, EngineReady, Shutdown, StepOutputs, Submit, TokenOutput
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
-from lorikeet.engine.process import Channel, _end_with_parent
+from lorikeet.engine.process import Channel, _watch_input
 from lorikeet.models.config import read_model_config
 
 _STEP_S = 0.025
@@ -38,8 +38,8 @@ def run_engine(address: str) -> None:
     """Answer every request, until ``Shutdown``."""
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineInput)
     folder = Path(msgspec.json.decode(given.settings, type=Settings).model.model)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     channel = Channel(address, given.channel_key)
+    threading.Thread(target=_watch_input, args=(channel,), daemon=True).start()
     config = read_model_config(folder)
     geometry = config.geometry(2)
     said = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_TEXT.read_text(), add_special_tokens=False).ids

@@ -460,6 +460,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ``adapters.registry_url``.
         min_replicas: smallest number of replicas, if the number follows the load.
         max_replicas: largest number of replicas, if the number follows the load; 0 for a fixed number.
+        orphan_timeout_s: seconds for which replicas on a joined Ray cluster outlive their server, so that another
+            server adopts them; 0: they end with it.
     """
 
     replicas: Positive = 1
@@ -469,6 +471,7 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_url: str = ""
     min_replicas: Count = 0
     max_replicas: Count = 0
+    orphan_timeout_s: Seconds = 60.0
 
     @property
     def is_one_engine(self) -> bool:

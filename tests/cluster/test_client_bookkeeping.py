@@ -12,9 +12,11 @@ from structlog.testing import capture_logs
 
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.store import reference
+from lorikeet.client.client import RequestOutput
 from lorikeet.client.supervisor import EngineError
 from lorikeet.cluster.adapters.folder import PoolFolderUnwritableError
 from lorikeet.cluster.adapters.transport import LocalTransport, copy_error
+from lorikeet.cluster.controller import adopter
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
@@ -28,7 +30,8 @@ from lorikeet.cluster.tables import RoutingTable
 from lorikeet.config import ClusterSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.core.messages import RegisterAdapters, Submit
+from lorikeet.core.messages import Parked, RegisterAdapters, Shutdown, Submit
+from lorikeet.core.plan import Token
 from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
 from tests.support.links import LinkedHost, notice_quickly
@@ -87,7 +90,14 @@ class Cluster:
         client: of all this.
     """
 
-    def __init__(self, pool_dir: Path, replicas: int, prefetch: bool = False, stays: bool = False) -> None:
+    def __init__(
+        self,
+        pool_dir: Path,
+        replicas: int,
+        prefetch: bool = False,
+        stays: bool = False,
+        adoption: adopter.Adoption | None = None,
+    ) -> None:
         self.hosts: dict[ReplicaId, FakeHost] = {}
         self.service = Service()
         self.pool_dir = pool_dir
@@ -95,7 +105,7 @@ class Cluster:
         cluster = ClusterSettings(replicas=replicas, pool_dir=str(pool_dir) if stays else "")
         self.client = ClusterClient(
             Settings(ModelSettings("none"), cluster=cluster),
-            ClusterProcesses(self.host, self.transport, self.service),
+            ClusterProcesses(self.host, self.transport, self.service, adoption),
             ClusterPolicies(RoundRobin(), 3600.0, prefetch),
             ClusterCosts(KV_STAYS, KvBandwidth()),
         )
@@ -484,3 +494,121 @@ async def test_streams_of_a_silent_machine_move_and_cluster_page_has_the_reason(
         linked.may_start.set()
         await cluster.client.close()
         cluster.transport.close()
+
+
+class OtherServers:
+    """Replicas of other servers; an ``Adoption``.
+
+    Attributes:
+        orphans: hosts of replicas without a server.
+        asked: replicas that other servers ask for.
+        released: replicas that were freed.
+        looks: number of looks for replicas that other servers ask for.
+    """
+
+    def __init__(self) -> None:
+        self.orphans: list[FakeHost] = []
+        self.asked: list[ReplicaId] = []
+        self.released: list[ReplicaId] = []
+        self.looks = 0
+
+    async def claim_orphan(self) -> adopter.Orphan | None:
+        if not self.orphans:
+            return None
+        host = self.orphans.pop()
+        return adopter.Orphan("server a", 5.0, lambda replica: host)
+
+    def wanted(self) -> list[ReplicaId]:
+        self.looks += 1
+        return self.asked
+
+    async def release(self, replica: ReplicaId) -> None:
+        self.released.append(replica)
+        self.asked.remove(replica)
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> OtherServers:
+    monkeypatch.setattr(adopter, "EVERY_S", 0.001)
+    return OtherServers()
+
+
+@asynccontextmanager
+async def beside(others: OtherServers, pool_dir: Path) -> AsyncIterator[Cluster]:
+    """Start a cluster of one replica beside other servers."""
+    cluster = Cluster(pool_dir, 1, adoption=others)
+    await cluster.client.start(lambda progress: None)
+    try:
+        yield cluster
+    finally:
+        await cluster.client.close()
+        cluster.transport.close()
+
+
+async def test_replica_without_a_server_is_adopted_and_its_request_goes_on(
+    others: OtherServers, tmp_path: Path
+) -> None:
+    async with beside(others, tmp_path / "pool") as cluster:
+        client = cluster.client
+        orphan = FakeHost()
+        others.orphans.append(orphan)
+        await until(lambda: client.describe().adoptions.adopted == 1, "the replica is adopted")
+        (engine,) = orphan.engines
+        left = msgspec.structs.replace(
+            greedy("id-0011-0", prompt(4), 9, logprobs=None), output_token_ids=[7, 8], exports=1
+        )
+        engine._say(Parked((left,)))
+        await until(lambda: len(client._parked) == 1, "its requests are known")
+
+        handle = client.submit(greedy("id-aabb-0", prompt(4), 9, logprobs=None))
+        outputs: list[RequestOutput | EngineError] = []
+        handle.listen(outputs.append)
+        assert outputs == [RequestOutput((Token(7), Token(8)), None)]
+        await until(lambda: engine.heard_of(Submit), "the request is where its KV is")
+        assert engine.heard_of(Submit)[0].request.output_token_ids == [7, 8]
+        assert handle.replica == R1
+        assert client.describe().adoptions.resumed == 1
+        (decided,) = [each for each in handle.timings.decisions if "adopted" in each.why]
+        assert decided.why == "replica-1 was adopted from a lost server, with 2 tokens of the answer"
+        others.asked.append(R1)
+        await until(lambda: others.released == [R1], "the replica is handed back")
+        assert not engine.heard_of(Shutdown), "its engine goes on"
+        assert handle.replica == R0, "its request goes on elsewhere"
+        assert not orphan.is_closed
+    assert others.released == [R1], "a server that stops ends its replicas"
+    assert cluster.hosts[R0].is_closed
+
+
+async def test_replica_that_dies_while_it_is_adopted_is_lost_alone(others: OtherServers, tmp_path: Path) -> None:
+    async with beside(others, tmp_path / "pool") as cluster:
+        dead = FakeHost()
+        dead.error = OSError("its machine is gone")
+        good = FakeHost()
+        others.orphans += [good, dead]
+        await until(lambda: cluster.client.describe().adoptions.adopted == 1, "the other one is adopted")
+        assert dead.is_closed
+        assert len(cluster.client.describe().replicas) == 2
+
+
+async def test_replica_that_cannot_be_handed_back_is_refused_once_for_each_wish(
+    others: OtherServers, tmp_path: Path
+) -> None:
+    async with beside(others, tmp_path / "pool") as cluster:
+        with capture_logs() as lines:
+            others.asked.append(R0)
+            await until(lambda: "replica is not handed back" in [each["event"] for each in lines], "it is refused")
+            others.orphans.append(FakeHost())  # A later look has found the same wish.
+            await until(lambda: cluster.client.describe().adoptions.adopted == 1, "another replica is adopted")
+        assert [each["event"] for each in lines].count("replica is not handed back") == 1
+        assert not others.released
+
+
+async def test_nothing_is_adopted_while_the_engines_sleep(others: OtherServers, tmp_path: Path) -> None:
+    async with beside(others, tmp_path / "pool") as cluster:
+        await cluster.client.sleep()
+        others.orphans.append(FakeHost())
+        before = others.looks
+        await until(lambda: others.looks > before + 1, "the adopter has had a whole turn")
+        assert others.orphans
+        await cluster.client.wake()
+        await until(lambda: cluster.client.describe().adoptions.adopted == 1, "it is adopted once they are awake")

@@ -26,12 +26,15 @@ from lorikeet.adapters.store import reference
 from lorikeet.client.supervisor import EngineError, connect
 from lorikeet.cluster.adapters.peer import PeerAddress
 from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError
+from lorikeet.cluster.lease import FencedOff
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.placement.service import OrchestratorUnavailable
+from lorikeet.cluster.ray.adoption import RayAdoption
 from lorikeet.cluster.ray.host import RayHost, RayProcess, ReplicaResources
 from lorikeet.cluster.ray.open import resources_of
 from lorikeet.cluster.ray.orchestrator_actor import PlacementReply, RayPlacement
+from lorikeet.cluster.ray.replica_actor import Owner
 from lorikeet.cluster.ray.start import RayError, RayInfo, start_ray, stop_ray
 from lorikeet.cluster.ray.transport import RayTransport
 from lorikeet.config import ClusterSettings, EngineSettings, Settings
@@ -313,6 +316,35 @@ async def test_cores_are_shared_among_the_most_replicas(
 ) -> None:
     cluster = ClusterSettings(replicas=replicas, max_replicas=max_replicas)
     assert resources_of(Settings(engine=EngineSettings(**engine), cluster=cluster), cores) == expected
+
+
+async def test_server_that_has_lost_its_replica_cannot_use_or_end_it(ray_info: RayInfo, tmp_path: Path) -> None:
+    first, second = (RayAdoption("group", Owner(name, f"server {name}", 60.0), PEER_KEY) for name in "ab")
+    resources = ReplicaResources(cpus=1.0)
+    lost = RayHost(ray_info, R0, tmp_path / "pool", resources, PEER_KEY, first)
+    process = await start_idle(lost)
+    engine = psutil.Process(process.pid)
+    assert await second.claim() is None, "its owner is there"
+    await lost.actor.release.remote(lost.fence)  # As if the owner had been silent for the term of the lease.
+    claim = await second.claim()
+    assert claim is not None
+    assert claim.server == "server a"
+    adopted = RayHost(ray_info, R1, tmp_path / "pool", resources, PEER_KEY, second, claim)
+    assert (await start_idle(adopted)).pid == process.pid, "the same engine"
+
+    actor = adopted.actor
+    with pytest.raises(FencedOff, match="server b"):
+        await lost.actor.start.remote(NOWHERE, b"{}", "", lost.fence)
+    process.kill()
+    lost.close()
+    assert (await actor.describe.remote()).engine_pid == process.pid, "neither kills it"
+
+    adopted.close()
+    first.close()
+    second.close()
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        await actor.describe.remote()
+    await asyncio.to_thread(engine.wait, 60)
 
 
 # --- adapters ------------------------------------------------------------------------------------

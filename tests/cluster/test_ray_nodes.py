@@ -69,6 +69,7 @@ async def test_no_stream_notices_that_a_node_an_orchestrator_and_a_controller_ar
     flags = ["--replicas", "2", "--threads", "1", "--ray-address", nodes.address, "--dtype", "float32"]
     flags += ["--registry-url", postgres_url, "--store-dir", str(tmp_path / "store"), "--preset", TURNS]
     flags += ["--adapter-dir", str(tmp_path / "sources"), "--adapter-dir-mode", "allow"]
+    flags += ["--orphan-timeout", "0"]  # What is adopted is in ``test_adoption``: here the lost ones are replaced.
     async with AsyncExitStack() as stack:
         starting = (stack.enter_async_context(serving(model, tmp_path / name, *flags)) for name in "ab")
         controllers = await asyncio.gather(*starting)

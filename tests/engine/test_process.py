@@ -4,9 +4,11 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
@@ -19,7 +21,9 @@ from lorikeet.core.messages import (
     FromEngine,
     Heartbeat,
     MessageCodec,
+    Parked,
     Progress,
+    Reattach,
     RegisterAdapters,
     SetPaused,
     Shutdown,
@@ -31,6 +35,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine import process
 from lorikeet.engine.process import Channel, Compiling, serve
 from lorikeet.scheduling.state import SchedulerLimits
+from tests.support.fake_engines import HELLO
 from tests.support.scripted import Bench, adapter, request
 
 BLOCKS = 10_000
@@ -50,6 +55,14 @@ class Peer:
     def send(self, *messages: ToEngine) -> None:
         for message in messages:
             self._socket.send(self.codec.encode(message))
+
+    def send_at_once(self, message: ToEngine) -> None:
+        """Send a message.
+
+        Raises:
+            zmq.Again: nobody is connected.
+        """
+        self._socket.send(self.codec.encode(message), zmq.NOBLOCK)
 
     def receive(self, *, heartbeats: bool = False) -> FromEngine:
         """Return the next message that is no heartbeat, or the next one of all."""
@@ -273,3 +286,35 @@ def test_requests_wait_outside_the_engine_until_their_grammar_is_compiled() -> N
     assert woken
     assert compiling.take() == [slow]
     assert compiling.take() == []
+
+
+def test_engine_moves_to_another_api_process_with_its_requests(peer: Peer, channel: Channel, tmp_path: Path) -> None:
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=40_000)
+    made = Bench(blocks=BLOCKS, limits=limits)
+    compiling = Compiling(None, lambda: None)
+    serving = threading.Thread(target=serve, args=(channel, made.engine, compiling, None, lambda: HELLO))
+    serving.start()
+    (tmp_path / "next").mkdir()
+    other = Peer(tmp_path / "next")
+    try:
+        peer.send(Submit(request("r", [1, 2], max_tokens=30_000)))
+        while not peer.outputs().tokens:
+            pass
+        channel.offer(Reattach(other.address))
+        assert other.receive() == HELLO
+        parked = other.receive()
+        assert isinstance(parked, Parked)
+        (left,) = parked.requests
+        assert left.request_id == "r"
+        assert left.output_token_ids
+        assert left.is_resumed
+        with suppress(zmq.Again):  # The former API process drives nothing any more, whether or not it has noticed.
+            peer.send_at_once(Shutdown())
+        sampling = msgspec.structs.replace(left.sampling, max_tokens=len(left.output_token_ids) + 3)
+        other.send(Submit(msgspec.structs.replace(left, sampling=sampling)))
+        assert other.finished("r").reason is FinishReason.LENGTH
+        other.send(Shutdown())
+        serving.join(60)
+        assert not serving.is_alive()
+    finally:
+        other.close()

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -34,7 +35,7 @@ TEMPLATE = (
 )
 TOKENIZER = byte_level_tokenizer()
 BASE_DIGEST = "ba5e" * 16
-END = TOKENIZER.token_to_id("<|im_end|>")
+END: int = TOKENIZER.encode("<|im_end|>").ids[0]
 
 
 @dataclass
@@ -69,13 +70,13 @@ def start(tmp_path: Path, sources: Path) -> Start:
         lora: bool = True,
         lengths: AnswerLengthPredictor | None = None,
         max_model_len: int = 256,
-        adapters: dict[str, object] | None = None,
-        batches: dict[str, object] | None = None,
+        adapters: dict[str, Any] | None = None,
+        batches: dict[str, Any] | None = None,
         tenants: Tenants | None = None,
         **server: object,
     ) -> AsyncIterator[Running]:
         folders = {"adapter_dir": str(sources), "store_dir": str(tmp_path / "store")}
-        given = {**folders, "adapter_dir_mode": AdapterDirMode.ALLOW, **(adapters or {})}
+        given: dict[str, Any] = {**folders, "adapter_dir_mode": AdapterDirMode.ALLOW, **(adapters or {})}
         settings = Settings(
             adapters=AdapterSettings(enabled=lora, **given),
             server=msgspec.structs.replace(ServerSettings(), **server),

@@ -295,6 +295,14 @@ FLAGS = (
     Flag(
         "--ray-address", "cluster.ray_address", str, "Ray cluster to join; else one is started here.", None, "ADDRESS"
     ),
+    Flag(
+        "--orphan-timeout",
+        "cluster.orphan_timeout_s",
+        float,
+        "Seconds for which replicas on a joined Ray cluster outlive their server, so that another adopts them.",
+        None,
+        "SECONDS",
+    ),
     Flag("--host", "server.host", str, "Address to listen on."),
     Flag("--port", "server.port", int, "Port; 0 picks a free one."),
     Flag("--uds", "server.uds", str, "Unix socket to listen on instead of a port.", None, "PATH"),

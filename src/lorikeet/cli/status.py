@@ -32,6 +32,10 @@ def status(
         console.print(f"replicas that the autoscaler wants: {cluster['wanted']}")
     if cluster["moves"]:
         console.print(f"{cluster['moves']} requests were moved between replicas")
+    changed = {name: value for name, value in cluster.get("adoptions", {}).items() if value}
+    if changed:
+        words = (f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
+        console.print(f"replicas of other servers: {', '.join(words)}")
     copies = {name: value for name, value in cluster["copies"].items() if value}
     if copies:
         words = (f"{name.replace('_', ' ')} {_amount(name, value)}" for name, value in copies.items())
@@ -50,9 +54,10 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
         state = "open" if replica["is_open"] else "draining" if replica["alive"] else "down"
         restarts = f", restarted {replica['restarts']} ×" if replica["restarts"] else ""
         why = f" ({replica['trouble']})" if replica.get("trouble") else ""
+        adopted = f", adopted from {replica['adopted_from']}" if replica.get("adopted_from") else ""
         table.add_row(
             replica["id"],
-            state + why + restarts,
+            state + why + restarts + adopted,
             replica["address"] if replica["pid"] is None else f"{replica['address']}, pid {replica['pid']}",
             str(replica["running"]),
             str(replica["waiting"]),

@@ -574,6 +574,9 @@ class EngineClient:
             self._supervisor.drop_adapter(digest)
         return len(handles)
 
+    def on_parked(self, supervisor: EngineSupervisor, requests: tuple[Request, ...]) -> None:
+        """Ignore requests of an earlier server: the only engine of a server is never adopted."""
+
     def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
         """End all requests and drops with an error."""
         self._fail(failure)

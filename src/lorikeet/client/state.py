@@ -68,6 +68,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
         memory_used: used share of the device memory; None if unknown.
         links: transfers between tiers since the engine's start, by route such as ``host-device``.
         trouble: the reason why the engine is not ready; empty if it is ready or the reason is unknown.
+        adopted_from: name of the lost server from which the replica was adopted; empty if it was started here.
     """
 
     id: ReplicaId
@@ -84,6 +85,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
     memory_used: float | None
     links: dict[str, RouteStats] = {}
     trouble: str = ""
+    adopted_from: str = ""
 
 
 class CopyCounts(msgspec.Struct):
@@ -110,6 +112,20 @@ class CopyCounts(msgspec.Struct):
     under_way: int = 0
 
 
+class AdoptionCounts(msgspec.Struct):
+    """Counts of replicas that changed their server since the start.
+
+    Attributes:
+        adopted: replicas taken over from servers that were gone.
+        handed_back: replicas handed back to servers that started.
+        resumed: requests that went on at an adopted replica, when their clients came back.
+    """
+
+    adopted: int = 0
+    handed_back: int = 0
+    resumed: int = 0
+
+
 class ClusterState(msgspec.Struct, frozen=True):
     """The state of all replicas, and the placement of adapters on them.
 
@@ -122,6 +138,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         moves: requests moved between replicas since the start.
         moves_with_kv: number of moves with KV; the other requests recomputed it.
         wanted: number of replicas that the autoscaler wants; None without an autoscaler.
+        adoptions: replicas taken over from other servers since the start.
     """
 
     replicas: tuple[ReplicaState, ...]
@@ -132,6 +149,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     moves: int = 0
     moves_with_kv: int = 0
     wanted: int | None = None
+    adoptions: AdoptionCounts = msgspec.field(default_factory=AdoptionCounts)
 
     def shown(self, names: Mapping[AdapterDigest, str]) -> dict[str, Any]:
         """Return the body of ``/v1/cluster``.

@@ -30,6 +30,7 @@ from lorikeet.core.messages import (
     MessageCodec,
     MessagesLost,
     NameAdapters,
+    Parked,
     PinAdapters,
     Progress,
     RegisterAdapters,
@@ -40,6 +41,7 @@ from lorikeet.core.messages import (
     ToEngine,
     WeightsLoaded,
 )
+from lorikeet.core.request import Request
 
 MAX_FAILED_STARTS = 3
 """Failed starts in a row after which the supervisor gives up."""
@@ -127,6 +129,10 @@ class EngineListener(Protocol):
         Returns:
             Number of requests that the engine resumes.
         """
+        ...
+
+    def on_parked(self, supervisor: "EngineSupervisor", requests: tuple[Request, ...]) -> None:
+        """Handle the requests that an adopted engine ran for its former API process."""
         ...
 
     def on_failed(self, supervisor: "EngineSupervisor", failure: EngineError) -> None:
@@ -316,6 +322,16 @@ class EngineSupervisor:
             await asyncio.wait({self._task})
         self.host.close()
 
+    async def detach(self) -> None:
+        """Close the channel to the engine, which another API process may adopt. The engine is not stopped."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        self.is_connected = False
+        if self._connection is not None:
+            self._connection.close()
+
     async def _connect(self, on_progress: Callable[[Progress], None]) -> "Connection":
         try:
             self._connection = await connect(
@@ -354,6 +370,8 @@ class EngineSupervisor:
                         self._add_to_backlog(message)
                     else:
                         self._listener.on_outputs(self, message)
+                elif isinstance(message, Parked):
+                    self._listener.on_parked(self, message.requests)
             while self._backlog:
                 self._pass_on()
             self.is_connected = False

@@ -4,7 +4,7 @@ import os
 import socket
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,7 +142,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
     make = _MakeOrchestrator(preset, replicas, profile, options, bool(cluster.max_replicas))
     orchestrator = make(time.monotonic())  # Wrong settings are reported before any process is started.
-    pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX)))
+    pool_dir = Path(cluster.pool_dir or _temporary_pool(settings, stack))
     clear_abandoned_pools(pool_dir)
     url = cluster.registry_url or registry_url(settings.adapters)
     identity = _identity(settings)
@@ -169,6 +169,20 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
             Autoscaler(client, processes.placement, scaling, settings.server.drain_timeout_s).run
         )
     return client
+
+
+def _temporary_pool(settings: Settings, stack: AsyncExitStack) -> str:
+    """Create a temporary folder for adapters. It stays while replicas that outlive this server have copies there."""
+    if not (settings.cluster.ray_address and settings.cluster.orphan_timeout_s):
+        return stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX))
+    folder = tempfile.mkdtemp(prefix=TEMPORARY_PREFIX)
+
+    def remove() -> None:
+        with suppress(OSError):  # The last replica removes a folder with copies.
+            Path(folder).rmdir()
+
+    stack.callback(remove)
+    return folder
 
 
 def _local_processes(

@@ -33,6 +33,18 @@ class EngineInput(msgspec.Struct, frozen=True):
     waits_for_pool: bool = False
 
 
+class Reattach(msgspec.Struct, frozen=True):
+    """A later line on the standard input of an engine process, as JSON: another API process takes the engine over.
+
+    Attributes:
+        address: address of the new channel.
+        channel_key: key of the new channel; see ``EngineInput``.
+    """
+
+    address: str
+    channel_key: str = ""
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start or resume a request."""
 
@@ -106,6 +118,15 @@ class AllocatePool(msgspec.Struct, frozen=True, tag=True):
 
 class WeightsLoaded(msgspec.Struct, frozen=True, tag=True):
     """A report of an engine that has loaded its weights, and waits for ``AllocatePool``."""
+
+
+class Parked(msgspec.Struct, frozen=True, tag=True):
+    """The requests that an engine ran for an earlier API process, sent after ``EngineReady`` to the next one.
+
+    The engine no longer runs them; their adapters and KV are still in its memory.
+    """
+
+    requests: tuple[Request, ...]
 
 
 LOADING_WEIGHTS = "loading weights"
@@ -534,7 +555,7 @@ ToEngine = (
     | Heartbeat
     | Shutdown
 )
-FromEngine = Progress | WeightsLoaded | EngineReady | StepOutputs | Heartbeat | Fatal
+FromEngine = Progress | WeightsLoaded | EngineReady | Parked | StepOutputs | Heartbeat | Fatal
 
 
 Incoming = TypeVar("Incoming")

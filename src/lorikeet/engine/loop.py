@@ -108,6 +108,10 @@ class Engine:
         now = self._receive(RequestExported(request_id))
         return self._scheduler.export_request(request_id, now)
 
+    def export_all(self) -> list[Request]:
+        """Remove all requests and return them as plain data; see :meth:`export_request`."""
+        return [self.export_request(request_id) for request_id in self._scheduler.request_ids]
+
     def export_with_kv(self, request_id: RequestId) -> Request | None:
         """Remove a request and export its KV, so that another engine can resume it.
 

@@ -2,7 +2,8 @@
 
 Started as ``python -m lorikeet.engine ADDRESS``. The first line of standard input is an ``EngineInput`` with the
 settings and the channel's key, which must not be on a command line. The input stays open while the API process lives.
-Its end of file shows that the API process has ended, even if it was killed.
+Its end of file shows that the API process has ended, even if it was killed. On Ray a replica's actor holds the other
+end of the input. A further line (``Reattach``) then moves the engine to another API process, with all its memory.
 """
 
 import math
@@ -40,8 +41,10 @@ from lorikeet.core.messages import (
     MessageCodec,
     MessagesLost,
     NameAdapters,
+    Parked,
     PinAdapters,
     Progress,
+    Reattach,
     RegisterAdapters,
     SetPaused,
     Shutdown,
@@ -76,9 +79,41 @@ class Channel:
     Args:
         address: ZeroMQ address to which the API process is bound.
         key: public key of the API process. Empty for a channel without encryption.
+
+    Attributes:
+        is_cut_off: whether the connection to the API process has ended.
     """
 
     def __init__(self, address: str, key: str = "") -> None:
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._using = threading.Lock()  # Several threads may use a socket, but not at the same time.
+        self._offered: Reattach | None = None
+        self._connect(address, key)
+        # The value is None while the channel waits, and inf before the first turn.
+        self._turn_began_s: float | None = math.inf
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
+
+    def offer(self, next_channel: Reattach) -> None:
+        """Let :meth:`switch` connect to another API process. Any thread may call it."""
+        self._offered = next_channel
+        self.wake()
+
+    def switch(self) -> bool:
+        """Connect to the API process that was offered, and return whether there was one.
+
+        The connection to the former one is closed, so that only one API process drives the engine.
+        """
+        offered = self._offered
+        if offered is None:
+            return False
+        self._offered = None
+        with self._using:
+            self._socket.close(linger=0)
+            self._connect(offered.address, offered.channel_key)
+        return True
+
+    def _connect(self, address: str, key: str) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -88,26 +123,24 @@ class Channel:
             # The API process replaces an engine whose connection breaks, so connecting again would be useless.
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.connect(address)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
-        self._using = threading.Lock()  # Several threads may use a socket, but not at the same time.
-        # The value is None while the channel waits, and inf before the first turn.
-        self._turn_began_s: float | None = math.inf
-        self._is_closed = threading.Event()
-        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
+        self.is_cut_off = False
 
     def wake(self) -> None:
         """End a waiting :meth:`receive`, or else the next one."""
         os.eventfd_write(self._wake_fd, 1)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message. The message is queued while the API process does not read."""
+        """Send a message. The message is queued while the API process does not read, and lost once it has ended."""
         with self._using:
-            if not self._is_closed.is_set():
-                self._socket.send(self._codec.encode(message))
+            if not (self._is_closed.is_set() or self.is_cut_off):
+                try:
+                    self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
+                except zmq.Again:  # The connection has ended, and is not made again.
+                    self.is_cut_off = True
 
     def receive(self, wait_s: float) -> list[ToEngine]:
         """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds.
@@ -134,12 +167,15 @@ class Channel:
     def wait_for_pool(self) -> None:
         """Report that the weights are loaded, and wait until the pool may be allocated.
 
+        The next API process does not wait for it.
+
         Raises:
             SystemExit: the engine is shut down instead.
         """
         self.send(WeightsLoaded())
-        while not (messages := [each for each in self.receive(math.inf) if isinstance(each, AllocatePool | Shutdown)]):
-            pass
+        messages: list[ToEngine] = []
+        while not (messages or self._offered):
+            messages = [each for each in self.receive(math.inf) if isinstance(each, AllocatePool | Shutdown)]
         if any(isinstance(each, Shutdown) for each in messages):
             self.close()
             sys.exit(0)
@@ -221,6 +257,12 @@ class Compiling:
         ready = [each for each, (_, compiled) in self._held.items() if compiled.done() or each == request_id]
         return [self._held.pop(each)[0] for each in ready]
 
+    def take_all(self) -> list[Request]:
+        """Return all requests that wait for their grammars, and forget them."""
+        held = [request for request, _ in self._held.values()]
+        self._held.clear()
+        return held
+
 
 class KvReports:
     """Publishes the changes of the cached KV after each turn.
@@ -255,7 +297,13 @@ class KvReports:
         self._publisher.close()
 
 
-def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: KvReports | None = None) -> None:
+def serve(
+    channel: Channel,
+    engine: Engine,
+    compiling: Compiling,
+    kv_reports: KvReports | None = None,
+    ready: Callable[[], EngineReady] | None = None,
+) -> None:
     """Receive messages, run a step and send its outputs, until ``Shutdown`` arrives.
 
     Args:
@@ -263,6 +311,7 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: Kv
         engine: the engine.
         compiling: holds requests while their grammars compile.
         kv_reports: publishes changes of the cached KV; None without events.
+        ready: returns the first message to an API process that takes the engine over; None if none can.
 
     Raises:
         ExecutorError: a step failed. The supervisor starts another engine.
@@ -270,9 +319,21 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: Kv
     """
     stats_due_s = 0.0
     is_paused = False
+    parked: list[Request] = []
     while True:
         wait_s = 0.0 if engine.is_busy else max(0.0, min(engine.due_s, compiling.due_s) - time.monotonic())
-        for message in channel.receive(math.inf if is_paused else wait_s):
+        messages = channel.receive(math.inf if is_paused else wait_s)
+        if ready is not None and channel.switch():
+            messages = []  # They are of the former API process, which must not drive the engine any more.
+            parked += _park(engine, compiling)
+            channel.send(ready())
+            channel.send(Parked(tuple(parked)))
+            parked.clear()
+            is_paused = False
+            stats_due_s = 0.0
+        elif channel.is_cut_off:
+            parked += _park(engine, compiling)
+        for message in messages:
             if isinstance(message, Shutdown):
                 return
             if kv_reports is not None:
@@ -297,6 +358,11 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling, kv_reports: Kv
             channel.send(outputs)
         if kv_reports is not None:
             kv_reports.publish()
+
+
+def _park(engine: Engine, compiling: Compiling) -> list[Request]:
+    """Remove and return all requests: nobody receives their tokens until another API process submits them again."""
+    return [*compiling.take_all(), *engine.export_all()]
 
 
 def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
@@ -334,8 +400,8 @@ def main() -> None:
     given = msgspec.json.decode(line, type=EngineInput)
     settings = msgspec.json.decode(given.settings, type=Settings)
     configure_logs(settings.server.log_level, as_json=settings.server.log_json)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     channel = Channel(sys.argv[1], given.channel_key)
+    threading.Thread(target=_watch_input, args=(channel,), daemon=True).start()
     channel.send(Heartbeat(0.0))  # The client is connected, and loading may take long.
     try:
         replica = build_replica(
@@ -356,7 +422,8 @@ def main() -> None:
     channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))
     try:
         with frozen_gc():
-            serve(channel, replica.engine, Compiling(replica.grammars, channel.wake), kv_reports)
+            compiling = Compiling(replica.grammars, channel.wake)
+            serve(channel, replica.engine, compiling, kv_reports, lambda: _engine_ready(replica))
     except MessagesLost as error:
         _log.error("engine ends: messages of the API process were lost", reason=str(error))
         sys.exit(1)
@@ -387,8 +454,11 @@ def _engine_ready(replica: Replica) -> EngineReady:
     )
 
 
-def _end_with_parent() -> None:
-    """End the process when the API process has ended, which closes standard input."""
-    while os.read(sys.stdin.fileno(), 4096):  # The buffered reader is not used, since its lock would be held at exit.
-        pass
+def _watch_input(channel: Channel) -> None:
+    """End the process when standard input ends with the process at its other end; offer the channels that it names."""
+    rest = b""
+    while data := os.read(sys.stdin.fileno(), 4096):  # The buffered reader's lock would be held at exit.
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            channel.offer(msgspec.json.decode(line, type=Reattach))
     os._exit(0)

@@ -575,6 +575,14 @@ class ClusterCollector(Collector):
             yield make.gauge("lorikeet:cluster_replicas_wanted", "Replicas that the autoscaler wants.", state.wanted)
         yield make.gauge("lorikeet:cluster_requests_unrouted", "Requests that wait for a replica.", state.unrouted)
         yield make.count("lorikeet:cluster_requests_moved", "Requests moved between replicas.", state.moves)
+        adoptions = state.adoptions
+        yield make.count("lorikeet:cluster_replicas_adopted", "Replicas of lost servers adopted.", adoptions.adopted)
+        yield make.count(
+            "lorikeet:cluster_replicas_handed_back", "Adopted replicas handed back.", adoptions.handed_back
+        )
+        yield make.count(
+            "lorikeet:cluster_requests_resumed", "Requests of lost servers that went on here.", adoptions.resumed
+        )
         yield make.gauge("lorikeet:cluster_placement_epoch", "Number of the placement.", state.epoch)
         made = [(("replica",), copies.fetches), (("files",), copies.provisions)]
         made_bytes = [(("replica",), copies.fetched_bytes), (("files",), copies.provided_bytes)]

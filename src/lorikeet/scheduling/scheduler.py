@@ -161,6 +161,11 @@ class Scheduler:
         return not len(queue)
 
     @property
+    def request_ids(self) -> tuple[RequestId, ...]:
+        """Ids of all requests, running and waiting."""
+        return tuple(self._sequences)
+
+    @property
     def has_requests(self) -> bool:
         """Whether the scheduler has any request."""
         return bool(self._sequences)

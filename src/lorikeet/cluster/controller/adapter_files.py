@@ -144,6 +144,16 @@ class AdapterFiles:
         finally:
             await replica.supervisor.close()
 
+    async def leave_running(self, replica: LiveReplica, release: Callable[[ReplicaId], Awaitable[None]]) -> None:
+        """Free a replica, which keeps its engine and its copies, for another server."""
+        replica_id = replica.supervisor.replica
+        self.copier.forget(replica_id)
+        try:
+            await replica.supervisor.detach()
+            await release(replica_id)
+        finally:
+            self._transport.release(replica_id)
+
     async def _discard(self, replica_id: ReplicaId) -> None:
         """Delete a replica's folder, if the replica still answers."""
         self.copier.forget(replica_id)

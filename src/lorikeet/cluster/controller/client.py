@@ -15,11 +15,13 @@ import msgspec
 import structlog
 import zmq.asyncio
 
-from lorikeet.client.client import RequestHandle, Streams
-from lorikeet.client.state import ClusterState, ReplicaView
+from lorikeet.client.client import RequestHandle, RequestOutput, Streams
+from lorikeet.client.state import AdoptionCounts, ClusterState, ReplicaView
 from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts
 from lorikeet.cluster.controller.adapter_files import AdapterFiles
+from lorikeet.cluster.controller.adopter import Adopter, Orphan
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher
+from lorikeet.cluster.controller.parked_requests import ParkedRequest, ParkedRequests, resumed
 from lorikeet.cluster.controller.parts import ClusterCosts, ClusterPolicies, ClusterProcesses
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.cluster.controller.replica_joiner import ReplicaJoiner
@@ -36,6 +38,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, Decided, FinishReason, Mechanism
 from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
+from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 
 _DRAIN_CHECK_S = 0.05
@@ -65,6 +68,7 @@ class ClusterClient:
 
     Attributes:
         wanted: number of replicas that the load needs; None without autoscaling.
+        adoptions: counts of replicas adopted and handed back, and of requests that went on at adopted replicas.
     """
 
     _engine_info: EngineReady
@@ -81,6 +85,9 @@ class ClusterClient:
         self._is_paused = False
         self._settings = settings
         self._hosts = processes.hosts
+        self._adoption = processes.adoption
+        self._parked = ParkedRequests()
+        self.adoptions = AdoptionCounts()
         self._context = zmq.asyncio.Context()
         self._replicas: dict[ReplicaId, LiveReplica] = {}
         self._numbers = count()
@@ -94,6 +101,8 @@ class ClusterClient:
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
         self._background: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placement.run]
+        if processes.adoption is not None:
+            self._background.append(Adopter(self, processes.adoption).run)
         self._tasks = BackgroundTasks()
 
     # --- the interface of one engine's client ---------------------------------------------------------
@@ -145,10 +154,29 @@ class ClusterClient:
         """Route a request and return its handle. See ``Engines``."""
         if self._failure is not None:
             raise self._failure
+        parked = self._parked.take(request)
+        if parked is not None:
+            request = resumed(request, parked.request)
         handle = self._streams.open(request, self._abort)
         self._placement.arrived(request.digest, len(request.prompt_token_ids))
-        self._apply(self._arrive(handle))
+        if parked is not None:
+            self._resume(handle, parked)
+        self._apply(self._arrive(handle, None if parked is None else parked.replica))
         return handle
+
+    def _resume(self, handle: RequestHandle, parked: ParkedRequest) -> None:
+        """Pass the tokens of a parked request to the client that has come back."""
+        self.adoptions.resumed += 1
+        tokens = handle.token_ids
+        if tokens:
+            handle.put(RequestOutput(tuple([Token(token_id) for token_id in tokens]), None))
+        saved_s = 0.0
+        if self._learned is not None:
+            costs = self._learned.costs
+            saved_s = costs.unloaded_ttft_s(len(handle.request.prompt_token_ids)) + len(tokens) * costs.decode_step_s(1)
+        why = f"{parked.replica} was adopted from a lost server, with {len(tokens)} tokens of the answer"
+        request_id = handle.request.request_id
+        handle.timings.apply(Decided(request_id, time.monotonic(), Mechanism.PLACEMENT, saved_s, why))
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
         """Accept requests for adapters. A replica loads one when its first request is sent there. See ``Engines``."""
@@ -213,7 +241,9 @@ class ClusterClient:
     def describe(self) -> ClusterState:
         """Return a snapshot of the cluster. See ``Engines``."""
         table = self._placement.table
-        return cluster_state(self._replicas, self._dispatcher, self._files.copier, table, self._moves, self.wanted)
+        copier = self._files.copier
+        state = cluster_state(self._replicas, self._dispatcher, copier, table, self._moves, self.wanted)
+        return msgspec.structs.replace(state, adoptions=self.adoptions)
 
     async def close(self) -> None:
         """Stop all replicas and fail the remaining requests. See ``Engines``."""
@@ -271,13 +301,42 @@ class ClusterClient:
         await self._place()
         return replica_id
 
-    async def _start_replica(self, on_progress: Callable[[Progress], None]) -> ReplicaId:
-        replica_id = ReplicaId(f"replica-{next(self._numbers)}")
-        encoded = msgspec.json.encode(for_engines(self._settings))
-        supervisor = EngineSupervisor(
-            replica_id, self._hosts(replica_id), self._context, encoded, self, EngineTimeouts.of(self._settings.engine)
+    async def adopt_replica(self, orphan: Orphan) -> ReplicaId:
+        """Take over a replica whose server is gone, with its engine, adapters and requests.
+
+        Raises:
+            EngineError: the replica died meanwhile.
+        """
+        began_s = time.monotonic()
+        replica_id = await self._start_replica(lambda progress: None, orphan)
+        self.adoptions.adopted += 1
+        supervisor = self._replicas[replica_id].supervisor
+        log.info(
+            "replica adopted",
+            replica=replica_id,
+            server=orphan.server,
+            address=supervisor.address,
+            pid=supervisor.process_id,
+            adapters=len(self._files.copier.placed_at(replica_id)),
+            requests=len(self._parked),
+            silent_s=round(orphan.silent_s, 1),
+            seconds=round(time.monotonic() - began_s, 2),
         )
-        replica = self._replicas[replica_id] = LiveReplica(supervisor)
+        await self._place()
+        return replica_id
+
+    async def hand_back_replica(self, replica_id: ReplicaId) -> None:
+        """Empty an adopted replica, and free it for the server that asks for it. See ``remove_replica`` for errors."""
+        await self.remove_replica(replica_id, keeps_engine=True)
+        self.adoptions.handed_back += 1
+
+    async def _start_replica(self, on_progress: Callable[[Progress], None], orphan: Orphan | None = None) -> ReplicaId:
+        replica_id = ReplicaId(f"replica-{next(self._numbers)}")
+        host = self._hosts(replica_id) if orphan is None else orphan.host(replica_id)
+        encoded = msgspec.json.encode(for_engines(self._settings))
+        timeouts = EngineTimeouts.of(self._settings.engine)
+        supervisor = EngineSupervisor(replica_id, host, self._context, encoded, self, timeouts)
+        replica = self._replicas[replica_id] = LiveReplica(supervisor, "" if orphan is None else orphan.server)
         try:
             self._engine_info = await supervisor.start(on_progress)
             if self._is_paused:
@@ -295,8 +354,11 @@ class ClusterClient:
         await self._joining.join(replica)
         return replica_id
 
-    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """Drain a replica and stop it; its requests continue on other replicas. See ``Engines``."""
+    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0, *, keeps_engine: bool = False) -> None:
+        """Drain a replica and stop it, or free it for another server. See ``Engines``.
+
+        Its requests continue on other replicas.
+        """
         replica = self._replicas[replica_id]
         if not self._has_others(replica):
             raise EngineError(f"replica {replica_id} is the only one and cannot be removed")
@@ -322,8 +384,12 @@ class ClusterClient:
         self._replicas.pop(replica_id, None)  # The replica may have died while it drained.
         drained = not self._streams.at(replica_id)
         self._leave(replica)
-        await self._files.end(replica, discard=True)
-        log.info("replica removed", replica=replica_id, drained=drained, replicas=len(self._replicas))
+        if keeps_engine and self._adoption is not None:
+            await self._files.leave_running(replica, self._adoption.release)
+        else:
+            await self._files.end(replica, discard=True)
+        ended = "replica handed back" if keeps_engine else "replica removed"
+        log.info(ended, replica=replica_id, drained=drained, replicas=len(self._replicas))
         await self._place()
 
     def _has_others(self, replica: LiveReplica) -> bool:
@@ -405,6 +471,10 @@ class ClusterClient:
             self._tasks.run(self._joining.join(replica))
         return 0
 
+    def on_parked(self, supervisor: EngineSupervisor, requests: tuple[Request, ...]) -> None:
+        """Keep the requests of an adopted replica until their clients come back."""
+        self._parked.add(requests, supervisor.replica)
+
     def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
         """Remove the replica. If it was the last one, fail all requests."""
         replica = self._replicas.pop(supervisor.replica, None)
@@ -416,7 +486,8 @@ class ClusterClient:
         self._tasks.run(supervisor.close())  # A separate task, because the supervisor awaits this call.
         if self._replicas:
             self._tasks.run(self._place())
-            if not self._settings.cluster.max_replicas:  # With autoscaling, the autoscaler replaces it.
+            # With autoscaling, the autoscaler replaces it; the server of an adopted one does when it comes back.
+            if not (self._settings.cluster.max_replicas or replica.adopted_from):
                 self._tasks.run(self._replace())
         else:
             self._fail(failure)
@@ -454,11 +525,11 @@ class ClusterClient:
     def _redispatch(self, handle: RequestHandle, target: ReplicaId | None) -> None:
         self._apply(self._dispatcher.move(self._routing_request(handle), target, time.monotonic()))
 
-    def _arrive(self, handle: RequestHandle) -> Actions:
+    def _arrive(self, handle: RequestHandle, home: ReplicaId | None = None) -> Actions:
         """Route a request that has no replica. The request may be the first one for its adapter."""
         if handle.request.adapter is not None:
             self._files.accept(handle.request.adapter)
-        return self._dispatcher.arrive(self._routing_request(handle), time.monotonic())
+        return self._dispatcher.arrive(self._routing_request(handle), time.monotonic(), home)
 
     def _routing_request(self, handle: RequestHandle) -> RoutingRequest:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)

@@ -292,8 +292,13 @@ class Dispatcher:
 
     # --- requests ------------------------------------------------------------------------------------
 
-    def arrive(self, request: RoutingRequest, now: float) -> Actions:
+    def arrive(self, request: RoutingRequest, now: float, home: ReplicaId | None = None) -> Actions:
         """Route a request that is new, or that continues after its replica has left.
+
+        Args:
+            request: the request.
+            now: current time, seconds.
+            home: replica that gets the request if it is open.
 
         Raises:
             ValueError: the request is known already.
@@ -303,7 +308,11 @@ class Dispatcher:
         self._requests[request.request_id] = _RequestState(request)
         self._requests_by_adapter[request.adapter] += 1
         collected = ActionsBuilder()
-        self._waiting[request.request_id] = None
+        if home is not None and home in self.fleet.open_index:
+            self.fleet.dispatched(request, home)
+            self._begin(self._requests[request.request_id], home, collected)
+        else:
+            self._waiting[request.request_id] = None
         self._try_waiting(collected, now)
         return collected.actions()
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lorikeet.client.supervisor import EngineHost
 from lorikeet.cluster.adapters.transport import Transport
+from lorikeet.cluster.controller.adopter import Adoption
 from lorikeet.cluster.controller.learned_costs import LearnedCosts
 from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.migration.problem import MoveTimes
@@ -20,11 +21,13 @@ class ClusterProcesses(NamedTuple):
         hosts: returns the host that runs a replica's engines.
         transport: copies adapters between replicas.
         placement: the orchestrator, which decides which replicas serve an adapter.
+        adoption: claims replicas of other servers; None if replicas end with their server.
     """
 
     hosts: Callable[[ReplicaId], EngineHost]
     transport: Transport
     placement: PlacementService
+    adoption: Adoption | None = None
 
 
 class ClusterPolicies(NamedTuple):

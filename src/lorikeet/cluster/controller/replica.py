@@ -11,16 +11,21 @@ from lorikeet.core.ids import AdapterDigest
 class LiveReplica:
     """Tracks a replica from its first start until it is removed.
 
-    Attributes:
+    Args:
         supervisor: supervisor of its engine.
+        adopted_from: name of the lost server from which the replica was adopted; empty if it was started here.
+
+    Attributes:
+        supervisor, adopted_from: the arguments.
         epoch: incarnation of the engine; rises with every start.
         is_joined: whether the dispatcher routes requests to the replica.
         is_leaving: whether the replica is being removed.
         drops: adapters that the engine is dropping.
     """
 
-    def __init__(self, supervisor: EngineSupervisor) -> None:
+    def __init__(self, supervisor: EngineSupervisor, adopted_from: str = "") -> None:
         self.supervisor = supervisor
+        self.adopted_from = adopted_from
         self.epoch = 0
         self.is_joined = False
         self.is_leaving = False

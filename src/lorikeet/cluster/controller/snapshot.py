@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from lorikeet.client.state import ClusterState, ReplicaState, replica_state
 from lorikeet.cluster.controller.adapter_files import AdapterCopier
 from lorikeet.cluster.controller.dispatcher import Dispatcher
@@ -23,13 +25,14 @@ def cluster_state(
 
     def state(replica_id: ReplicaId, replica: LiveReplica) -> ReplicaState:
         held = copier.placed_at(replica_id)
-        return replica_state(
+        shown = replica_state(
             replica_id,
             replica.supervisor,
             is_open=replica_id in dispatcher.fleet.open_index,
             held=len(held),
             held_bytes=sum(ref.weight_bytes for ref in held),
         )
+        return msgspec.structs.replace(shown, adopted_from=replica.adopted_from)
 
     return ClusterState(
         replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),

@@ -7,17 +7,27 @@ import asyncio
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import ray
 import ray.exceptions
 import structlog
 
 from lorikeet.cluster.adapters.peer import PeerAddress
+from lorikeet.cluster.lease import FIRST_FENCE, FencedOff
+from lorikeet.cluster.ray.adoption import NAMESPACE, Claim, RayAdoption
+from lorikeet.cluster.ray.errors import cause_of, reason_of
 from lorikeet.cluster.ray.replica_actor import ReplicaActor
 from lorikeet.cluster.ray.start import RayError, RayInfo
 from lorikeet.core.ids import ReplicaId
+from lorikeet.core.messages import EngineInput
 
 START_TIMEOUT_S = 120.0
 """Most seconds until an actor has started, including the search for a machine with enough resources."""
+
+_TAKE_S = 10.0
+"""Most seconds until the actor of a claimed replica has answered."""
+
+_RELEASE_S = 5.0
 
 log = structlog.get_logger("lorikeet")
 
@@ -43,22 +53,26 @@ class RayProcess:
         actor: handle of the engine's actor.
         pid: process id of the engine.
         node_ip: address of the machine.
+        fence: fencing token of this process.
 
     Attributes:
         actor, pid, node_ip: see the arguments.
         returncode: exit code; None while the engine runs, or if it was lost with its actor.
+        is_left: whether another server may own the engine, so that its end is no loss.
     """
 
-    def __init__(self, actor: Any, pid: int, node_ip: str) -> None:
+    def __init__(self, actor: Any, pid: int, node_ip: str, fence: int = FIRST_FENCE) -> None:
         self.actor = actor
+        self._fence = fence
         self.pid = pid
         self.node_ip = node_ip
         self.returncode: int | None = None
+        self.is_left = False
         self._ended = asyncio.ensure_future(self._watch())
 
     def kill(self) -> None:
-        """Kill the engine."""
-        self.actor.kill.remote(self.pid)
+        """Kill the engine, unless another server has claimed its replica."""
+        self.actor.kill.remote(self.pid, self._fence)
 
     async def wait(self) -> int | None:
         """Wait until the engine has ended. Return its exit code; None if its actor or machine was lost."""
@@ -69,14 +83,17 @@ class RayProcess:
         try:
             self.returncode = await self.actor.wait.remote(self.pid)
         except ray.exceptions.RayError as error:
-            log.warning("Ray actor and its engine are lost", pid=self.pid, node=self.node_ip, reason=reason_of(error))
+            if not self.is_left:
+                reason = reason_of(error)
+                log.warning("Ray actor and its engine are lost", pid=self.pid, node=self.node_ip, reason=reason)
 
 
 class RayHost:
     """Starts one replica's engines in a Ray cluster; implements :class:`~lorikeet.client.supervisor.EngineHost`.
 
-    The engines of a replica share an actor while the actor lives. If the actor or its machine is lost, the next start
-    creates another actor on any machine with enough resources.
+    The engines of a replica share an actor while the actor lives. If the actor or its machine is lost, or another
+    server has claimed it, the next start adopts a replica that has no server, or creates another actor on any machine
+    with enough resources.
 
     Args:
         ray_info: Ray cluster of this process.
@@ -84,6 +101,12 @@ class RayHost:
         pool_dir: folder for adapters on every machine of the cluster. A relative path is made absolute.
         resources: resources of the replica.
         peer_key: key with which other processes fetch adapters from this replica.
+        adoption: finds replicas without a server; None if replicas end with their server.
+        claim: a replica that this process has claimed, whose engine the first start takes over. It is spare, and so is
+            an actor that replaces it.
+
+    Attributes:
+        fence: fencing token of this process.
     """
 
     def __init__(
@@ -93,7 +116,14 @@ class RayHost:
         pool_dir: Path,
         resources: ReplicaResources,
         peer_key: bytes,
+        adoption: RayAdoption | None = None,
+        claim: Claim | None = None,
     ) -> None:
+        self.fence = FIRST_FENCE
+        self._adoption = adoption
+        self._claim = claim
+        self._is_spare = claim is not None
+        self._name = ""
         self._ray_info = ray_info
         self._replica = replica
         self._pool_dir = str(pool_dir.expanduser().absolute())
@@ -101,7 +131,14 @@ class RayHost:
         self._peer_key = peer_key
         self._peer: PeerAddress | None = None
         self._actor: Any = None
+        self._has_lease = False
+        self._engine: RayProcess | None = None
         self._node_ip = self._node_id = ""
+
+    @property
+    def name(self) -> str:
+        """Ray's name of the replica's actor; empty without an actor, or if it ends with this process."""
+        return self._name
 
     @property
     def node_id(self) -> str:
@@ -140,8 +177,20 @@ class RayHost:
                 log.warning("Ray actor died", replica=self._replica, reason=reason_of(error))
                 self.close()
             except ray.exceptions.RayError as error:
-                raise RayError(f"replica {self._replica}: {reason_of(error)}") from error
-        self._actor = self._new_actor()
+                if not isinstance(cause_of(error), FencedOff):
+                    raise RayError(f"replica {self._replica}: {reason_of(error)}") from error
+                log.warning("replica belongs to another server now", replica=self._replica, reason=reason_of(error))
+                self.forget()
+        if (claim := self._claim) is not None:
+            self._claim = None
+            if (process := await self._take(claim, address, settings)) is not None:
+                return process
+            raise RayError(f"replica {self._replica}: it was lost while it was adopted from {claim.server}")
+        if self._adoption is not None and not self._is_spare:
+            found = await self._adoption.find()
+            if found is not None and (process := await self._take(found, address, settings)) is not None:
+                return process
+        self._new_actor()
         try:
             return await self._start(address, settings)
         except ray.exceptions.RayError as error:
@@ -149,38 +198,106 @@ class RayHost:
             raise RayError(f"replica {self._replica}: {reason_of(error)}") from error
 
     def close(self) -> None:
-        """Kill the actor and its engine."""
+        """End the actor and its engine, unless another server owns them."""
         if self._actor is not None:
-            ray.kill(self._actor)
-            self._actor = None
+            if self._adoption is not None and self._has_lease:
+                self._adoption.end(self._name, self._actor, self.fence)
+            else:  # Nobody else can own it.
+                ray.kill(self._actor)
+            self.forget()
+
+    def forget(self) -> None:
+        """Leave the actor to other servers."""
+        if self._adoption is not None:
+            self._adoption.leave(self._name, self._actor, self.fence)
+        if self._engine is not None:
+            self._engine.is_left = True
+        self._actor = None
+        self._name = ""
+
+    async def release(self) -> None:
+        """Free the replica, whose engine goes on, for other servers.
+
+        Raises:
+            RayError: the replica does not answer, or another server has claimed it.
+        """
+        actor = self._actor
+        if actor is None:
+            raise RayError(f"replica {self._replica}: it was lost")
+        self.forget()
+        try:
+            async with asyncio.timeout(_RELEASE_S):
+                await actor.release.remote(self.fence)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise RayError(f"replica {self._replica}: {reason_of(error)}") from error
+
+    async def _take(self, claim: Claim, address: str, settings: bytes) -> RayProcess | None:
+        """Take over a claimed replica; None if it cannot be reached."""
+        self._actor = claim.actor
+        self._name = claim.name
+        self._has_lease = True
+        self.fence = claim.fence
+        key = msgspec.json.decode(settings, type=EngineInput).channel_key
+        try:
+            async with asyncio.timeout(_TAKE_S):
+                pid = await self._actor.attach.remote(address, key, self.fence)
+                if pid is not None:
+                    await self._describe()
+            if pid is None:
+                log.warning("adopted replica has no engine; starting one", replica=self._replica)
+                return await self._start(address, settings)
+        except (ray.exceptions.RayError, TimeoutError, RayError) as error:
+            log.warning("replica cannot be adopted", replica=self._replica, reason=reason_of(error))
+            self.forget()
+            return None
+        return self._process(pid)
 
     async def _start(self, address: str, settings: bytes) -> RayProcess:
         # An embedded Ray shares the folders of this process; elsewhere this folder may not exist.
         working_dir = str(Path.cwd()) if self._ray_info.is_embedded else ""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                pid = await self._actor.start.remote(address, settings, working_dir)
-                place = await self._actor.describe.remote()
+                pid = await self._actor.start.remote(address, settings, working_dir, self.fence)
+                await self._describe()
         except TimeoutError as error:
             self.close()
             raise RayError(
                 f"replica {self._replica}: no machine of the Ray cluster had {self._resources.cpus:g} CPUs and "
                 f"{self._resources.gpus:g} GPUs free within {START_TIMEOUT_S:g} s; the cluster has {_cluster_totals()}"
             ) from error
+        if self._adoption is not None:
+            self._adoption.keep(self._name, self._actor, self.fence)
+            self._has_lease = True
+        return self._process(pid)
+
+    def _process(self, pid: int) -> RayProcess:
+        self._engine = RayProcess(self._actor, pid, self._node_ip, self.fence)
+        return self._engine
+
+    async def _describe(self) -> None:
+        place = await self._actor.describe.remote()
         self._node_ip = place.node_ip
         self._node_id = place.node_id
         self._peer = place.peer
-        return RayProcess(self._actor, pid, place.node_ip)
 
-    def _new_actor(self) -> Any:
+    def _new_actor(self) -> None:
+        outlives = {}
+        owner = None
+        self.fence = FIRST_FENCE
+        self._has_lease = False
+        if self._adoption is not None:
+            self._name = self._adoption.new_name()
+            owner = self._adoption.owner._replace(is_spare=self._is_spare)
+            outlives = {"name": self._name, "namespace": NAMESPACE, "lifetime": "detached"}
         options = ray.remote(ReplicaActor).options(
+            **outlives,
             num_cpus=self._resources.cpus,
             num_gpus=self._resources.gpus,
             max_restarts=0,  # The supervisor restarts the engine, because a new one needs all messages again.
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment(self._resources.threads)},
         )
-        return options.remote(self._replica, self._pool_dir, self._peer_key)
+        self._actor = options.remote(self._replica, self._pool_dir, self._peer_key, owner)
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -190,22 +307,6 @@ def environment(threads: int) -> dict[str, str]:
     whichever way Ray was started.
     """
     return {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)}
-
-
-def cause_of(error: Exception) -> Exception:
-    """Return the exception that an actor's method raised. Any other error is returned unchanged."""
-    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
-        return error.cause
-    return error
-
-
-def reason_of(error: Exception) -> str:
-    """Return the reason of an error, without the stack trace that Ray adds."""
-    if (cause := cause_of(error)) is not error:
-        return str(cause) or type(cause).__name__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    has_started = not (isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed)
-    return lines[0] if has_started else lines[-1]  # If a start fails, the last line after the trace is the reason.
 
 
 def _cluster_totals() -> str:

@@ -14,7 +14,8 @@ from lorikeet.cluster.controller.persistent_orchestrator import PersistentOrches
 from lorikeet.cluster.controller.registry import ClusterRegistry
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator, OrchestratorState
 from lorikeet.cluster.placement.service import OrchestratorUnavailable
-from lorikeet.cluster.ray.host import environment, reason_of
+from lorikeet.cluster.ray.errors import reason_of
+from lorikeet.cluster.ray.host import environment
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import AdapterDigest, ReplicaId

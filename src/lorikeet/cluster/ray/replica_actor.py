@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +16,12 @@ import msgspec
 import ray
 import ray.util
 
-from lorikeet.cluster.adapters.folder import Files, bytes_of
+from lorikeet.cluster.adapters.folder import TEMPORARY_PREFIX, Files, PoolFolderError, bytes_of
 from lorikeet.cluster.adapters.peer import PeerAddress, PeerServer
 from lorikeet.cluster.adapters.replica_pool import ReplicaPool
+from lorikeet.cluster.lease import FIRST_FENCE, RENEW_EVERY_S, Lease, LeaseState, Renewal
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.messages import Reattach
 
 
 class ActorLocation(NamedTuple):
@@ -35,6 +39,22 @@ class ActorLocation(NamedTuple):
     pid: int
     engine_pid: int | None
     peer: PeerAddress
+
+
+class Owner(NamedTuple):
+    """Names the server that starts a replica which can outlive it.
+
+    Attributes:
+        process: id of the server's process.
+        server: name of the server, for the log.
+        orphan_timeout_s: seconds without a server after which the replica ends.
+        is_spare: whether the server has the replica beside its own number of replicas.
+    """
+
+    process: str
+    server: str
+    orphan_timeout_s: float
+    is_spare: bool = False
 
 
 class _Engine(NamedTuple):
@@ -68,9 +88,10 @@ class ReplicaActor:
         pool_dir: folder on the actor's machine; ``<pool_dir>/<replica>/<digest>/`` holds an adapter. The folder
             outlives the actor, and the replica's next actor on this machine uses it.
         peer_key: key that clients of the actor's peer server must have.
+        owner: first owner of a replica that can outlive its server; None for one that ends with it.
     """
 
-    def __init__(self, replica: ReplicaId, pool_dir: str, peer_key: bytes) -> None:
+    def __init__(self, replica: ReplicaId, pool_dir: str, peer_key: bytes, owner: Owner | None = None) -> None:
         self._replica = replica
         self._pool = ReplicaPool(Path(pool_dir), replica)
         self._node_ip: str = ray.util.get_node_ip_address()
@@ -78,6 +99,11 @@ class ReplicaActor:
         self._peer_key = peer_key
         self._engine: _Engine | None = None
         self._replaced: tuple[int, int] | None = None  # process id and exit code of the last engine that ended
+        self._is_temporary = Path(pool_dir).name.startswith(TEMPORARY_PREFIX)
+        self._lease = Lease("", "", lambda: 0.0)  # Without another owner it never ends.
+        if owner is not None:
+            self._lease = Lease(owner.process, owner.server, time.monotonic, is_spare=owner.is_spare)
+            threading.Thread(target=self._end_orphan, args=(owner.orphan_timeout_s,), daemon=True).start()
 
     def __repr__(self) -> str:
         """Return the prefix that Ray writes before each output line of the actor and its engine."""
@@ -85,20 +111,24 @@ class ReplicaActor:
 
     # --- the engine ----------------------------------------------------------------------------------
 
-    async def start(self, address: str, settings: bytes, working_dir: str) -> int:
+    async def start(self, address: str, settings: bytes, working_dir: str, fence: int = FIRST_FENCE) -> int:
         """Start an engine, after killing one that still runs.
 
         Args:
             address: address at which the controller listens for the engine.
             settings: a line for the engine's standard input.
             working_dir: folder to which relative paths in the settings refer; empty for the actor's working directory.
+            fence: the caller's fencing token.
 
         Returns:
             Its process id.
 
         Raises:
+            FencedOff: another server has claimed the replica.
             OSError: the engine cannot be started, or the model is not on this machine.
         """
+        self._lease.check(fence)
+        self._lease.renew(fence)  # The owner's renewals begin with the answer.
         self._check_model(settings, working_dir)
         if self._engine is not None:
             self._engine.process.kill()
@@ -132,8 +162,13 @@ class ReplicaActor:
             return None
         return await asyncio.shield(engine.ended)
 
-    async def kill(self, pid: int) -> None:
-        """Kill an engine, unless another engine runs by now because this call was delayed."""
+    async def kill(self, pid: int, fence: int = FIRST_FENCE) -> None:
+        """Kill an engine, unless another engine runs by now because this call was delayed.
+
+        Raises:
+            FencedOff: another server has claimed the replica.
+        """
+        self._lease.check(fence)
         if self._engine is not None and self._engine.process.pid == pid:
             self._engine.process.kill()
 
@@ -143,6 +178,73 @@ class ReplicaActor:
         engine_pid = None if engine is None or engine.ended.done() else engine.process.pid
         node_id = ray.get_runtime_context().get_node_id()
         return ActorLocation(node_id, self._node_ip, os.getpid(), engine_pid, self._peers.address)
+
+    # --- the lease -----------------------------------------------------------------------------------
+
+    async def lease(self) -> LeaseState:
+        """Return a description of the lease."""
+        return self._lease.state()
+
+    async def renew(self, fence: int) -> Renewal:
+        """Prolong the caller's lease; see ``Lease.renew``."""
+        return self._lease.renew(fence)
+
+    async def claim(self, process: str, server: str, peer_key: bytes, is_spare: bool) -> int | None:
+        """Make a server the owner and return its fencing token; None if another server owns the replica.
+
+        From now on, other processes fetch adapters with the new owner's key.
+        """
+        fence = self._lease.claim(process, server, is_spare=is_spare)
+        if fence is not None:
+            self._peers.close()
+            self._peers = PeerServer(self._node_ip, self._pool.intact, peer_key)
+            self._peer_key = peer_key
+        return fence
+
+    async def attach(self, address: str, key: str, fence: int) -> int | None:
+        """Connect the running engine to the new owner, and return its process id; None if no engine runs.
+
+        Raises:
+            FencedOff: another server has claimed the replica.
+        """
+        self._lease.check(fence)
+        engine = self._engine
+        if engine is None or engine.ended.done():
+            return None
+        # Written here, not on a thread: two claims must arrive in order. A line this short fits the pipe.
+        _send_settings(engine.process, msgspec.json.encode(Reattach(address, key)))
+        return engine.process.pid
+
+    async def want(self, process: str) -> bool:
+        """Ask the owner to hand a spare replica back; see ``Lease.want``."""
+        return self._lease.want(process)
+
+    async def release(self, fence: int) -> None:
+        """Free the replica for another server; see ``Lease.release``."""
+        self._lease.release(fence)
+
+    async def end(self, fence: int) -> None:
+        """End the actor and its engine.
+
+        Raises:
+            FencedOff: another server has claimed the replica.
+        """
+        self._lease.check(fence)
+        self._end()
+
+    def _end_orphan(self, timeout_s: float) -> None:
+        """End the actor when it has had no server for ``timeout_s``."""
+        while not (self._lease.is_free and self._lease.silent_s > timeout_s):
+            time.sleep(RENEW_EVERY_S)
+        if self._is_temporary:
+            with suppress(PoolFolderError):
+                self._pool.discard()
+        self._end()
+
+    def _end(self) -> None:
+        if self._engine is not None:
+            self._engine.process.kill()
+        os._exit(0)
 
     # --- adapters ------------------------------------------------------------------------------------
 
@@ -183,20 +285,24 @@ class ReplicaActor:
         """
         return str(await asyncio.to_thread(self._pool.store, digest, files))
 
-    async def delete(self, digest: AdapterDigest) -> None:
+    async def delete(self, digest: AdapterDigest, fence: int = FIRST_FENCE) -> None:
         """Delete an adapter. A missing adapter is not an error.
 
         Raises:
+            FencedOff: another server has claimed the replica.
             PoolFolderError: the folder cannot be written.
         """
+        self._lease.check(fence)
         await asyncio.to_thread(self._pool.delete, digest)
 
-    async def discard(self) -> None:
+    async def discard(self, fence: int = FIRST_FENCE) -> None:
         """Delete the whole folder. Later stores fail.
 
         Raises:
+            FencedOff: another server has claimed the replica.
             PoolFolderError: the folder cannot be deleted.
         """
+        self._lease.check(fence)
         await asyncio.to_thread(self._pool.discard)
 
     async def held(self) -> dict[AdapterDigest, str]:

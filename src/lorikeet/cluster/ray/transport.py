@@ -16,7 +16,8 @@ from lorikeet.cluster.adapters.folder import PoolFolderError, read_files
 from lorikeet.cluster.adapters.peer import PeerAddress, PeerError, PeerServer, PeerUnreachable
 from lorikeet.cluster.adapters.replica_pool import is_in_memory
 from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError, copy_error
-from lorikeet.cluster.ray.host import RayHost, cause_of, reason_of
+from lorikeet.cluster.ray.errors import cause_of, reason_of
+from lorikeet.cluster.ray.host import RayHost
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
@@ -131,7 +132,7 @@ class RayTransport:
         what = f"adapter {adapter.name!r} at {replica}"
         actor = self._actor(what, replica)
         try:
-            await actor.delete.remote(adapter.digest)
+            await actor.delete.remote(adapter.digest, self._hosts[replica].fence)
         except ray.exceptions.RayError as error:
             raise TransportError(f"{what}: {reason_of(error)}") from error
 
@@ -150,7 +151,7 @@ class RayTransport:
         what = f"the adapters of {replica}"
         actor = self._actor(what, replica)
         try:
-            await actor.discard.remote()
+            await actor.discard.remote(self._hosts[replica].fence)
         except ray.exceptions.RayError as error:
             raise TransportError(f"{what}: {reason_of(error)}") from error
 
