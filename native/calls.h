@@ -39,3 +39,25 @@ LORIKEET_EXPORT void lorikeet_silu_mul(
 
 LORIKEET_EXPORT void lorikeet_gelu_mul(
     const void* gate_up, void* out, int64_t rows, int64_t n, int64_t bytes, int64_t threads);
+
+LORIKEET_EXPORT void lorikeet_sigmoid_mul(
+    const void* x, const void* gate, void* out, int64_t elements, int64_t bytes, int64_t threads);
+
+LORIKEET_EXPORT void lorikeet_delta_gates(
+    const void* b, int64_t b_stride, const void* a, int64_t a_stride, const float* rates, const float* bias,
+    float* decay, float* beta, int64_t rows, int64_t heads, int64_t bytes, int64_t threads);
+
+LORIKEET_EXPORT void lorikeet_recurrence(
+    const void* queries, int64_t query_stride, const void* keys, int64_t key_stride, const void* values,
+    int64_t value_stride, const float* decay, const float* beta, const float* skip, float* states, const int64_t* starts,
+    const int64_t* resumed, const int64_t* offsets, int64_t sequences, int64_t heads, int64_t key_heads, int64_t key_dim,
+    int64_t value_dim, void* out, int64_t is_delta, int64_t bytes, int64_t threads);
+
+LORIKEET_EXPORT void lorikeet_causal_conv(
+    const void* x, int64_t stride, const void* weight, const void* bias, float* tails, void* out, const int64_t* starts,
+    const int64_t* resumed, const int64_t* offsets, int64_t sequences, int64_t parts, int64_t channels, int64_t taps,
+    int64_t has_silu, int64_t bytes, int64_t threads);
+
+LORIKEET_EXPORT void lorikeet_gated_norm(
+    const void* x, int64_t x_stride, const void* gate, int64_t gate_stride, const void* weight, int64_t weights, void* out,
+    int64_t rows, int64_t columns, int64_t group, double eps, int64_t norm_first, int64_t bytes, int64_t threads);

@@ -309,6 +309,24 @@ LORIKEET_EXPORT void lorikeet_silu_mul(
     gated((const float*)gate_up, (float*)out, rows, n, threads, gate);
 }
 
+// out = x * sigmoid(gate); may be in place.
+LORIKEET_EXPORT void lorikeet_sigmoid_mul(
+    const void* x, const void* gate, void* out, int64_t elements, int64_t bytes, int64_t threads) {
+  using namespace lorikeet;
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    parallel(threads_for(elements, threads), [&](int64_t thread, int64_t count) {
+      const Range mine = part_of(elements, thread, count);
+      each_vector(mine.end - mine.begin, [&](int64_t i, auto n) {
+        const int64_t at = mine.begin + i;
+        const F32 opened = add(splat(1.0f), exp(sub(lorikeet::zero(), get((const T*)gate + at, n))));
+        set((T*)out + at, div(get((const T*)x + at, n), opened), n);
+      });
+    });
+  };
+  bytes == 2 ? run(bf16{}) : run(float{});
+}
+
 LORIKEET_EXPORT void lorikeet_gelu_mul(
     const void* gate_up, void* out, int64_t rows, int64_t n, int64_t bytes, int64_t threads) {
   auto gate = [](F32 x) { return gelu(x); };

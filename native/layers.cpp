@@ -1,6 +1,7 @@
 // All layers of a decoder, one kernel after the other. Calls from Python take much longer: while kernels run, weights and
 // keys evict the interpreter from the caches, and a call takes tens of microseconds instead of a few.
 #include <cstring>
+#include <utility>
 
 #include "calls.h"
 #include "extras.h"
@@ -9,12 +10,94 @@
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kLayerModules = 7;  // of a layer: LORA_MODULES
+constexpr int64_t kLayerModules = 7;  // lorikeet_linear() counts layers of so many modules
 
 // The real numbers of a model.
 struct Reals {
-  double eps, scale, norm_offset, softcap;
+  double eps, scale, norm_offset, softcap, delta_eps;
 };
+
+// Copies pieces of each row: `each` gets a function that copies bytes from a place in the row to a place in the new row.
+template <class F>
+void copy_pieces(const char* from, int64_t from_bytes, char* to, int64_t to_bytes, int64_t rows, int64_t threads, const F& each) {
+  parallel(rows * to_bytes < (1 << 16) ? 1 : threads, [&](int64_t thread, int64_t count) {
+    const Range mine = part_of(rows, thread, count);
+    for (int64_t row = mine.begin; row < mine.end; ++row)
+      each([&](int64_t source, int64_t target, int64_t bytes) {
+        std::memcpy(to + row * to_bytes + target, from + row * from_bytes + source, size_t(bytes));
+      });
+  });
+}
+
+// Orders the columns of a product that is grouped by key head: q, k, v, z, b, a of all heads.
+void ungroup(const DeltaRule& d, const char* from, char* to, int64_t rows, int64_t item, int64_t threads) {
+  const int64_t ratio = d.heads / d.key_heads;
+  const int64_t widths[] = {d.key_dim, d.key_dim, ratio * d.value_dim, ratio * d.value_dim, ratio, ratio};
+  const int64_t bytes = d.columns() * item;
+  copy_pieces(from, bytes, to, bytes, rows, threads, [&](auto copy) {
+    int64_t source = 0;
+    for (const auto& [first, last] : {std::pair{0, 4}, std::pair{4, 6}})
+      for (int64_t head = 0; head < d.key_heads; ++head) {
+        int64_t target = 0;
+        for (int i = 0; i < last; ++i) {
+          if (i >= first) {
+            copy(source * item, (target + head * widths[i]) * item, widths[i] * item);
+            source += widths[i];
+          }
+          target += d.key_heads * widths[i];
+        }
+      }
+  });
+}
+
+// Computes a gated delta rule from the product of its input; the result is in s.mixed.
+void mix_by_delta(const Model& m, const Layer& layer, const LayersStep& s, const Reals& reals, int64_t threads) {
+  const DeltaRule& d = m.delta;
+  const int64_t keys = d.key_heads * d.key_dim, values = d.heads * d.value_dim, columns = d.columns(), item = m.bytes;
+  const char* rows = s.qkv;
+  if (d.grouped) {
+    ungroup(d, s.qkv, s.ordered, s.rows, item, threads);
+    rows = s.ordered;
+  }
+  const char *z = rows + d.channels() * item, *b = z + values * item;
+  lorikeet_delta_gates(b, columns, b + d.heads * item, columns, layer.rates, layer.gate_bias, s.decay, s.beta, s.rows, d.heads,
+                       item, threads);
+  lorikeet_causal_conv(rows, columns, layer.conv, nullptr, s.states, s.convolved, s.row_starts, s.resumed,
+                       s.conv_offsets + layer.place * s.sequences * d.parts, s.sequences, d.parts, d.channels(), d.taps, true,
+                       item, threads);
+  const char* q = s.convolved;
+  lorikeet_recurrence(q, d.channels(), q + keys * item, d.channels(), q + 2 * keys * item, d.channels(), s.decay, s.beta,
+                      nullptr, s.states, s.row_starts, s.resumed, s.state_offsets + layer.place * s.sequences * d.heads,
+                      s.sequences, d.heads, d.key_heads, d.key_dim, d.value_dim, s.mixed, true, item, threads);
+  lorikeet_gated_norm(s.mixed, values, z, columns, layer.gated_norm, d.value_dim, s.mixed, s.rows, values, d.value_dim,
+                      reals.delta_eps, true, item, threads);
+}
+
+// Computes attention from the product of its input; the result is in s.mixed.
+void attend(const Model& m, const Layer& layer, const LayersStep& s, const Reals& reals, int64_t threads) {
+  const int64_t mixed = m.heads * m.head_dim, kv_columns = 2 * m.kv_heads * m.head_dim, head = m.head_dim * m.bytes;
+  char* qkv = s.qkv;
+  if (m.gated_attention) {
+    const int64_t from = (2 * mixed + kv_columns) * m.bytes, to = (mixed + kv_columns) * m.bytes;
+    copy_pieces(s.qkv, from, s.ordered, to, s.rows, threads, [&](auto copy) {
+      for (int64_t i = 0; i < m.heads; ++i) copy(2 * i * head, i * head, head);
+      copy(2 * m.heads * head, m.heads * head, kv_columns * m.bytes);
+    });
+    copy_pieces(s.qkv, from, s.gates, mixed * m.bytes, s.rows, threads, [&](auto copy) {
+      for (int64_t i = 0; i < m.heads; ++i) copy((2 * i + 1) * head, i * head, head);
+    });
+    qkv = s.ordered;
+  }
+  char* kv = s.kv + layer.place * s.layer_stride * s.kv_bytes;
+  const int64_t angles = layer.rotation * s.rows * head;
+  lorikeet_rotary_store(qkv, mixed + kv_columns, m.heads, m.kv_heads, m.head_dim, s.cos + angles, s.sin + angles, layer.q_norm,
+                        layer.k_norm, reals.eps, reals.norm_offset, m.whole_norms, m.rotary_dims, m.rotates_neighbours, kv,
+                        s.kv_bytes, s.block_stride, s.block_tokens, s.slot_blocks, s.slot_offsets, s.rows, m.bytes, threads);
+  lorikeet_attention(qkv, mixed + kv_columns, kv, s.kv_bytes, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts,
+                     s.tables, s.table_stride, s.sequences, m.heads, m.kv_heads, m.head_dim, s.block_tokens, reals.scale,
+                     layer.window, reals.softcap, m.one_order, m.bytes, threads);
+  if (m.gated_attention) lorikeet_sigmoid_mul(s.mixed, s.gates, s.mixed, s.rows * mixed, m.bytes, threads);
+}
 
 // Keeps only the chosen rows, in their order; `room` is a buffer of their size.
 void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, char* room) {
@@ -35,7 +118,8 @@ bool any(const Extras* extras, int64_t first, const void* targets) {
 }
 
 void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t threads) {
-  const int64_t mixed = m.heads * m.head_dim, qkv = mixed + 2 * m.kv_heads * m.head_dim;
+  const int64_t queries = m.heads * m.head_dim;
+  const int64_t qkv = (m.gated_attention ? 2 : 1) * queries + 2 * m.kv_heads * m.head_dim;
   const void* adapters = s.adapters;
   const Extras* extras = s.extras;
   int64_t rows = s.rows;
@@ -58,23 +142,19 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
   };
   for (int64_t index = 0; index < m.count; ++index) {
     const Layer& layer = m.layers[index];
+    const bool has_delta = layer.conv;
+    const int64_t mixed = has_delta ? m.delta.heads * m.delta.value_dim : queries;
+    const ProductTargets& changed = has_delta ? s.delta_targets : s.targets;
+    const ProductTargets& every = has_delta ? s.all_delta_targets : s.all_targets;
+    const int64_t first = index * m.slots;
     auto product = [&](const char* x, int64_t inputs, const void* weight, const void* bias, char* out, const void* to,
                        const void* all, int64_t outputs) {
-      lorikeet_linear(x, inputs, weight, bias, out, rows, threads, to ? adapters : nullptr, index, to);
-      const int64_t first = index * kLayerModules;
+      lorikeet_linear(x, inputs, weight, bias, out, rows, threads, to ? adapters : nullptr, first / kLayerModules, to);
       if (any(extras, first, all)) lorikeet_scale_and_shift(out, outputs, extras, first, all, m.bytes, threads);
     };
-    char* kv = s.kv + index * s.layer_stride * s.kv_bytes;
     const char* in = norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
-    product(in, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, s.targets.qkv, s.all_targets.qkv, qkv);
-    const int64_t angles = layer.rotation * s.rows * m.head_dim * m.bytes;
-    lorikeet_rotary_store(s.qkv, qkv, m.heads, m.kv_heads, m.head_dim, s.cos + angles, s.sin + angles, layer.q_norm,
-                          layer.k_norm, reals.eps, reals.norm_offset, m.whole_norms, m.rotary_dims,
-                          m.rotates_neighbours, kv, s.kv_bytes, s.block_stride, s.block_tokens, s.slot_blocks,
-                          s.slot_offsets, rows, m.bytes, threads);
-    lorikeet_attention(s.qkv, qkv, kv, s.kv_bytes, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts, s.tables,
-                       s.table_stride, s.sequences, m.heads, m.kv_heads, m.head_dim, s.block_tokens, reals.scale,
-                       layer.window, reals.softcap, m.one_order, m.bytes, threads);
+    product(in, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, changed.qkv, every.qkv, has_delta ? m.delta.columns() : qkv);
+    (has_delta ? mix_by_delta : attend)(m, layer, s, reals, threads);
     if (index == m.count - 1 && s.samples < rows) {
       keep(s.x, m.hidden * m.bytes, s.sample_rows, s.samples, s.normed);
       keep(s.mixed, mixed * m.bytes, s.sample_rows, s.samples, s.qkv);
@@ -82,17 +162,17 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
       adapters = s.sample_adapters;
       extras = s.sample_extras;
     }
-    product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o, s.all_targets.o, m.hidden);
+    product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, changed.o, every.o, m.hidden);
     norm_output(layer.attention_norm);
     in = norm(s.delta, layer.post_norm, 2 * index + 1);
     const bool is_gelu = m.activation == Activation::kGeluTanh;
-    if (s.targets.gate_up || any(extras, index * kLayerModules, s.all_targets.gate_up) || is_gelu ||
+    if (changed.gate_up || any(extras, first, every.gate_up) || is_gelu ||
         !lorikeet_linear_gated(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
-      product(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up, s.all_targets.gate_up,
+      product(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, changed.gate_up, every.gate_up,
               2 * m.inner);
       (is_gelu ? lorikeet_gelu_mul : lorikeet_silu_mul)(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
     }
-    product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, s.targets.down, s.all_targets.down, m.hidden);
+    product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, changed.down, every.down, m.hidden);
     norm_output(layer.mlp_norm);
   }
 }
@@ -102,7 +182,7 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
 
 LORIKEET_EXPORT void lorikeet_layers(
     const lorikeet::Model* model, const lorikeet::LayersStep* step, double eps, double scale, double norm_offset,
-    double softcap, int64_t threads) {
-  const lorikeet::Reals reals{eps, scale, norm_offset, softcap};
+    double softcap, double delta_eps, int64_t threads) {
+  const lorikeet::Reals reals{eps, scale, norm_offset, softcap, delta_eps};
   lorikeet::layers(*model, *step, reals, threads);
 }

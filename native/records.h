@@ -37,18 +37,31 @@ struct Group {
 // The function that gates an MLP.
 enum class Activation : int64_t { kSilu, kGeluTanh };
 
-// A layer. Weights are those of lorikeet_linear(). A missing tensor is null, a window 0 if there is none.
+// A layer. Weights are those of lorikeet_linear(). A missing tensor is null, a window 0 if there is none. With a `conv` the
+// layer has a gated delta rule, else attention; `place` is its number among the layers of its kind.
 struct Layer {
   const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *attention_norm, *post_norm, *gate_up,
       *gate_up_bias, *down, *down_bias, *mlp_norm;
-  int64_t window, rotation;
+  const void* conv;
+  const float *rates, *gate_bias;
+  const void* gated_norm;
+  int64_t window, rotation, place;
+};
+
+// Sizes of layers with a gated delta rule. `grouped`: the projections have the outputs of each key head in turn. `parts`: of
+// the state of a convolution.
+struct DeltaRule {
+  int64_t key_heads, heads, key_dim, value_dim, taps, parts, grouped;
+  int64_t channels() const { return 2 * key_heads * key_dim + heads * value_dim; }
+  int64_t columns() const { return channels() + heads * value_dim + 2 * heads; }
 };
 
 struct Model {
   const Layer* layers;
-  int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes;
-  int64_t rotary_dims, rotates_neighbours, whole_norms, one_order;
+  int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes, slots;
+  int64_t rotary_dims, rotates_neighbours, whole_norms, one_order, gated_attention;
   Activation activation;
+  DeltaRule delta;
 };
 
 // The targets of each product of a layer; null for products that no adapter changes.
@@ -69,8 +82,12 @@ struct LayersStep {
   const Adapters *adapters, *sample_adapters;  // null if no row has one
   ProductTargets targets;                      // that an adapter changes
   const Extras *extras, *sample_extras;        // null if no adapter has extras
-  ProductTargets all_targets;
-  char *normed, *qkv, *mixed, *delta, *gate_up, *gated;  // room for [rows, ...]; delta comes out too
+  ProductTargets all_targets, delta_targets, all_delta_targets;
+  float* states;
+  const int64_t *resumed, *conv_offsets, *state_offsets;  // offsets: [layers, sequences, parts]
+  char *normed, *qkv, *mixed, *delta, *gate_up, *gated;   // room for [rows, ...]; delta comes out too
+  char *ordered, *gates, *convolved;  // room for [rows, ...]: columns in another order; gates; outputs of a convolution
+  float *decay, *beta;                // room for [rows, heads]
 };
 
 }  // namespace lorikeet

@@ -80,6 +80,36 @@ def test_gated_norms(
 
 
 @instruction_sets
+@given(st.sampled_from([1, 9, 130]), st.sampled_from([1, 16, 40]), dtypes)
+def test_gates_of_the_delta_rule(instruction_set: str, rows: int, heads: int, dtype: torch.dtype) -> None:
+    native = kernels(instruction_set)
+
+    def draw(seed: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
+        # Large values, too: softplus is then the value itself.
+        b, a = (random(rows, 2 * heads + 3, dtype=dtype, seed=2 * seed) * 12)[:, 3:].split(heads, dim=1)
+        rates, bias = random(2, heads, dtype=torch.float32, seed=2 * seed + 1)
+        found, by_torch = (backend.delta_gates(b, a, rates, bias)[part] for backend in (native, REFERENCE))
+        wide = (each.double() for each in (b, a, rates, bias))
+        return found, by_torch, in_torch.delta_gates(*wide)[part]
+
+    check_error("decay", lambda seed: draw(seed, 0))
+    check_error("beta", lambda seed: draw(seed, 1))
+
+
+@instruction_sets
+@given(st.sampled_from([1, 9, 64]), st.sampled_from([1, 40, 256]), dtypes)
+def test_products_with_a_sigmoid(instruction_set: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    native = kernels(instruction_set)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, gate = random(2, rows, columns, dtype=dtype, seed=seed) * 4
+        exact = in_torch.sigmoid_mul(x.double(), gate.double())
+        return native.sigmoid_mul(x, gate), REFERENCE.sigmoid_mul(x, gate), exact
+
+    check_error("sigmoid_mul", draw)
+
+
+@instruction_sets
 @pytest.mark.parametrize("is_delta", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cut", [1, 2, 30, 64])

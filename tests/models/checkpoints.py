@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -45,6 +46,21 @@ _GEMMA: dict[str, Any] = {
 _TWO_ROPES: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
 }
 
 VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -84,6 +100,16 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3-5": (Qwen3_5TextConfig, {**_DELTA, "linear_value_head_dim": 16}),
+    "qwen3-5-last": (
+        Qwen3_5TextConfig,
+        {
+            **_DELTA,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "granite": (
         GraniteConfig,
         {

@@ -45,6 +45,8 @@ def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> P
         for name, parameter in peft.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
+            elif ".modules_to_save." in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     peft.save_pretrained(str(folder))
     return peft
 

@@ -1,4 +1,4 @@
-"""One model with one adapter on all seven modules, run by any number of tensor-parallel ranks."""
+"""One model with one adapter on all modules, run by any number of tensor-parallel ranks."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.kernels.lora import LoraBatch, LoraSegment, LoraWeights
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import ModelConfig, read_model_config
@@ -24,13 +23,15 @@ def adapter_factors(config: ModelConfig) -> dict[tuple[int, str], tuple[Tensor, 
     """Return the whole model's A ``[rank, in]`` and Bᵀ ``[rank, out]`` of each layer and module."""
     generator = torch.Generator().manual_seed(11)
     shapes = config.module_shapes()
+    geometry = config.geometry(4)
     return {
         (layer, module): (
             torch.randn(RANK, shapes[module].in_features, generator=generator) * 0.2,
             torch.randn(RANK, shapes[module].out_features, generator=generator) * 0.2,
         )
         for layer in range(config.layers)
-        for module in LORA_MODULES
+        for module in shapes
+        if geometry.has_module(layer, module)
     }
 
 
@@ -39,13 +40,13 @@ def run_steps(folder: Path, group: RankGroup) -> Tensor:
     config = read_model_config(folder)
     weights = load_weights(folder, config, torch.float32, rank=group.rank, tensor_parallel=group.size)
     decoder = Decoder(config, weights, ReferenceKernels(), group)
-    arena = Arena.make(config, tensor_parallel=group.size)
+    arena = Arena.make(config, decoder, tensor_parallel=group.size)
     pieces = {}
     for (layer, module), (a, bt) in adapter_factors(config).items():
         shard = config.module_shard(module, group.rank, group.size)
         parts = zip(a[:, shard.inputs].split(PIECES), bt[:, shard.outputs].split(PIECES), strict=True)
         pieces[layer, module] = tuple(parts)
-    adapter = LoraWeights(pieces, config.layers)
+    adapter = LoraWeights(pieces, config.layers, tuple(config.module_shapes()))
     prefill = arena.batch(
         [("base", [5, 6, 7, 8, 9]), ("adapted", [5, 6, 7, 8])], LoraBatch([LoraSegment(5, 9, adapter)])
     )

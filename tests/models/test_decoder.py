@@ -30,7 +30,8 @@ def decoder_and_arena(folder: Path) -> tuple[Decoder, Arena]:
     """Return a decoder of the checkpoint and an empty arena for it."""
     config = read_model_config(folder)
     weights = load_weights(folder, config, torch.float32)
-    return Decoder(config, weights, ReferenceKernels(), SingleRankGroup()), Arena.make(config)
+    decoder = Decoder(config, weights, ReferenceKernels(), SingleRankGroup())
+    return decoder, Arena.make(config, decoder)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -63,12 +64,12 @@ def test_an_embedding_for_long_sequences_is_that_of_the_longest_ones(tmp_path: P
     for longest_tokens, length in ((64, 60), (65, 70)):
         chosen = config.for_lengths(longest_tokens)
         decoder = Decoder(chosen, load_weights(tmp_path, chosen, torch.float32), ReferenceKernels(), SingleRankGroup())
-        arena = Arena.make(chosen)
+        arena = Arena.make(chosen, decoder)
         logits = decoder.forward(arena.batch([("a", prompt[:length])]), arena.kv)
         assert_close(logits, oracle_logits(model, prompt[:length]))
 
 
-@pytest.mark.parametrize("variant", ["llama-tied", "mistral-window", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama-tied", "mistral-window", "qwen3", "qwen3-5"])
 def test_sequences_in_all_phases_share_a_step_without_touching_each_other(variant: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, variant)
     decoder, arena = decoder_and_arena(tmp_path)
@@ -92,7 +93,7 @@ def test_logits_are_given_for_the_sample_rows_alone_and_in_the_weights_dtype(tmp
     config = read_model_config(tmp_path)
     weights = load_weights(tmp_path, config, torch.bfloat16)
     decoder = Decoder(config, weights, ReferenceKernels(), SingleRankGroup())
-    arena = Arena.make(config)
+    arena = Arena.make(config, decoder)
     batch = arena.batch([("a", tokens(6, seed=2)), ("b", tokens(5, seed=3))])
     kv = arena.kv.bfloat16()
     every = decoder.forward(batch, kv)
@@ -106,7 +107,7 @@ def test_a_batch_without_adapters_makes_no_adapter_call(tmp_path: Path) -> None:
     config = read_model_config(tmp_path)
     kernels = RecordingKernels(ReferenceKernels())
     decoder = Decoder(config, load_weights(tmp_path, config, torch.float32), kernels, SingleRankGroup())
-    arena = Arena.make(config)
+    arena = Arena.make(config, decoder)
     decoder.forward(arena.batch([("a", tokens(6, seed=2))]), arena.kv)
     names = [call[0] for call in kernels.calls]
     layer = ["add_norm", "linear", "rotary_store", "attention", "linear"]

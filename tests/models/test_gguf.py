@@ -81,8 +81,8 @@ def by_transformers(path: Path) -> PreTrainedModel:
 
 def logits_of(config: ModelConfig, weights: DecoderWeights, tokens: list[int]) -> torch.Tensor:
     """Return the own decoder's logits ``[T, vocab]`` of one sequence."""
-    arena = Arena.make(config)
     decoder = Decoder(config, weights, ReferenceKernels(), SingleRankGroup())
+    arena = Arena.make(config, decoder)
     return decoder.forward(arena.batch([("one", tokens)]), arena.kv)
 
 

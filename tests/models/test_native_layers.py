@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.extra_weights import ExtraMatrix, ExtraWeights
 from lorikeet.kernels.interface import Kernels, LayersShape, LayerWeights
@@ -54,6 +53,7 @@ def adapter(config: ModelConfig, rank: int, modules: Sequence[str], dtype: torch
     """Return random weights of these modules on all layers but the first."""
     generator = torch.Generator().manual_seed(rank)
     shapes = config.module_shapes()
+    geometry = config.geometry(dtype.itemsize)
     pieces = {
         (layer, module): (
             (
@@ -63,20 +63,29 @@ def adapter(config: ModelConfig, rank: int, modules: Sequence[str], dtype: torch
         )
         for layer in range(1, config.layers)
         for module in modules
+        if geometry.has_module(layer, module)
     }
-    return LoraWeights(pieces, config.layers)
+    return LoraWeights(pieces, config.layers, tuple(shapes))
 
 
 def extras_of(config: ModelConfig, dtype: torch.dtype) -> ExtraWeights:
     """Return random factors and summands of some outputs, and norms."""
     generator = torch.Generator().manual_seed(9)
     outputs = {module: shape.out_features for module, shape in config.module_shapes().items()}
-    sizes = {("scale", 1, module): outputs[module] for module in ("q", "v", "o", "up")}
-    sizes |= {("shift", 1, module): outputs[module] for module in ("v", "gate", "down")}
+    scaled = ("q", "v", "o", "up", "delta_k", "delta_a", "delta_o")
+    shifted = ("v", "gate", "down", "delta_z")
+    geometry = config.geometry(dtype.itemsize)
+    sizes = {
+        (kind, layer, module): outputs[module]
+        for kind, modules in (("scale", scaled), ("shift", shifted))
+        for layer in range(1, 3)
+        for module in modules
+        if geometry.has_module(layer, module)
+    }
     norms = ("input_layernorm", "post_attention_layernorm")
     sizes |= {("vector", layer, f"layers.{{}}.{name}.weight"): config.hidden_size for layer in (0, 2) for name in norms}
     matrices = {key: ExtraMatrix((torch.rand(1, n, generator=generator).to(dtype),)) for key, n in sizes.items()}
-    extras = ExtraWeights(matrices, config.geometry(dtype.itemsize))
+    extras = ExtraWeights(matrices, geometry)
     extras.is_prepared = True
     return extras
 
@@ -90,9 +99,9 @@ def forward_steps(
     """
     config = read_model_config(folder)
     decoder = Decoder(config, pack_weights(load_weights(folder, config, dtype), kernels), kernels, SingleRankGroup())
-    arena = Arena.make(config)
-    kv = arena.kv.to(dtype).nan_to_num(0)
-    every = adapter(config, 5, LORA_MODULES, dtype)
+    arena = Arena.make(config, decoder, dtype=dtype)
+    kv = arena.kv.nan_to_num_(0)
+    every = adapter(config, 5, tuple(config.module_shapes()), dtype)
     some = adapter(config, 12, ("q", "v"), dtype)
     if has_extras:
         some.extras = extras_of(config, dtype)
@@ -110,7 +119,7 @@ def forward_steps(
         lora = None if form is None else LoraBatch(segments, form)
         batch = replace(arena.batch(work, lora), sample_rows=torch.tensor(samples, dtype=torch.int64))
         found.append(decoder.forward(batch, kv))
-    return [*found, kv]
+    return [*found, kv.contiguous()]
 
 
 @pytest.mark.slow
@@ -132,8 +141,8 @@ def test_layers_in_one_call_have_the_bits_of_single_kernels(
         one_by_one = forward_steps(tmp_path, OneByOne(instruction_set, library), dtype, form, has_extras=has_extras)
         assert counting.calls == 0
         for found, expected in zip(at_once, one_by_one, strict=True):
-            assert torch.equal(found, expected)
-            assert found.isfinite().all()
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        assert all(found.isfinite().all() for found in at_once[:-1])
 
 
 @pytest.mark.skipif(not supported_instruction_sets(), reason="no native library")

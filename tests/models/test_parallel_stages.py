@@ -34,12 +34,12 @@ def test_stages_give_the_logits_of_the_whole_decoder(tmp_path: Path, tied: bool)
     make_checkpoint(tmp_path, "llama", num_hidden_layers=4, tie_word_embeddings=tied)
     config = read_model_config(tmp_path)
     kernels = ReferenceKernels()
-    whole_arena = Arena.make(config)
     whole = Decoder(config, load_weights(tmp_path, config, torch.float32), kernels, SingleRankGroup())
+    whole_arena = Arena.make(config, whole)
     group = HandOver()
     shares = [config.stage(number, 2) for number in range(2)]
-    arenas = [Arena.make(share) for share in shares]
     first, last = (Decoder(share, load_weights(tmp_path, share, torch.float32), kernels, group) for share in shares)
+    arenas = [Arena.make(share, decoder) for share, decoder in zip(shares, (first, last), strict=True)]
     for step in ([("a", [5, 6, 7, 8, 9]), ("b", [3, 4])], [("a", [1]), ("b", [2])]):
         expected = whole.forward(whole_arena.batch(step), whole_arena.kv)
         assert not len(first.hidden(arenas[0].batch(step), arenas[0].kv))

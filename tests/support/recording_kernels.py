@@ -156,6 +156,16 @@ class RecordingKernels:
         self.calls.append(("gated_norm", _shape(x), group, is_norm_first))
         return self._inner.gated_norm(x, gate, weight, eps, group, is_norm_first=is_norm_first)
 
+    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Record the shape."""
+        self.calls.append(("delta_gates", _shape(a)))
+        return self._inner.delta_gates(b, a, rates, bias)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Record the shape."""
+        self.calls.append(("sigmoid_mul", _shape(x)))
+        return self._inner.sigmoid_mul(x, gate)
+
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Record the shape."""
         self.calls.append(("choose", _shape(logits)))

@@ -207,7 +207,7 @@ def test_a_merged_forward_gives_the_logits_of_an_unmerged_one(folder: Path, back
     decoder = Decoder(rig.config, rig.packed, rig.kernels, SingleRankGroup())
     prompt = random_tokens(12, seed=5)
     for name, adapter in rig.adapters.items():
-        arena = Arena.make(rig.config)
+        arena = Arena.make(rig.config, decoder)
         lora = LoraBatch([LoraSegment(0, len(prompt), adapter)])
         rig.switch(None)
         base = decoder.forward(arena.batch([("base", prompt)]), arena.kv)

@@ -11,10 +11,10 @@ from lorikeet.adapters.module_names import BaseModules, ModulePlace
 from lorikeet.adapters.peft_config import CONVERT, LoraConfig, ModuleMatcher
 from lorikeet.adapters.task import SCORE_MODULES
 from lorikeet.core.adapter import EMBEDDING, HEAD
-from lorikeet.core.geometry import ModelGeometry, ReplaceableWeights, split_layer
+from lorikeet.core.geometry import DELTA_INPUTS, ModelGeometry, ReplaceableWeights, split_layer
 
 _MAX_NAMED = 3
-_SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up"})
+_SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up", *DELTA_INPUTS})
 """Modules that share their input's product with others, so that it cannot be scaled for one of them."""
 
 _NAME = r"(?:base_model\.model\.)?([A-Za-z_][A-Za-z0-9_.]*?)"
@@ -35,6 +35,8 @@ _FORMS = [
     )
 ]
 """Names of tensors in the files of PEFT; the first that matches counts."""
+_PARAMETER = re.compile(_NAME + r"(?:\.modules_to_save(?:\.default)?)?\.(A_log|dt_bias)")
+"""Names of parameters of a layer with a gated delta rule that is saved whole."""
 
 
 class Named(NamedTuple):
@@ -66,6 +68,8 @@ class Extras(NamedTuple):
 def named(entry: TensorEntry) -> Named | None:
     """Return module and kind of a tensor from its name; None if the name has no known form."""
     found = ((form.fullmatch(entry.name), kind) for form, kind in _FORMS)
+    if parameter := _PARAMETER.fullmatch(entry.name):
+        return Named(f"{parameter[1]}.{parameter[2]}", "weight", entry)
     return next((Named(match[1], kind, entry) for match, kind in found if match), None)
 
 

@@ -13,10 +13,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.manifest import tensors_of
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, from_float32, to_float32
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import SCORE, ModelGeometry
-
-_ROW_PARALLEL = ("o", "down")
-"""Modules whose input features are split over the ranks; of all others the output features are."""
+from lorikeet.core.geometry import ROW_PARALLEL, SCORE, ModelGeometry
 
 
 class ModuleWeights(NamedTuple):
@@ -143,7 +140,7 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
     if module == SCORE:
         return slice(None), slice(None)
     local = geometry.modules[module]
-    if module in _ROW_PARALLEL:
+    if module in ROW_PARALLEL:
         return slice(rank * local.in_features, (rank + 1) * local.in_features), slice(None)
     if module in ("k", "v"):
         heads = out_features // geometry.head_dim

@@ -19,6 +19,20 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 """The fused linear weights of a layer of the own decoder, and the modules of each, in row order."""
 
 
+DELTA_INPUTS = (
+    *("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
+    *("delta_qkvz", "delta_ba"),
+)
+"""Modules of layers with a gated delta rule that share one product: of Qwen3.5, and of Qwen3-Next."""
+DELTA_OUT = "delta_o"
+"""The module of the output of such layers."""
+DELTA_VECTOR = "layers.{{}}.linear_attn.{}.weight"
+"""The path of a weight of such layers that adapters may replace, in ``ReplaceableWeights.vectors``."""
+
+ROW_PARALLEL = frozenset({"o", "down", DELTA_OUT})
+"""Modules that tensor parallelism splits by input, so that outputs are partial sums; others are split by output."""
+
+
 SCORE = "score"
 """The score head of a classification adapter: a matrix ``[labels, hidden]``.
 
@@ -122,6 +136,10 @@ class ModuleNames(msgspec.Struct, frozen=True):
     experts: tuple[ExpertsPath, ...] = ()
     matrices: tuple[MatrixPath, ...] = ()
     transposed: tuple[str, ...] = ()
+
+    def with_paths(self, paths: tuple[ModulePath, ...]) -> "ModuleNames":
+        """Return the names with further linear layers."""
+        return msgspec.structs.replace(self, paths=(*self.paths, *paths))
 
 
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -489,6 +490,22 @@ class Kernels(Protocol):
         """
         ...
 
+    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gates of the gated delta rule, ``decay`` and ``beta`` of :meth:`recurrence`.
+
+        They are ``rates * softplus(a + bias)`` and ``sigmoid(b)``, fp32 ``[T, heads]``.
+
+        Args:
+            b, a: ``[T, heads]``. Rows may be strided.
+            rates: fp32 ``[heads]``, negative.
+            bias: fp32 ``[heads]``.
+        """
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return ``x * sigmoid(gate)``, ``[T, n]``, for contiguous tensors."""
+        ...
+
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Sample one token per row of ``logits [S, vocab]``, as ``kernels.sampling.choose``."""
         ...
@@ -502,13 +519,29 @@ def kv_head_dim(kv: Tensor) -> int:
 def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, *, bits: int = 0) -> Tensor:
     """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy.
 
-    With 8 ``bits`` the view is int8 ``[…, head_dim + 2]``: the codes of a head, and the codes' scale in bfloat16.
+    Blocks may be longer than their keys and values. With 8 ``bits`` the view is int8 ``[…, head_dim + 2]``: the codes
+    of a head, and the codes' scale in bfloat16.
     """
-    blocks = arena.shape[0]
     if bits:
         arena = arena.view(torch.int8)
         head_dim = head_dim + KV_SCALE_BYTES
-    return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)
+    shape = (layers, 2, block_size, kv_heads, head_dim)
+    return arena[:, : prod(shape)].unflatten(1, shape).transpose(0, 1)
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of a layer with a gated delta rule, besides its projections.
+
+    Attributes:
+        conv: ``[taps, channels]``, of the convolution over queries, keys and values.
+        rates, bias: see ``Kernels.delta_gates``.
+        norm: ``[value_dim]``, of each head's output.
+    """
+
+    conv: Tensor
+    rates: Tensor
+    bias: Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -524,10 +557,13 @@ class LayerWeights:
         attention_norm, mlp_norm: ``[hidden]``, for the outputs of attention and MLP before they are added.
         qkv, qkv_bias: queries, keys and values, stacked.
         q_norm, k_norm: see ``HeadNorms``.
+            With a gated delta rule: all projections of the layer's input, stacked. With gated attention, the rows of a
+            head's queries are followed by those of its gate.
         o, o_bias: output projection, split by input over ranks. Only rank 0 has the bias, since partial products are
             summed.
         gate_up, gate_up_bias: gate and up, stacked.
         down, down_bias: split like ``o``.
+        delta: further weights of a gated delta rule, which replaces attention; None with attention.
     """
 
     input_norm: Tensor | None
@@ -544,6 +580,53 @@ class LayerWeights:
     k_norm: Tensor | None = None
     attention_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
+    delta: DeltaWeights | None = None
+
+
+class DeltaShape(NamedTuple):
+    """Parameters of layers with a gated delta rule.
+
+    A row of the input's product has the queries, keys and values, which the convolution processes, then z, which gates
+    the output, then b and a (see ``Kernels.delta_gates``).
+
+    Attributes:
+        key_heads, value_heads, key_dim, value_dim: see ``Kernels.recurrence``.
+        is_grouped: whether a row of the product instead has q, k, v and z of each key head in turn, and then b and a of
+            each key head in turn.
+        eps: number added to the mean square in the norm of a head's output.
+        targets: LoRA targets of the layer's four products: input, output, gate_up, down.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    is_grouped: bool
+    eps: float
+    targets: tuple[LoraTargets, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Number of columns of q, k, v, z, b and a."""
+        keys = self.key_heads * self.key_dim
+        values = self.value_heads * self.value_dim
+        return keys, keys, values, values, self.value_heads, self.value_heads
+
+
+class DeltaStates(NamedTuple):
+    """The states of a batch on all layers with a gated delta rule.
+
+    Attributes:
+        flat: fp32, all elements of the arena.
+        conv, recurrent: int64 ``[layers, sequences, parts]``, the first element of each part; see ``causal_conv`` and
+            ``recurrence`` of ``Kernels``.
+        sequences: the sequences of the rows.
+    """
+
+    flat: Tensor
+    conv: Tensor
+    recurrent: Tensor
+    sequences: StateSequences
 
 
 class LayersShape(NamedTuple):
@@ -561,6 +644,8 @@ class LayersShape(NamedTuple):
         has_whole_norms: whether all heads of a token are normalised together.
         softcap: soft cap of attention scores; 0 for none.
         activation: the function that gates the MLP.
+        has_gated_attention: whether the sigmoid of a gate multiplies each element of the attention's output.
+        delta: parameters of layers with a gated delta rule; None without such layers.
     """
 
     heads: int
@@ -576,14 +661,16 @@ class LayersShape(NamedTuple):
     has_whole_norms: bool = False
     softcap: float = 0.0
     activation: Activation = Activation.SILU
+    has_gated_attention: bool = False
+    delta: DeltaShape | None = None
 
 
-Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch], tuple[Tensor, Tensor]]
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch, DeltaStates | None], tuple[Tensor, Tensor]]
 """Computes all layers of a batch for which :func:`fits_one_call` holds.
 
 Arguments are x ``[T, hidden]``, changed; cos and sin ``[rotations, T, head_dim]``; the arena as viewed by
-:func:`kv_view`, changed; and the batch. It returns, for the sample rows, x before the last layer's MLP is added, and
-the MLP's output, both ``[S, hidden]``.
+:func:`kv_view`, changed; the batch; and the states of layers with a gated delta rule, changed. It returns, for the
+sample rows, x before the last layer's MLP is added, and the MLP's output, both ``[S, hidden]``.
 """
 
 

@@ -42,13 +42,14 @@ class LoraWeights:
     Args:
         pieces: the views.
         layers: number of layers of the model.
+        modules: all modules of a layer, in packing order.
 
     Attributes:
         rank: the largest rank of any module on any layer.
         modules: modules that the adapter changes.
         extras: the tensors of the adapter besides A and B; None if there are none.
         table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Pieces are ordered
-            by layer, then by module in the geometry's order (here ``LORA_MODULES``).
+            by layer, then by module in the geometry's order.
         index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module). See ``LoraTargets`` for slots.
         score: rows of the score head, together ``[labels, hidden]``; empty without a head.
         bits: 8 if A and Bᵀ are stored as codes, with the scales of a piece before its A
@@ -58,12 +59,13 @@ class LoraWeights:
     score: tuple[Tensor, ...] = ()
     bits = 0
 
-    def __init__(self, pieces: LoraPieces, layers: int) -> None:
+    def __init__(self, pieces: LoraPieces, layers: int, modules: Sequence[str] = LORA_MODULES) -> None:
         rows: list[tuple[int, int, int]] = []
         index = [0]
         rank = 0
+        unused = ("",) * (-len(modules) % len(LORA_MODULES))  # see ``ModelGeometry.module_slots``
         for layer in range(layers):
-            for module in LORA_MODULES:
+            for module in (*modules, *unused):
                 found = pieces.get((layer, module), ())
                 rows.extend((a.data_ptr(), bt.data_ptr(), len(a)) for a, bt in found)
                 index.append(len(rows))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.interface import (
     Batch,
+    DeltaStates,
     GroupedProducts,
     GroupProduct,
     HeadNorms,
@@ -32,6 +34,7 @@ from lorikeet.kernels.interface import (
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.native_groups import NativeGroups
 from lorikeet.kernels.native_records import (
+    DeltaRuleRecord,
     LayerRecord,
     LayersStepRecord,
     ModelRecord,
@@ -75,7 +78,9 @@ _SIGNATURES = {
     "lorikeet_causal_conv": (_ADDRESS, _INT, *(_ADDRESS,) * 7, *(_INT,) * 7),
     "lorikeet_recurrence": (_ADDRESS, _INT) * 3 + (_ADDRESS,) * 7 + (_INT,) * 5 + (_ADDRESS, *(_INT,) * 3),
     "lorikeet_gated_norm": (_ADDRESS, _INT) * 3 + (_ADDRESS, *(_INT,) * 3, _FLOAT, *(_INT,) * 3),
-    "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 4, _INT),
+    "lorikeet_delta_gates": (_ADDRESS, _INT) * 2 + (_ADDRESS,) * 4 + (_INT,) * 4,
+    "lorikeet_sigmoid_mul": (_ADDRESS,) * 3 + (_INT,) * 3,
+    "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 5, _INT),
     "lorikeet_copy": (_ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _FLOAT),
     "lorikeet_place": (_ADDRESS, _INT, _INT),
     "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),
@@ -329,10 +334,12 @@ class NativeLayers:
         down = weights[0].down
         assert isinstance(down, PanelWeight)
         hidden, inner = down.shape
+        places = {True: count(), False: count()}
         rows = zip(weights, shape.windows, shape.rotations, strict=True)
         self._records = (LayerRecord * len(weights))(
-            *(_record(layer, window, number) for layer, window, number in rows)
+            *(_record(layer, window, number, next(places[layer.delta is None])) for layer, window, number in rows)
         )
+        self._kv_layers = next(places[True])
         self._model = ModelRecord(
             layers=ctypes.addressof(self._records),
             count=len(weights),
@@ -342,24 +349,58 @@ class NativeLayers:
             head_dim=shape.head_dim,
             inner=inner,
             item_bytes=down.item_bytes,
+            slots=shape.targets[0].slots,
             rotary_dims=shape.pairs.dims,
             rotates_neighbours=shape.pairs.are_neighbours,
             whole_norms=shape.has_whole_norms,
             one_order=one_order,
+            gated_attention=shape.has_gated_attention,
             activation=NativeActivation.of(shape.activation),
         )
         mixed = shape.heads * shape.head_dim
-        qkv = mixed + 2 * shape.kv_heads * shape.head_dim
-        self._widths = (hidden, qkv, mixed, hidden, 2 * inner, inner)
-        self._all_targets = ProductTargetsRecord(*(targets.numbers.data_ptr() for targets in shape.targets))
+        keys_and_values = 2 * shape.kv_heads * shape.head_dim
+        gates = mixed if shape.has_gated_attention else 0
+        qkv = mixed + gates + keys_and_values
+        ordered = mixed + keys_and_values if gates else 0
+        channels = 0
+        self._heads = 0
+        if rule := shape.delta:
+            keys, _, values, *_ = rule.widths
+            channels = 2 * keys + values
+            mixed = max(mixed, values)
+            qkv = max(qkv, sum(rule.widths))
+            ordered = max(ordered, sum(rule.widths) if rule.is_grouped else 0)
+            self._heads = rule.value_heads
+            self._model.delta = DeltaRuleRecord(
+                key_heads=rule.key_heads,
+                heads=rule.value_heads,
+                key_dim=rule.key_dim,
+                value_dim=rule.value_dim,
+                taps=next(len(each.delta.conv) for each in weights if each.delta is not None),
+                grouped=rule.is_grouped,
+            )
+        self._widths = (hidden, qkv, mixed, hidden, 2 * inner, inner, ordered, gates, channels)
+        self._delta_targets: tuple[LoraTargets, ...] = rule.targets if rule else ()
+        self._all_targets, self._all_delta_targets = (
+            ProductTargetsRecord(*(targets.numbers.data_ptr() for targets in each))
+            for each in (shape.targets, self._delta_targets)
+        )
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, states: DeltaStates | None
+    ) -> tuple[Tensor, Tensor]:
         """Compute all layers of a step. See ``kernels.interface.Layers`` for arguments and results."""
         rows = len(x)
         samples = len(batch.sample_rows)
-        normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
+        normed, qkv, mixed, delta, gate_up, gated, ordered, gates, convolved = [
+            x.new_empty(rows, width) for width in self._widths
+        ]
+        decay, beta = x.new_empty(2, rows, self._heads, dtype=torch.float32)
         assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
-        assert len(kv) == len(self._weights)
+        assert len(kv) == self._kv_layers
+        assert (states is None) == (self._model.delta.heads == 0)
+        if states is not None:
+            self._model.delta.parts = states.conv.shape[2]
         assert kv.dtype in (x.dtype, torch.int8)
         shape = self._shape
         step = LayersStepRecord(
@@ -387,12 +428,23 @@ class NativeLayers:
             extras=_extras(batch.lora),
             sample_extras=_extras(batch.sample_lora),
             all_targets=self._all_targets,
+            delta_targets=ProductTargetsRecord(*(_changed(batch.lora, targets) for targets in self._delta_targets)),
+            all_delta_targets=self._all_delta_targets,
+            states=None if states is None else states.flat.data_ptr(),
+            resumed=None if states is None else states.sequences.resumed.data_ptr(),
+            conv_offsets=None if states is None else states.conv.data_ptr(),
+            state_offsets=None if states is None else states.recurrent.data_ptr(),
             normed=normed.data_ptr(),
             qkv=qkv.data_ptr(),
             mixed=mixed.data_ptr(),
             delta=delta.data_ptr(),
             gate_up=gate_up.data_ptr(),
             gated=gated.data_ptr(),
+            ordered=ordered.data_ptr(),
+            gates=gates.data_ptr(),
+            convolved=convolved.data_ptr(),
+            decay=decay.data_ptr(),
+            beta=beta.data_ptr(),
         )
         self._library.lorikeet_layers(
             self._model.address,
@@ -401,12 +453,14 @@ class NativeLayers:
             shape.scale,
             shape.norm_offset,
             shape.softcap,
+            0.0 if shape.delta is None else shape.delta.eps,
             self._threads(),
         )
         return x[:samples], delta[:samples]
 
 
-def _record(layer: LayerWeights, window: int | None, rotation: int) -> LayerRecord:
+def _record(layer: LayerWeights, window: int | None, rotation: int, place: int) -> LayerRecord:
+    conv, rates, bias, norm = (None,) * 4 if layer.delta is None else map(_address, layer.delta)
     return LayerRecord(
         input_norm=_address(layer.input_norm),
         qkv=_packed(layer.qkv),
@@ -422,6 +476,11 @@ def _record(layer: LayerWeights, window: int | None, rotation: int) -> LayerReco
         down=_packed(layer.down),
         down_bias=_address(layer.down_bias),
         mlp_norm=_address(layer.mlp_norm),
+        conv=conv,
+        rates=rates,
+        gate_bias=bias,
+        gated_norm=norm,
+        place=place,
         window=window or 0,
         rotation=rotation,
     )
@@ -855,6 +914,38 @@ class NativeKernels:
             is_norm_first,
             x.element_size(),
             self._threads,
+        )
+        return out
+
+    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute both gates in one call."""
+        assert a.stride(1) == b.stride(1) == 1
+        assert rates.dtype == bias.dtype == torch.float32
+        rows, heads = a.shape
+        decay, beta = torch.empty(2, rows, heads)
+        self._library.lorikeet_delta_gates(
+            b.data_ptr(),
+            b.stride(0),
+            a.data_ptr(),
+            a.stride(0),
+            rates.data_ptr(),
+            bias.data_ptr(),
+            decay.data_ptr(),
+            beta.data_ptr(),
+            rows,
+            heads,
+            a.element_size(),
+            self._threads,
+        )
+        return decay, beta
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply in one pass over memory."""
+        assert x.is_contiguous()
+        assert gate.is_contiguous()
+        out = torch.empty_like(x)
+        self._library.lorikeet_sigmoid_mul(
+            x.data_ptr(), gate.data_ptr(), out.data_ptr(), x.numel(), x.element_size(), self._threads
         )
         return out
 

@@ -86,7 +86,10 @@ class ExtrasRecord(NativeRecord):
 
 
 class LayerRecord(NativeRecord):
-    """A layer. Products are addresses of ``WeightRecord``. A missing tensor is null, and a missing window is 0."""
+    """A layer. Products are addresses of ``WeightRecord``. A missing tensor is null, and a missing window is 0.
+
+    With a ``conv`` the layer has a gated delta rule.
+    """
 
     native_name = "Layer"
     _fields_ = (
@@ -104,8 +107,28 @@ class LayerRecord(NativeRecord):
         ("down", c_void_p),
         ("down_bias", c_void_p),
         ("mlp_norm", c_void_p),
+        ("conv", c_void_p),
+        ("rates", c_void_p),
+        ("gate_bias", c_void_p),
+        ("gated_norm", c_void_p),
         ("window", c_int64),
         ("rotation", c_int64),
+        ("place", c_int64),
+    )
+
+
+class DeltaRuleRecord(NativeRecord):
+    """The sizes of layers with a gated delta rule."""
+
+    native_name = "DeltaRule"
+    _fields_ = (
+        ("key_heads", c_int64),
+        ("heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("taps", c_int64),
+        ("parts", c_int64),
+        ("grouped", c_int64),
     )
 
 
@@ -122,11 +145,14 @@ class ModelRecord(NativeRecord):
         ("head_dim", c_int64),
         ("inner", c_int64),
         ("item_bytes", c_int64),
+        ("slots", c_int64),
         ("rotary_dims", c_int64),
         ("rotates_neighbours", c_int64),
         ("whole_norms", c_int64),
         ("one_order", c_int64),
+        ("gated_attention", c_int64),
         ("activation", c_int64),
+        ("delta", DeltaRuleRecord),
     )
 
 
@@ -171,12 +197,23 @@ class LayersStepRecord(NativeRecord):
         ("extras", c_void_p),
         ("sample_extras", c_void_p),
         ("all_targets", ProductTargetsRecord),
+        ("delta_targets", ProductTargetsRecord),
+        ("all_delta_targets", ProductTargetsRecord),
+        ("states", c_void_p),
+        ("resumed", c_void_p),
+        ("conv_offsets", c_void_p),
+        ("state_offsets", c_void_p),
         ("normed", c_void_p),
         ("qkv", c_void_p),
         ("mixed", c_void_p),
         ("delta", c_void_p),
         ("gate_up", c_void_p),
         ("gated", c_void_p),
+        ("ordered", c_void_p),
+        ("gates", c_void_p),
+        ("convolved", c_void_p),
+        ("decay", c_void_p),
+        ("beta", c_void_p),
     )
 
 
@@ -186,6 +223,7 @@ RECORDS: tuple[type[NativeRecord], ...] = (
     AdaptersRecord,
     ExtrasRecord,
     LayerRecord,
+    DeltaRuleRecord,
     ModelRecord,
     ProductTargetsRecord,
     LayersStepRecord,

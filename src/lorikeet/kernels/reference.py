@@ -185,6 +185,14 @@ class ReferenceKernels(TorchLayoutKernels):
             queries, keys, values, decay, beta, states, offsets, sequences, skip, is_delta=is_delta
         )
 
+    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gates with torch."""
+        return in_torch.delta_gates(b, a, rates, bias)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply with torch."""
+        return in_torch.sigmoid_mul(x, gate)
+
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
     ) -> Tensor:

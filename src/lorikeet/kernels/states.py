@@ -178,6 +178,18 @@ def _steps(rows: _Rows, state: Tensor, *, is_delta: bool) -> tuple[Tensor, Tenso
     return (rows.q[:, :, None] @ state)[:, :, 0], state
 
 
+def delta_gates(b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute ``Kernels.delta_gates`` in fp32."""
+    decay = rates * F.softplus(a.to(rates.dtype) + bias)
+    return decay, b.to(rates.dtype).sigmoid()
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute ``Kernels.sigmoid_mul`` in fp32, or in fp64 for fp64."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * gate.to(wide.dtype).sigmoid()).to(x.dtype)
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool) -> Tensor:
     """Compute ``Kernels.gated_norm`` in fp32, or in fp64 for fp64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

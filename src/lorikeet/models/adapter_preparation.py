@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lorikeet.core.geometry import ROW_PARALLEL
 from lorikeet.kernels.extras import ProductShare, prepare_product, prepare_vocabulary
 from lorikeet.kernels.interface import Kernels
 from lorikeet.kernels.lora import LoraTargets, LoraWeights
-from lorikeet.models.config import ROW_PARALLEL, ModelConfig
+from lorikeet.models.config import ModelConfig
 from lorikeet.models.layer_ops import DecoderLayer, Product
 from lorikeet.models.parallel import RankGroup
 from lorikeet.models.weights import DecoderWeights

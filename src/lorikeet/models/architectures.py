@@ -49,6 +49,9 @@ class Features(NamedTuple):
             ``query_pre_attn_scalar``, and scores and logits have soft caps.
         fused: the fused products that checkpoints store whole, with their module names in checkpoints.
         inside: the config's section with the decoder's keys, for models with other parts.
+        delta_rule: the form of the projections of layers with a gated delta rule: ``grouped`` by key head, ``split``
+            into four; ``none`` if all layers have attention.
+        gated_attention: whether q also has a gate for each element of the attention's output.
         defaults: values of missing keys that differ from Llama's.
     """
 
@@ -69,6 +72,8 @@ class Features(NamedTuple):
     is_gemma: bool = False
     fused: Mapping[str, str] = MappingProxyType({})
     inside: str = ""
+    delta_rule: str = "none"
+    gated_attention: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -108,6 +113,7 @@ _PHI: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
 }
+_QWEN_3_5: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
 _OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 
 _GEMMA_3_FEATURES = Features(
@@ -122,6 +128,15 @@ _GEMMA_3_FEATURES = Features(
     is_gemma=True,
     defaults=_GEMMA_3,
 )
+_QWEN_3_5_FEATURES = Features(
+    qkv_bias=None,
+    qk_norm="heads",
+    partial_rope=True,
+    norm_offset=1.0,
+    delta_rule="split",
+    gated_attention=True,
+    defaults=_QWEN_3_5,
+)
 
 
 ARCHITECTURES: dict[str, Features] = {
@@ -129,6 +144,8 @@ ARCHITECTURES: dict[str, Features] = {
     "MistralForCausalLM": Features(window="all", defaults={"sliding_window": 4096}),
     "Qwen2ForCausalLM": Features(qkv_bias=True, window="upper"),
     "Qwen3ForCausalLM": Features(qkv_bias=None, qk_norm="heads", window="upper", defaults={"head_dim": 128}),
+    "Qwen3_5ForCausalLM": _QWEN_3_5_FEATURES,
+    "Qwen3_5ForConditionalGeneration": _QWEN_3_5_FEATURES._replace(inside="text_config"),
     "GraniteForCausalLM": Features(qkv_bias=None, mlp_bias=True, multipliers=True),
     "SmolLM3ForCausalLM": Features(qkv_bias=None, mlp_bias=True, window="upper", no_rope=True),
     "Phi3ForCausalLM": Features(window="all", partial_rope=True, fused=_FUSED, defaults=_PHI),

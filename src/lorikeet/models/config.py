@@ -10,9 +10,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorikeet.config import ConfigError, Settings
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape, ReplaceableWeights
+from lorikeet.core.geometry import (
+    DECODER_NAMES,
+    ROW_PARALLEL,
+    KvShape,
+    ModelGeometry,
+    ModuleShape,
+    ReplaceableWeights,
+)
 from lorikeet.kernels.activation import Activation
 from lorikeet.models.architectures import ARCHITECTURES, LLAMA_NORMS, Features
+from lorikeet.models.delta_rule import DeltaRule
 from lorikeet.models.json_section import JsonSection, ModelConfigError, UnsupportedFeature, read_json_section
 from lorikeet.models.quantization_config import read_quantization
 from lorikeet.models.rope import RopeScaling, read_rope
@@ -35,10 +43,6 @@ def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
             raise source.error("eos_token_id", f"must be token ids, not {named!r}")
         return tuple(ids)
     return ()
-
-
-ROW_PARALLEL = frozenset({"o", "down"})
-"""Modules that tensor parallelism splits by input, so that outputs are partial sums; others are split by output."""
 
 
 class ModuleShard(NamedTuple):
@@ -78,6 +82,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         attention_softcap, logits_softcap: scores and logits become ``cap * tanh(value / cap)``; 0 for no cap.
         fused: the fused products that the checkpoint stores whole, with their module names in the checkpoint.
         has_other_parts: whether the checkpoint holds more than the decoder, such as a vision tower.
+        has_gated_attention: whether q also has a gate for each element of the attention's output.
+        delta: the gated delta rule of some layers; None if all layers have attention.
         first_layer, stages: see ``ModelGeometry``. In a pipeline stage, ``layers`` is the stage's number of layers.
     """
 
@@ -115,6 +121,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     logits_softcap: float = 0.0
     fused: dict[str, str] = {}
     has_other_parts: bool = False
+    has_gated_attention: bool = False
+    delta: DeltaRule | None = None
     first_layer: int = 0
     stages: int = 1
 
@@ -168,11 +176,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return {side: number * self.head_dim for side, number in zip("qk", heads, strict=True)}
 
     def module_shapes(self) -> dict[str, ModuleShape]:
-        """Return the shape of each of ``LORA_MODULES`` in the whole model."""
+        """Return the shape of each linear module in the whole model, in packing order."""
         query = self.heads * self.head_dim
         key_value = self.kv_heads * self.head_dim
-        return {
-            "q": ModuleShape(self.hidden_size, query),
+        shapes = {
+            "q": ModuleShape(self.hidden_size, 2 * query if self.has_gated_attention else query),
             "k": ModuleShape(self.hidden_size, key_value),
             "v": ModuleShape(self.hidden_size, key_value),
             "o": ModuleShape(query, self.hidden_size),
@@ -180,9 +188,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
             "up": ModuleShape(self.hidden_size, self.intermediate_size),
             "down": ModuleShape(self.intermediate_size, self.hidden_size),
         }
+        return shapes if self.delta is None else shapes | self.delta.module_shapes(self.hidden_size)
 
     def module_shard(self, module: str, rank: int, tensor_parallel: int) -> ModuleShard:
-        """Return the features of ``module`` (one of ``LORA_MODULES``) that rank ``rank`` of ``tensor_parallel`` holds.
+        """Return the features of a module of :meth:`module_shapes` that rank ``rank`` of ``tensor_parallel`` holds.
 
         If there are fewer KV heads than ranks, neighbouring ranks hold copies of the same head.
 
@@ -221,6 +230,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
             raise ModelConfigError(f"{self.layers} layers do not divide by {pipeline_parallel} pipeline stages")
         if tensor_parallel > 1 and self.qk_norm == "whole":
             raise ModelConfigError(f"{self.architecture}: the norms of queries and keys span all heads, which {over}")
+        if self.delta is None:
+            return
+        if self.delta.key_heads % tensor_parallel:
+            raise ModelConfigError(f"{self.delta.key_heads} heads of linear attention {over}")
+        if pipeline_parallel > 1:
+            raise ModelConfigError(f"{self.architecture}: its layers differ, so they cannot be pipeline stages")
 
     def geometry(self, dtype_bytes: int, tensor_parallel: int = 1) -> ModelGeometry:
         """Return the sizes of one rank's share, which are the same for every rank.
@@ -233,11 +248,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
             ModelConfigError: the sizes do not divide by the number of ranks.
         """
         modules = {}
-        for module in LORA_MODULES:
+        for module in self.module_shapes():
             inputs, outputs = self.module_shard(module, 0, tensor_parallel)
             modules[module] = ModuleShape(inputs.stop - inputs.start, outputs.stop - outputs.start)
         kv_heads = max(1, self.kv_heads // tensor_parallel)
-        return ModelGeometry(
+        geometry = ModelGeometry(
             self.layers,
             kv_heads,
             self.head_dim,
@@ -248,12 +263,24 @@ class ModelConfig(msgspec.Struct, frozen=True):
             first_layer=self.first_layer,
             stages=self.stages,
         )
+        if self.delta is None:
+            return geometry
+        attention = tuple(layer for layer, is_on in enumerate(self.delta.on) if not is_on)
+        of_delta = self.delta.module_shapes(self.hidden_size)
+        return msgspec.structs.replace(
+            geometry,
+            kv_layers=(KvShape(kv_heads, self.head_dim, self.head_dim),) * len(attention),
+            module_layers=dict.fromkeys(("q", "k", "v", "o"), attention) | dict.fromkeys(of_delta, self.delta.layers),
+            names=DECODER_NAMES.with_paths(self.delta.paths()),
+            states=self.delta.share(tensor_parallel).states(),
+        )
 
     def replaceable_weights(self) -> ReplaceableWeights:
         """Return the weights besides linear modules that adapters may replace."""
         vectors = {"norm.weight": self.hidden_size}
         vectors |= {f"layers.{{}}.{name}.weight": self.hidden_size for name in self.norms if name}
         vectors |= {f"layers.{{}}.self_attn.{side}_norm.weight": size for side, size in self.qk_norm_sizes().items()}
+        vectors |= {} if self.delta is None else self.delta.vectors()
         return ReplaceableWeights("embed_tokens", "lm_head", self.vocab_size, vectors)
 
 
@@ -382,8 +409,39 @@ def read_model_config(folder: Path) -> ModelConfig:
         activation=activation,
         fused=dict(features.fused),
         has_other_parts=bool(features.inside),
+        has_gated_attention=features.gated_attention,
+        delta=_delta_rule(settings, features, layers),
         **more,
     )
+
+
+def _delta_rule(settings: JsonSection, features: Features, layers: int) -> DeltaRule | None:
+    """Return the gated delta rule of a model's layers."""
+    if features.delta_rule == "none":
+        return None
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        every = settings.integer("full_attention_interval", 4)
+        kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    known = {"linear_attention", "full_attention"}
+    if not isinstance(kinds, list) or len(kinds) < layers or set(map(str, kinds)) != known:
+        raise settings.unsupported("layer_types", f"must have both of {', '.join(sorted(known))}, and no others")
+    heads = {side: settings.integer(f"linear_num_{side}_heads", default) for side, default in _DELTA_HEADS.items()}
+    if heads["value"] % heads["key"]:
+        raise settings.error("linear_num_value_heads", f"{heads['value']} do not divide among {heads['key']} key heads")
+    return DeltaRule(
+        on=tuple(kind == "linear_attention" for kind in kinds[:layers]),
+        key_heads=heads["key"],
+        value_heads=heads["value"],
+        key_dim=settings.integer("linear_key_head_dim", 128),
+        value_dim=settings.integer("linear_value_head_dim", 128),
+        taps=settings.integer("linear_conv_kernel_dim", 4, least=2),
+        is_grouped=features.delta_rule == "grouped",
+    )
+
+
+_DELTA_HEADS = {"key": 16, "value": 32}
+"""Numbers of heads of linear attention in a config without them."""
 
 
 def _decoder_section(whole: JsonSection, features: Features) -> JsonSection:

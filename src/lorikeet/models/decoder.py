@@ -4,6 +4,7 @@ This file has only the model. Adapters replace the operations of ``models.layer_
 """
 
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -12,23 +13,27 @@ from lorikeet.kernels.activation import Activation
 from lorikeet.kernels.interface import (
     Assist,
     Batch,
+    DeltaShape,
+    DeltaStates,
     Kernels,
+    Layers,
     LayersShape,
     RotaryPairs,
     Rotation,
     fits_one_call,
     kv_view,
 )
-from lorikeet.kernels.lora import LoraBatch, LoraWeights
+from lorikeet.kernels.lora import LoraBatch, LoraTargets, LoraWeights
 from lorikeet.kernels.reference import attend_plainly
 from lorikeet.models.adapted_ops import adapted_ops
 from lorikeet.models.adapter_preparation import AdapterPreparation, product_shares
 from lorikeet.models.architectures import LLAMA_NORMS
 from lorikeet.models.config import ModelConfig
+from lorikeet.models.delta_layers import DeltaArena, DeltaMixer, split_gates
 from lorikeet.models.layer_ops import DecoderLayer, LayerOps, Norm, decoder_layer
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.rotary import Rotary
-from lorikeet.models.weights import DecoderWeights, lora_targets
+from lorikeet.models.weights import DecoderWeights, delta_targets, lora_targets
 
 
 class Decoder:
@@ -45,13 +50,14 @@ class Decoder:
         fits_graphs: whether the decoder's steps can be captured in CUDA graphs, if the kernels can.
     """
 
-    fits_graphs = True
-
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: RankGroup, kv_bits: int = 0
     ) -> None:
         geometry = config.geometry(dtype_bytes=weights.embedding.element_size(), tensor_parallel=group.size)
         targets = lora_targets(geometry)
+        of_delta = delta_targets(geometry)
+        self.fits_graphs = config.delta is None  # The graphs' inputs have no blocks of states.
+        self._states = geometry.states
         self._config = config
         self._kv_bits = kv_bits
         self._weights = weights
@@ -81,17 +87,34 @@ class Decoder:
             has_whole_norms=config.qk_norm == "whole",
             softcap=config.attention_softcap,
             activation=config.activation,
+            has_gated_attention=config.has_gated_attention,
+            delta=_delta_shape(config, group.size, tuple(of_delta.values())),
         )
+        places = {True: count(), False: count()}
         self._layers = tuple(
-            decoder_layer(index, layer, self._shape, targets, config.norms)
+            decoder_layer(
+                index,
+                next(places[layer.delta is None]),
+                layer,
+                self._shape,
+                targets if layer.delta is None else of_delta,
+                config.norms,
+            )
             for index, layer in enumerate(weights.layers)
         )
+        self._kv_layers = next(places[True])
+        self._mixer = None
+        if config.delta is not None and self._shape.delta is not None:
+            self._mixer = DeltaMixer(kernels, self._shape.delta, config.delta, group.rank, group.size)
+        self._block_size = 0
+        self._views: tuple[tuple[int, torch.Size], Tensor, DeltaArena] | None = None
         self._final_norm = Norm(weights.final_norm, "norm.weight", 0)
         self._ops = LayerOps(kernels, self._shape)
         gates = {Activation.SILU: kernels.silu_mul, Activation.GELU_TANH: kernels.gelu_mul}
         self._gate = gates[config.activation]
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
-        self._preparation = AdapterPreparation(self._layers, weights, kernels, product_shares(config, targets, group))
+        shares = product_shares(config, targets | of_delta, group)
+        self._preparation = AdapterPreparation(self._layers, weights, kernels, shares)
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of only the first ``layers`` layers, with the same tensors, to measure the time of a layer.
@@ -104,9 +127,24 @@ class Decoder:
         return cut
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
-        """Return a view of ``arena [blocks, elements]`` in the shape that :meth:`hidden` takes as ``kv``."""
+        """Return a view of ``arena [blocks, elements]`` in the shape that :meth:`hidden` takes as ``kv``.
+
+        If layers have a state, it is the arena itself.
+        """
+        self._block_size = block_size
+        return arena if self._states else self._view(arena)
+
+    def _view(self, arena: Tensor) -> Tensor:
         kv_heads = self._shape.kv_heads // self._group.size or 1
-        return kv_view(arena, len(self._layers), block_size, kv_heads, self._shape.head_dim, bits=self._kv_bits)
+        return kv_view(arena, self._kv_layers, self._block_size, kv_heads, self._shape.head_dim, bits=self._kv_bits)
+
+    def _state_views(self, arena: Tensor, batch: Batch) -> tuple[Tensor, DeltaStates]:
+        """Return the keys and values in the arena, and the states of a batch."""
+        key = arena.data_ptr(), arena.shape
+        if self._views is None or self._views[0] != key:
+            self._views = key, self._view(arena), DeltaArena(self._states, arena)
+        _, kv, states = self._views
+        return kv, states.of(batch)
 
     def prepare(self, adapter: LoraWeights) -> None:
         """Compute the extras of a newly loaded adapter that depend on the base, and write them to its blocks."""
@@ -141,8 +179,8 @@ class Decoder:
 
         Args:
             batch: tokens, positions and block tables of the step.
-            kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.interface.kv_view``), changed in
-                place.
+            kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.interface.kv_view``), or the
+                arena (see :meth:`view_kv`), changed in place.
 
         Returns:
             Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``. Other pipeline stages than the last
@@ -153,10 +191,13 @@ class Decoder:
         if not self._config.is_last:  # The next stage needs every row.
             batch = replace(batch, sample_rows=torch.arange(rows, device=x.device))
         cos, sin = self._rotary(batch.positions, x.dtype)
+        states = None
+        if self._states:
+            kv, states = self._state_views(kv, batch)
+        compute: Layers = self._by_kernels
         if self._in_one_call is not None and self._fits_one_call(batch):
-            x, delta = self._in_one_call(x, cos, sin, kv, batch)
-        else:
-            x, delta = self._by_kernels(x, cos, sin, kv, batch)
+            compute = self._in_one_call
+        x, delta = compute(x, cos, sin, kv, batch, states)
         if not self._config.is_last:
             self._group.send(x + delta)
             return x[:0]
@@ -196,7 +237,9 @@ class Decoder:
             x[rows] = embeds.to(x.dtype)
         return x if self._embedding_factor == 1 else x * self._embedding_factor
 
-    def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _by_kernels(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, states: DeltaStates | None
+    ) -> tuple[Tensor, Tensor]:
         """Compute all layers kernel by kernel, with the arguments of ``kernels.interface.Layers``.
 
         Returns:
@@ -204,11 +247,16 @@ class Decoder:
         """
         ops = self._ops_for(batch.lora, batch.assist)
         delta = None
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
+        for layer in self._layers:
             normed = ops.norm(x, delta, layer.input_norm)
-            number = self._shape.rotations[layer.number]
-            rotation = Rotation(cos[number], sin[number], self._shape.pairs)
-            mixed = self._attention(ops, layer, normed, rotation, batch, layer_kv)
+            if layer.delta is not None:
+                assert states is not None
+                assert self._mixer is not None
+                mixed = self._mixer.mix(ops.linear(normed, layer.qkv), layer, states, batch.lora)
+            else:
+                number = self._shape.rotations[layer.number]
+                rotation = Rotation(cos[number], sin[number], self._shape.pairs)
+                mixed = self._attention(ops, layer, normed, rotation, batch, kv[layer.place])
             if layer is self._layers[-1] and len(batch.sample_rows) < len(x):
                 x = x[batch.sample_rows]
                 mixed = mixed[batch.sample_rows]
@@ -226,6 +274,9 @@ class Decoder:
         self, ops: LayerOps, layer: DecoderLayer, x: Tensor, rotation: Rotation, batch: Batch, kv: Tensor
     ) -> Tensor:
         qkv = ops.linear(x, layer.qkv)
+        gates = None
+        if self._shape.has_gated_attention:
+            qkv, gates = split_gates(qkv, self._shape.heads // self._group.size, self._shape.head_dim)
         ops.rotary_store(qkv, layer, rotation, kv, batch)
         window = self._shape.windows[layer.number]
         if batch.seen is not None:
@@ -233,9 +284,20 @@ class Decoder:
             keys, values = kv.unbind(1)
             scale = self._shape.scale
             found = attend_plainly(queries, keys, values, batch, scale, window, self._shape.softcap or None, None)
-            return found.flatten(1)
-        return self._kernels.attention(qkv, kv, batch, self._shape.scale, window, self._shape.softcap)
+            mixed = found.flatten(1)
+        else:
+            mixed = self._kernels.attention(qkv, kv, batch, self._shape.scale, window, self._shape.softcap)
+        return mixed if gates is None else self._kernels.sigmoid_mul(mixed, gates)
 
     def _mlp(self, ops: LayerOps, layer: DecoderLayer, x: Tensor) -> Tensor:
         gate_up = ops.linear(x, layer.gate_up)
         return ops.linear(self._gate(gate_up), layer.down)
+
+
+def _delta_shape(config: ModelConfig, ranks: int, targets: tuple[LoraTargets, ...]) -> DeltaShape | None:
+    if config.delta is None:
+        return None
+    rule = config.delta.share(ranks)
+    return DeltaShape(
+        rule.key_heads, rule.value_heads, rule.key_dim, rule.value_dim, rule.is_grouped, config.rms_norm_eps, targets
+    )

@@ -8,8 +8,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lorikeet.kernels.interface import Batch, HeadNorms, Kernels, LayersShape, LayerWeights, Rotation, Weight
+from lorikeet.core.geometry import DELTA_OUT
+from lorikeet.kernels.interface import (
+    Batch,
+    DeltaWeights,
+    HeadNorms,
+    Kernels,
+    LayersShape,
+    LayerWeights,
+    Rotation,
+    Weight,
+)
 from lorikeet.kernels.lora import LoraTargets
+from lorikeet.models.weights import DELTA_IN
 
 
 class Product(NamedTuple):
@@ -20,7 +31,8 @@ class Product(NamedTuple):
         bias: ``[out]``, None if there is none.
         layer: index of the layer.
         targets: columns of the product's modules; None if no adapter can change the product.
-        name: a key of ``core.geometry.PRODUCTS``; "" in a model of transformers, which has other products.
+        name: a key of ``core.geometry.PRODUCTS``, or of ``weights.delta_targets``; "" in a model of transformers, which
+            has other products.
     """
 
     weight: Weight
@@ -45,9 +57,16 @@ class Norm(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """A layer in the form that the decoder computes. ``LayerWeights`` documents the fields."""
+    """A layer in the form that the decoder computes. ``LayerWeights`` documents the other fields.
+
+    Attributes:
+        number: index of the layer.
+        place: number of the layer among those with attention, or among those with a gated delta rule.
+    """
 
     number: int
+    place: int
+    delta: DeltaWeights | None
     input_norm: Norm
     qkv: Product
     head_norms: HeadNorms | None
@@ -61,6 +80,7 @@ class DecoderLayer(NamedTuple):
 
 def decoder_layer(
     index: int,
+    place: int,
     weights: LayerWeights,
     shape: LayersShape,
     targets: Mapping[str, LoraTargets],
@@ -70,21 +90,25 @@ def decoder_layer(
 
     Args:
         index: index of the layer.
+        place: see ``DecoderLayer``.
         weights: the layer's weights.
         shape: parameters of all layers.
-        targets: columns of each product's modules.
+        targets: columns of each product's modules, for layers of this kind.
         norms: names of the layer's norms, in the order of ``LLAMA_NORMS``.
     """
     before, after, before_mlp, after_mlp = (f"layers.{{}}.{name}.weight" for name in norms)
     head_norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
         head_norms = HeadNorms(weights.q_norm, weights.k_norm, shape.eps, shape.norm_offset, shape.has_whole_norms)
+    mixed, out = (DELTA_IN, DELTA_OUT) if weights.delta is not None else ("qkv", "o")
     return DecoderLayer(
         number=index,
+        place=place,
+        delta=weights.delta,
         input_norm=Norm(weights.input_norm, before, index),
-        qkv=Product(weights.qkv, weights.qkv_bias, index, targets["qkv"], "qkv"),
+        qkv=Product(weights.qkv, weights.qkv_bias, index, targets[mixed], mixed),
         head_norms=head_norms,
-        o=Product(weights.o, weights.o_bias, index, targets["o"], "o"),
+        o=Product(weights.o, weights.o_bias, index, targets[out], out),
         attention_norm=Norm(weights.attention_norm, after, index),
         post_norm=Norm(weights.post_norm, before_mlp, index),
         gate_up=Product(weights.gate_up, weights.gate_up_bias, index, targets["gate_up"], "gate_up"),

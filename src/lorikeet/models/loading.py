@@ -14,12 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lorikeet.core.geometry import PREFIXES, PRODUCTS, UNUSED_PARTS
+from lorikeet.core.geometry import DELTA_INPUTS, DELTA_OUT, PREFIXES, PRODUCTS, ROW_PARALLEL, UNUSED_PARTS
 from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.core.text import format_size
-from lorikeet.kernels.interface import LayerWeights, Weight
+from lorikeet.kernels.interface import DeltaWeights, LayerWeights, Weight
 from lorikeet.kernels.quantized import GROUP, QuantizedWeight, QuantizedWeightError, quantize, stacked
-from lorikeet.models.config import ROW_PARALLEL, ModelConfig
+from lorikeet.models.config import ModelConfig
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
 from lorikeet.models.json_section import read_json_section
@@ -34,11 +34,14 @@ _FINAL_NORM = "model.norm.weight"
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 # Some checkpoints contain the rotary frequencies, which follow from the config.
-_ALWAYS_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# Layers that predict several tokens at once are not used.
+_ALWAYS_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|mtp\..*")
 
 _PATHS = {
     **{module: f"self_attn.{module}_proj" for module in ("q", "k", "v", "o")},
     **{module: f"mlp.{module}_proj" for module in ("gate", "up", "down")},
+    **{module: f"linear_attn.{module.replace('delta_', 'in_proj_')}" for module in DELTA_INPUTS},
+    DELTA_OUT: "linear_attn.out_proj",
 }
 
 
@@ -112,6 +115,7 @@ class WeightLayout:
         self.linears: dict[str, LinearWeight] = {}
         self.fused: dict[str, tuple[str, ...]] = {}
         self._products: list[dict[str, LinearWeight]] = []
+        self._delta_layers = () if config.delta is None else config.delta.layers
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
         head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
@@ -143,40 +147,79 @@ class WeightLayout:
         nothing = self._empty(0, config.hidden_size)
         has_embedding = config.is_first or (config.is_last and tied)
         embedding = self._plain(_EMBEDDING, config.vocab_size, hidden) if has_embedding else nothing
-        layers = tuple(self._layer(f"model.layers.{config.first_layer + layer}.") for layer in range(config.layers))
+        layers = tuple(
+            self._layer(f"model.layers.{config.first_layer + layer}.", has_delta=layer in self._delta_layers)
+            for layer in range(config.layers)
+        )
         if not config.is_last:
             return DecoderWeights(embedding, layers, self._empty(0), nothing)
         final_norm = self._plain(_FINAL_NORM, hidden)
         lm_head = embedding if tied else self._plain(_LM_HEAD, config.vocab_size, hidden)
         return DecoderWeights(embedding, layers, final_norm, lm_head)
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def _layer(self, prefix: str, *, has_delta: bool) -> LayerWeights:
         config = self._config
         self._products.append({})
-        qkv, qkv_bias = self._fused(prefix, ("q", "k", "v"), biased=config.qkv_bias)
-        o, o_bias = self._fused(prefix, ("o",), biased=config.o_bias)
-        gate_up, gate_up_bias = self._fused(prefix, ("gate", "up"), biased=config.mlp_bias)
-        down, down_bias = self._fused(prefix, ("down",), biased=config.mlp_bias)
+        mixer = self._delta_rule(prefix) if has_delta else self._attention(prefix)
+        gate_up, gate_up_bias = self._fused(prefix, "gate_up", PRODUCTS["gate_up"], biased=config.mlp_bias)
+        down, down_bias = self._fused(prefix, "down", PRODUCTS["down"], biased=config.mlp_bias)
         norms = [self._plain(f"{prefix}{name}.weight", config.hidden_size) if name else None for name in config.norms]
-        of_heads = {
-            f"{side}_norm": self._plain(f"{prefix}self_attn.{side}_norm.weight", size)
-            for side, size in config.qk_norm_sizes().items()
-        }
         return LayerWeights(
             input_norm=norms[0],
             attention_norm=norms[1],
             post_norm=norms[2],
             mlp_norm=norms[3],
-            qkv=qkv,
-            o=o,
             gate_up=gate_up,
             down=down,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
-            **of_heads,
+            **mixer,
         )
+
+    def _attention(self, prefix: str) -> dict[str, Any]:
+        """Allocate the weights of attention, by their names in ``LayerWeights``."""
+        config = self._config
+        qkv, qkv_bias = self._fused(prefix, "qkv", PRODUCTS["qkv"], biased=config.qkv_bias)
+        o, o_bias = self._fused(prefix, "o", PRODUCTS["o"], biased=config.o_bias)
+        of_heads = {
+            f"{side}_norm": self._plain(f"{prefix}self_attn.{side}_norm.weight", size)
+            for side, size in config.qk_norm_sizes().items()
+        }
+        return {"qkv": qkv, "o": o, "qkv_bias": qkv_bias, "o_bias": o_bias, **of_heads}
+
+    def _delta_rule(self, prefix: str) -> dict[str, Any]:
+        """Allocate the weights of a gated delta rule, by their names in ``LayerWeights``."""
+        rule = self._config.delta
+        assert rule is not None
+        path = f"{prefix}linear_attn."
+        projections = {
+            f"{path}{name}.weight": tuple(f"{prefix}{_PATHS[section.name]}.weight" for section in sections)
+            for name, sections in rule.projections().items()
+        }
+        self.fused |= {name: parts for name, parts in projections.items() if parts != (name,)}
+        qkv, _ = self._fused(prefix, "qkv", rule.inputs, biased=False)
+        o, _ = self._fused(prefix, "o", (DELTA_OUT,), biased=False)
+        channels = rule.conv_sections()
+        conv = self._empty(rule.share(self._ranks).channels, 1, rule.taps)
+        self.fused[f"{path}conv1d.weight"] = tuple(f"{path}conv1d.{section.name}" for section in channels)
+        first = 0
+        for section in channels:
+            count = section.features // self._ranks
+            shape = (section.features, 1, rule.taps)
+            self.targets[f"{path}conv1d.{section.name}"] = WeightTarget(
+                conv[first : first + count], shape, (self._share(section.features), _WHOLE, _WHOLE)
+            )
+            first += count
+        logarithms, bias = torch.empty(2, rule.value_heads // self._ranks, device=self._device)
+        for name, view in (("A_log", logarithms), ("dt_bias", bias)):
+            part = self._share(rule.value_heads)
+            self.targets[f"{path}{name}"] = WeightTarget(view, (rule.value_heads,), (part,))
+        norm = self._plain(f"{path}norm.weight", rule.value_dim)
+        return {"qkv": qkv, "o": o, "delta": DeltaWeights(conv, logarithms, bias, norm)}
+
+    def _share(self, features: int) -> slice:
+        """Return this rank's equal share of features."""
+        return slice(features * self._rank // self._ranks, features * (self._rank + 1) // self._ranks)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -187,15 +230,19 @@ class WeightLayout:
         self.targets[name] = WeightTarget(view, shape, (_WHOLE,) * len(shape))
         return view
 
-    def _fused(self, prefix: str, modules: tuple[str, ...], *, biased: bool) -> tuple[Tensor, Tensor | None]:
-        """Allocate this rank's share of the stacked weight of ``modules``, and of their bias."""
+    def _fused(
+        self, prefix: str, product: str, modules: tuple[str, ...], *, biased: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Allocate this rank's share of the stacked weight of ``modules``, and of their bias.
+
+        ``product`` is the field of ``LayerWeights``.
+        """
         shards = [self._config.module_shard(module, self._rank, self._ranks) for module in modules]
         rows = [shard.outputs.stop - shard.outputs.start for shard in shards]
         columns = shards[0].inputs.stop - shards[0].inputs.start
         weight = self._empty(sum(rows), columns)
         bias = self._empty(sum(rows)) if biased else None
         linear = LinearWeight(weight, columns < self._shapes[modules[0]].in_features)
-        product = next(name for name, fused in PRODUCTS.items() if fused == modules)
         self._products[-1][product] = linear
         if product in self._config.fused:
             for end in ("weight", "bias") if biased else ("weight",):
@@ -263,8 +310,10 @@ class WeightLayout:
         for layer, products in zip(self.weights.layers, self._products, strict=True):
             there: dict[str, Any] = {name: _on(linear.weight, device) for name, linear in products.items()}
             for name, tensor in vars(layer).items():
-                if name not in there:
+                if name not in there and name != "delta":
                     there[name] = None if tensor is None else tensor.to(device)
+            if layer.delta is not None:
+                there["delta"] = _delta_weights(layer.delta, device)
             layers.append(LayerWeights(**there))
         embedding = self.weights.embedding.to(device)
         head = self._head.weight if self.weights.holds_head else self.weights.lm_head
@@ -272,6 +321,12 @@ class WeightLayout:
         return DecoderWeights(
             embedding, tuple(layers), self.weights.final_norm.to(device), embedding if tied else _on(head, device)
         )
+
+
+def _delta_weights(loaded: DeltaWeights, device: torch.device) -> DeltaWeights:
+    """Return the weights of a gated delta rule, from those of a checkpoint: rates as logarithms, taps last."""
+    conv = loaded.conv[:, 0].T.contiguous()
+    return DeltaWeights(*(each.to(device) for each in (conv, -loaded.rates.exp(), loaded.bias, loaded.norm)))
 
 
 def _on(weight: Weight | None, device: torch.device) -> Weight:
@@ -696,7 +751,8 @@ def _fill_randomly(layout: WeightLayout, seed: int, progress: Progress, bits: in
     for done, (name, target) in enumerate(layout.targets.items()):
         place = target.view.device
         if name.endswith("norm.weight"):
-            layout.put(name, torch.full(target.shape, 1.0 - layout.norm_offset, device=place))
+            one = 1.0 if name.endswith("linear_attn.norm.weight") else 1.0 - layout.norm_offset
+            layout.put(name, torch.full(target.shape, one, device=place))
         else:
             # Each tensor has its own generator and is filled before it is cut, so every number of ranks gives the same
             # model.

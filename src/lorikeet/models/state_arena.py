@@ -32,6 +32,7 @@ class StateArena:
         device = arena.device
         self._block = [torch.tensor([block for block, _ in parts], device=device) for parts in found.places]
         self._offset = [torch.tensor([offset for _, offset in parts], device=device) for parts in found.places]
+        self._stacked: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
         self._within = [torch.arange(shape.part_elements, device=device) for shape in shapes]
 
     def offsets(self, table: StateTable, index: int) -> Tensor:
@@ -42,6 +43,18 @@ class StateArena:
             index: number of the tensor in ``shapes``.
         """
         return table.blocks[:, self._block[index]] * self._block_elements + self._offset[index]
+
+    def all_offsets(self, table: StateTable, indices: Sequence[int]) -> Tensor:
+        """Return the offsets of several tensors with the same number of parts, int64 ``[tensors, sequences, parts]``.
+
+        See :meth:`offsets`.
+        """
+        key = tuple(indices)
+        if key not in self._stacked:
+            self._stacked[key] = tuple(torch.stack([of[i] for i in indices]) for of in (self._block, self._offset))
+        blocks, within = self._stacked[key]
+        first = table.blocks[:, blocks].transpose(0, 1)
+        return torch.add(within[:, None], first, alpha=self._block_elements).contiguous()
 
     def read(self, table: StateTable, index: int, sequence: int) -> Tensor | None:
         """Return a copy of a tensor of one sequence, fp32 ``[parts, *shape]``; None if it starts from zeros."""

@@ -1,11 +1,12 @@
 """The weights of a decoder on one rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import PRODUCTS, ModelGeometry
+from lorikeet.core.geometry import DELTA_INPUTS, DELTA_OUT, PRODUCTS, ModelGeometry
 from lorikeet.kernels.interface import Kernels, LayerWeights, Weight
 from lorikeet.kernels.lora import LoraTarget, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -45,13 +46,30 @@ class DecoderWeights:
 
 def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
     """Return the output columns of each product's modules, on a rank of this geometry."""
+    return _targets(geometry, PRODUCTS)
+
+
+def delta_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
+    """Return the same for layers with a gated delta rule; empty without such layers."""
+    inputs = tuple(module for module in DELTA_INPUTS if module in geometry.modules)
+    if not inputs:
+        return {}
+    others = {name: PRODUCTS[name] for name in ("gate_up", "down")}
+    return _targets(geometry, {DELTA_IN: inputs, DELTA_OUT: (DELTA_OUT,), **others})
+
+
+DELTA_IN = "delta_in"
+"""The name of the product of all projections of the input of a layer with a gated delta rule."""
+
+
+def _targets(geometry: ModelGeometry, products: Mapping[str, tuple[str, ...]]) -> dict[str, LoraTargets]:
     found = {}
-    for product, modules in PRODUCTS.items():
+    for product, modules in products.items():
         targets: list[LoraTarget] = []
         for module in modules:
             column = sum(target.outputs for target in targets)
             targets.append(LoraTarget(module, column, geometry.modules[module].out_features))
-        found[product] = LoraTargets(*targets)
+        found[product] = LoraTargets(*targets, modules=tuple(geometry.modules), slots=geometry.module_slots)
     return found
 
 

@@ -507,6 +507,8 @@ def build_torch_executor(
     _, preset = resolve_preset(engine.preset)
     config = read_base_config(settings, model_folder)
     is_own = isinstance(config, ModelConfig)
+    # Host workers compute the products of attention and MLP only.
+    can_assist = isinstance(config, ModelConfig) and config.delta is None
     longest_tokens = max_model_len(settings, config)
     cores = CpuBudget(requested_threads(engine.threads))
     ranks = engine.ranks
@@ -514,7 +516,7 @@ def build_torch_executor(
     with _device_errors(engine.device), ExitStack() as undo:
         loader = start_loader_process()
         undo.callback(loader.end)
-        workers = start_worker_processes(engine, preset) if is_own else []
+        workers = start_worker_processes(engine, preset) if can_assist else []
         for worker in workers:
             undo.callback(worker.end)
         others = RankProcesses(settings, model_folder, finished) if ranks > 1 else None

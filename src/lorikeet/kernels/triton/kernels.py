@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels import states as in_torch
 from lorikeet.kernels.interface import Batch, HeadNorms, Rotation, Weight
 from lorikeet.kernels.lora import MAX_SEGMENT_ROWS, LoraBatch, LoraDelta
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -182,6 +183,14 @@ class TritonKernels(TorchLayoutKernels):
         return state_launch.recurrence(
             queries, keys, values, decay, beta, states, offsets, sequences, skip, is_delta=is_delta
         )
+
+    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gates with torch."""
+        return in_torch.delta_gates(b, a, rates, bias)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply with torch."""
+        return in_torch.sigmoid_mul(x, gate)
 
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, *, is_norm_first: bool
