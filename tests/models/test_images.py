@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -13,9 +13,13 @@ from transformers import PreTrainedModel
 
 from lorikeet.adapters.store import reference
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Finished
 from lorikeet.core.request import Request
+from lorikeet.engine.build import build_replica
+from lorikeet.memory.packing import pack
 from tests.models.library_bases import VOCABULARY
 from tests.models.library_runs import (
+    MAX_MODEL_LEN,
     Outcome,
     geometry_of,
     linear_layers,
@@ -26,7 +30,7 @@ from tests.models.library_runs import (
 )
 from tests.models.vision_bases import IMAGE, KINDS, Seen, make_vision_base, marks, prompt_with
 
-OWN: tuple[str, ...] = ()
+OWN = ("gemma3",)
 """Kinds whose language model our decoder runs."""
 
 
@@ -69,28 +73,85 @@ def language_layers(model: PreTrainedModel) -> list[str]:
     return [name for name, _ in linear_layers(model) if "language_model" in name or "text_model.layers" in name]
 
 
+class Served(NamedTuple):
+    """A tiny base with an adapter, and prompts with images."""
+
+    folder: Path
+    model_impl: str
+    base: PreTrainedModel
+    peft: PeftModel
+    ref: AdapterRef
+    prompts: list[Seen]
+
+
+def serve(folder: Path, kind: str) -> Served:
+    base = make_vision_base(folder / "base", kind)
+    peft = make_peft_adapter(base, folder / "adapter", target_modules=language_layers(base))
+    impl = "lorikeet" if kind in OWN else "transformers"
+    ref = reference("a", folder / "adapter", geometry_of(folder / "base", impl))
+    prompts = [prompt_with(base, kind, numbers, 7) for numbers in ((0, 1), (1,), (2, 0), ())]
+    return Served(folder / "base", impl, base, peft, ref, prompts)
+
+
+def both(served: Served, name: str, tokens: int) -> list[tuple[Request, Seen]]:
+    """Requests of base and adapter for each prompt."""
+    return [
+        (asked(f"{name}{number}{adapter is None}", seen, adapter, tokens), seen)
+        for number, seen in enumerate(served.prompts)
+        for adapter in (None, served.ref)
+    ]
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_prompts_with_images_are_answered_as_by_transformers(tmp_path: Path, kind: str) -> None:
-    """Several images, an adapter and the base in one batch, in chunks of 16 tokens; then prefixes from the cache."""
-    base = make_vision_base(tmp_path / "base", kind)
-    peft = make_peft_adapter(base, tmp_path / "adapter", target_modules=language_layers(base))
-    impl = "lorikeet" if kind in OWN else "transformers"
-    geometry = geometry_of(tmp_path / "base", impl)
-    ref = reference("a", tmp_path / "adapter", geometry)
-    prompts = [prompt_with(base, kind, numbers, 7) for numbers in ((0, 1), (1,), (2, 0), ())]
-    asks = [
-        (asked(f"{number}{adapter is None}", seen, adapter, 4), seen)
-        for number, seen in enumerate(prompts)
-        for adapter in (None, ref)
-    ]
-    again = [
-        (asked(f"again{number}{adapter is None}", seen, adapter, 3), seen)
-        for number, seen in enumerate(prompts)
-        for adapter in (None, ref)
-    ]
-    largest = max(len(seen.token_ids) for seen in prompts)
-    tokens = largest if kind == "paligemma" else 20 if kind in ("llava_next", "llava_onevision") else 16
-    settings = settings_of(tmp_path / "base", impl, max_num_batched_tokens=tokens)
-    outcome = run(settings, [[each for each, _ in asks], [each for each, _ in again]])
-    assert worst(outcome, asks + again, peft) < 1e-4
+    """Several images, an adapter and the base in one batch, in chunks; then prefixes from the cache."""
+    served = serve(tmp_path, kind)
+    first = both(served, "first", 4)
+    again = both(served, "again", 3)
+    longest = max(len(seen.token_ids) for seen in served.prompts)
+    most = longest if kind == "paligemma" else longest // 2
+    settings = settings_of(served.folder, served.model_impl, max_num_batched_tokens=most)
+    outcome = run(settings, [[each for each, _ in first], [each for each, _ in again]])
+    assert worst(outcome, first + again, served.peft) < 1e-4
     assert outcome.cached_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_preempted_prompts_with_images_go_on(tmp_path: Path, kind: str) -> None:
+    served = serve(tmp_path, kind)
+    crowd = [each for number in range(4) for each in both(served, f"crowd{number}.", 20)]
+    geometry = geometry_of(served.folder, served.model_impl)
+    elements = geometry.block_elements(4)
+    blocks = MAX_MODEL_LEN // 4 + pack(geometry.full_ranks(8), geometry, elements).blocks
+    memory_bytes = blocks * geometry.block_bytes(4)
+    settings = settings_of(served.folder, served.model_impl, memory_bytes=memory_bytes, max_num_seqs=len(crowd))
+    outcome = run(settings, [[each for each, _ in crowd]])
+    assert outcome.preemptions > 0
+    assert worst(outcome, crowd, served.peft) < 1e-4
+
+
+def test_an_image_that_the_tower_cannot_compute_fails_its_request_alone(tmp_path: Path) -> None:
+    served = serve(tmp_path, "llava")
+    one, other, *_ = served.prompts
+    (image,) = other.images
+    shorter = msgspec.structs.replace(image, length=image.length - 1)
+    lacking = msgspec.structs.replace(image, tensors={}, digest=b"lacking")
+    engine = build_replica(settings_of(served.folder, served.model_impl)).engine
+    try:
+        asks = [
+            asked("good", one, served.ref, 2),
+            msgspec.structs.replace(asked("short", other, None, 2), images=(shorter,)),
+            msgspec.structs.replace(asked("lacking", other, None, 2), images=(lacking,)),
+        ]
+        for each in asks:
+            engine.submit(each)
+        ended: dict[str, str] = {}
+        while engine.has_requests:
+            for event in engine.step().events:
+                if isinstance(event, Finished):
+                    ended[event.request_id] = event.error or ""
+    finally:
+        engine.close()
+    assert ended["good"] == ""
+    assert "Image features and image tokens do not match" in ended["short"]
+    assert ended["lacking"] == "the image at token 5: the processor gave nothing, and no pixel_values"

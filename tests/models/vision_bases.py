@@ -172,9 +172,12 @@ def packed(tensors: Tensors) -> dict[str, ImageTensor]:
 
 
 def marks(model: PreTrainedModel, token_ids: Tensor, prompt_tokens: int) -> Tensors:
-    """Return the arguments that mark placeholders, as processors give them; answers of PaliGemma are causal."""
+    """Return the arguments that mark placeholders, as processors give them.
+
+    PaliGemma sees a prompt with images in both directions, and its answers are causal.
+    """
     kind = model.config.model_type
-    if kind == "paligemma":
+    if kind == "paligemma" and IMAGE in token_ids:
         return {"token_type_ids": (torch.arange(token_ids.shape[1]) >= prompt_tokens).long()[None]}
     if kind == "gemma3":
         return {"token_type_ids": (token_ids == IMAGE).long()}

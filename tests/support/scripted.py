@@ -80,6 +80,7 @@ class Bench:
     block_tokens: BlockTokens | None = None
     state_blocks: int = 0
     token_s: float = 0.0
+    image_tokens: int = 64
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -96,6 +97,7 @@ class Bench:
             forecast=load,
             tokens=self.block_tokens,
             state_blocks=self.state_blocks,
+            image_tokens=self.image_tokens,
         )
         assist = None if self.assist is None else ScriptedAssist(self.assist)
         batching = BATCHING[self.preset.batching]

@@ -4,6 +4,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+import msgspec
+
 from lorikeet.core.images import PromptImage
 from lorikeet.core.request import Request
 
@@ -17,6 +19,15 @@ def image_key(request: Request, image: PromptImage) -> bytes:
     if adapter is None or not adapter.changes_tower or image.offset < request.adapter_start:
         return image.digest
     return image.digest + b"\0" + adapter.digest.encode()
+
+
+def salted_by_prompt(request: Request) -> Request:
+    """Return a request that finds only KV of its own prompt, for models whose tokens see the whole prompt."""
+    token_ids = hashed_token_ids(request.prompt_token_ids, request.images)
+    salt = hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=16).hexdigest()
+    if request.cache_salt.endswith(salt):  # The request was exported by another engine.
+        return request
+    return msgspec.structs.replace(request, cache_salt=f"{request.cache_salt}\0{salt}")
 
 
 def hashed_token_ids(token_ids: list[int], images: Sequence[PromptImage]) -> list[int]:

@@ -22,6 +22,7 @@ from lorikeet.core.events import (
     RequestEvent,
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.image_keys import salted_by_prompt
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import NOT_FINITE, PACKING_ORDER, StepPlan, StepResult, TransferDone
 from lorikeet.core.request import Request
@@ -122,6 +123,8 @@ class Scheduler:
                 Finished(request.request_id, now, FinishReason.ERROR, error=problem, impossible=True)
             )
             return
+        if self._limits.whole_prompts and request.images:
+            request = salted_by_prompt(request)
         sequence = self._enqueue(request, now)
         # ``_enqueue`` does not do this, because it also queues preempted sequences, which have arrived before.
         self._memory.arrive(request.adapter, sequence.keys, len(sequence.token_ids), now)
