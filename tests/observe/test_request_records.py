@@ -1,5 +1,6 @@
 """What is said of single requests: over HTTP, in the metrics, in the log, and by `lorikeet why`."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -111,11 +112,25 @@ async def test_the_log_has_the_decisions_and_why_reads_them(start: Start, tmp_pa
         assert none_found.output == f"error: no request in {path} {reason}\n"
 
 
-def test_why_explains_that_it_reads_a_log_and_not_a_request() -> None:
-    mistaken = CliRunner().invoke(app, ["why", "chatcmpl-12"])
+@pytest.mark.parametrize("name", ["requests.jsonl", "logs/requests"])
+def test_why_explains_that_a_log_is_missing(name: str) -> None:
+    mistaken = CliRunner().invoke(app, ["why", name])
     assert mistaken.exit_code == 1
-    assert "there is no request log 'chatcmpl-12'" in mistaken.output
+    assert f"there is no request log '{name}'" in mistaken.output
     assert "--request ID" in mistaken.output
+
+
+async def test_why_shows_a_request_of_a_server(server: Running) -> None:
+    body = {"model": "formal", "prompt": "hi", "max_tokens": 2}
+    reply = await server.http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine"})
+    assert reply.status_code == 200
+    url = ["--url", str(server.http.base_url)]
+    said = await asyncio.to_thread(CliRunner().invoke, app, ["why", "mine", *url], env={"COLUMNS": "200"})
+    assert said.exit_code == 0, said.output
+    assert "time to the first token" in said.output
+    assert "formal" in said.output
+    unknown = await asyncio.to_thread(CliRunner().invoke, app, ["why", "nobodys", *url])
+    assert (unknown.exit_code, "is not among the latest" in unknown.output) == (1, True)
 
 
 def test_why_refuses_an_empty_log(tmp_path: Path) -> None:

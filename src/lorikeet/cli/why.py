@@ -1,10 +1,11 @@
-"""``lorikeet why``: shows the waits of the requests in a request log, and the time that each mechanism saved."""
+"""``lorikeet why``: shows the waits of requests, from a log or a server, and the time that each mechanism saved."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 import typer
@@ -12,6 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
+from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.events import Mechanism
 
 BASE = "(base)"
@@ -69,26 +71,39 @@ class LoggedRequest(msgspec.Struct, frozen=True):
 
 
 def why(
-    file: Annotated[Path, typer.Argument(help="What `lorikeet serve --request-log` wrote.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="What `lorikeet serve --request-log` wrote, or the id of a recent request of a server or a router.",
+            metavar="FILE|ID",
+        ),
+    ],
     adapter: Annotated[str, typer.Option(help="Only requests for this adapter.", show_default="all")] = "",
     request: Annotated[
         str, typer.Option(help="Only requests whose id begins with this text.", show_default="all")
     ] = "",
     top: Annotated[int, typer.Option(min=0, help="Slowest adapters and requests to show.")] = 10,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     json_file: JsonFile = None,
 ) -> None:
     """Show where the time to the first token went, what each mechanism saved, and why the slowest were slow.
 
-    Saved seconds are estimates of the further wait without the mechanism, from the engine's measured times of steps and
+    With an id, show one request as the server knows it; a router shows the backend, too, and why it was that one. Saved
+    seconds are estimates of the further wait without the mechanism, from the engine's measured times of steps and
     transfers.
     """
     check_json_file(json_file)
+    file = Path(source)
+    if _is_id(source):
+        _show_request(ServerClient(url, api_key).get(f"/v1/requests/{quote(source, safe='')}"), json_file)
+        return
     try:
         found = [each for each in _read(file) if adapter in ("", each.name) and each.request_id.startswith(request)]
     except FileNotFoundError:
         fail(
             f"there is no request log {str(file)!r}. Give the file of `lorikeet serve --request-log`, and --request ID "
-            "for one of its requests. Without a log, see GET /v1/requests/ID of the server."
+            "for one of its requests. Without a log, give the id of a request instead of a file."
         )
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         fail(f"{file}: {error}")
@@ -126,6 +141,58 @@ def why(
         console.print(_adapters_table(_slowest(by_adapter, top)))
     if top:
         console.print(_requests_table(_slowest_requests(found, top)))
+
+
+def _is_id(source: str) -> bool:
+    """Return whether a text is the id of a request: no file has this name, and it does not look like a file's."""
+    path = Path(source)
+    return not path.exists() and path.name == source and path.suffix not in _LOG_SUFFIXES
+
+
+_LOG_SUFFIXES = (".jsonl", ".json", ".log", ".txt", ".gz")
+
+
+def _show_request(answer: dict[str, Any], json_file: Path | None) -> None:
+    """Print one request: its way through a router, if it is a router's, and its waits at the server."""
+    if not write_json(json_file, answer):
+        return
+    console = output()
+    route = answer.get("route")
+    if route is not None:
+        console.print(_route_table(route))
+        for placement in route["placements"]:
+            if placement["candidates"]:
+                console.print(_candidates_table(placement))
+        if not route["known_by_backend"]:
+            console.print(f"{route['backend'] or 'No backend'} has no record of this request")
+    if sequences := [msgspec.convert(_as_logged(each), LoggedRequest) for each in answer["sequences"]]:
+        console.print(_parts_table(sequences))
+        console.print(_requests_table(sequences))
+
+
+def _as_logged(sequence: dict[str, Any]) -> dict[str, Any]:
+    """Return a sequence of ``/v1/requests`` with the names of a request log."""
+    return {"output_tokens": 0, **sequence, "request_id": sequence["id"]}
+
+
+def _route_table(route: dict[str, Any]) -> Table:
+    ended = f"{route['outcome']} after {route['e2e_s']:.3f} s" if "outcome" in route else "running"
+    title = f"{route['id']}: {route['model'] or 'the default model'}, {ended}"
+    table = Table(*_columns("after, ms"), "backend", "why", title=escape(title), title_justify="left")
+    for each in route["placements"]:
+        table.add_row(_ms(each["after_s"]), each["backend"], escape(each["why"]))
+    return table
+
+
+def _candidates_table(placement: dict[str, Any]) -> Table:
+    scored_by = placement["scored_by"]
+    names = ("requests", "tokens to compute", "has the adapter", *((scored_by,) if scored_by else ()), "avoided")
+    table = Table(f"backends after {_ms(placement['after_s'])} ms", *_columns(*names))
+    for each in placement["candidates"]:
+        cells = [str(each["requests"]), str(each["pending_tokens"]), "yes" if each["has_adapter"] else "no"]
+        cells += [f"{each['score']:g}"] if scored_by else []
+        table.add_row(each["backend"], *cells, "yes" if each["avoided"] else "")
+    return table
 
 
 def _none_found(file: Path, adapter: str, request: str) -> str:

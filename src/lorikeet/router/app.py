@@ -20,6 +20,7 @@ from lorikeet.router.adapter_routes import AdapterRoutes, json_response
 from lorikeet.router.batch_routes import MAX_FILE_BYTES, BatchRoutes
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
+from lorikeet.router.request_routes import RequestRoutes
 from lorikeet.router.tenant_routes import TenantRoutes
 from lorikeet.router.training_routes import TrainingRoutes
 
@@ -54,6 +55,7 @@ def create_app(
     adapters = AdapterRoutes(parts.catalog, parts.backend_router)
     training = TrainingRoutes(parts)
     batches = BatchRoutes(parts, why_shared)
+    requests = RequestRoutes(parts)
     tenants = TenantRoutes(parts.tenants, parts.catalog)
     pausers = Callers.KEYS if passes_keys else Callers.ADMINS
 
@@ -97,6 +99,8 @@ def create_app(
     serve(Route("GET /v1/batches", Callers.KEYS), batches.list_batches)
     serve(Route("GET /v1/batches/{batch_id}", Callers.KEYS), batches.of_batch)
     serve(Route("POST /v1/batches/{batch_id}/cancel", Callers.KEYS), batches.of_batch)
+    serve(Route("GET /v1/requests", Callers.KEYS), requests.latest)
+    serve(Route("GET /v1/requests/{request_id}", Callers.KEYS), requests.one)
     serve(Route("POST /v1/keys", Callers.ADMINS), tenants.create_key)
     serve(Route("GET /v1/keys", Callers.ADMINS), tenants.list_keys)
     serve(Route("GET /v1/keys/{key_id}", Callers.ADMINS), tenants.get_key)

@@ -31,6 +31,7 @@ from lorikeet.router.connections import BackendConnectionError, ConnectFailed, p
 from lorikeet.router.kv_index import KvIndex
 from lorikeet.router.kv_subscriber import KvSubscriber
 from lorikeet.router.proxied_request import ProxiedRequest, routing_request
+from lorikeet.router.records import Decision, Placement
 
 EXCLUDED_S = 60.0
 """Seconds for which a backend that could not load an adapter gets no requests for it."""
@@ -51,12 +52,16 @@ class ExclusionPolicy(RoutingPolicy):
     Args:
         policy: the policy, which ignores failures.
         failed_at: returns the backends that have failed a request.
+
+    Attributes:
+        on_choice: function that is called with each choice and what it was made of.
     """
 
     def __init__(self, policy: RoutingPolicy, failed_at: Callable[[RequestId], Set[ReplicaId]]) -> None:
         self._policy = policy
         self._failed_at = failed_at
         self.wants_keys = policy.wants_keys
+        self.on_choice: Callable[[RequestId, Decision], object] = lambda request_id, decision: None
         self._refusals: dict[AdapterDigest, dict[ReplicaId, _Refusal]] = {}
         self._full: dict[ReplicaId, float] = {}
         """Times until which backends have no room."""
@@ -105,12 +110,17 @@ class ExclusionPolicy(RoutingPolicy):
         choice = self._policy.route(request, fleet, places, now)
         if choice is None:
             return None
+        all_avoided = frozenset[ReplicaId]()
+        chosen = choice
         for avoided in self._avoided(request, now):
+            all_avoided |= avoided
             if choice.replica not in avoided:
                 break
             if len(others := _others(avoided, fleet)):
-                return Choice(fleet.info(least_loaded(others, fleet, ~fleet.is_warm(request.adapter))).replica)
-        return choice
+                chosen = Choice(fleet.info(least_loaded(others, fleet, ~fleet.is_warm(request.adapter))).replica)
+                break
+        self.on_choice(request.request_id, Decision.of(choice, all_avoided, request, fleet))
+        return chosen
 
     def _avoided(self, request: RoutingRequest, now: float) -> Iterator[Set[ReplicaId]]:
         """Yield sets of backends to avoid: that refused, failed or are full; without the full ones; that refused."""
@@ -169,6 +179,7 @@ class BackendRouter:
         """Versions to forget once no request and no backend uses them."""
         self._requests: dict[RequestId, ProxiedRequest] = {}
         self._routing = ExclusionPolicy(routing, lambda each: self._requests[each].failed_at)
+        self._routing.on_choice = self._on_choice
         self.dispatcher = Dispatcher(self._routing, prefetch=prefetch)
         self._tasks = BackgroundTasks()
         self._copies: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
@@ -251,6 +262,9 @@ class BackendRouter:
         backend = next((each for each in able if adapter is not None and each.holds(adapter)), able[0])
         name = adapter.name if adapter is not None and backend.holds(adapter) else backend.base
         return await backend.prompt_tokens({"model": name, **fields})
+
+    def _on_choice(self, request_id: RequestId, decision: Decision) -> None:
+        self._requests[request_id].decision = decision
 
     def _why_waiting(self, request: ProxiedRequest) -> str:
         if not self.dispatcher.fleet.open_index:
@@ -474,6 +488,9 @@ class BackendRouter:
         for request_id, replica in actions.sends:
             request = self._requests.get(request_id)
             if request is not None and not request.placed.done():
+                if request.record is not None:
+                    request.record.placements.append(Placement(time.monotonic(), replica, request.decision))
+                request.decision = None
                 request.placed.set_result(self.backends[replica])
         for fetch in actions.fetches:
             self._start_copy(self._fetch(fetch, self.versions[fetch.adapter]), fetch.destination)

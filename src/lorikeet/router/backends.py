@@ -104,6 +104,7 @@ class Backend:
 
     Attributes:
         url: the address, without ``/v1``.
+        has_key: whether the router has a key of its own.
         replaces_keys: whether the router sends its own key, or none, instead of the client's.
         tenant_header: see the argument.
         api: the backend's API; vLLM's until the API is known.
@@ -164,6 +165,7 @@ class Backend:
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._client_key: Headers = [] if passes_keys else self._key
+        self.has_key = bool(api_key)
         self.replaces_keys = bool(self._client_key) or withholds_keys
         self.tenant_header = tenant_header
         self._connections = Connections(self.url)
@@ -196,6 +198,10 @@ class Backend:
             return Reply(reply.status, await reply.read())
         finally:
             reply.close()
+
+    async def ask(self, path: str) -> Reply:
+        """Send GET with the router's own key, and return the answer."""
+        return await self._request("GET", path)
 
     async def close(self) -> None:
         """Close all connections."""

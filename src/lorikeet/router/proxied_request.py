@@ -24,6 +24,7 @@ from lorikeet.http.routes import Forwarding
 from lorikeet.memory.tree import block_keys
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend, Feature
+from lorikeet.router.records import Decision, RouteRecord
 
 COMPLETIONS = model_routes.COMPLETIONS.path
 CHAT = model_routes.CHAT.path
@@ -356,6 +357,8 @@ class ProxiedRequest:
         is_dispatched: whether the dispatcher counts the request.
         is_started: whether the current backend has sent a token.
         is_lost: whether the current backend was lost.
+        record: the request's record; None for a request without one.
+        decision: why the next backend was chosen; None if its session was there before.
         token_ids: token ids of the prompt, empty if they are not known; None until they are needed.
     """
 
@@ -383,6 +386,8 @@ class ProxiedRequest:
         self.output_tokens = 0
         self.is_dispatched = False
         self.is_started = False
+        self.record: RouteRecord | None = None
+        self.decision: Decision | None = None
         self.token_ids: list[int] | None = None
         self._losses = 0
         self.is_lost = False

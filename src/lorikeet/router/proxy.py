@@ -48,6 +48,7 @@ from lorikeet.router.proxied_request import (
     ProxiedRequest,
     RequestBody,
 )
+from lorikeet.router.records import RouteRecord, RouteRecords
 from lorikeet.router.resumable_answer import (
     DONE,
     BackendFailed,
@@ -117,6 +118,7 @@ class RouterParts(NamedTuple):
         tasks: other work that goes on after its request.
         running: the requests under way.
         held: pauses and sleeps that hold at all backends.
+        records: the latest requests.
         tenants: keys of the registry's database, with scopes and limits; None for a router without tenants.
         isolates_keys: whether requests of different API keys must not share KV.
     """
@@ -134,6 +136,7 @@ class RouterParts(NamedTuple):
     tasks: BackgroundTasks
     running: "set[ProxyTask]"
     held: HeldCalls
+    records: RouteRecords
     tenants: Tenants | None
     isolates_keys: bool
 
@@ -364,6 +367,9 @@ class ProxyTask:
         self._client: DirectBody | None = None
         self._output_tokens = 0
         self._sent_id = ""
+        adapter = None if request.adapter is None else request.adapter.name
+        request.record = RouteRecord(self._request_id, self.tenant, request.body.model, adapter, request.body.path)
+        parts.records.begin(request.record)
         parts.stats.begin(request)
         parts.running.add(self)
 
@@ -402,7 +408,10 @@ class ProxyTask:
         self._parts.metrics.ended(self.outcome)
         if self._account is not None:
             self._account.close(self.outcome, self._prompt_tokens, self._output_tokens or self._stream.tokens)
-        self._parts.stats.end(self._request, self.outcome, self._output_tokens or self._stream.tokens)
+        tokens = self._output_tokens or self._stream.tokens
+        self._parts.stats.end(self._request, self.outcome, tokens)
+        if self._request.record is not None:
+            self._request.record.on_ended(self.outcome, tokens)
         if self._reply is not None:
             self._reply.close()
 
@@ -525,6 +534,8 @@ class ProxyTask:
         self._attempts += 1
         headers = [*passed_headers(self._http, backend), (b"x-request-id", request_id.encode())]
         self._sent_id = request_id
+        if self._request.record is not None:
+            self._request.record.sent_id = self.sent_id
         self._is_sent = True
         return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 
@@ -642,6 +653,8 @@ class ProxyTask:
                 if not request.is_started:
                     self._backend_router.on_first_token(request)
                     self._parts.stats.first_token(request)
+                    if request.record is not None:
+                        request.record.on_first_token()
             if stream.failure is None and request.is_started and client is not None and client.is_open:
                 await self._unless_lost(partial(reply.pass_on, partial(self._pass_on, client)))
             if stream.failure is not None:

@@ -45,6 +45,7 @@ from lorikeet.router.held_calls import HeldCalls
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
+from lorikeet.router.records import RouteRecords
 from lorikeet.router.stats import RouterStats
 from lorikeet.router.stored_answers import StoredAnswers
 from lorikeet.tenants.tenants import Tenants
@@ -265,6 +266,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             later,
             set(),
             held,
+            RouteRecords(),
             tenants,
             isolates_keys=not options.shared_prefix_cache,
         )

@@ -151,6 +151,7 @@ class SentPrefixes:
 
 BOUND = 1.25
 """Multiple of the mean number of requests up to which a replica may be preferred."""
+_BLOCKS = "minus the blocks of the prompt that it has"
 REPORTED_TOKENS = 16
 """Tokens of a block in which reported prefixes are compared with those that were sent."""
 MIN_BOUND_REQUESTS = 4
@@ -232,10 +233,10 @@ class KvAffinity(RoutingPolicy):
         if not len(candidates):
             return None
         candidates = not_overloaded(candidates, fleet, self._bound)
-        before = (*self._unknown_blocks(request, fleet), ~fleet.is_warm(request.adapter))
-        info = _best(candidates, fleet, *before)
+        blocks = self._unknown_blocks(request, fleet)
+        info = _best(candidates, fleet, *blocks, ~fleet.is_warm(request.adapter))
         self._prefixes.add(request.keys, (info.replica, info.epoch))
-        return Choice(info.replica)
+        return Choice(info.replica, scores=blocks[0], scored_by=_BLOCKS) if blocks else Choice(info.replica)
 
     def _unknown_blocks(self, request: RoutingRequest, fleet: Fleet) -> list[Indices]:
         """Return the negated number of known blocks by replica as a sort key.

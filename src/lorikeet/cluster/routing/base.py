@@ -22,10 +22,14 @@ class Choice(NamedTuple):
         replica: an open replica.
         saved_s: seconds that the choice saves over all requests, compared with the mean of the open replicas. 0 if the
             policy does not compare seconds.
+        scores: numbers by replica that the policy compared, the lowest first; None if it compared none.
+        scored_by: the scores, in words.
     """
 
     replica: ReplicaId
     saved_s: float = 0.0
+    scores: npt.NDArray[Any] | None = None
+    scored_by: str = ""
 
 
 class AdapterPlaces(NamedTuple):
@@ -134,7 +138,8 @@ class LeastCost(RoutingPolicy):
         candidates = self.candidates(request, fleet, places.table)
         if not len(candidates):
             return None
-        return Choice(fleet.info(least(candidates, self.costs(request, fleet))).replica)
+        costs = self.costs(request, fleet)
+        return Choice(fleet.info(least(candidates, costs)).replica, scores=costs, scored_by="cost of the request there")
 
 
 def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:
