@@ -152,7 +152,7 @@ def _is_id(source: str) -> bool:
 _LOG_SUFFIXES = (".jsonl", ".json", ".log", ".txt", ".gz")
 
 
-def _show_request(answer: dict[str, Any], json_file: Path | None) -> None:
+def _show_request(answer: dict[str, Any], json_file: str | None) -> None:
     """Print one request: its way through a router, if it is a router's, and its waits at the server."""
     if not write_json(json_file, answer):
         return
