@@ -433,7 +433,7 @@ async def test_a_backend_that_has_lost_an_adapter_and_cannot_load_it_again_is_av
 async def test_invalid_json_and_unknown_routes_are_refused(start: Start) -> None:
     async with start() as routing:
         assert (await routing.http.post(COMPLETIONS, content=b"{")).status_code == 400
-        for method, path in (("POST", "/v1/batches"), ("GET", "/"), ("POST", "/v1/models")):
+        for method, path in (("POST", "/v1/fine_tuning/jobs"), ("GET", "/"), ("POST", "/v1/models")):
             reply = await routing.http.request(method, path)
             assert reply.status_code == 404
             assert "is not forwarded" in reply.json()["error"]["message"]
