@@ -31,7 +31,7 @@ from lorikeet.router.connections import BackendConnectionError, ConnectFailed, p
 from lorikeet.router.kv_index import KvIndex
 from lorikeet.router.kv_subscriber import KvSubscriber
 from lorikeet.router.proxied_request import ProxiedRequest, routing_request
-from lorikeet.router.records import Decision, Placement
+from lorikeet.router.records import Placement, RouteDecision
 
 EXCLUDED_S = 60.0
 """Seconds for which a backend that could not load an adapter gets no requests for it."""
@@ -61,7 +61,7 @@ class ExclusionPolicy(RoutingPolicy):
         self._policy = policy
         self._failed_at = failed_at
         self.wants_keys = policy.wants_keys
-        self.on_choice: Callable[[RequestId, Decision], object] = lambda request_id, decision: None
+        self.on_choice: Callable[[RequestId, RouteDecision], object] = lambda request_id, decision: None
         self._refusals: dict[AdapterDigest, dict[ReplicaId, _Refusal]] = {}
         self._full: dict[ReplicaId, float] = {}
         """Times until which backends have no room."""
@@ -119,7 +119,7 @@ class ExclusionPolicy(RoutingPolicy):
             if len(others := _others(avoided, fleet)):
                 chosen = Choice(fleet.info(least_loaded(others, fleet, ~fleet.is_warm(request.adapter))).replica)
                 break
-        self.on_choice(request.request_id, Decision.of(choice, all_avoided, request, fleet))
+        self.on_choice(request.request_id, RouteDecision.of(choice, all_avoided, request, fleet))
         return chosen
 
     def _avoided(self, request: RoutingRequest, now: float) -> Iterator[Set[ReplicaId]]:
@@ -263,7 +263,7 @@ class BackendRouter:
         name = adapter.name if adapter is not None and backend.holds(adapter) else backend.base
         return await backend.prompt_tokens({"model": name, **fields})
 
-    def _on_choice(self, request_id: RequestId, decision: Decision) -> None:
+    def _on_choice(self, request_id: RequestId, decision: RouteDecision) -> None:
         self._requests[request_id].decision = decision
 
     def _why_waiting(self, request: ProxiedRequest) -> str:

@@ -24,7 +24,7 @@ from lorikeet.http.routes import Forwarding
 from lorikeet.memory.tree import block_keys
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend, Feature
-from lorikeet.router.records import Decision, RouteRecord
+from lorikeet.router.records import RouteDecision, RouteRecord
 
 COMPLETIONS = model_routes.COMPLETIONS.path
 CHAT = model_routes.CHAT.path
@@ -387,7 +387,7 @@ class ProxiedRequest:
         self.is_dispatched = False
         self.is_started = False
         self.record: RouteRecord | None = None
-        self.decision: Decision | None = None
+        self.decision: RouteDecision | None = None
         self.token_ids: list[int] | None = None
         self._losses = 0
         self.is_lost = False

@@ -21,7 +21,7 @@ _ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "generate-")
 """How the ids of answers begin; the rest is that of their request."""
 
 
-class Decision(NamedTuple):
+class RouteDecision(NamedTuple):
     """What was known of all backends when one was chosen for a request, by the fleet's index.
 
     Attributes:
@@ -43,7 +43,9 @@ class Decision(NamedTuple):
     is_warm: Flags
 
     @classmethod
-    def of(cls, choice: Choice, avoided: frozenset[ReplicaId], request: RoutingRequest, fleet: Fleet) -> "Decision":
+    def of(
+        cls, choice: Choice, avoided: frozenset[ReplicaId], request: RoutingRequest, fleet: Fleet
+    ) -> "RouteDecision":
         """Return the decision on a request, with the present state of the fleet."""
         return cls(
             choice,
@@ -109,7 +111,7 @@ class Placement(NamedTuple):
 
     at_s: float
     backend: ReplicaId
-    decision: Decision | None
+    decision: RouteDecision | None
 
 
 class RouteRecord:
