@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
