@@ -23,6 +23,7 @@ from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.http.connections import ConnectionLimits, limited_http
 from lorikeet.observe.length_prediction import AnswerLengthPredictor
 from lorikeet.observe.request_log import RequestLog
+from lorikeet.serving.images import PromptImages
 from lorikeet.serving.served_models import ServedModels
 from lorikeet.serving.service import Service
 from lorikeet.tenants.tenants import Tenants
@@ -73,6 +74,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         adapters: dict[str, Any] | None = None,
         batches: dict[str, Any] | None = None,
         tenants: Tenants | None = None,
+        image_model: Path | None = None,
         **server: object,
     ) -> AsyncIterator[Running]:
         folders = {"adapter_dir": str(sources), "store_dir": str(tmp_path / "store")}
@@ -84,7 +86,13 @@ def start(tmp_path: Path, sources: Path) -> Start:
         )
         engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END], max_model_len=max_model_len)
         limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,), hidden=HIDDEN)
-        chats = AdapterChats(ChatSettings(TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {})), limits))
+        texts = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+        images = PromptImages(settings.server, image_model)
+        if image_model is not None:
+            texts = TextProcessor.read(image_model)
+            vocabulary = texts.tokenizer.get_vocab_size()
+            limits = msgspec.structs.replace(limits, vocabulary=vocabulary, image_tokens=await images.start())
+        chats = AdapterChats(ChatSettings(texts, limits))
         catalog = AdapterCatalog(
             settings.adapters,
             "base",
@@ -95,7 +103,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         )
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len, BASE_DIGEST)
         service = create_service(
-            settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants=tenants
+            settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants=tenants, images=images
         )
         config = uvicorn.Config(
             create_app(service),
@@ -113,6 +121,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         finally:
             await service.batches.close()
             await service.prompt_processes.close()
+            await service.images.close()
             await service.resolver.loader.close()
             await service.grammars.close()
             catalog.close()

@@ -37,6 +37,7 @@ from lorikeet.observe.collectors import (
     load_of,
 )
 from lorikeet.observe.ended_request import EndObserver
+from lorikeet.observe.image_counts import ImageCollector
 from lorikeet.observe.length_prediction import AnswerLengthPredictor, LengthCollector
 from lorikeet.observe.live_stats import LiveStats
 from lorikeet.observe.load_reports import LoadReports
@@ -53,6 +54,7 @@ from lorikeet.serving.auto_model import AutoModel
 from lorikeet.serving.batches.batches import Batches
 from lorikeet.serving.batches.dispatch import BatchDispatcher
 from lorikeet.serving.batches.storage import BatchStorage
+from lorikeet.serving.images import PromptImages
 from lorikeet.serving.large_bodies import PromptProcesses
 from lorikeet.serving.model_resolver import ModelResolver
 from lorikeet.serving.served_models import ServedModels
@@ -75,6 +77,7 @@ def create_service(
     traces: "RequestTraces | None" = None,
     tenants: Tenants | None = None,
     exporters: tuple[EndObserver, ...] = (),
+    images: PromptImages | None = None,
 ) -> Service:
     """Build the service from the parts of a server.
 
@@ -88,6 +91,7 @@ def create_service(
         lengths: predicts the lengths of answers; None for no predictions.
         traces: makes spans of requests; None for no spans.
         exporters: plug-ins that get every request that has ended.
+        images: reads the images of prompts; None for a model that takes none.
         tenants: keys of the registry's database; None for a server without tenants.
 
     Raises:
@@ -114,6 +118,7 @@ def create_service(
         lengths=lengths,
         body_gate=BodyGate(settings.server.max_body_bytes),
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
+        images=images or PromptImages(settings.server, None),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(
             metrics,
@@ -171,6 +176,7 @@ def _add_collectors(service: Service, usage: AdapterUsage, by_tenant: AdapterUsa
     metrics.add_collector(TenantCollector(by_tenant, metrics.labels))
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": base}))
     metrics.add_collector(LengthCollector(service.lengths, metrics.labels))
+    metrics.add_collector(ImageCollector(service.images.counts, metrics.labels))
 
 
 def _on_adapter_event(service: Service, event: AdapterEvent) -> None:

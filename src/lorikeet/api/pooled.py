@@ -14,7 +14,7 @@ from lorikeet.core.request import Pooling
 from lorikeet.http.errors import ApiError
 from lorikeet.http.threads import off_the_loop
 from lorikeet.serving.generation import Generation
-from lorikeet.serving.requests import GenerationSpec, Sender
+from lorikeet.serving.requests import GenerationSpec, Prompt, Sender
 from lorikeet.serving.served_models import ResolvedModel
 from lorikeet.serving.service import Service
 
@@ -134,17 +134,17 @@ class PooledRun:
         special = self._body.add_special_tokens is not False
         limits = None if body.truncates else chat.limits
 
-        def read(text: Text, place: str) -> list[int]:
+        def read(text: Text, place: str) -> Prompt:
             with of_prompt(place):
                 ids = _token_ids(chat.text_processor, text, limits, param, special=special)
                 ids = truncated(ids, body, chat.limits)
                 check_prompt(ids, chat.limits, param)
-            return ids
+            return Prompt(ids)
 
-        def tokenized() -> list[list[int]]:
+        def tokenized() -> list[Prompt]:
             return list(map(read, texts, places))
 
-        async def encode() -> list[list[int]]:
+        async def encode() -> list[Prompt]:
             return await off_the_loop(tokenized, sum(map(_length, texts)))
 
         spec = GenerationSpec(chat, len(texts), encode, param, 1, None, pooling=pooling)

@@ -55,6 +55,7 @@ from lorikeet.observe.request_log import RequestLog
 from lorikeet.policies import BATCHING
 from lorikeet.presets import resolve_preset
 from lorikeet.serving.adapter_life import follow_registry
+from lorikeet.serving.images import PromptImages, may_take_images
 from lorikeet.serving.preload import log_restored, names_to_show, preload_adapters, served_when_named
 from lorikeet.serving.served_models import ServedModels
 from lorikeet.serving.service import Service
@@ -130,15 +131,21 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
 
         stored = asyncio.ensure_future(to_thread.run_sync(StoredAdapters, settings.adapters))
         stack.callback(stored.cancel)
+        images = PromptImages(settings.server, model.path) if may_take_images(model.path) else None
+        if images is not None:
+            stack.push_async_callback(images.close)
         client = _open_engines(_with_folder(settings, model.path), host, stack)
         stack.push_async_callback(client.close)
         engine_info = await client.start(progress.on_engine_progress)
         for note in engine_info.notes:
             log.info(note)
+        model_limits = _limits(model.path, engine_info, settings, text_processor.eos_token_id)
+        if images is not None and engine_info.base is not None and engine_info.base.takes_images:
+            model_limits = msgspec.structs.replace(model_limits, image_tokens=await images.start())
         chats = AdapterChats(
             ChatSettings(
                 text_processor,
-                _limits(model.path, engine_info, settings, text_processor.eos_token_id),
+                model_limits,
                 tool_parser=settings.model.tool_call_parser,
                 reasoning_parser=settings.model.reasoning_parser,
             )
@@ -172,6 +179,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
             traces=_open_traces(server_settings.otlp_traces_endpoint, names.base, stack),
             exporters=_open_exporters(server_settings.exporters, names.base, stack),
             tenants=tenants,
+            images=images,
         )
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.resolver.loader.close)

@@ -17,6 +17,7 @@ from lorikeet.chat.structured_output import MAX_GRAMMAR_BYTES
 from lorikeet.chat.text_processor import PromptStyle, TextProcessor, tool_format_of
 from lorikeet.chat.tool_parsers.base import CallGrammar, Parameters, ToolFormat
 from lorikeet.core.chat_template import TOOL_USE
+from lorikeet.core.images import ImageTokens
 from lorikeet.http.errors import bad_request
 
 THOUGHTS_BUDGET = "thinking_token_budget"
@@ -66,7 +67,7 @@ class ChatSettings:
 
     def style(self, body: ChatOptions) -> PromptStyle:
         """Return the style in which the messages of ``body`` become a prompt."""
-        return prompt_style(body, self.system_prompt, self.tool_parser)
+        return prompt_style(body, self.system_prompt, self.tool_parser, self.limits.image_tokens)
 
     def check_tools(self, use: ToolUse | None) -> None:
         """Check that tool calls of this model can be read.
@@ -207,7 +208,9 @@ def with_template(chat: AdapterChat, body: ChatOptions, system_prompt: str, tool
     )
 
 
-def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> PromptStyle:
+def prompt_style(
+    body: ChatOptions, system_prompt: str, tool_parser: str, image_tokens: ImageTokens | None = None
+) -> PromptStyle:
     """Return the style in which the messages of ``body`` become a prompt, given the settings of its model."""
     return PromptStyle(
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -217,4 +220,5 @@ def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> Pro
         system_prompt=system_prompt,
         tool_parser=tool_parser,
         template="" if body.own_template else body.chat_template or "",
+        image_tokens=image_tokens,
     )

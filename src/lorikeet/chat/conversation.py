@@ -4,12 +4,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from lorikeet.chat.image_parts import IMAGE_PARTS, where_of
 from lorikeet.chat.json_text import read_arguments
-from lorikeet.chat.protocol import ChatMessage, ToolCall
+from lorikeet.chat.protocol import ChatMessage, ContentPart, ToolCall
 from lorikeet.chat.tool_parsers import instructions
 from lorikeet.chat.tool_parsers.base import Call, ToolFormat
 from lorikeet.core.chat_template import text_of
-from lorikeet.http.errors import bad_request
+from lorikeet.http.errors import ApiError, bad_request
 
 _RESPONSE = "<tool_response>\n{}\n</tool_response>"
 _SYSTEM = ("system", "developer")
@@ -18,8 +19,8 @@ Plain = dict[str, Any]
 """Message in the form that a template takes."""
 
 
-def plain_message(message: ChatMessage, index: int) -> Plain:
-    """Return a message for the template, with its content as text or as parts of the type ``text``.
+def plain_message(message: ChatMessage, index: int, *, takes_images: bool = False) -> Plain:
+    """Return a message for the template, with its content as text or as parts of the types ``text`` and ``image``.
 
     Null fields, which clients return with earlier answers, are dropped, since templates test whether a field is
     defined. Arguments of calls become objects, which templates expect, even if the model's text is not valid JSON.
@@ -27,28 +28,44 @@ def plain_message(message: ChatMessage, index: int) -> Plain:
     Args:
         message: the message of a body.
         index: position of the message, for errors.
+        takes_images: whether the model takes images.
 
     Raises:
-        ApiError: 400, a part has other content than text, or lacks its text.
+        ApiError: 400, a part has content that the model does not take, or lacks its text.
     """
     plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
     plain["role"] = message.role
     if isinstance(message.content, list):
-        for part in message.content:
-            if part.type not in ("text", "input_text"):
-                raise bad_request(
-                    f"messages.{index}: only text is supported, not content of type {part.type[:100]!r}.", "messages"
-                )
-            if part.text is None:
-                raise bad_request(f"messages.{index}: a text part lacks its text.", "messages")
-        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
+        plain["content"] = [_plain_part(part, index, takes_images) for part in message.content]
     else:
         plain["content"] = message.content or ""
+    if message.images:
+        if not takes_images:
+            raise _refused("images", index, takes_images)
+        text = plain["content"]
+        parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
+        plain["content"] = [*({"type": "image"} for _ in message.images), *parts]
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     if isinstance(plain.get("reasoning"), str):
         plain.setdefault("reasoning_content", plain["reasoning"])
     return plain
+
+
+def _plain_part(part: ContentPart, index: int, takes_images: bool) -> Plain:
+    if takes_images and part.type in IMAGE_PARTS:
+        return {"type": "image"}
+    if part.type not in ("text", "input_text"):
+        raise _refused(part.type, index, takes_images, where_of(part))
+    if part.text is None:
+        raise bad_request(f"messages.{index}: a text part lacks its text.", "messages")
+    return {"type": "text", "text": part.text}
+
+
+def _refused(kind: str, index: int, takes_images: bool, where: str | None = None) -> ApiError:
+    supported = "text and images are" if takes_images else "text is"
+    place = where or f"messages.{index}"
+    return bad_request(f"{place}: only {supported} supported, not content of type {kind[:100]!r}.", "messages")
 
 
 def content_text(message: ChatMessage) -> str:

@@ -28,11 +28,21 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Values of a field that change nothing, and the error message for others; see ``protocol._FIELDS``."""
 
 
+class ImageBlockSource(Body):
+    """Source of an image: its data in base64, or its URL."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class ContentBlock(Body):
-    """Part of a message: text, thoughts, a call or its result."""
+    """Part of a message: text, an image, thoughts, a call or its result."""
 
     type: str
     text: str | None = None
+    source: ImageBlockSource | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -160,7 +170,7 @@ class MessagesPrompt(Body):
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.system:
-            messages.append({"role": "system", "content": _text_parts(self.system, "system")})
+            messages.append({"role": "system", "content": _chat_parts(self.system, "system")})
         for at, message in enumerate(self.messages):
             where = f"messages.{at}"
             if isinstance(message.content, str):
@@ -262,23 +272,38 @@ def _calls(content: str | list[ContentBlock]) -> bool:
     return not isinstance(content, str) and any(block.type == "tool_use" for block in content)
 
 
-def _text_parts(content: str | list[ContentBlock] | None, where: str) -> str | list[dict[str, Any]]:
-    """Return text content in the form of a chat.
+def _chat_parts(content: str | list[ContentBlock] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return text and images in the form of a chat.
 
     Raises:
-        ApiError: 400, the content is not text.
+        ApiError: 400, the content is something else.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    for at, block in enumerate(content):
-        if block.type != "text":
-            raise bad_request(
-                f"{where}.content.{at}: only text is supported, not content of type {block.type[:100]!r}.",
-                "messages",
-            )
-        if block.text is None:
-            raise bad_request(f"{where}.content.{at}: a text block lacks its text.", "messages")
-    return [{"type": "text", "text": block.text} for block in content]
+    return [_chat_part(block, f"{where}.content.{at}") for at, block in enumerate(content)]
+
+
+def _chat_part(block: ContentBlock, where: str) -> dict[str, Any]:
+    if block.type == "image":
+        return {"type": "image", "image_url": {"url": _image_url(block.source, where), "where": f"{where}.source"}}
+    if block.type != "text":
+        raise bad_request(f"{where}: only text is supported, not content of type {block.type[:100]!r}.", "messages")
+    if block.text is None:
+        raise bad_request(f"{where}: a text block lacks its text.", "messages")
+    return {"type": "text", "text": block.text}
+
+
+def _image_url(source: ImageBlockSource | None, where: str) -> str:
+    """Return the source of an image as a URL.
+
+    Raises:
+        ApiError: 400, the source is in another form than base64 or a URL.
+    """
+    if source is not None and source.type == "base64" and source.data is not None:
+        return f"data:{source.media_type or ''};base64,{source.data}"
+    if source is not None and source.type == "url" and source.url is not None:
+        return source.url
+    raise bad_request(f"{where}: an image needs a source of the type base64 with data, or url with url.", "messages")
 
 
 def _user_messages(role: str, blocks: list[ContentBlock], where: str) -> list[dict[str, Any]]:
@@ -288,17 +313,17 @@ def _user_messages(role: str, blocks: list[ContentBlock], where: str) -> list[di
     for block in results:
         if not block.tool_use_id:
             raise bad_request(f"{where}: a tool_result lacks its tool_use_id.", "messages")
-        content = _text_parts(block.content, where)
+        content = _chat_parts(block.content, where)
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     rest = [block for block in blocks if block.type != "tool_result"]
     if rest or not results:
-        messages.append({"role": role, "content": _text_parts(rest, where)})
+        messages.append({"role": role, "content": _chat_parts(rest, where)})
     return messages
 
 
 def _assistant_message(blocks: list[ContentBlock], where: str) -> dict[str, Any]:
     texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
-    message: dict[str, Any] = {"role": "assistant", "content": _text_parts(texts, where)}
+    message: dict[str, Any] = {"role": "assistant", "content": _chat_parts(texts, where)}
     if thoughts := "".join(block.thinking or "" for block in blocks if block.type == "thinking"):
         message["reasoning"] = thoughts
     calls = [block for block in blocks if block.type == "tool_use"]

@@ -25,6 +25,7 @@ from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings, with_template
 from lorikeet.chat.choice_prompt import choice_prompt
 from lorikeet.chat.conversation import content_text
+from lorikeet.chat.image_parts import ImageFile, image_files
 from lorikeet.chat.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.chat.prompt_embeds import read_prompt_embeds, token_count
 from lorikeet.chat.protocol import (
@@ -159,6 +160,8 @@ class BodyRead(msgspec.Struct, frozen=True, tag=True):
         answer: the whole answer on a route of the tokenizer.
         conversation: conversation of a stored body of the responses API, as a JSON array of items.
         embeds: embeddings of each prompt, whose token ids then mean nothing.
+        text: the prompt of a conversation with images. It has a placeholder for each, and no token ids yet.
+        images: these images.
     """
 
     fields: bytes
@@ -167,6 +170,8 @@ class BodyRead(msgspec.Struct, frozen=True, tag=True):
     answer: bytes = b""
     conversation: bytes = b""
     embeds: tuple[PromptEmbeds, ...] = ()
+    text: str = ""
+    images: tuple[ImageFile, ...] = ()
 
 
 class BodyRefused(msgspec.Struct, frozen=True, tag=True):
@@ -240,18 +245,20 @@ class PromptReader:
             case ChatCompletionRequest():
                 return self._chat(body)
             case MessagesRequest():
-                fields = _fields(body, messages=[{"role": "user", "content": ""}])
-                return BodyRead(fields, (self._packed_prompt(body.chat()),))
+                return self._conversation(body.chat(), _fields(body, messages=[{"role": "user", "content": ""}]))
             case ResponsesRequest():
                 try:
-                    prompt = self._packed_prompt(body.chat(needs.previous))
+                    read = self._conversation(body.chat(needs.previous), _fields(body, input=""))
                 except ApiError as error:
                     raise in_these_words(error) from error
                 conversation = b"" if body.store is False else body.conversation(needs.previous)
-                return BodyRead(_fields(body, input=""), (prompt,), conversation=conversation)
+                return msgspec.structs.replace(read, conversation=conversation)
             case CountTokensRequest():
-                ids = self._tokenized_ids(body.tokenize_body())
+                asked = body.tokenize_body()
                 fields = _fields(body, messages=[{"role": "user", "content": ""}])
+                if read_images := self._with_images(asked, asked.messages or (), fields):
+                    return read_images
+                ids = self._tokenized_ids(asked)
                 return BodyRead(fields, answer=msgspec.json.encode({"input_tokens": len(ids)}))
             case TokenizeRequest():
                 return self._tokenized(body)
@@ -313,15 +320,23 @@ class PromptReader:
         prompts = tuple(_packed([0] * token_count(each, limits.hidden)) for each in embeds)
         return BodyRead(_fields(body, prompt=""), prompts, embeds=embeds)
 
-    def _packed_prompt(self, body: ChatCompletionRequest) -> bytes:
+    def _conversation(self, body: ChatCompletionRequest, fields: bytes) -> BodyRead:
+        """Return the token ids of a conversation, or its text and images."""
         self._check(body, 1)
+        if read := self._with_images(body, body.messages, fields):
+            return read
         prompt = self._chat_prompt(body, body.messages)
-        return _packed(self._token_ids(body, prompt, "messages", special=False))
+        return BodyRead(fields, (_packed(self._token_ids(body, prompt, "messages", special=False)),))
+
+    def _with_images(self, body: ChatOptions, messages: Sequence[ChatMessage], fields: bytes) -> BodyRead | None:
+        """Return the text and the images of a conversation; None for one that is tokenized here."""
+        if self._limits.image_tokens is None or not (images := image_files(messages)):
+            return None
+        return BodyRead(fields, text=self._chat_prompt(body, messages), images=images)
 
     def _chat(self, body: ChatCompletionRequest) -> BodyRead:
-        prompt = self._packed_prompt(body)
         last = {"role": body.messages[-1].role, "content": content_text(body.messages[-1]) if body.echo else ""}
-        return BodyRead(_fields(body, messages=[last]), (prompt,))
+        return self._conversation(body, _fields(body, messages=[last]))
 
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
         if not self._is_own:
@@ -347,6 +362,9 @@ class PromptReader:
         is_chat = body.messages is not None
         if is_chat == (body.prompt is not None):
             return BodyRead(_fields(body, prompt=None))  # The route refuses this body.
+        placeholder: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if is_chat else {"prompt": ""}
+        if read := self._with_images(body, body.messages or (), _fields(body, **placeholder)):
+            return read
         ids = self._tokenized_ids(body)
         strings = [self._text_processor.tokenizer.id_to_token(each) for each in ids] if body.return_token_strs else None
         answer = {
@@ -355,7 +373,6 @@ class PromptReader:
             "tokens": ids,
             "token_strs": strings,
         }
-        placeholder: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if is_chat else {"prompt": ""}
         return BodyRead(_fields(body, **placeholder), answer=msgspec.json.encode(answer))
 
     def _tokenized_ids(self, body: TokenizeRequest) -> list[int]:

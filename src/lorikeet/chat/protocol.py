@@ -292,11 +292,24 @@ def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
     return strings or [entry for entry in prompt if isinstance(entry, list)]
 
 
-class TextPart(Body):
-    """Part of a message's content; only text is supported."""
+class ImageUrl(Body):
+    """URL of an image.
+
+    Attributes:
+        url: a ``data:`` URL, or one that the server fetches.
+        where: the image's place in a body of another API, for errors; None for the place in the chat.
+    """
+
+    url: str
+    where: str | None = None
+
+
+class ContentPart(Body):
+    """Part of a message's content: text or an image."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class CalledFunction(Body):
@@ -318,10 +331,14 @@ _WITH_CONTENT = frozenset({"system", "developer", "user", "tool"})
 
 
 class ChatMessage(Body):
-    """Message of a conversation. The template gets further fields (``name``, ``tool_call_id``)."""
+    """Message of a conversation. The template gets further fields (``name``, ``tool_call_id``).
+
+    ``images`` is Ollama's: images in base64, which come before the content.
+    """
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    images: Annotated[list[str], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")

@@ -60,6 +60,8 @@ class InputPart(Body):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
 
 
 Parts = Annotated[list[InputPart], Field(fail_fast=True)]
@@ -272,12 +274,19 @@ def _assistants_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def _content(content: str | list[InputPart] | None, where: str) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for part in content:
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        if part.type == "input_image":
+            place = f"{where}.content.{index}"
+            if part.image_url is None:
+                given = "a file_id cannot be read; send " if part.file_id is not None else "an input_image needs "
+                raise bad_request(f"{place}: {given}image_url.", "input")
+            parts.append({"type": part.type, "image_url": {"url": part.image_url, "where": f"{place}.image_url"}})
+            continue
         if part.type not in _TEXTS:
             raise bad_request(f"{where}: only text is supported, not content of type {part.type[:100]!r}.", "input")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise bad_request(f"{where}: a part of its content lacks its text.", "input")
-        texts.append({"type": "text", "text": text})
-    return texts
+        parts.append({"type": "text", "text": text})
+    return parts

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from lorikeet.chat.protocol import ChatCompletionRequest, GenerationBody
+from lorikeet.core.images import ImageTokens
 from lorikeet.core.request import SamplingParams
 from lorikeet.http.errors import ApiError, bad_request
 
@@ -61,6 +62,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
         max_logprobs: most alternatives that a request may have for each token; -1 for no limit.
         processed_logprobs: whether log probabilities are those of the sampled distribution, unless a request sets it.
         hidden: size of an embedding; 0 for a model that takes only token ids.
+        image_tokens: the texts that stand for images in prompts; None for a model that takes no images.
     """
 
     max_model_len: int
@@ -70,6 +72,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     max_logprobs: int = 20
     hidden: int = 0
     processed_logprobs: bool = False
+    image_tokens: ImageTokens | None = None
 
 
 def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> None:

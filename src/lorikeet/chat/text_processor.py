@@ -18,12 +18,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from lorikeet.chat.added_tokens import add_named_tokens
 from lorikeet.chat.conversation import plain_message, with_calls_as_text, with_instructions, with_system_prompt
-from lorikeet.chat.protocol import ChatMessage, TextPart, Tool, ToolCall
+from lorikeet.chat.image_parts import images_of
+from lorikeet.chat.protocol import ChatMessage, ContentPart, Tool, ToolCall
 from lorikeet.chat.sampling import ModelLimits, check_text_length
 from lorikeet.chat.tool_parsers import TOOL_FORMATS, format_of_template
 from lorikeet.chat.tool_parsers.base import ToolFormat
 from lorikeet.core.chat_template import (
     DEFAULT,
+    IMAGE_MARK,
     TEMPLATES_FILE,
     ChatTemplate,
     TemplateError,
@@ -32,6 +34,7 @@ from lorikeet.core.chat_template import (
     template_files,
     templates_in,
 )
+from lorikeet.core.images import ImageTokens
 from lorikeet.http.errors import bad_request
 from lorikeet.http.threads import THREAD_LENGTH, off_the_loop
 from lorikeet.models.json_section import ModelConfigError, read_json_object
@@ -353,6 +356,7 @@ class PromptStyle(NamedTuple):
         system_prompt: the system prompt of conversations without one.
         tool_parser: name of the format of tool calls; empty for the template's format.
         template: name of one of the model's templates; empty for the one that fits.
+        image_tokens: the texts that stand for images; None for a model that takes no images.
     """
 
     add_generation_prompt: bool = True
@@ -362,6 +366,7 @@ class PromptStyle(NamedTuple):
     system_prompt: str = ""
     tool_parser: str = ""
     template: str = ""
+    image_tokens: ImageTokens | None = None
 
 
 class TextProcessor:
@@ -590,10 +595,15 @@ class TextProcessor:
 
         return await off_the_loop(run, _length(messages, style))
 
+    async def render_chat(self, messages: Sequence[ChatMessage], style: PromptStyle) -> str:
+        """Render a conversation, in a thread if it is long; see :meth:`encode_chat` for arguments and errors."""
+        return await off_the_loop(lambda: self.chat_prompt(messages, style), _length(messages, style))
+
     def chat_prompt(self, messages: Sequence[ChatMessage], style: PromptStyle) -> str:
         """Render a conversation; see :meth:`encode_chat` for arguments and errors."""
         template = self._template_for(style)
-        plain = [plain_message(message, index) for index, message in enumerate(messages)]
+        takes_images = style.image_tokens is not None
+        plain = [plain_message(message, index, takes_images=takes_images) for index, message in enumerate(messages)]
         plain = with_system_prompt(plain, style.system_prompt)
         tools = [tool.model_dump(exclude_unset=True) for tool in style.tools]
         has_calls = any(message.get("tool_calls") or message["role"] == "tool" for message in plain)
@@ -604,10 +614,14 @@ class TextProcessor:
         extra = {**style.extra, "tools": tools} if tools else style.extra
         try:
             if style.continue_final_message:
-                return template.render_open(plain, extra=extra)
-            return template.render(plain, add_generation_prompt=style.add_generation_prompt, extra=extra)
+                prompt = template.render_open(plain, extra=extra)
+            else:
+                prompt = template.render(plain, add_generation_prompt=style.add_generation_prompt, extra=extra)
         except TemplateError as error:
             raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
+        if style.image_tokens is None or not (images := len(images_of(messages))):
+            return prompt
+        return with_placeholders(prompt, images, style.image_tokens)
 
     def _template_for(self, style: PromptStyle) -> ChatTemplate:
         """Return the template of a conversation.
@@ -648,6 +662,28 @@ def tool_format_of(template: str, knows_tools: bool, parser: str) -> ToolFormat 
     return format_of_template(template) if knows_tools else DEFAULT_TOOL_FORMAT
 
 
+def with_placeholders(prompt: str, images: int, tokens: ImageTokens) -> str:
+    """Return a rendered prompt in which one placeholder stands for each image.
+
+    Args:
+        prompt: the prompt, in which a template that reads text has left marks instead of placeholders.
+        images: number of images.
+        tokens: the texts that stand for images.
+
+    Raises:
+        ApiError: 400, the template leaves images out, or the text of a message contains a placeholder.
+    """
+    prompt = prompt.replace(IMAGE_MARK, tokens.placeholder)
+    found = prompt.count(tokens.placeholder)
+    if found < images:
+        raise bad_request("The chat template of this model leaves images out.", "messages")
+    is_plain = tokens.embedding == tokens.placeholder or tokens.embedding not in prompt
+    if found > images or not is_plain:
+        named = tokens.placeholder if found > images else tokens.embedding
+        raise bad_request(f"messages: the text contains {named!r}, which stands for an image.", "messages")
+    return prompt
+
+
 def _letters_of_bytes() -> dict[str, int]:
     """Return the byte of each letter in byte-level vocabularies, which follow GPT-2.
 
@@ -674,7 +710,7 @@ def _length(messages: Sequence[ChatMessage], style: PromptStyle) -> int:
                 left += (part.function.name, part.function.arguments)
             case Tool():
                 left += (part.function.name, part.function.parameters, part.function.model_extra)
-            case TextPart():
+            case ContentPart():
                 left.append(part.text)
             case dict():
                 left += (*part, *part.values())

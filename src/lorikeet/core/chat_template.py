@@ -40,7 +40,10 @@ TEMPLATE_FILE, TEMPLATES_FILE = "chat_template.jinja", "chat_template.json"
 TEMPLATES_FOLDER = "additional_chat_templates"
 
 Content = str | list[dict[str, Any]]
-"""Content of a message: text, or parts of the type ``text``."""
+"""Content of a message: text, or parts of the types ``text`` and ``image``."""
+
+IMAGE_MARK = str(secrets.randbits(128))
+"""Stands for an image in content that a template reads as text. The caller replaces it by the model's placeholder."""
 
 _PROBE = "kea7lory3"
 _PART_MARKS = ("'type'", '"type"')
@@ -277,8 +280,8 @@ def in_form(content: Content, form: ContentForm) -> Content:
 
 
 def text_of(content: Content) -> str:
-    """Return content as one text."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    """Return content as one text, with a mark for each image."""
+    return content if isinstance(content, str) else "\n".join(part.get("text", IMAGE_MARK) for part in content)
 
 
 def with_end(content: Content, end: str) -> Content:
@@ -286,6 +289,8 @@ def with_end(content: Content, end: str) -> Content:
     if isinstance(content, str):
         return content + end
     *before, last = content or [{"type": "text", "text": ""}]
+    if "text" not in last:
+        return [*before, last, {"type": "text", "text": end}]
     return [*before, {**last, "text": last["text"] + end}]
 
 

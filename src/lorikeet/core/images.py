@@ -3,6 +3,18 @@
 import msgspec
 
 
+class ImageTokens(msgspec.Struct, frozen=True):
+    """The texts that stand for images in a model's prompts.
+
+    Attributes:
+        placeholder: stands for an image in a prompt from the chat template.
+        embedding: the token that the model replaces by embeddings of an image. It is often the placeholder.
+    """
+
+    placeholder: str
+    embedding: str
+
+
 class ImageTensor(msgspec.Struct, frozen=True):
     """One output of an image processor.
 

@@ -24,6 +24,7 @@ from lorikeet.chat.prompt_process import (
 )
 from lorikeet.chat.protocol import Body, GenerationBody
 from lorikeet.chat.tokens_body import TokensRequest
+from lorikeet.core.images import PromptImage
 from lorikeet.core.request import PromptEmbeds
 from lorikeet.http.body_gate import SMALL_BODY_BYTES, BodyGate, check_content_type
 from lorikeet.http.errors import ApiError, bad_request
@@ -133,6 +134,7 @@ class PreparedBody(NamedTuple):
         lease: the lease of that model's version.
         conversation: the conversation of the responses API, as a JSON array of items; empty if it will not be stored.
         embeds: embeddings of the prompts, instead of their tokens.
+        images: images of the only prompt.
     """
 
     prompts: list[list[int]]
@@ -143,6 +145,7 @@ class PreparedBody(NamedTuple):
     lease: Lease
     conversation: bytes = b""
     embeds: tuple[PromptEmbeds, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
 
 def prepared_body(request: Request) -> PreparedBody | None:
@@ -265,8 +268,15 @@ async def prepare(
     except _NotLoaded as missing:  # A load may take minutes, so it runs without holding a process.
         await service.resolver.resolve(missing.model, missing.lora_path, access=access, generates=False)
         read = await service.prompt_processes.read(kind, body, resolve)
+    target, lease = models[-1]
+    prompts = unpacked(read)
+    images: tuple[PromptImage, ...] = ()
+    if read.images:
+        texts = (await service.chats.settings_of(target.chat)).text_processor
+        prompt = await service.images.encode(texts, read.text, read.images)
+        prompts, images = [prompt.token_ids], prompt.images
     prepared = PreparedBody(
-        unpacked(read), read.texts, read.answer, arrival_s, *models[-1], read.conversation, read.embeds
+        prompts, read.texts, read.answer, arrival_s, target, lease, read.conversation, read.embeds, images
     )
     return prepared, read.fields
 

@@ -18,6 +18,7 @@ from lorikeet.chat.sampling import (
     sampling_params,
 )
 from lorikeet.core.ids import RequestId
+from lorikeet.core.images import PromptImage
 from lorikeet.core.request import Pooling, PromptEmbeds, Request, Slo
 from lorikeet.http.tenancy import RateReport
 from lorikeet.serving.generation import TextOptions
@@ -57,6 +58,18 @@ class Sender(NamedTuple):
         return self.is_admin or tenant == self.tenant
 
 
+class Prompt(NamedTuple):
+    """One prompt in the engine's form.
+
+    Attributes:
+        token_ids: its tokens.
+        images: its images, in order.
+    """
+
+    token_ids: list[int]
+    images: tuple[PromptImage, ...] = ()
+
+
 @dataclass(frozen=True)
 class GenerationSpec:
     """The fields of a request in which the routes differ.
@@ -64,7 +77,7 @@ class GenerationSpec:
     Attributes:
         chat: chat settings of the model.
         prompts: number of prompts.
-        encode: returns the token ids of the prompts.
+        encode: returns the prompts.
         prompt_param: name of the prompts' field, for errors.
         default_max_tokens: limit on an answer's tokens if the body sets no limit; None for all remaining context.
         logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
@@ -80,7 +93,7 @@ class GenerationSpec:
 
     chat: ChatSettings
     prompts: int
-    encode: Callable[[], Awaitable[list[list[int]]]]
+    encode: Callable[[], Awaitable[list[Prompt]]]
     prompt_param: str
     default_max_tokens: int | None
     logprobs: int | None
@@ -122,7 +135,7 @@ class SharedFields:
 def engine_requests(
     body: GenerationBody,
     spec: GenerationSpec,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Prompt],
     predicted: Sequence[int | None],
     shared: SharedFields,
 ) -> list[Request]:
@@ -131,7 +144,7 @@ def engine_requests(
     Args:
         body: the body, whose fields have valid types and ranges.
         spec: the fields in which the routes differ.
-        prompts: token ids of each prompt.
+        prompts: the prompts.
         predicted: predicted number of output tokens for each prompt; None without a prediction.
         shared: fields of all requests.
 
@@ -146,7 +159,7 @@ def engine_requests(
     weight = sender.access.weight
     logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * shared.choices)
     bad_words = spec.chat.text_processor.bad_words(body.bad_words) if body.bad_words else ()
-    for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
+    for at, ((token_ids, images), tokens) in enumerate(zip(prompts, predicted, strict=True)):
         embeds = spec.embeds[at] if spec.embeds else None
         start: int | None = 0
         if task.invocation_token_ids:
@@ -188,6 +201,7 @@ def engine_requests(
                     prompt_embeds=embeds,
                     pooling=spec.pooling,
                     session=sender.session,
+                    images=images,
                 )
             )
     return requests

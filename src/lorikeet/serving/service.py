@@ -22,12 +22,16 @@ from lorikeet.chat.adapter_chat import AdapterChats
 from lorikeet.chat.chat_settings import ChatSettings
 from lorikeet.chat.choice_prompt import CHOOSING_BODIES, choice_prompt
 from lorikeet.chat.grammar_process import GrammarChecked
+from lorikeet.chat.image_parts import image_files
 from lorikeet.chat.prompt_process import BodyNeeds, BodyRead, WhichModel
 from lorikeet.chat.protocol import (
     Body,
     ChatCompletionRequest,
+    ChatMessage,
+    ChatOptions,
     CompletionRequest,
     GenerationBody,
+    TokenizeRequest,
 )
 from lorikeet.chat.sampling import (
     ModelLimits,
@@ -45,7 +49,7 @@ from lorikeet.core.request import Request, Slo
 from lorikeet.http.admission import AdmissionGate, Ticket
 from lorikeet.http.body_gate import BodyGate
 from lorikeet.http.connections import ConnectionStats
-from lorikeet.http.errors import ApiError, engine_unavailable
+from lorikeet.http.errors import ApiError, bad_request, engine_unavailable
 from lorikeet.http.logs import log
 from lorikeet.http.sessions import Sessions
 from lorikeet.http.tenancy import RateReport, admit
@@ -57,11 +61,13 @@ from lorikeet.observe.stats_stream import StatsStreams
 from lorikeet.serving.adapter_changes import AdapterChanges
 from lorikeet.serving.batches.batches import Batches
 from lorikeet.serving.generation import Generation
+from lorikeet.serving.images import PromptImages
 from lorikeet.serving.large_bodies import PreparedBody, PromptProcesses, unpacked
 from lorikeet.serving.leases import Lease
 from lorikeet.serving.model_resolver import ModelResolver
 from lorikeet.serving.requests import (
     GenerationSpec,
+    Prompt,
     Sender,
     SharedFields,
     cache_salt,
@@ -95,6 +101,7 @@ class Service:
     lengths: AnswerLengthPredictor
     body_gate: BodyGate
     prompt_processes: PromptProcesses
+    images: PromptImages
     grammars: GrammarChecks
     observer: RequestObserver
     responses: StoredResponses
@@ -157,8 +164,8 @@ class Service:
             ApiError: the model does not exist, or the engine cannot serve it.
         """
 
-        async def encode() -> list[list[int]]:
-            return [[0]]
+        async def encode() -> list[Prompt]:
+            return [Prompt([0])]
 
         target, lease = await self.resolver.lease(model, access=sender.access)
         with lease:
@@ -207,19 +214,58 @@ class Service:
 
     async def encode_chat(
         self, body: ChatCompletionRequest, chat: ChatSettings, prepared: PreparedBody | None
-    ) -> list[list[int]]:
-        """Return the token ids of a conversation as the only prompt. See ``TextProcessor.encode_chat`` for errors.
+    ) -> list[Prompt]:
+        """Return a conversation as the only prompt. See :meth:`encode_messages` for errors.
 
-        Another process renders an adapter's own template.
+        Args:
+            body: the conversation.
+            chat: its model's settings.
+            prepared: the prompt, if another process has read it.
         """
         if prepared:
-            return prepared.prompts
-        if chat.own is not None:
-            (prompt,) = unpacked(await self.read_in_process(ChatCompletionRequest, body, chat.own))
+            (token_ids,) = prepared.prompts
+            prompt = Prompt(token_ids, prepared.images)
         else:
             limits = chat.limits if body.truncate_prompt_tokens is None else None
-            prompt = await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=limits)
-        return [truncated(prompt, body, chat.limits)]
+            prompt = await self.encode_messages(ChatCompletionRequest, body, body.messages, chat, limits)
+        kept = prompt.token_ids if prepared and not prompt.images else truncated(prompt.token_ids, body, chat.limits)
+        if prompt.images and len(kept) < len(prompt.token_ids):
+            raise bad_request("A prompt with images cannot be truncated.", "truncate_prompt_tokens")
+        return [Prompt(kept, prompt.images)]
+
+    async def encode_messages(
+        self,
+        kind: type[ChatCompletionRequest | TokenizeRequest],
+        body: ChatOptions,
+        messages: Sequence[ChatMessage],
+        chat: ChatSettings,
+        limits: ModelLimits | None = None,
+    ) -> Prompt:
+        """Return a conversation as a prompt. Another process renders an adapter's own template, and decodes images.
+
+        Args:
+            kind: the kind of the body.
+            body: the body.
+            messages: its messages.
+            chat: its model's settings.
+            limits: the model's limits; None accepts any length.
+
+        Raises:
+            ApiError: see ``TextProcessor.encode_chat``; or an image cannot be used.
+        """
+        texts = chat.text_processor
+        if chat.own is not None:
+            read = await self.read_in_process(kind, body, chat.own)
+            if read.images:
+                return await self.images.encode(texts, read.text, read.images)
+            if read.prompts:
+                return Prompt(unpacked(read)[0])
+            return Prompt(msgspec.json.decode(read.answer)["tokens"])
+        style = chat.style(body)
+        images = () if style.image_tokens is None else image_files(messages)
+        if images:
+            return await self.images.encode(texts, await texts.render_chat(messages, style), images, limits)
+        return Prompt(await texts.encode_chat(messages, style, limits=limits))
 
     async def read_in_process(self, kind: type[Body], body: Body, own: AdapterChat) -> BodyRead:
         """Read, in another process, a body for an adapter that has its own chat template or tokens."""
@@ -264,9 +310,10 @@ class Service:
         grant: Grant | None = None
         try:
             prompts = await spec.encode()
+            token_ids = [prompt.token_ids for prompt in prompts]
             grammar: GrammarChecked | None = None
             if spec.grammar is not None:
-                thoughts = spec.thoughts(prompts[0])
+                thoughts = spec.thoughts(token_ids[0])
                 least = body.min_tokens or 0
                 answer = msgspec.structs.replace(spec.grammar, thoughts=thoughts, least_tokens=least)
                 try:
@@ -276,7 +323,9 @@ class Service:
                     raise
             predicted: list[int | None] = [None] * len(prompts)
             if spec.pooling is None:
-                predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)
+                predicted = await self.lengths.predict(
+                    token_ids, None if target.adapter is None else target.adapter.name
+                )
             shared = SharedFields(
                 sender,
                 target,
@@ -329,7 +378,7 @@ class Service:
         body: GenerationBody,
         target: ResolvedModel,
         spec: GenerationSpec,
-        prompts: list[list[int]],
+        prompts: list[Prompt],
         sender: Sender,
     ) -> None:
         """Count a request of a split, and send copies of it to the shadows of the split in the background."""
@@ -343,11 +392,11 @@ class Service:
             task.add_done_callback(self.copies.discard)
 
     async def _answer_copy(
-        self, body: GenerationBody, shadow: str, spec: GenerationSpec, prompts: list[list[int]], sender: Sender
+        self, body: GenerationBody, shadow: str, spec: GenerationSpec, prompts: list[Prompt], sender: Sender
     ) -> None:
         """Answer a copy of a request under another adapter, and drop the answer. Its figures count."""
 
-        async def encode() -> list[list[int]]:
+        async def encode() -> list[Prompt]:
             return prompts
 
         copy = Sender(f"{sender.request_id}-shadow", "", True, OPERATOR, RateReport())

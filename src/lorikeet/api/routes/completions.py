@@ -23,7 +23,7 @@ from lorikeet.http.model_routes import COMPLETIONS
 from lorikeet.http.routes import Routes
 from lorikeet.serving.generation import Generation, OutputDelta
 from lorikeet.serving.large_bodies import PreparedBody, prepared_body
-from lorikeet.serving.requests import GenerationSpec, Sender
+from lorikeet.serving.requests import GenerationSpec, Prompt, Sender
 from lorikeet.serving.service import Service
 
 ROUTES = Routes()
@@ -193,13 +193,13 @@ def _completion_spec(
     else:
         prompts = prepared.prompts if prepared else prompts_of(body)
 
-    async def encode() -> list[list[int]]:
+    async def encode() -> list[Prompt]:
         if prepared:
-            return prepared.prompts
+            return list(map(Prompt, prepared.prompts))
         special = body.add_special_tokens is not False
         limits = None if body.truncates else chat.limits
         encoded = await chat.text_processor.encode(prompts, add_special_tokens=special, limits=limits)
-        return [truncated(token_ids, body, chat.limits) for token_ids in encoded]
+        return [Prompt(truncated(token_ids, body, chat.limits)) for token_ids in encoded]
 
     return GenerationSpec(
         chat=chat,

@@ -212,15 +212,14 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, se
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None and body.add_special_tokens:
         raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
-    if prepared:
+    if prepared and not prepared.images:
         return Response(prepared.answer, media_type="application/json")
     chat = (await service.chats.settings_of(target.chat)).for_body(body)
     texts = chat.text_processor
-    if body.messages is not None and chat.own is not None:
-        read = await service.read_in_process(TokenizeRequest, body, chat.own)
-        return Response(read.answer, media_type="application/json")
-    if body.messages is not None:
-        tokens = await texts.encode_chat(body.messages, chat.style(body))
+    if prepared:
+        (tokens,) = prepared.prompts
+    elif body.messages is not None:
+        tokens = (await service.encode_messages(TokenizeRequest, body, body.messages, chat)).token_ids
     else:
         special = body.add_special_tokens is not False
         (tokens,) = await texts.encode([body.prompt or ""], add_special_tokens=special)

@@ -1,6 +1,5 @@
 """Serves Anthropic's messages API by chats: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -61,16 +60,17 @@ async def count_tokens(
     """Return the number of tokens of a prompt."""
     refuse_unsupported(body)
     if prepared := prepared_body(http):
+        if prepared.images:
+            response.headers.update(ignored_header(body.ignored))
+            return {"input_tokens": len(prepared.prompts[0])}
         return Response(prepared.answer, headers=ignored_header(body.ignored), media_type="application/json")
     response.headers.update(ignored_header(body.ignored))
     target = await service.resolve(body, sender, generates=False)
     chat = await service.chats.settings_of(target.chat)
     asked = body.tokenize_body()
     assert asked.messages is not None
-    if chat.own is not None:
-        read = await service.read_in_process(TokenizeRequest, asked, chat.own)
-        return {"input_tokens": json.loads(read.answer)["count"]}
-    return {"input_tokens": len(await chat.text_processor.encode_chat(asked.messages, chat.style(asked)))}
+    prompt = await service.encode_messages(TokenizeRequest, asked, asked.messages, chat)
+    return {"input_tokens": len(prompt.token_ids)}
 
 
 class MessageWriter:

@@ -15,7 +15,7 @@ from lorikeet.chat.protocol import ChatCompletionRequest, refuse_unsupported
 from lorikeet.chat.tokens_body import WORDS, TokensRequest
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.plan import Token
-from lorikeet.http.errors import in_words
+from lorikeet.http.errors import in_words, not_supported
 from lorikeet.http.model_routes import RENDER_CHAT, TOKENS
 from lorikeet.http.routes import Routes
 from lorikeet.serving.generation import OutputDelta
@@ -111,7 +111,10 @@ async def render_chat(http: Request, body: ChatCompletionRequest, service: Servi
     prepared = prepared_body(http)
     target = prepared.target if prepared else await service.resolve(body, sender, generates=False)
     chat = (await service.chats.settings_of(target.chat)).for_body(body)
-    (token_ids,) = await service.encode_chat(body, chat, prepared)
+    (prompt,) = await service.encode_chat(body, chat, prepared)
+    if prompt.images:
+        raise not_supported("A prompt with images has no form in token ids alone; send it as a chat.", "messages")
+    token_ids = prompt.token_ids
     given = body.model_dump(exclude_none=True, include=set(_SAMPLING))
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
