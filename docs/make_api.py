@@ -41,7 +41,7 @@ FIELDS = (
     ),
     BodyField(
         ("messages",),
-        "content as a string or text parts (joined by newlines, as in vLLM); other parts are 400; other fields of a "
+        "content as a string, or as parts: text, [images](#images); other parts are 400; other fields of a "
         "message go to the template unless they are null",
         (CHAT,),
     ),

@@ -334,7 +334,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             fetches the images of requests; empty for none, so that requests contain their images. An address inside a
             network is allowed only if it is named itself, such as ``http://10.0.0.7:9000/``; a name is not enough.
         media_timeout_s: most seconds to fetch an image.
-        max_images: most images of a request.
+        max_images: most images of a request; 0 refuses images.
         max_image_pixels: largest area of an image, in pixels.
         max_connections: most open connections. Further connections get 503. The system's limit on open files may allow
             fewer.
@@ -400,7 +400,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Positive = 8 * 2**20
     allowed_media_domains: tuple[str, ...] = ()
     media_timeout_s: PositiveSeconds = 10.0
-    max_images: Positive = 16
+    max_images: Count = 16
     max_image_pixels: Positive = 2**25
     max_connections: Positive = 4096
     max_head_bytes: Annotated[int, msgspec.Meta(ge=MIN_HEAD_BYTES)] = 64 * 1024

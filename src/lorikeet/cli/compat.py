@@ -43,7 +43,7 @@ _TEXT_MODELS = "only models that generate text are served"
 _STEPS = "the engine itself decides how many steps are planned at once"
 _KERNELS = "the kernels are chosen by device (--kernels), and need no compiler options"
 _GRAMMARS = "grammars are compiled by llguidance"
-_TEXT_ONLY = "only text models are served"
+_PROCESSOR = "images are processed by the options in the model's own files"
 _OTHER_MACHINES = (
     "ranks on other machines join with --rank-address HOST:PORT here and `lorikeet rank HOST:PORT` there; "
     "--ray-address starts whole replicas on other machines"
@@ -125,11 +125,10 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     ),
     "--enable-scale-out": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--speculative-config": ForeignFlag("speculative decoding is not supported", refuse=True),
-    "--default-mm-loras": ForeignFlag(_TEXT_ONLY, refuse=True),
-    "--enable-tower-connector-lora": ForeignFlag(_TEXT_ONLY, value=False, refuse=True),
-    "--limit-mm-per-prompt": ForeignFlag(_TEXT_ONLY),
-    "--mm-processor-kwargs": ForeignFlag(_TEXT_ONLY),
-    "--enable-multimodal": ForeignFlag(_TEXT_ONLY, value=False, refuse=True),
+    "--default-mm-loras": ForeignFlag("a request names its adapter in `model`", refuse=True),
+    "--enable-tower-connector-lora": ForeignFlag("LoRA on vision towers is ignored with a warning", value=False),
+    "--mm-processor-kwargs": ForeignFlag(_PROCESSOR, same=("{}",), refuse=True),
+    "--enable-multimodal": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--language-model-only": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--kv-transfer-config": ForeignFlag("KV is not handed over to other servers", refuse=True),
     "--enable-sleep-mode": ForeignFlag(_ALWAYS, value=False, same=("",)),
@@ -179,7 +178,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--ssl-ca-certs": ForeignFlag("put a proxy in front to ask clients for certificates", refuse=True),
 }
 
-_LISTS = ("--lora-modules", "--lora-paths", "--served-model-name", "--api-key")
+_LISTS = ("--lora-modules", "--lora-paths", "--served-model-name", "--api-key", "--allowed-media-domains")
 """Options that take several values in vLLM and SGLang."""
 
 _LEVEL = re.compile(r"-O=?[0-3]?")
@@ -228,6 +227,8 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             notes.append(f"{word} is ignored: {_KERNELS}")
         elif flag == "--kv-events-config":
             kept += _kv_event_flags(value if equals else _take_value(flag, words))
+        elif flag == "--limit-mm-per-prompt":
+            kept += _image_flags(value if equals else _take_value(flag, words))
         elif flag in FOREIGN_FLAGS:
             if FOREIGN_FLAGS[flag].value and not equals:
                 value = _take_value(flag, words)
@@ -243,6 +244,24 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             kept.append(word)
     return kept, notes
+
+
+def _image_flags(text: str) -> list[str]:
+    """Return Lorikeet's flags for a value of vLLM's ``--limit-mm-per-prompt``, such as ``{"image": 4, "video": 0}``.
+
+    Raises:
+        CompatError: the value is not a JSON object of numbers.
+    """
+    try:
+        limits = json.loads(text)
+    except ValueError as error:
+        raise CompatError(f"--limit-mm-per-prompt: {text!r} is not JSON: {error}") from error
+    most = limits.get("image") if isinstance(limits, dict) else ""
+    if isinstance(most, dict):
+        most = most.get("count")
+    if most is not None and not isinstance(most, int):
+        raise CompatError(f'--limit-mm-per-prompt: {text!r} must be a JSON object such as {{"image": 4}}')
+    return [] if most is None else ["--max-images", str(most)]
 
 
 def _kv_event_flags(text: str) -> list[str]:

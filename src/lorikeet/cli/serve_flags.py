@@ -59,7 +59,7 @@ def preload_pair(text: str) -> str:
 
 
 def origins(text: str) -> list[str]:
-    """Return the origins in a value of ``--allowed-origins``: a single origin, or vLLM's JSON list.
+    """Return the entries in a value of ``--allowed-origins`` and the like: a single one, or vLLM's JSON list.
 
     Raises:
         ValueError: the value looks like JSON but is not a list of strings.
@@ -68,7 +68,7 @@ def origins(text: str) -> list[str]:
         return [text]
     named = json.loads(text)
     if not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
-        raise ValueError(f"{text!r} is not a list of origins")
+        raise ValueError(f"{text!r} is not a list of strings")
     return named
 
 
@@ -353,6 +353,17 @@ FLAGS = (
         "Report the times of a request in its answer.",
     ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
+    Flag(
+        "--allowed-media-domains",
+        "server.allowed_media_domains",
+        list[str],
+        "Host or URL prefix from which images of requests are fetched; repeatable.",
+        origins,
+        "HOST",
+    ),
+    Flag("--media-timeout", "server.media_timeout_s", float, "Seconds that fetching an image may take."),
+    Flag("--max-images", "server.max_images", int, "Images of a request."),
+    Flag("--max-image-pixels", "server.max_image_pixels", int, "Largest area of an image, in pixels."),
     Flag("--max-connections", "server.max_connections", int, "Connections open at once; more are answered with 503."),
     Flag(
         "--max-head --h11-max-incomplete-event-size",

@@ -76,6 +76,8 @@ class RequestLog:
             "finish_reason": ended.reason,
             "decisions": [decision_json(each, timings.arrival_s) for each in timings.decisions],
         }
+        if request.images:
+            line["images"] = len(request.images)
         if self.wants_text:
             line |= {"prompt_token_ids": request.prompt_token_ids, "text": ended.text or ""}
         try:

@@ -88,10 +88,8 @@ class PromptImages:
         """
         assert self.tokens is not None, "the model takes no images"
         if len(images) > self._settings.max_images:
-            raise bad_request(
-                f"{images[self._settings.max_images].where}: a request may have {self._settings.max_images} images.",
-                _PARAM,
-            )
+            where = images[self._settings.max_images].where
+            raise bad_request(f"{where}: a request may have {self._settings.max_images} images.", _PARAM)
         files = await self._contents(images)
         began_s = time.monotonic()
         try:
