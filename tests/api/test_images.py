@@ -192,7 +192,7 @@ async def test_faults_name_the_part_of_the_body(server: Running) -> None:
     good = picture()
     place = "messages.0.content.1.image_url: "
     assert await refusal(chat(part(good), {"type": "image_url"})) == (
-        "messages.0.content.1: a part of type 'image_url' needs image_url."
+        "messages.0.content.1: a part of type 'image_url' needs image_url with a url."
     )
     assert await refusal(chat(part(good), part("data:image/png;base64,@@@"))) == (
         place + "the data is not base64: Only base64 data is allowed."
@@ -223,7 +223,7 @@ async def test_faults_name_the_part_of_the_body(server: Running) -> None:
     assert (await refusal(asked, "/v1/responses")).startswith("input.0.content.0.image_url: the image is not an image")
     asked["input"][0]["content"] = [{"type": "input_image", "file_id": "file-1"}]
     assert await refusal(asked, "/v1/responses") == ("input.0.content.0: a file_id cannot be read; send image_url.")
-    long = chat(*[part(picture(seed, (64, 64))) for seed in range(3)], text("word " * 900))
+    long = chat(*[part(picture(seed, (64, 64))) for seed in range(3)], text("word " * 3000))
     assert "context" in await refusal(long) or "tokens" in await refusal(long)
     assert not server.engine.submitted
 

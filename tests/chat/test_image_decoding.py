@@ -63,8 +63,8 @@ def test_only_the_first_frame_of_an_animation_is_decoded(kind: str) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (png_of_zeros(60_000, 60_000, rows=1), "has 60000 x 60000 pixels; at most 65536 are decoded"),
-        (png_of_zeros(400, 400), "at most 65536"),
+        (png_of_zeros(60_000, 60_000, rows=1), "has more than 65536 pixels"),
+        (png_of_zeros(400, 400), "has more than 65536 pixels"),
         (gif_with_large_frame(9000, 9000), "has more than 65536 pixels"),
         (png_of_zeros(10_000, 1), "one side may be at most 200 times the other"),
         (png_of_zeros(1, 10_000), "one side may be at most 200 times the other"),

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -12,14 +13,14 @@ from lorikeet.http.url_fetcher import FetchError, UrlFetcher, is_public
 
 
 @asynccontextmanager
-async def site(**answers: web.Response) -> AsyncIterator[tuple[str, list[str]]]:
+async def site(**answers: dict[str, Any]) -> AsyncIterator[tuple[str, list[str]]]:
     """Serve answers by path, and list the paths that were requested."""
     seen: list[str] = []
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         seen.append(request.path)
-        found = answers.get(request.path.strip("/").replace("/", "_"))
-        return found or web.Response(status=404)
+        found = answers.get(request.path.strip("/").replace("/", "_"), {"status": 404})
+        return web.Response(**found)
 
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
@@ -33,7 +34,7 @@ async def site(**answers: web.Response) -> AsyncIterator[tuple[str, list[str]]]:
 
 
 async def test_an_allowed_url_is_fetched() -> None:
-    async with site(open_a=web.Response(body=b"image")) as (root, _):
+    async with site(open_a={"body": b"image"}) as (root, _):
         assert await UrlFetcher([f"{root}/open/"], 100, 5.0).fetch(f"{root}/open/a") == b"image"
         assert await UrlFetcher([f"{root}/open"], 100, 5.0).fetch(f"{root}/open/a?size=3") == b"image"
 
@@ -43,7 +44,7 @@ async def test_an_allowed_url_is_fetched() -> None:
     ["/a", "/opened/a", "/open/../a", "/open/%2e%2e/a", "/open/%252e%252e/a", "/open/..%5ca", "//open/a"],
 )
 async def test_nothing_beside_an_allowed_prefix_is_fetched(path: str) -> None:
-    async with site(a=web.Response(body=b"secret")) as (root, seen):
+    async with site(a={"body": b"secret"}) as (root, seen):
         with pytest.raises(FetchError, match=r"is not fetched from 127\.0\.0\.1"):
             await UrlFetcher([f"{root}/open/"], 100, 5.0).fetch(root + path)
         assert not seen
@@ -100,14 +101,14 @@ async def test_a_name_that_leads_into_a_network_is_refused(address: str, monkeyp
 
 
 async def test_a_redirect_may_lead_to_an_allowed_place_only() -> None:
-    async with site(private=web.Response(body=b"secret")) as (inside, seen):
+    async with site(private={"body": b"secret"}) as (inside, seen):
         moved = {
-            "open_a": web.Response(status=302, headers={"Location": "/open/b"}),
-            "open_b": web.Response(body=b"image"),
-            "open_out": web.Response(status=302, headers={"Location": f"{inside}/private"}),
-            "open_up": web.Response(status=301, headers={"Location": "/private"}),
-            "open_file": web.Response(status=307, headers={"Location": "file:///etc/passwd"}),
-            "open_round": web.Response(status=308, headers={"Location": "/open/round"}),
+            "open_a": {"status": 302, "headers": {"Location": "/open/b"}},
+            "open_b": {"body": b"image"},
+            "open_out": {"status": 302, "headers": {"Location": f"{inside}/private"}},
+            "open_up": {"status": 301, "headers": {"Location": "/private"}},
+            "open_file": {"status": 307, "headers": {"Location": "file:///etc/passwd"}},
+            "open_round": {"status": 308, "headers": {"Location": "/open/round"}},
         }
         async with site(**moved) as (root, _):
             fetcher = UrlFetcher([f"{root}/open/"], 100, 5.0)
@@ -124,7 +125,7 @@ async def test_a_redirect_may_lead_to_an_allowed_place_only() -> None:
 
 
 async def test_size_time_and_status_are_limited() -> None:
-    async with site(large=web.Response(body=bytes(101)), packed=web.Response(body=bytes(90))) as (root, _):
+    async with site(large={"body": bytes(101)}, packed={"body": bytes(90)}) as (root, _):
         fetcher = UrlFetcher([root], 100, 5.0)
         with pytest.raises(FetchError, match="has more than 100 bytes"):
             await fetcher.fetch(f"{root}/large")

@@ -34,11 +34,11 @@ def open_image(data: bytes, max_pixels: int) -> Image.Image:
     Raises:
         ImageError: the content is no image in one of the ``FORMATS``, or exceeds a limit.
     """
-    # Pillow compares it with each frame of a GIF, which may be larger than the head says.
+    # Pillow compares it with the head, and with each frame of a GIF, which may be larger.
     Image.MAX_IMAGE_PIXELS = max_pixels
     with _image_errors(max_pixels):
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        _check_head(image, data, max_pixels)
+        _check_head(image, data)
         return image
 
 
@@ -72,10 +72,8 @@ def _image_errors(max_pixels: int) -> Iterator[None]:
         raise ImageError(f"cannot be decoded: {reason[:200]}") from error
 
 
-def _check_head(image: Image.Image, data: bytes, max_pixels: int) -> None:
+def _check_head(image: Image.Image, data: bytes) -> None:
     width, height = image.size
-    if width * height > max_pixels:
-        raise ImageError(f"has {width} x {height} pixels; at most {max_pixels} are decoded")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise ImageError(f"has {width} x {height} pixels; one side may be at most {MAX_ASPECT} times the other")
     if image.format == "JPEG" and data.count(_START_OF_SCAN) > _MAX_SCANS:

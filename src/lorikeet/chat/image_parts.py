@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.chat.protocol import ChatMessage, ContentPart, ImageUrl
+from lorikeet.chat.protocol import ChatMessage, ContentPart
 from lorikeet.http.errors import bad_request
 
 IMAGE_PARTS = ("image_url", "input_image", "image")
@@ -49,16 +49,14 @@ def images_of(messages: Sequence[ChatMessage]) -> list[ImageSource]:
 
 
 def _source(part: ContentPart, where: str) -> ImageSource:
-    given = part.image_url
-    url = given if given is None or isinstance(given, str) else given.url
-    if not url:
-        raise bad_request(f"{where}: a part of type {part.type!r} needs image_url.", "messages")
-    return ImageSource(where_of(part) or f"{where}.image_url", url)
+    if part.image_url is None or not part.image_url.url:
+        raise bad_request(f"{where}: a part of type {part.type!r} needs image_url with a url.", "messages")
+    return ImageSource(where_of(part) or f"{where}.image_url", part.image_url.url)
 
 
 def where_of(part: ContentPart) -> str | None:
     """Return the place of a part in a body of another API; None for the place in the chat."""
-    return part.image_url.where if isinstance(part.image_url, ImageUrl) else None
+    return None if part.image_url is None else part.image_url.where
 
 
 class ImageFile(msgspec.Struct, frozen=True):

@@ -309,7 +309,7 @@ class ContentPart(Body):
 
     type: str
     text: str | None = None
-    image_url: ImageUrl | str | None = None
+    image_url: ImageUrl | None = None
 
 
 class CalledFunction(Body):
