@@ -134,7 +134,7 @@ def _load(folder: Path, model_type: str) -> Any:
 
     kind = _processor_class(folder, model_type)
 
-    class WithoutVideo(kind):  # type: ignore[misc]
+    class WithoutVideo(kind):  # type: ignore[misc, valid-type]
         """The same processor, of which only the images and the tokenizer are loaded."""
 
         @classmethod
