@@ -109,6 +109,7 @@ ImageAnswer = ProcessorReady | PromptRead | ImageRefused
 def main() -> None:
     """Process prompts from standard input until the input ends."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then does without it.
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}  # And says so.
     run_helper(_prepare, _MEMORY_BYTES)
 
 
