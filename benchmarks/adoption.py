@@ -23,7 +23,7 @@ from tests.support.live import write_adapter
 from tests.support.served import Server, make_model, serving
 
 COMPLETIONS = "/v1/completions"
-TOKENS = 400
+TOKENS = 1000
 ADAPTERS = 4
 NODE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 
@@ -58,10 +58,11 @@ async def adopted(server: Server) -> bool:
 
 async def measure(streams: int, folder: Path) -> None:
     """Run the experiment, and print its figures."""
-    model = make_model(folder / "model")
+    model = make_model(folder / "model", positions=2 * TOKENS)
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **NODE}, shutdown_at_exit=False)
     nodes.add_node(num_cpus=1, **NODE)
     flags = ["--replicas", "1", "--threads", "1", "--ray-address", nodes.address, "--dtype", "float32"]
+    flags += ["--memory", "128MiB", "--max-num-seqs", str(streams)]  # All streams run at once.
     flags += ["--registry-url", f"sqlite:///{folder}/registry.db", "--store-dir", str(folder / "store")]
     flags += ["--lora-modules"]
     for number in range(ADAPTERS):

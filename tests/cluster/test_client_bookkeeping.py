@@ -261,6 +261,8 @@ async def test_adapter_is_kept_while_a_request_of_a_lost_replica_needs_it(
         )
         await give_up(cluster, R0, monkeypatch)
         await until(lambda: cluster.hosts[R1].engines[0].heard_of(Submit), "R1's engine has got the request")
+        (decided,) = handle.timings.decisions
+        assert decided.why == "replica-0 died, and replica-1 got the request; it goes on after 0 tokens of the answer"
         assert not dropping.done()
         handle.abort()
         assert await dropping == 10

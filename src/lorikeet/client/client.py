@@ -19,8 +19,10 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
     AdapterEvent,
     AdapterEvicted,
+    Decided,
     Finished,
     FinishReason,
+    Mechanism,
     Queued,
     RequestEvent,
     RequestTimings,
@@ -63,6 +65,7 @@ class RequestHandle:
         is_queued: whether the newest attempt has reached its engine.
         replica: the replica that runs the request; None while it runs nowhere.
         sent_s: time of sending to that replica of a cluster, on this process's clock.
+        left: the replica of a cluster to which the request was sent before, in words, with what became of it.
     """
 
     def __init__(self, request: Request, abort: Callable[["RequestHandle", bool], None]) -> None:
@@ -76,6 +79,7 @@ class RequestHandle:
         self.is_queued = False
         self.replica: ReplicaId | None = None
         self.sent_s = 0.0
+        self.left = ""
         self._abort = abort
         self._unheard: list[RequestOutput | EngineError] = []
         """Outputs that arrived before there was a listener."""
@@ -112,6 +116,11 @@ class RequestHandle:
     def salt(self, salt: str) -> None:
         """Separate the KV of later attempts from that of all earlier ones."""
         self.request = msgspec.structs.replace(self.request, cache_salt=f"{salt}\0{self.request.cache_salt}")
+
+    def goes_on(self, why: str) -> None:
+        """Record where and why the request goes on, for ``lorikeet why``."""
+        why = f"{why}; it goes on after {len(self.token_ids)} tokens of the answer"
+        self.timings.apply(Decided(self.request.request_id, time.monotonic(), Mechanism.PLACEMENT, 0.0, why))
 
     def next_attempt(self) -> Request:
         """Begin the next attempt: return the request for an engine, with all tokens that have arrived."""
@@ -568,6 +577,8 @@ class EngineClient:
             self._supervisor.name_adapters(*self._names)
         handles = list(self._streams)
         for handle in handles:
+            if handle.deaths:
+                handle.goes_on("the engine was started again")
             handle.replica = ONLY_REPLICA
             self._supervisor.send(Submit(handle.next_attempt()))
         for digest in self._drops:  # Drops follow the requests, which may still use their versions.

@@ -222,6 +222,7 @@ class ClusterClient:
             request_id = handle.request.request_id
             self._replicas[handle.replica].supervisor.send(Abort(request_id))
             self._moves.forget(request_id)
+            handle.left = "its KV was given up"
             handle.replica = None
             self._apply(self._dispatcher.ended(request_id, time.monotonic(), is_complete=False))
             self._apply(self._arrive(handle))
@@ -417,6 +418,8 @@ class ClusterClient:
         pending = [actions]
         for handle in [self._streams[request_id] for request_id in orphaned if request_id in self._streams]:
             was_running = handle.replica is not None
+            if was_running:
+                handle.left = f"{handle.replica} {'died' if died else 'left'}"
             handle.replica = None
             self._moves.forget(handle.request.request_id)
             if not (died and was_running) or self._streams.count_death(handle, code):
@@ -559,6 +562,10 @@ class ClusterClient:
 
     def _send(self, handle: RequestHandle, replica_id: ReplicaId) -> None:
         request = self._files.with_folder(handle.next_attempt(), replica_id)
+        if handle.left:
+            with_kv = " with its KV" if request.request_id in self._moves.carried else ""
+            handle.goes_on(f"{handle.left}, and {replica_id} got the request{with_kv}")
+        handle.left = f"it was moved from {replica_id}"
         handle.replica = replica_id
         handle.sent_s = time.monotonic()
         for message in self._moves.messages(request):
