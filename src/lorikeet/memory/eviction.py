@@ -26,7 +26,7 @@ from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.shadows import CopyShadow
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
+from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 from lorikeet.presets import HostKv
 
 _HEAP_NODES = 256
@@ -203,9 +203,8 @@ class EvictionQueues:
         tree = self._tree
         run = [node]
         parent = tree.parent.item
-        kind = tree.kind.item
-        while len(run) < most and kind(above := parent(run[-1])) == NodeKind.KV:
-            run.append(above)
+        for _ in range(min(most, tree.depth.item(node)) - 1):
+            run.append(parent(run[-1]))
         at = np.asarray(run)
         follows = (self._evictable(at, np.arange(len(at)) > 0) & (tree.score[at] == tree.score[node])).tolist()
         return run[: follows.index(False)] if False in follows else run
@@ -732,8 +731,7 @@ class Evictor:
             now: the time.
         """
         tree = self._tree
-        tops = np.array([BASE, *tree.adapters], np.int64)
-        tops = tops[tree.on_device[tops]]
+        tops = tree.tops[tree.on_device[tree.tops]]
         tops = tops[pays(tops)]
         if not len(tops):
             return

@@ -270,7 +270,7 @@ class Memory:
         nodes = np.asarray(inflight.nodes, np.int64)
         parents = tree.parent[nodes[tree.kind[nodes] == NodeKind.KV]]
         self.adapters.evict_kv_without_parents(nodes, now)
-        self.evictor.offer_all(np.unique(parents).astype(np.int64))
+        self.evictor.offer_all(np.array(sorted(set(parents.tolist())), np.int64))
         self.evictor.remove_empty(list(reversed(inflight.nodes)))
         if inflight.transfer.adapter is not None:
             self.adapters.evict_kv_without_adapter(inflight.nodes[0], now)

@@ -1,6 +1,7 @@
 """Inserts computed KV into the tree."""
 
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from lorikeet.core.ids import BlockId
@@ -96,8 +97,10 @@ class PrefixInsertion:
         """Add nodes for blocks that the tree does not contain."""
         if not new:
             return
-        tops = [self._tops(lease, len(keys)) for lease, keys in new]
-        above = [lease.path[-1] if lease.path else top for (lease, _), (top, *_) in zip(new, tops, strict=True)]
+        tops = None
+        if any(lease.adapter_start for lease, _ in new):
+            tops = list(chain.from_iterable(self._tops(lease, len(keys)) for lease, keys in new))
+        above = [lease.path[-1] if lease.path else self._tops(lease, 1)[0] for lease, _ in new]
         nodes: list[int] = []
         blocks: list[BlockId] = []
         branches = self._tree.add_kv(above, [keys for _, keys in new], now, tops)
@@ -107,9 +110,8 @@ class PrefixInsertion:
             lease.path += branch
             nodes += branch
             blocks += inserted
-        self._tiers.adopt(nodes, blocks)
+        self._tiers.insert(nodes, blocks)
         self._eviction.inserted(nodes, now)
-        self._tiers.pin(nodes)
 
     def _tops(self, lease: SequenceLease, count: int) -> list[int]:
         """Return the top node of each of the next ``count`` blocks.

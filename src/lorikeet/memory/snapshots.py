@@ -238,7 +238,7 @@ class Snapshots:
                 adopted.append(node)
             above = node
         if new:
-            ((*chain,),) = tree.add_kv([above], [new], now, [[int(tree.top[above])] * len(new)])
+            ((*chain,),) = tree.add_kv([above], [new], now)
             tiers.adopt(chain, blocks[self.blocks - len(new) :])
             adopted += chain
         taken = {int(tree.device[node]) for node in adopted}

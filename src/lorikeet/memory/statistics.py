@@ -149,6 +149,9 @@ class MemoryCounters:
         A block is invalid if its adapter or earlier KV is not on the device.
         """
         tree = self._tiers.tree
+        away = tree.tops[~tree.on_device[tree.tops]]
+        if self._dependent and not (tree.has_mixed_branches or tree.children_on_device[away].any()):
+            return 0, self._tiers.cached_blocks[NodeKind.KV]
         end = self._tiers.tree.end
         is_kv = tree.kind[:end] == NodeKind.KV
         there = tree.on_device[:end]

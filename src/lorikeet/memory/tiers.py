@@ -88,15 +88,25 @@ class Tiers:
         self.used_blocks[NodeKind.KV] -= len(blocks)
 
     def adopt(self, nodes: Sequence[int], blocks: Sequence[BlockId]) -> None:
-        """Assign leased private blocks to new KV nodes, which are not pinned yet."""
+        """Assign leased private blocks to unpinned KV nodes."""
+        self._assign(np.asarray(nodes, np.int64), blocks)
+        self._kv -= len(nodes)
+        self.cached_blocks[NodeKind.KV] += len(nodes)
+
+    def insert(self, nodes: Sequence[int], blocks: Sequence[BlockId]) -> None:
+        """Assign leased private blocks to new KV nodes, and pin the nodes, which belong to running sequences."""
         tree = self.tree
         at = np.asarray(nodes, np.int64)
+        self._assign(at, blocks)
+        tree.pins[at] = 1
+        tree.touched[at] += 1
+
+    def _assign(self, at: Nodes, blocks: Sequence[BlockId]) -> None:
+        tree = self.tree
         tree.device[at] = blocks
         tree.device_generation[at] = self.device.generations(blocks)
         tree.on_device[at] = True
         tree.count_on_device(at, 1)
-        self._kv -= len(nodes)
-        self.cached_blocks[NodeKind.KV] += len(nodes)
 
     def device_blocks(self, path: Sequence[int] | Nodes) -> list[BlockId]:
         """Return the device blocks of KV nodes that are on the device or in flight to it.

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -107,6 +108,7 @@ class DependencyTree:
         touched: counter that rises with each change of the node, so that outdated heap entries can be recognised.
         is_snapshot: whether the node is a block of a state instead of KV (see ``memory/snapshots.py``).
         adapters: adapter fields by node.
+        has_mixed_branches: whether KV may have been added below KV of another adapter or the base.
     """
 
     _FIELDS = (
@@ -159,6 +161,8 @@ class DependencyTree:
         for name, dtype, empty in self._FIELDS:
             setattr(self, name, np.full(_FIRST_NODES, empty, dtype))
         self.adapters: dict[int, AdapterNode] = {}
+        self.has_mixed_branches = False
+        self._tops: Nodes | None = None
         self._by_digest: dict[AdapterDigest | None, int] = {None: BASE}
         self._by_key: dict[bytes, int] = {}
         self._keys: list[bytes] = [b""] * _FIRST_NODES
@@ -174,6 +178,13 @@ class DependencyTree:
     def adapter(self, digest: AdapterDigest | None) -> int | None:
         """Return the node of a version (None for the base); None if the tree does not contain it."""
         return self._by_digest.get(digest)
+
+    @property
+    def tops(self) -> Nodes:
+        """Nodes of the base and of all adapters."""
+        if self._tops is None:
+            self._tops = np.array([BASE, *self.adapters], np.int64)
+        return self._tops
 
     def digest(self, node: int) -> AdapterDigest | None:
         """Return the digest of a node's adapter version; None for the base."""
@@ -252,6 +263,7 @@ class DependencyTree:
         self.top[node] = node
         self.size[node] = device_size
         self.adapters[node] = AdapterNode(ref, host_size)
+        self._tops = None
         self._by_digest[ref.digest] = node
         return node
 
@@ -270,7 +282,7 @@ class DependencyTree:
         above: Sequence[int],
         keys: Sequence[Sequence[bytes]],
         now: float,
-        tops: Sequence[Sequence[int]] | None = None,
+        tops: Sequence[int] | Nodes | None = None,
     ) -> list[list[int]]:
         """Add chains of KV blocks that are on no tier yet.
 
@@ -278,47 +290,48 @@ class DependencyTree:
             above: parent of the first block of each chain.
             keys: keys of each chain, at least one. Each block is the parent of the next.
             now: the time.
-            tops: node of the adapter or base that computed each block; None for the top of ``above``.
+            tops: node of the adapter or base that computed each block, of all chains in turn; None for the top of
+                ``above``.
 
         Returns:
             The nodes of each chain.
         """
-        flat = [key for chain in keys for key in chain]
+        flat = list(chain.from_iterable(keys))
         nodes = self._new(len(flat))
         self._by_key.update(zip(flat, nodes, strict=True))
         node_keys = self._keys
         for node, key in zip(nodes, flat, strict=True):
             node_keys[node] = key
-        if tops is None:
-            tops = [[int(self.top[parent])] * len(chain) for parent, chain in zip(above, keys, strict=True)]
-        branches: list[list[int]] = []
-        parents: list[int] = []
-        depths: list[int] = []
-        for parent, chain in zip(above, keys, strict=True):
-            branch = nodes[len(parents) : len(parents) + len(chain)]
-            branches.append(branch)
-            parents += [parent, *branch[:-1]]
-            depth = int(self.depth[parent])
-            depths += range(depth + 1, depth + 1 + len(chain))
+        lengths = np.fromiter(map(len, keys), np.int64, len(keys))
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
         at = np.array(nodes, np.int64)
+        heads = np.asarray(above, np.int64)
+        parents = np.empty_like(at)
+        parents[1:] = at[:-1]
+        parents[starts] = heads
         self.kind[at] = NodeKind.KV
         self.size[at] = 1
         self.visits[at] = 1.0
         self.last_use_s[at] = now
         self.score[at] = 0.0
         self.parent[at] = parents
-        self.depth[at] = depths
-        self.top[at] = [top for each in tops for top in each]
+        self.depth[at] = np.repeat(self.depth[heads] + 1 - starts, lengths) + np.arange(len(at))
+        if tops is None:
+            self.top[at] = np.repeat(self.top[heads], lengths)
+        else:
+            self.top[at] = tops
+            self.has_mixed_branches = True
         self.children[at] = 1
-        self.is_snapshot[at] = [len(key) > KEY_BYTES for key in flat]
-        for parent, branch in zip(above, branches, strict=True):
-            self.children[branch[-1]] = 0
-            self.children[parent] += 1
-        return branches
+        self.is_snapshot[at] = np.repeat([len(each[0]) > KEY_BYTES for each in keys], lengths)
+        self.children[at[ends - 1]] = 0
+        np.add.at(self.children, heads, np.int32(1))
+        return [nodes[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def remove_adapter(self, node: int) -> None:
         """Remove an adapter that has no children and is on no tier."""
         del self._by_digest[self.adapters.pop(node).ref.digest]
+        self._tops = None
         self.kind[node] = NodeKind.UNUSED
         self.touched[node] += 1  # marks heap entries of the removed node as outdated
         self._free.append(node)

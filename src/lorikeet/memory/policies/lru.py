@@ -6,7 +6,7 @@ import numpy as np
 
 from lorikeet.core.guard import GuardedPart
 from lorikeet.memory.policies.base import MIN_REUSED_SHARE, EvictionPolicy, MemoryView
-from lorikeet.memory.tree import BASE, NodeKind, Nodes, Scores
+from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
 _EVICTED_FIRST_S: Final = 1e9
 
@@ -41,7 +41,7 @@ class LruWithReuse(Lru):
         if not self.view.guards.is_on(GuardedPart.EVICTION):
             self._rarely_reused = b""
             return before != b""
-        tops = np.array([BASE, *self.view.tree.adapters], np.int64)
+        tops = self.view.tree.tops
         self._rarely_reused = np.packbits(self.view.kv_reuse(tops) < MIN_REUSED_SHARE).tobytes() + tops.tobytes()
         return self._rarely_reused != before
 
