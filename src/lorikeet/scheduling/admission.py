@@ -150,6 +150,12 @@ class AdmissionQueue(ABC):
         the step is full. In that case the last request was not tried.
         """
 
+    def skip(self, now: float) -> None:
+        """Update the queue in a step that is full already. By default, a candidate is chosen and not tried."""
+        policy = self.admit(now)
+        next(policy, None)
+        policy.close()
+
     @abstractmethod
     def waiting(self) -> Iterable[Request]:
         """Return the waiting requests, roughly in their order of admission. Prefetch policies use this order."""
@@ -235,6 +241,9 @@ class OrderedQueue(AdmissionQueue):
     def remove(self, request: Request, now: float) -> None:
         """Remove a waiting request."""
         self._waiting.remove(request)
+
+    def skip(self, now: float) -> None:
+        """Do nothing, because ranks never change."""
 
     def admit(self, now: float) -> Admission:
         """Yield requests by rank."""

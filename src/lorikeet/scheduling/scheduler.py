@@ -323,6 +323,9 @@ class Scheduler:
 
     def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
         """Try the admission policy's candidates until none is left or the step is full."""
+        if not (builder.budget_tokens and self.selector.can_admit_more(self._running)):
+            self.queue.skip(now)
+            return
         policy = self.queue.admit(now)
         candidate = next(policy, None)
         while candidate is not None and builder.budget_tokens and self.selector.can_admit_more(self._running):

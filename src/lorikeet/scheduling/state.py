@@ -128,10 +128,11 @@ class RobustFit:
             times = self._times[used]
             near = _EXACT * float(np.median(values)) + 1e-12
             weights = times
+            diagonal = np.diag_indices(samples.shape[1])
             for _ in range(_ROUNDS):
                 weighted = samples.T * weights
                 squares = weighted @ samples
-                squares += self._ridge * np.diag(np.diag(squares)) + _PRIOR * np.eye(len(squares))
+                squares[diagonal] += self._ridge * squares[diagonal] + _PRIOR
                 self._parts = _least_squares(squares, weighted @ values)
                 weights = times * near / np.maximum(np.abs(samples @ self._parts - values), near)
         assert self._parts is not None

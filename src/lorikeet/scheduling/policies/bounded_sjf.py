@@ -93,6 +93,7 @@ class BoundedShortestFirst(AdmissionQueue):
         self._columns = np.zeros((0, 6))
         self._admitted: dict[RequestId, _Charge] = {}
         self._costs = np.zeros(0)
+        self._ahead_s = np.zeros(0)  # costs of all older requests
         self._order = np.zeros(0, np.int64)
         self._fresh_until_s = -np.inf
         self._elapsed_until_s = 0.0
@@ -132,6 +133,13 @@ class BoundedShortestFirst(AdmissionQueue):
         """Remove a request, unless it will be queued again."""
         if not will_resume:
             self._admitted.pop(request.request_id, None)
+
+    def skip(self, now: float) -> None:
+        """Update the costs and the longest wait, but choose no request."""
+        if self._waiting:
+            if now >= self._fresh_until_s:
+                self._refresh(now)
+            self._allowances_s(now)
 
     def admit(self, now: float) -> Admission:
         """Yield the cheapest request that may pass all older requests, repeatedly."""
@@ -205,7 +213,7 @@ class BoundedShortestFirst(AdmissionQueue):
 
     def _note_admitted(self, request: Request, cost_s: float, prompt_share: float, now: float) -> None:
         place = self._waiting.index(request)
-        self._columns[:place, (_DELAYED, _PENDING)] += cost_s
+        self._columns[:place, _DELAYED : _PENDING + 1] += cost_s
         if len(self._waiting) > 1:
             self._served_s += cost_s * self._served_s / self._queued_s
         delayed_s, waited_s = self._take(place)
@@ -227,8 +235,7 @@ class BoundedShortestFirst(AdmissionQueue):
     def _allowances_s(self, now: float) -> _Floats:
         """Return the seconds by which each considered request may still be delayed."""
         delayed_s, pending_s, waited_s, queued_s, *_ = self._columns[: len(self._costs)].T
-        ahead_s = np.concatenate(([0.0], np.cumsum(self._costs)[:-1]))
-        waits_s = waited_s + now - queued_s + pending_s + np.where(np.isfinite(ahead_s), ahead_s, 0.0)
+        waits_s = waited_s + now - queued_s + pending_s + self._ahead_s
         under_fifo_s = np.maximum(0.0, waits_s - delayed_s)
         self._note_fifo_wait(float(under_fifo_s.max()), now)
         allowances_s: _Floats = np.minimum(_DELAY_SHARE * under_fifo_s + _DELAY_S - delayed_s, self._worst_s - waits_s)
@@ -252,6 +259,8 @@ class BoundedShortestFirst(AdmissionQueue):
         self._served_s = self._served_s * fade
         self._charge_overruns(running)
         self._costs = self._costs_s(len(requests), running)
+        ahead_s = np.concatenate(([0.0], np.cumsum(self._costs)[:-1]))
+        self._ahead_s = np.where(np.isfinite(ahead_s), ahead_s, 0.0)
         adapters = {request.digest: request.adapter for request in requests}
         is_resident = {digest: self.view.is_resident(adapter) for digest, adapter in adapters.items()}
         resident = [is_resident[request.digest] for request in requests]
@@ -267,7 +276,7 @@ class BoundedShortestFirst(AdmissionQueue):
             tokens = int(each.output_tokens * _GROWTH) + 1
             more_s = charge.cost_s * (tokens / charge.output_tokens - 1)
             place = bisect_right(self._waiting, charge.arrival_s, key=_arrival)
-            self._columns[:place, (_DELAYED, _PENDING)] += more_s
+            self._columns[:place, _DELAYED : _PENDING + 1] += more_s
             charge.cost_s += more_s
             charge.output_tokens = tokens
 
