@@ -233,6 +233,7 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     ready_within_s: float = 300.0,
     port: int = 0,
+    health: str = "/health",
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, wait until it is ready, and stop it with its children.
 
@@ -245,6 +246,7 @@ def running_server(
         environment: environment variables in addition to those of this process.
         ready_within_s: limit of the start time in seconds.
         port: port of the server; 0 for a free port.
+        health: path that answers 200 once the server is ready.
 
     Raises:
         RuntimeError: the server ended or was not ready in time. The message contains the end of its log.
@@ -264,7 +266,7 @@ def running_server(
         )
     server = RunningServer(f"http://127.0.0.1:{port}", process)
     try:
-        _wait_until_ready(server, log, time.monotonic() + ready_within_s)
+        _wait_until_ready(server, log, time.monotonic() + ready_within_s, health)
         yield server
     finally:
         _stop(process)
@@ -292,12 +294,12 @@ def chat_body(model: str, content: str, tokens: int, **parameters: object) -> di
     }
 
 
-def _wait_until_ready(server: RunningServer, log: Path, until_s: float) -> None:
+def _wait_until_ready(server: RunningServer, log: Path, until_s: float, health: str) -> None:
     while time.monotonic() < until_s:
         if server.process.poll() is not None:
             break
         with suppress(OSError), closing(HTTPConnection(server.url.removeprefix("http://"), timeout=5)) as http:
-            http.request("GET", "/health")  # httpx would take 30 ms of a core for each call, which the server needs
+            http.request("GET", health)  # httpx would take 30 ms of a core for each call, which the server needs
             if http.getresponse().status == 200:
                 return
         time.sleep(_POLL_S)

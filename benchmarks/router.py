@@ -6,6 +6,7 @@
   again.
 * ``rate``: requests per second of processor time that the router and a plain forwarding proxy finish, with back ends
   that send tokens at a fixed pace; in turns.
+* ``added``: time that both add to the first event of a stream, one stream at a time, with the same back ends.
 * ``ttft``: time that both add to the TTFT of an idle Lorikeet.
 
 vLLM and llama.cpp run in separate environments below ``.venvs``.
@@ -67,7 +68,11 @@ def main() -> None:
     """Run the parts and print their tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="some of: " + ", ".join(PARTS))
-    parser.add_argument("--servers", default=",".join(SERVERS), help="servers: which of: " + ", ".join(SERVERS))
+    parser.add_argument(
+        "--servers",
+        default=",".join(SERVERS),
+        help="servers: which of: " + ", ".join(SERVERS) + "; vllm-2 is another of the same kind",
+    )
     parser.add_argument("--kill", default="", help="servers: those that are killed in turn; all if not given")
     parser.add_argument("--requests", type=int, default=100, help="servers: in flight")
     parser.add_argument("--tokens", type=int, default=48, help="servers: of each answer")
@@ -287,7 +292,7 @@ class Restartable:
 
     def __init__(self, name: str, scratch: Path) -> None:
         scratch.mkdir()
-        self._command, self._flags, self._environment = SERVERS[name](scratch)
+        self._command, self._flags, self._environment = SERVERS[name.partition("-")[0]](scratch)
         self._log = scratch / "log"
         self._stack = ExitStack()
         self._server: RunningServer | None = None
@@ -379,6 +384,35 @@ def rate(options: argparse.Namespace) -> None:
     print_table(title, ["", *sides, "router / proxy"], rows)
 
 
+def added(options: argparse.Namespace) -> None:
+    """Print the time that the router and a bare proxy add to the first event of a stream, one at a time."""
+    draw = random.Random(0)
+    adapter = next(iter(sample_adapters()))
+    with tempfile.TemporaryDirectory(prefix="lorikeet-router-") as text, ExitStack() as stack:
+        scratch = Path(text)
+        backend = stack.enter_context(running_server(["--paced"], scratch / "paced.log", command=HELPER))
+        bare = stack.enter_context(running_server(["--bare-proxy", backend.url], scratch / "bare.log", command=HELPER))
+        flags = ["--backend", backend.url, "--lora-modules", f"{adapter}={sample_adapters()[adapter]}"]
+        flags += ["--log-level", "warning"]
+        router = stack.enter_context(running_server(flags, scratch / "router.log", command=(LORIKEET, "router")))
+        sides = {"direct": backend, "bare proxy": bare, "router": router}
+        clients = {
+            name: stack.enter_context(httpx.Client(base_url=each.url, timeout=60)) for name, each in sides.items()
+        }
+        _first_event_s(clients["router"], adapter, draw)  # this request loads the adapter
+
+        def side(client: httpx.Client) -> Callable[[int], float]:
+            return lambda _: _first_event_s(client, adapter, draw)
+
+        found = in_turns({name: side(client) for name, client in clients.items()}, PAIRS, 10)
+    rows = []
+    for name in ("bare proxy", "router"):
+        times = [(some - other) * 1e3 for some, other in zip(found[name], found["direct"], strict=True)]
+        rows.append([name, with_interval(times, ".2f")])
+    direct = statistics.median(found["direct"]) * 1e3
+    print_table(f"Added to the first event, {direct:.2f} ms without", ["", "ms, P50 of the pairs"], rows)
+
+
 class Round(NamedTuple):
     """Holds requests per second of processor time and of wall time, and the median milliseconds to the first event."""
 
@@ -440,10 +474,11 @@ def _paced_backend(port: int) -> None:
 
 async def _tokens(body: dict[str, Any]) -> AsyncIterator[bytes]:
     shared = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]}
-    for number in range(PACED_TOKENS):
+    count = min(body["max_tokens"], PACED_TOKENS)
+    for number in range(count):
         if number:
             await asyncio.sleep(PACED_S)
-        reason = "length" if number == PACED_TOKENS - 1 else None
+        reason = "length" if number == count - 1 else None
         usage = {"prompt_tokens": 1, "completion_tokens": number + 1, "total_tokens": number + 2}
         event = {**shared, "choices": [{"index": 0, "text": " word", "finish_reason": reason}], "usage": usage}
         yield b"data: " + json.dumps(event).encode() + b"\n\n"
@@ -527,7 +562,12 @@ def _bare_proxy(url: str, port: int) -> None:
     uvicorn.run(Starlette(routes=served), port=port, loop="uvloop", access_log=False, log_level="warning")
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"servers": servers, "rate": rate, "ttft": ttft}
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "servers": servers,
+    "rate": rate,
+    "added": added,
+    "ttft": ttft,
+}
 
 
 if __name__ == "__main__":
