@@ -17,7 +17,7 @@ from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Sett
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.messages import StepOutputs
+from lorikeet.core.messages import ImageStats, StepOutputs
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request, RequestId, SamplingParams
 from lorikeet.engine.build import build_replica
@@ -80,12 +80,14 @@ class Outcome(msgspec.Struct):
         prompts: of each request that asked for them, the log probabilities of its prompt by position.
         cached: tokens of each prompt that came from the cache.
         preemptions: how many there were.
+        images: counters of images.
     """
 
     tokens: dict[str, list[Token]]
     prompts: dict[str, dict[int, PromptToken]]
     cached_tokens: int
     preemptions: int
+    images: ImageStats
 
 
 def run(settings: Settings, waves: Sequence[Sequence[Request]]) -> Outcome:
@@ -113,7 +115,7 @@ def run(settings: Settings, waves: Sequence[Sequence[Request]]) -> Outcome:
             tokens.setdefault(output.request_id, []).extend(output.tokens)
         for scored in turn.prompt_logprobs:
             prompts.setdefault(scored.request_id, {}).update(enumerate(scored.tokens, scored.position))
-    return Outcome(tokens, prompts, stats.prefix_hits_tokens, stats.preemptions)
+    return Outcome(tokens, prompts, stats.prefix_hits_tokens, stats.preemptions, stats.images)
 
 
 def request(name: str, prompt: list[int], adapter: AdapterRef | None, tokens: int, **params: Any) -> Request:

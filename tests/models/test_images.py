@@ -17,6 +17,10 @@ from lorikeet.core.events import Finished
 from lorikeet.core.request import Request
 from lorikeet.engine.build import build_replica
 from lorikeet.memory.packing import pack
+from lorikeet.models.parallel import SingleRankGroup
+from lorikeet.models.towers import Tower
+from lorikeet.models.transformers_decoder import decoder_of
+from lorikeet.worker.rank_setup import load_rank
 from tests.models.library_bases import VOCABULARY
 from tests.models.library_runs import (
     MAX_MODEL_LEN,
@@ -155,3 +159,43 @@ def test_an_image_that_the_tower_cannot_compute_fails_its_request_alone(tmp_path
     assert ended["good"] == ""
     assert "Image features and image tokens do not match" in ended["short"]
     assert ended["lacking"] == "the image at token 5: the processor gave nothing, and no pixel_values"
+
+
+def everywhere(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers and convolutions on which adapters act, of language model, projector and tower."""
+    geometry = Tower.of(model, decoder_of(model))
+    assert geometry is not None
+    modules = geometry.modules
+    return [*language_layers(model), *(modules.prefix + name for name in sorted(modules.adaptable))]
+
+
+PROJECTORS = {"idefics3": "connector", "smolvlm": "connector", "qwen2_5_vl": "merger", "qwen3_vl": "merger"}
+"""Name of the projector, if it is not the usual one."""
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_adapters_of_tower_and_projector_share_a_batch(tmp_path: Path, kind: str) -> None:
+    """LoRA everywhere, a whole projector beside LoRA of the language model, LoRA of the language model alone."""
+    impl = "lorikeet" if kind in OWN else "transformers"
+    projector = PROJECTORS.get(kind, "multi_modal_projector")
+    asks: list[tuple[Request, Seen]] = []
+    models: dict[str, PeftModel] = {}
+    for name in ("everywhere", "projector", "language"):
+        base = make_vision_base(tmp_path / name, kind)
+        targets = everywhere(base) if name == "everywhere" else language_layers(base)
+        more = {"modules_to_save": [projector]} if name == "projector" else {}
+        models[name] = make_peft_adapter(base, tmp_path / f"{name}-adapter", target_modules=targets, **more)
+        settings = settings_of(tmp_path / name, impl)
+        geometry = load_rank(settings, tmp_path / name, SingleRankGroup()).geometry
+        ref = reference(name, tmp_path / f"{name}-adapter", geometry)
+        assert ref.changes_tower == (name != "language")
+        seen = prompt_with(base, kind, (0, 1), 7)
+        asks += [(asked(name, seen, ref, 3), seen), (asked(f"{name} base", seen, None, 3), seen)]
+    most = sum(len(seen.token_ids) for _, seen in asks)
+    settings = settings_of(tmp_path / "language", impl, max_num_batched_tokens=most)
+    outcome = run(settings, [[each for each, _ in asks]])
+    for each, seen in asks:
+        assert worst(outcome, [(each, seen)], models[each.request_id.split()[0]]) < 1e-4
+    # Two images by the base's tower, for all but two of the requests.
+    assert outcome.images.computed == 2 * 3
+    assert len({tuple(token.token_id for token in outcome.tokens[name]) for name in models}) == 3

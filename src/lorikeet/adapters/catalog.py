@@ -497,7 +497,7 @@ class AdapterCatalog:
             digest=staged.digest,
             source=source,
             created_at=self._now(),
-            ranks=encode_shape(staged.ranks, staged.extras),
+            ranks=encode_shape(staged.ranks, staged.extras, changes_tower=bool(staged.description.tower)),
             max_rank=max_rank,
             weight_bytes=staged.description.weight_bytes,
             chat=self._chat_of(source, staged),

@@ -40,6 +40,7 @@ from lorikeet.adapters.peft_config import (
 from lorikeet.adapters.shared_memory import copy_shared, opened_shared
 from lorikeet.adapters.task_files import split_score
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
+from lorikeet.adapters.tower_tensors import split_tower
 from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
 
 _CHUNK_BYTES = 2**20
@@ -199,16 +200,19 @@ def _describe(
         chat = read_chat(folder, options.overrides, sum(head.rank for head in score))
     invocation = tuple(config.alora_invocation_tokens or ())
     chat = msgspec.structs.replace(chat, task=msgspec.structs.replace(chat.task, invocation_token_ids=invocation))
-    pairs, others = _pair_up(entries)
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)
+    tower, entries = split_tower(entries, matcher, options.geometry and options.geometry.tower)
+    pairs, others = _pair_up(entries) if entries or not tower else ([], [])
     resolver = BaseModules(options.geometry)
     if config.target_parameters:
         warnings += check_parameters(config, resolver)
         pairs = [LowRankTensors(parameter_of(name, resolver, matcher.covers_parameter), a, b) for name, a, b in pairs]
     served, warnings_of_parts = _served(pairs, others, resolver, options.geometry)
     warnings += warnings_of_parts
-    extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
+    extras, warnings_of_extras = find_extras(
+        others, served, config, matcher, resolver, options.geometry, {each.module for each in tower}
+    )
     warnings += warnings_of_extras
     checks = options.checks
     if extras and checks.only_low_rank:
@@ -231,7 +235,12 @@ def _describe(
             _check_fit(each, options.geometry, options.max_rank)
         if served:
             warnings += _check_coverage(
-                config, matcher, served, modules, resolver, {each.name for each in of_head + others}
+                config,
+                matcher,
+                served,
+                modules,
+                resolver,
+                {each.name for each in of_head + others} | {each.module for each in tower},
             )
     modules += score
     digest = ""
@@ -245,7 +254,7 @@ def _describe(
         weights.merge(on_chunk)
         shards = ()
     return AdapterDescription(
-        base_model[:500], modules, weights.size, shards, digest, largest, tuple(warnings), chat, extras
+        base_model[:500], modules, weights.size, shards, digest, largest, tuple(warnings), chat, extras, tower
     )
 
 

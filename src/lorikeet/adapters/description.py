@@ -1,5 +1,7 @@
 """Describes an adapter whose files have been read and checked."""
 
+from math import prod
+
 import msgspec
 
 from lorikeet.adapters.chat import AdapterChat
@@ -116,6 +118,22 @@ class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
         return self.kind == "weight" or self.module in (EMBEDDING, HEAD)
 
 
+class TowerTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of an adapter for the vision tower or projector.
+
+    Attributes:
+        module: name of the module, see ``TowerModules``; "" for a parameter beside the modules.
+        kind: ``a``, ``b`` or ``lora_bias`` of LoRA, or the name of a parameter of the module that it replaces.
+        entry: the tensor in the file.
+        scaling: factor of B·A.
+    """
+
+    module: str
+    kind: str
+    entry: TensorEntry
+    scaling: float = 1.0
+
+
 class AdapterDescription(msgspec.Struct, frozen=True):
     """The description of an adapter: everything that the server uses except the weights.
 
@@ -131,6 +149,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
         warnings: sentences about ignored keys.
         chat: the chat settings that differ from the base model's.
         extras: the matrices besides A and B, ordered by kind, module and layer.
+        tower: the tensors for the parts of the base that compute images.
     """
 
     base_model: str
@@ -142,12 +161,14 @@ class AdapterDescription(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     chat: AdapterChat = AdapterChat()
     extras: tuple[ExtraTensor, ...] = ()
+    tower: tuple[TowerTensor, ...] = ()
 
     @property
     def parameters(self) -> int:
         """Number of weights."""
         low_rank = sum(each.rank * (each.a_shape[1] + each.b_shape[0]) for each in self.modules)
-        return low_rank + sum(each.rows * each.columns for each in self.extras if each.entry is not None)
+        extras = sum(each.rows * each.columns for each in self.extras if each.entry is not None)
+        return low_rank + extras + sum(prod(each.entry.shape) for each in self.tower)
 
     def extras_of(self, geometry: ModelGeometry) -> tuple[AdapterExtra, ...]:
         """Return the extras in the form of ``AdapterRef.extras``."""

@@ -1,7 +1,7 @@
 """Finds the tensors of a weights file besides A and B: magnitudes, biases, whole weights, trained tokens."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -94,6 +94,7 @@ def find_extras(
     matcher: ModuleMatcher,
     resolver: BaseModules,
     geometry: ModelGeometry | None,
+    elsewhere: Collection[str] = (),
 ) -> Extras:
     """Return the extras of an adapter, by kind and module and then by layer.
 
@@ -104,6 +105,7 @@ def find_extras(
         matcher: matcher of the config's patterns.
         resolver: modules of the base.
         geometry: sizes of the base; if None, any name stands for a module.
+        elsewhere: further modules of which the file has tensors.
 
     Raises:
         AdapterError: an extra cannot be served, or does not fit the config or the base.
@@ -122,7 +124,7 @@ def find_extras(
     for extra in found:
         if by_place.setdefault((extra.kind, extra.module, extra.layer), extra) is not extra:
             raise AdapterError(f"{WEIGHTS_FILE}: there are two tensors for {extra.kind} of {extra.module}")
-    _check_complete(by_place, config, matcher, tensors, low_rank)
+    _check_complete(by_place, config, matcher, tensors, low_rank, elsewhere)
     ordered = sorted([*found, *_computed(found)], key=lambda extra: (extra.kind, extra.module, extra.layer))
     return Extras(tuple(ordered), finder.warnings)
 
@@ -391,6 +393,7 @@ def _check_complete(
     matcher: ModuleMatcher,
     tensors: Sequence[Named],
     low_rank: Sequence[LowRankTensors],
+    elsewhere: Collection[str],
 ) -> None:
     """Check that the file has exactly the tensors that the config announces.
 
@@ -425,7 +428,8 @@ def _check_complete(
                 f"{WEIGHTS_FILE}: a whole weight of {name} belongs to a module that modules_to_save of "
                 f"{CONFIG_FILE} does not name"
             )
-    unsaved = [each for each in saved if not any(_is_below(name, each) for kind in names.values() for name in kind)]
+    present = {*elsewhere, *(name for kind in names.values() for name in kind)}
+    unsaved = [each for each in saved if not any(_is_below(name, each) for name in present)]
     if unsaved:
         raise AdapterError(
             f"{CONFIG_FILE}: modules_to_save names {unsaved[0]!r}, but {WEIGHTS_FILE} has no weights of it"

@@ -557,7 +557,8 @@ class AdapterRecord:
     def ref(self) -> AdapterRef:
         """Reference to the version for requests, created on first use."""
         shape = _decode_shape(self.row.ranks)
-        return AdapterRef(self.name, self.digest, self.folder, shape.ranks, self.row.weight_bytes, shape.extras)
+        size = self.row.weight_bytes
+        return AdapterRef(self.name, self.digest, self.folder, shape.ranks, size, shape.extras, shape.changes_tower)
 
 
 class RegisteredAdapter(NamedTuple):
@@ -582,19 +583,23 @@ def _decode_chat(text: str) -> AdapterChat:
 
 
 class _StoredShape(msgspec.Struct, frozen=True):
-    """Ranks and extras, in the form of one field of a row."""
+    """Ranks, extras and whether the vision tower is changed, in the form of one field of a row."""
 
     ranks: dict[str, tuple[int, ...]]
     extras: tuple[AdapterExtra, ...] = ()
+    changes_tower: bool = False
 
 
 _WITH_EXTRAS = '{"ranks":'
-"""Start of the JSON of an adapter with extras; other adapters have only their ranks."""
+"""Start of the JSON of an adapter with more than A and B of the decoder; other adapters have only their ranks."""
 
 
-def encode_shape(ranks: dict[str, tuple[int, ...]], extras: tuple[AdapterExtra, ...]) -> str:
-    """Return ranks and extras as the JSON for a row."""
-    return msgspec.json.encode(_StoredShape(ranks, extras) if extras else ranks).decode()
+def encode_shape(
+    ranks: dict[str, tuple[int, ...]], extras: tuple[AdapterExtra, ...], *, changes_tower: bool = False
+) -> str:
+    """Return ranks, extras and whether the vision tower is changed as the JSON for a row."""
+    has_more = bool(extras) or changes_tower
+    return msgspec.json.encode(_StoredShape(ranks, extras, changes_tower) if has_more else ranks).decode()
 
 
 @lru_cache(maxsize=256)

@@ -67,7 +67,9 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
         raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
     ranks = found.ranks(geometry)
     extras = found.extras_of(geometry)
-    return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes, extras)
+    digest = AdapterDigest(found.digest)
+    seeing = bool(found.tower)
+    return AdapterRef(AdapterName(name), digest, str(folder), ranks, found.weight_bytes, extras, seeing)
 
 
 def adapted(ref: AdapterRef, geometry: ModelGeometry, prompt: Sequence[int]) -> tuple[AdapterRef | None, int]:

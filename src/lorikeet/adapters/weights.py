@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.adapters.description import WEIGHTS_FILE, ExtraTensor, TensorEntry
+from lorikeet.adapters.checkpoint import DescribeOptions
+from lorikeet.adapters.description import WEIGHTS_FILE, ExtraTensor, TensorEntry, TowerTensor
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.manifest import tensors_of
+from lorikeet.adapters.manifest import check_unchanged, tensors_of
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, from_float32, to_float32
+from lorikeet.adapters.reader import describe
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ROW_PARALLEL, SCORE, ModelGeometry
 
@@ -112,6 +114,24 @@ def load_extras(
                 for layer in (layer for layer, rows in enumerate(extra.rows) if rows):
                     where = f"adapter {ref.name!r}: {extra.kind} of {extra.module} of layer {layer}"
                     yield number, layer, _rows_of(stream, by_place[*key, layer], dtype, where)
+    except OSError as error:
+        raise AdapterError(f"adapter {ref.name!r}: {file}: {error}") from error
+
+
+def load_tower(ref: AdapterRef, geometry: ModelGeometry, dtype: str) -> Iterator[tuple[TowerTensor, NDArray[Any]]]:
+    """Read the tensors of an adapter for the parts of the base that compute images.
+
+    B and its bias are multiplied by the scaling. See :func:`load_weights` for arguments and errors.
+    """
+    check_unchanged(ref)
+    file = Path(ref.folder) / WEIGHTS_FILE
+    try:
+        found = describe(Path(ref.folder), DescribeOptions(geometry.whole, checks_fit=False))
+        with FileIO(file) as stream:
+            for each in found.tower:
+                where = f"adapter {ref.name!r}: {each.kind} of {each.module}"
+                scaling = each.scaling if each.kind in ("b", "lora_bias") else 1.0
+                yield each, _convert(_read(stream, each.entry), DTYPES[each.entry.dtype], scaling, dtype, where)
     except OSError as error:
         raise AdapterError(f"adapter {ref.name!r}: {file}: {error}") from error
 

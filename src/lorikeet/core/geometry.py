@@ -186,6 +186,22 @@ class ReplaceableWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     vectors: dict[str, int]
 
 
+class TowerModules(msgspec.Struct, frozen=True):
+    """The parts of a model that compute images: its vision tower and projector.
+
+    Attributes:
+        prefix: the beginning of their names that adapters may leave out, such as ``model.``; "" for none.
+        parts: beginnings of the names of all their parameters, below the prefix.
+        parameters: shape of each parameter, by its name below the prefix.
+        adaptable: names of the linear layers and convolutions among them, on which LoRA is supported.
+    """
+
+    prefix: str
+    parts: tuple[str, ...]
+    parameters: dict[str, tuple[int, ...]]
+    adaptable: frozenset[str]
+
+
 class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sizes of one decoder, or of one tensor-parallel rank's share of it.
 
@@ -211,6 +227,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         states: the state that layers carry from token to token for each sequence. Empty if all layers have only keys
             and values.
         has_kv: whether a layer has keys and values. False for models whose layers all have a state instead.
+        tower: the parts that compute images; None if prompts have none.
     """
 
     layers: int
@@ -229,6 +246,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_bits: int = 0
     states: tuple[StateShape, ...] = ()
     has_kv: bool = True
+    tower: TowerModules | None = None
 
     def shape_of(self, module: str) -> ModuleShape:
         """Return the shape of a module, or of :data:`SCORE`."""
@@ -261,7 +279,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def sizes(self) -> "ModelGeometry":
         """The geometry without derived fields and element sizes, for comparing models."""
-        return msgspec.structs.replace(self, replaceable=None, hidden_size=0, lora_bits=0, kv_bits=0)
+        return msgspec.structs.replace(self, replaceable=None, hidden_size=0, lora_bits=0, kv_bits=0, tower=None)
 
     def has_module(self, layer: int, module: str) -> bool:
         """Return whether a layer has a module."""

@@ -64,11 +64,13 @@ class ImageStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         key: key of the embeddings, see ``core.image_keys``.
         request_id: a sequence of the step that has the image.
         number: index of the image among the sequence's.
+        adapter: the adapter that changes the tower for it; None for the base's tower.
     """
 
     key: bytes
     request_id: RequestId
     number: int
+    adapter: AdapterRef | None = None
 
 
 class StateStep(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from lorikeet.core.geometry import TowerModules
 from lorikeet.core.images import ImageTensor, PromptImage
 
 
@@ -28,6 +29,41 @@ class ImageFeatures(NamedTuple):
     layers: tuple[Tensor, ...] = ()
 
 
+class TowerLora(NamedTuple):
+    """The LoRA of a linear layer or convolution of a tower.
+
+    Attributes:
+        a: ``[rank, in]``, or ``[rank, in, *kernel]`` of a convolution.
+        b: ``[out, rank]``, or ``[out, rank, 1, …]``, multiplied by the scaling.
+        bias: ``[out]``, multiplied by the scaling; None without one.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+
+
+class TowerChanges(NamedTuple):
+    """The changes of an adapter to a tower, by the names of ``core.geometry.TowerModules``.
+
+    Attributes:
+        lora: LoRA by module.
+        parameters: whole parameters by module and name.
+    """
+
+    lora: Mapping[str, TowerLora]
+    parameters: Mapping[str, Mapping[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        whole = sum(each.nbytes for of_module in self.parameters.values() for each in of_module.values())
+        return whole + sum(each.nbytes for lora in self.lora.values() for each in lora if each is not None)
+
+
+NO_CHANGES = TowerChanges({}, {})
+
+
 class SeesImages(Protocol):
     """Computes what stands for images in a language model; see ``models.towers``."""
 
@@ -36,8 +72,15 @@ class SeesImages(Protocol):
         """Bytes of the embeddings of one token, and whether tokens see later ones of their image or of the prompt."""
         ...
 
-    def encode(self, token_ids: Sequence[int], tensors: Mapping[str, ImageTensor]) -> ImageFeatures:
-        """Compute the embeddings of an image from its tokens and tensors.
+    @property
+    def modules(self) -> TowerModules:
+        """The parts that adapters may change."""
+        ...
+
+    def encode(
+        self, token_ids: Sequence[int], tensors: Mapping[str, ImageTensor], changes: TowerChanges = NO_CHANGES
+    ) -> ImageFeatures:
+        """Compute the embeddings of an image from its tokens and tensors, with an adapter's changes.
 
         Raises:
             TowerError: the tensors do not fit the model or the placeholders.

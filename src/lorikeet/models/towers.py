@@ -8,7 +8,9 @@ merging is transformers' own code.
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lorikeet.core.geometry import TowerModules
 from lorikeet.core.images import ImageTensor, PromptImage
 from lorikeet.kernels.devices import to_device
-from lorikeet.models.image_features import ImageFeatures, TowerError
+from lorikeet.models.image_features import NO_CHANGES, ImageFeatures, TowerChanges, TowerError, TowerLora
+from lorikeet.models.transformers_modules import replaced
 
 _PIXELS = "pixel_values"
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -80,11 +84,36 @@ class _Output:
             raise AttributeError(name)
 
 
+def _takes_lora(module: nn.Module) -> bool:
+    """Return whether LoRA is supported on a module."""
+    is_convolution = type(module) in _CONVOLUTIONS and module.groups == 1 and module.padding_mode == "zeros"
+    return is_convolution or type(module) is nn.Linear
+
+
+_CONVOLUTIONS = {
+    nn.Conv1d: nn.functional.conv1d,
+    nn.Conv2d: nn.functional.conv2d,
+    nn.Conv3d: nn.functional.conv3d,
+}
+
+
+def _add_lora(lora: TowerLora, module: Any, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Return a module's output with the delta of LoRA."""
+    (x,) = given
+    x = x.to(lora.a.dtype)
+    if type(module) is nn.Linear:
+        return output + nn.functional.linear(nn.functional.linear(x, lora.a), lora.b, lora.bias)
+    convolve = _CONVOLUTIONS[type(module)]
+    inner = convolve(x, lora.a, None, module.stride, module.padding, module.dilation)
+    return output + convolve(inner, lora.b, lora.bias)
+
+
 class Tower:
     """The vision tower and projector of a model.
 
     Args:
         whole: the module of transformers that holds the tower and the language model. It is not changed.
+        path: the module's name in the model; "" for the model itself.
         name: name of the language model in it.
         embedding: the language model's embedding of tokens.
 
@@ -93,7 +122,9 @@ class Tower:
         sees_whole_prompt: whether all tokens of a prompt with an image see each other.
     """
 
-    def __init__(self, whole: PreTrainedModel, name: str, embedding: nn.Embedding) -> None:
+    def __init__(self, whole: PreTrainedModel, path: str, name: str, embedding: nn.Embedding) -> None:
+        self._prefix = f"{path}." if path else ""
+        self._name = name
         self._whole = copy.copy(whole)
         self._whole._modules = dict(whole._modules)
         self._language = _LanguageModel(getattr(whole, name), embedding)
@@ -114,10 +145,11 @@ class Tower:
         path = next(name for name, module in model.named_modules() if module is decoder).split(".")
         embedding = model.get_input_embeddings()
         for depth in range(len(path) - 1, -1, -1):
-            whole = model.get_submodule(".".join(path[:depth]))
+            above = ".".join(path[:depth])
+            whole = model.get_submodule(above)
             takes_pixels = _PIXELS in inspect.signature(type(whole).forward).parameters
             if isinstance(whole, PreTrainedModel) and takes_pixels and isinstance(embedding, nn.Embedding):
-                return cls(whole, path[depth], embedding)
+                return cls(whole, above, path[depth], embedding)
         return None
 
     def select_attention(self) -> None:
@@ -135,17 +167,24 @@ class Tower:
         return token_bytes, self.sees_whole_images, self.sees_whole_prompt
 
     @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The modules of tower and projector, by their names in the model."""
-        return {name: module for name, module in self._whole.named_modules() if name}
+    def modules(self) -> TowerModules:
+        """The parts that adapters may change."""
+        parts = [f"{name}." for name, _ in self._whole.named_children() if name != self._name]
+        own = {name: each for name, each in self._whole.named_parameters() if name.startswith(tuple(parts))}
+        adaptable = frozenset(name for name, module in self._whole.named_modules() if _takes_lora(module))
+        shapes = {name: tuple(each.shape) for name, each in own.items()}
+        return TowerModules(self._prefix, tuple(parts), shapes, adaptable)
 
     @torch.inference_mode()
-    def encode(self, token_ids: Sequence[int], tensors: Mapping[str, ImageTensor]) -> ImageFeatures:
+    def encode(
+        self, token_ids: Sequence[int], tensors: Mapping[str, ImageTensor], changes: TowerChanges = NO_CHANGES
+    ) -> ImageFeatures:
         """Compute the embeddings of one image.
 
         Args:
             token_ids: the tokens of the image, from its first placeholder to its last.
             tensors: the processor's tensors of the image.
+            changes: the changes of an adapter to the tower.
 
         Raises:
             TowerError: the tensors do not fit the model or the placeholders.
@@ -154,7 +193,8 @@ class Tower:
         given = self._tensors(tensors)
         if _PIXELS not in given:
             raise TowerError(f"the processor gave {', '.join(sorted(tensors)) or 'nothing'}, and no {_PIXELS}")
-        self._call(input_ids=ids, position_ids=torch.zeros_like(ids), **given)
+        with self._changed(changes):
+            self._call(input_ids=ids, position_ids=torch.zeros_like(ids), **given)
         called = self._language.called
         self._language.called = {}
         found = called.get("inputs_embeds")
@@ -202,6 +242,17 @@ class Tower:
             return ()
         bounds = np.diff(np.concatenate(([0], token_ids == self._placeholder, [0])))
         return tuple(zip((bounds == 1).nonzero()[0].tolist(), (bounds == -1).nonzero()[0].tolist(), strict=True))
+
+    @contextmanager
+    def _changed(self, changes: TowerChanges) -> Iterator[None]:
+        """Apply the changes of an adapter within the context."""
+        with ExitStack() as stack:
+            for name, parameters in changes.parameters.items():
+                stack.enter_context(replaced(self._whole.get_submodule(name), parameters))
+            for name, lora in changes.lora.items():
+                hook = self._whole.get_submodule(name).register_forward_hook(partial(_add_lora, lora))
+                stack.callback(hook.remove)
+            yield
 
     def _token_types(self, ids: Tensor) -> dict[str, Tensor]:
         """Return the arguments that mark placeholders, for a model that takes them."""

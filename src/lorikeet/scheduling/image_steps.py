@@ -74,7 +74,9 @@ class StepImages:
                     reused += image.offset >= sequence.computed_tokens
                 elif key not in new:
                     new[key] = image.length
-                    found.append(ImageStep(key, sequence.request_id, sequence.request.images.index(image)))
+                    request = sequence.request
+                    ref = None if key == image.digest else request.adapter
+                    found.append(ImageStep(key, request.request_id, request.images.index(image), ref))
         self._memory.use(used, reused)
         return tuple(found), self._memory.add(new, used) if new else ()
 

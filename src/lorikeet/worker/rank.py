@@ -14,13 +14,14 @@ from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import Pooled, PromptLogprobs, SequenceStep, StepPlan
 from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.lora import LoraBatch, LoraWeights
-from lorikeet.models.image_features import ImageFeatures, SeesImages, TowerError
+from lorikeet.models.image_features import ImageFeatures, SeesImages, TowerChanges, TowerError
 from lorikeet.worker.batch import BatchRow, RankSequence, SequenceImage, build_batch, check_rows, lora_batch
 from lorikeet.worker.host_lora.assisted_step import HostLoraSide
 from lorikeet.worker.pooling import PooledRows, pool
 from lorikeet.worker.prompt_logprobs import ScoredRows, score_prompts
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.threads import CpuBudget, ThreadPinning
+from lorikeet.worker.tower_adapters import TowerAdapters
 from lorikeet.worker.transfer.state import PartialAdapter
 from lorikeet.worker.transfer.transfers import TransferManager
 
@@ -85,6 +86,7 @@ class Rank:
         self._transfers = transfers
         self._sequences: dict[RequestId, RankSequence] = {}
         self._tower = model.tower
+        self._tower_adapters = TowerAdapters(model.whole_geometry or model.geometry, model.dtype, model.device)
         self._features: dict[bytes, ImageFeatures] = {}
         self._seeing: set[RequestId] = set()
 
@@ -138,7 +140,8 @@ class Rank:
         for each in plan.images:
             sequence = self.sequence(each.request_id)
             try:
-                self._features[each.key] = self._encoded(sequence, sequence.images[each.number])
+                changes = self._tower_adapters.changes(each.adapter)
+                self._features[each.key] = self._encoded(sequence, sequence.images[each.number], changes)
             except TowerError as error:
                 broken[each.key] = str(error)
         failed: dict[RequestId, str] = {}
@@ -148,7 +151,7 @@ class Rank:
                 failed |= {step.request_id: why} if why else {}
         return Encoded(failed, time.monotonic() - started_s if plan.images else 0.0)
 
-    def _encoded(self, sequence: RankSequence, image: SequenceImage) -> ImageFeatures:
+    def _encoded(self, sequence: RankSequence, image: SequenceImage, changes: TowerChanges) -> ImageFeatures:
         """Return the embeddings of an image.
 
         Raises:
@@ -157,7 +160,7 @@ class Rank:
         if self._tower is None:
             raise TowerError("the model takes no images")
         token_ids = sequence.token_ids.values[image.start : image.stop].tolist()
-        return self._tower.encode(token_ids, image.image.tensors)
+        return self._tower.encode(token_ids, image.image.tensors, changes)
 
     def _use_features(self, sequence: RankSequence, step: SequenceStep, broken: Mapping[bytes, str]) -> str:
         """Give a sequence the embeddings that a step needs.

@@ -213,6 +213,9 @@ def load_rank(
         from lorikeet.models.tower_loading import load_tower
 
         tower = load_tower(folder, dtype, device, load_format=settings.model.load_format)
+    if tower is not None:
+        geometry = msgspec.structs.replace(geometry, tower=tower.modules)
+        whole = msgspec.structs.replace(whole, tower=tower.modules)
     return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole, tower=tower)
 
 
@@ -255,6 +258,8 @@ def _load_transformers(
     if bits:
         stored = f"int{bits} in groups of {GROUP}, quantised from {stored}"
     geometry = stored_geometry(settings.engine, decoder.geometry)
+    if decoder.tower is not None:
+        geometry = msgspec.structs.replace(geometry, tower=decoder.tower.modules)
     attention = decoder.way.value
     return RankModel(
         config, decoder, kernels, dtype, device, geometry, weights=stored, attention=attention, tower=decoder.tower
