@@ -202,7 +202,7 @@ def _describe(
     chat = msgspec.structs.replace(chat, task=msgspec.structs.replace(chat.task, invocation_token_ids=invocation))
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)
-    tower, entries = split_tower(entries, matcher, options.geometry and options.geometry.tower)
+    tower, entries = split_tower(entries, matcher, None if options.geometry is None else options.geometry.tower)
     pairs, others = _pair_up(entries) if entries or not tower else ([], [])
     resolver = BaseModules(options.geometry)
     if config.target_parameters:

@@ -89,9 +89,9 @@ def _check_pairs(found: Iterable[TowerTensor]) -> None:
         if other is not each.entry:
             raise AdapterError(f"{WEIGHTS_FILE}: tensors {other.name} and {each.entry.name} are the same matrix")
     for sides in kinds.values():
-        for side, other in (("a", "b"), ("b", "a"), ("lora_bias", "b")):
-            if side in sides and other not in sides:
-                raise AdapterError(f"{WEIGHTS_FILE}: tensor {sides[side].name} has no matching lora_{other.upper()}")
+        for side, needed in (("a", "b"), ("b", "a"), ("lora_bias", "b")):
+            if side in sides and needed not in sides:
+                raise AdapterError(f"{WEIGHTS_FILE}: tensor {sides[side].name} has no matching lora_{needed.upper()}")
 
 
 def _refusal(entry: TensorEntry, why: str) -> AdapterError:
