@@ -230,9 +230,9 @@ def model_class(kind: str) -> type[PreTrainedModel]:
     return found
 
 
-def small_config(kind: str) -> PreTrainedConfig:
-    """Return a tiny config of a type."""
-    config_class = model_class(kind).config_class or CONFIG_MAPPING[kind]
+def small_config(kind: str, found: type[PreTrainedModel] | None = None) -> PreTrainedConfig:
+    """Return a tiny config of a type. ``found`` is the model's class, if it is not that of :func:`model_class`."""
+    config_class = (found or model_class(kind)).config_class or CONFIG_MAPPING[kind]
     kind = config_class.model_type if config_class.model_type in _SPECIAL else kind
     values = {**_small_values(config_class), **_SPECIAL.get(kind, {})}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
@@ -254,7 +254,11 @@ def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def make_base(
-    folder: Path, kind: str, change: Callable[[PreTrainedConfig], None] = lambda config: None, **overrides: Any
+    folder: Path,
+    kind: str,
+    change: Callable[[PreTrainedConfig], None] = lambda config: None,
+    found: type[PreTrainedModel] | None = None,
+    **overrides: Any,
 ) -> PreTrainedModel:
     """Save a random fp32 checkpoint, and return transformers' model of it.
 
@@ -262,6 +266,7 @@ def make_base(
         folder: folder of the checkpoint.
         kind: type of config.
         change: changes the config.
+        found: the model's class, if it is not that of :func:`model_class`.
         overrides: keys of the config.
 
     Raises:
@@ -269,11 +274,13 @@ def make_base(
     """
     torch.manual_seed(len(kind))
     try:
-        config = small_config(kind)
+        config = small_config(kind, found)
         for key, value in overrides.items():
             setattr(config, key, value)
         change(config)
-        model = model_class(kind)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        model = (
+            (found or model_class(kind))._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        )
     except Exception as error:  # of many kinds, for packages that are missing and sizes that do not go together
         raise NotTried(NOT_TRIED + " ".join(str(error).split())[:100]) from error
     with torch.no_grad():

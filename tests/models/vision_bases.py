@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from lorikeet.core.images import ImageTensor, PromptImage
 from tests.models.library_bases import VOCABULARY, make_base, random_ids
@@ -91,6 +93,22 @@ KINDS: dict[str, Kind] = {
         },
         _grid,
     ),
+    "qwen3_5": Kind(
+        {
+            "vision_config": {**_GRID, "num_position_embeddings": 16},
+            "text_config": {
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.75,
+                    "mrope_section": [2, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+        },
+        _grid,
+    ),
     "gemma3": Kind({"vision_config": _FIXED, "mm_tokens_per_image": 4}, _plain),
     "mistral3": Kind({"vision_config": _FIXED, "spatial_merge_size": 1}, _sized),
     "internvl": Kind({"vision_config": {"image_size": [8, 8], "patch_size": [4, 4]}, "image_seq_length": 1}, _plain),
@@ -101,7 +119,9 @@ KINDS: dict[str, Kind] = {
 
 def make_vision_base(folder: Path, kind: str) -> PreTrainedModel:
     """Save a tiny checkpoint of a kind, and return transformers' model of it."""
-    return make_base(folder, kind, change=lambda config: _set(config, {"image_token_id": IMAGE, **KINDS[kind].config}))
+    found = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind])
+    values = {"image_token_id": IMAGE, **KINDS[kind].config}
+    return make_base(folder, kind, lambda config: _set(config, values), found)
 
 
 def _set(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ class Features(NamedTuple):
         no_rope: whether some layers have no rotary embedding.
         two_ropes: whether layers with a window have a different rotary embedding.
         partial_rope: whether a config may rotate only a part of each head.
+        rope_axes: whether the positions of images have three axes, which the pairs of a head take turns to use.
         rotates_neighbours: whether a pair is two neighbouring elements, instead of an element of the first half and one
             of the second.
         norms: names of a layer's norms, in the order of ``LLAMA_NORMS``.
@@ -65,6 +66,7 @@ class Features(NamedTuple):
     no_rope: bool = False
     two_ropes: bool = False
     partial_rope: bool = False
+    rope_axes: bool = False
     rotates_neighbours: bool = False
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     norm_offset: float = 0.0
@@ -132,6 +134,7 @@ _QWEN_3_5_FEATURES = Features(
     qkv_bias=None,
     qk_norm="heads",
     partial_rope=True,
+    rope_axes=True,
     norm_offset=1.0,
     delta_rule="split",
     gated_attention=True,

@@ -76,6 +76,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         rotary_dim: number of elements that are rotated, at the beginning of each head.
         rotates_neighbours: whether a pair is two neighbouring elements, instead of an element of the first half and one
             of the second.
+        rope_axes: axis of each rotated pair, if positions of images have several axes.
         norms: names of the norms of a layer, in the order of ``LLAMA_NORMS``.
         norm_offset: number added to the weights of norms.
         activation: the function that gates the MLP.
@@ -114,6 +115,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     embedding_scale: float = 1.0
     rotary_dim: int = 0
     rotates_neighbours: bool = False
+    rope_axes: tuple[int, ...] = ()
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     norm_offset: float = 0.0
     activation: Activation = Activation.SILU
@@ -404,6 +406,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         dtype=settings.string("dtype", settings.string("torch_dtype", "float32")),
         rotary_dim=rotary_dim,
         rotates_neighbours=features.rotates_neighbours,
+        rope_axes=_rope_axes(settings, rotary_dim) if features.rope_axes else (),
         norms=features.norms,
         norm_offset=features.norm_offset,
         activation=activation,
@@ -491,6 +494,15 @@ def _ropes(settings: JsonSection, features: Features) -> tuple[tuple[RopeScaling
     local = {"rope_parameters": by_type["sliding_attention"], "rope_scaling": None}
     local |= {"rope_theta": settings.number("rope_local_base_freq", 10_000.0)}
     return (rope, read_rope(settings.replaced(local))[0]), context_tokens
+
+
+def _rope_axes(settings: JsonSection, rotary_dim: int) -> tuple[int, ...]:
+    """Return the axis of each rotated pair: time, height or width in turn, until an axis has its number of pairs."""
+    given = settings.section("rope_parameters")
+    sections = (None if given is None else given.get("mrope_section")) or [11, 11, 10]
+    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(each, int) for each in sections):
+        raise settings.error("rope_parameters.mrope_section", f"must be three numbers of pairs, not {sections!r}")
+    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(rotary_dim // 2))
 
 
 def _rotary_dim(settings: JsonSection, features: Features, head_dim: int) -> int:

@@ -66,7 +66,7 @@ class Decoder:
         # Layers without rotation have number -1, which is the last embedding. It rotates nothing.
         still: tuple[None, ...] = (None,) if -1 in config.rotations else ()
         ropes = (*config.ropes, *still)
-        self._rotary = Rotary(ropes, config.rotary_dim, config.head_dim, weights.embedding.device)
+        self._rotary = Rotary(ropes, config.rotary_dim, config.head_dim, weights.embedding.device, config.rope_axes)
         # The factor is rounded like in transformers.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype).item()
         # The residual stream is stored divided by the residual multiplier. Then the outputs that are added need no
@@ -190,7 +190,7 @@ class Decoder:
         x = self._embedded(batch) if self._config.is_first else self._received(batch)
         if not self._config.is_last:  # The next stage needs every row.
             batch = replace(batch, sample_rows=torch.arange(rows, device=x.device))
-        cos, sin = self._rotary(batch.positions, x.dtype)
+        cos, sin = self._rotary(batch.positions if batch.axes is None else batch.axes, x.dtype)
         states = None
         if self._states:
             kv, states = self._state_views(kv, batch)

@@ -21,10 +21,16 @@ class Rotary:
         rotary_dim: number of elements of a head that are rotated. The remaining pairs have an angle of 0.
         head_dim: size of a head.
         device: device on which cos and sin are computed.
+        axes: axis of each rotated pair, for positions of several axes.
     """
 
     def __init__(
-        self, ropes: Sequence[RopeScaling | None], rotary_dim: int, head_dim: int, device: torch.device
+        self,
+        ropes: Sequence[RopeScaling | None],
+        rotary_dim: int,
+        head_dim: int,
+        device: torch.device,
+        axes: Sequence[int] = (),
     ) -> None:
         frequencies = torch.zeros(len(ropes), head_dim // 2)
         factors = torch.ones(len(ropes), head_dim // 2)
@@ -35,9 +41,13 @@ class Rotary:
         self._frequencies = frequencies.repeat(1, 2)[:, None].to(device)
         self._factors = factors.repeat(1, 2)[:, None].to(device) if bool((factors != 1).any()) else None
 
+        of_pairs = torch.tensor([*axes, *(0 for _ in range(head_dim // 2 - len(axes)))])
+        self._axes = of_pairs.repeat(2).to(device)
+
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin ``[ropes, T, head_dim]`` in ``dtype`` for int64 ``positions [T]``."""
-        angles = positions[:, None] * self._frequencies
+        """Return cos and sin ``[ropes, T, head_dim]`` in ``dtype`` for int64 ``positions [T]`` or ``[axes, T]``."""
+        by_element = positions[:, None] if positions.dim() == 1 else positions[self._axes].T.contiguous()
+        angles = by_element * self._frequencies
         cos = angles.cos()
         sin = angles.sin()
         if self._factors is not None:
