@@ -71,6 +71,13 @@ async def engines_of(server: Server) -> list[tuple[int, int]]:
     return [(each["pid"], each["restarts"]) for each in replicas if each["is_open"]]
 
 
+def processes_of(machine: Any) -> list[psutil.Process]:
+    """Return the processes of a machine that run replicas, that of Ray first."""
+    (raylet,) = machine.all_processes["raylet"]
+    running = psutil.Process(raylet.process.pid)
+    return [running, *running.children(recursive=True)]
+
+
 def is_running(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -199,3 +206,49 @@ async def test_replica_that_dies_without_a_server_is_started_where_it_was(
         assert await answer(keeps, "one") == expected
         both = (await cluster_of(keeps))["replicas"]
         assert all(each["held"] for each in both), "the adapters of the lost engine are still there"
+
+
+@pytest.mark.long
+async def test_server_that_comes_back_finds_its_replica_and_one_that_does_not_leaves_nothing(
+    flags: list[str], model: Path, tmp_path: Path
+) -> None:
+    flags = ["--orphan-timeout", "8", *flags]
+    async with serving(model, tmp_path / "a", *flags) as server:
+        expected = await answer(server, "one")
+        (before,) = await engines_of(server)
+        server.process.kill()
+    async with serving(model, tmp_path / "a", *flags) as server:
+        assert await engines_of(server) == [before], "the same engine"
+        assert await answer(server, "one") == expected
+        server.process.kill()
+    await until(lambda: not is_running(before[0]), "the replica has ended itself", every_s=EVERY_S)
+
+
+@pytest.mark.long
+async def test_replica_on_another_machine_is_adopted_when_a_server_is_lost_with_its_own(
+    nodes: Cluster, flags: list[str], model: Path, tmp_path: Path
+) -> None:
+    machines = [nodes.add_node(num_cpus=1, **MEMORY), *nodes.worker_nodes]
+    flags = ["--replicas", "2", *flags[2:]]
+    async with serving(model, tmp_path / "a", *flags) as killed, AsyncExitStack() as stack:
+        engines = {pid for pid, _ in await engines_of(killed)}
+        there = {each: engines & {process.pid for process in processes_of(each)} for each in machines}
+        machine = next(each for each in machines if there[each])
+        (stays,) = engines - there[machine]
+        keeps = await stack.enter_async_context(serving(model, tmp_path / "b", "--replicas", "1", *flags[2:]))
+        expected = await answer(keeps, "one")
+        streams = [Stream(killed, "one", f"machine-{number}") for number in range(4)]
+        reading = [asyncio.create_task(stream.read()) for stream in streams]
+        await until(lambda: all(len(each.token_ids) > 20 for each in streams), "all streams have begun")
+        killed.process.kill()
+        for process in processes_of(machine):
+            process.kill()
+        await asyncio.gather(*reading)
+
+        async def has_adopted() -> bool:
+            return stays in {pid for pid, _ in await engines_of(keeps)}
+
+        await until(has_adopted, "the replica that is left is open at the other server", every_s=EVERY_S)
+        again = [await Stream(keeps, "one", f"machine-{number}").read() for number in range(4)]
+        assert [(each.is_whole, each.token_ids) for each in again] == [(True, expected)] * 4
+        assert (await cluster_of(keeps))["adoptions"]["adopted"] == 1
