@@ -48,7 +48,7 @@ def expected(model: PeftModel, seen: Seen, token_ids: list[int], *, adapted: boo
     """What transformers computes in one pass, ``[tokens, vocabulary]``."""
     ids = torch.tensor([token_ids])
     given: dict[str, Any] = {**seen.given, **marks(model.base_model.model, ids, len(seen.token_ids))}
-    model.base_model.model.model.rope_deltas = None
+    model.base_model.model.base_model.rope_deltas = None
     with torch.inference_mode():
         if adapted:
             return model(input_ids=ids, use_cache=False, **given).logits[0].log_softmax(-1)

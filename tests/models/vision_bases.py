@@ -112,6 +112,19 @@ KINDS: dict[str, Kind] = {
     "gemma3": Kind({"vision_config": _FIXED, "mm_tokens_per_image": 4}, _plain),
     "mistral3": Kind({"vision_config": _FIXED, "spatial_merge_size": 1}, _sized),
     "internvl": Kind({"vision_config": {"image_size": [8, 8], "patch_size": [4, 4]}, "image_seq_length": 1}, _plain),
+    "llama4": Kind(
+        {
+            "vision_config": {
+                **_FIXED,
+                "vision_output_dim": 32,
+                "intermediate_size": 128,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+                "pixel_shuffle_ratio": 0.5,
+            }
+        },
+        _plain,
+    ),
     "paligemma": Kind({"vision_config": {**_FIXED, "projection_dim": 32}, "projection_dim": 32}, _plain),
     "llava_next": Kind({"vision_config": _FIXED, **_TILES}, _tiled),
 }
@@ -178,7 +191,8 @@ def prompt_with(
 def placeholders(model: PreTrainedModel, tensors: Tensors) -> int:
     """Return the number of placeholders of an image."""
     with torch.inference_mode():
-        found = model.get_image_features(**tensors, return_dict=True).pooler_output
+        output = model.get_image_features(**tensors, return_dict=True)
+    found = output.last_hidden_state if output.get("pooler_output") is None else output.pooler_output
     parts = [found] if isinstance(found, Tensor) else list(found)
     return sum(each.flatten(0, -2).shape[0] for each in parts)
 
@@ -201,7 +215,7 @@ def marks(model: PreTrainedModel, token_ids: Tensor, prompt_tokens: int) -> Tens
         return {"token_type_ids": (torch.arange(token_ids.shape[1]) >= prompt_tokens).long()[None]}
     if kind == "gemma3":
         return {"token_type_ids": (token_ids == IMAGE).long()}
-    return {"mm_token_type_ids": (token_ids == IMAGE).int()} if hasattr(model.model, "get_rope_index") else {}
+    return {"mm_token_type_ids": (token_ids == IMAGE).int()} if hasattr(model.base_model, "get_rope_index") else {}
 
 
 def _digest(kind: str, number: int) -> bytes:

@@ -262,8 +262,8 @@ class Tower:
     @property
     def _placeholder(self) -> int:
         config = self._whole.config
-        found = getattr(config, "image_token_id", None)
-        return int(getattr(config, "image_token_index", -1) if found is None else found)
+        named = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+        return next((int(each) for each in named if each is not None), -1)
 
     def _tensors(self, tensors: Mapping[str, ImageTensor]) -> dict[str, Tensor]:
         return {name: self._tensor(each) for name, each in tensors.items() if name in self._accepted}

@@ -356,6 +356,8 @@ class TransformersDecoder:
     def __init__(self, model: PreTrainedModel, kernels: Kernels, longest_tokens: int, bits: int = 0) -> None:
         register()
         register_masks()
+        whole = model
+        model = _causal_part(model)
         self._model = model
         self._kernels = kernels
         self._decoder = decoder_of(model)
@@ -369,7 +371,7 @@ class TransformersDecoder:
         if not isinstance(embedding, nn.Embedding):
             raise UnsupportedAttention("its input is not a row of tokens")
         self._embedding = embedding
-        tower = Tower.of(model, self._decoder)
+        tower = Tower.of(whole, self._decoder)
         ids = torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (embedding.num_embeddings - 1) + 1
         with torch.inference_mode(), _without_notes_of_fallbacks():
             self._quantize(bits)
@@ -1063,8 +1065,16 @@ class TransformersDecoder:
             )
 
 
+def _causal_part(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a vision model that has decoder and output layer, if it is a model itself (Llama 4)."""
+    inner = getattr(model, "language_model", None)
+    is_whole = not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None
+    return model if is_whole or hasattr(model, "model") else inner
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the decoder of a model with an output layer. For a vision model this is the language tower."""
+    model = _causal_part(model)
     found = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if not isinstance(found, nn.Module):
         raise UnsupportedAttention("its decoder is not found")
