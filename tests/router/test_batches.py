@@ -11,7 +11,11 @@ import httpx
 
 from lorikeet.core.splits import Split
 from lorikeet.router.adapters import RoutedAdapter, describe_adapter
+from lorikeet.router.proxied_request import COMPLETIONS
+from tests.router.calls import body
 from tests.router.conftest import Routing, routing
+from tests.router.conftest import adapters as unread_adapters
+from tests.router.scripted import ScriptedBackend
 from tests.support import api_server
 from tests.support.waiting import until
 
@@ -164,6 +168,24 @@ async def test_what_a_lost_backend_keeps_is_a_503(lorikeets: api_server.Start, t
             left = (await http.get("/v1/files")).json()
             assert (left["data"], len(left["left_out"])) == ([], 1)
         assert (await upload(other, lines("base")))["id"] != file["id"]
+
+
+async def test_adapters_of_a_running_batch_stay_loaded() -> None:
+    backend = ScriptedBackend()
+    await backend.start()
+    named = unread_adapters("formal", "pirate", "json")
+    async with routing([f"{backend.url},max_loras=1"], [backend], adapters=named) as router:
+        await router.up(1)
+        backend_router = router.parts.backend_router
+        (known,) = backend_router.backends.values()
+        backend_router.keep_loaded(known, named[:1])
+        await backend_router.load(known, named[0])
+        assert (await router.http.post(COMPLETIONS, json=body("pirate"))).status_code == 200
+        assert backend.calls == ["+formal", "+pirate"]
+        backend_router.keep_no_longer(known, named[:1])
+        assert (await router.http.post(COMPLETIONS, json=body("json"))).status_code == 200
+        assert backend.calls[2:] == ["-formal", "-pirate", "+json"]
+    await backend.kill()
 
 
 async def test_a_line_cannot_name_a_split_of_the_router(lorikeets: api_server.Start, tmp_path: Path) -> None:

@@ -388,10 +388,11 @@ class Backend:
             self.adapters[adapter.name] = self.adapters.pop(adapter.name)
 
     async def _make_room(self) -> None:
-        """Unload the least recently used adapter if the backend is at its limit of adapters."""
-        if not self._spec.max_loras or len(self.adapters) < self._spec.max_loras:
-            return
-        if (name := next((name for name in self.adapters if not self.uses(name)), None)) is not None:
+        """Unload the least recently used adapters if the backend is at its limit of adapters."""
+        while 0 < self._spec.max_loras <= len(self.adapters):
+            name = next((name for name in self.adapters if not self.uses(name)), None)
+            if name is None:
+                return
             digest = self.adapters[name]
             await self._unload(name)
             self.on_evicted(digest)
