@@ -856,7 +856,8 @@ class Evictor:
         if not ranked:
             return []
         ranked.sort(key=lambda item: item[0])
-        ranked = [item for item in ranked if not self.is_pinned(item[1])] or ranked
+        if self._pinned:
+            ranked = [item for item in ranked if not self.is_pinned(item[1])] or ranked
         node = eviction.choose([node for _, node in ranked[: eviction.proposals]], now)
         is_alone = eviction.proposals > 1 or eviction.whole_branches or not eviction.deeper_first
         is_alone |= bool(tree.kind[node] == NodeKind.ADAPTER)

@@ -258,16 +258,18 @@ class Scheduler:
         if self._memory.awaited_transfers:
             able = [s for s in able if s.can_run]
         all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
-        decodes = [s for s in able if s.remaining_tokens == 1]
+        decodes = [s for s in able if len(s.token_ids) - s.computed_tokens == 1]
+        has_others = len(decodes) < len(able)
         # A cold sequence with one token left is an assisted prefill, not a decode.
         has_cold = self._memory.awaited_transfers and any(s.is_cold for s in able)
-        if all_grown and not has_cold and len(decodes) == len(able) <= builder.budget_tokens:
+        if all_grown and not has_cold and len(decodes) <= builder.budget_tokens:
             builder.add_decodes(decodes)
-            self._defer_decodes(builder)
-            return
-        self._add_running([s for s in able if s.remaining_tokens <= 1], builder, now, all_grown=all_grown)
+        else:
+            self._add_running([s for s in able if s.remaining_tokens <= 1], builder, now, all_grown=all_grown)
         self._defer_decodes(builder)
-        self._add_running([s for s in able if s.remaining_tokens > 1], builder, now, all_grown=all_grown)
+        if has_others:
+            prefills = [s for s in able if s.remaining_tokens > 1]
+            self._add_running(prefills, builder, now, all_grown=all_grown)
 
     def _add_running(self, sequences: list[Sequence], builder: PlanBuilder, now: float, *, all_grown: bool) -> None:
         for sequence in sequences:

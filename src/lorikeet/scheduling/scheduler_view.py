@@ -78,7 +78,7 @@ class SchedulerView:
     def _running_requests(self, *, background: bool) -> list[RunningRequest]:
         block_size = self._memory.block_size
         return [
-            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
+            RunningRequest(s.request, len(s.token_ids) - s.prompt_tokens, len(s.lease.blocks) * block_size)
             for s in self._running
             if s.lease and s.request.background is background
         ]
