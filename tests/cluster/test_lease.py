@@ -2,7 +2,7 @@
 
 import pytest
 
-from lorikeet.cluster.lease import FIRST_FENCE, TERM_S, WISH_S, FencedOff, Lease, Renewal
+from lorikeet.cluster.lease import FIRST_FENCE, TERM_S, WISH_S, FencedOff, Renewal, ReplicaLease
 
 
 class Clock:
@@ -21,11 +21,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def lease(clock: Clock) -> Lease:
-    return Lease("a", "server a", clock)
+def lease(clock: Clock) -> ReplicaLease:
+    return ReplicaLease("a", "server a", clock)
 
 
-def test_lease_that_is_renewed_cannot_be_claimed(lease: Lease, clock: Clock) -> None:
+def test_lease_that_is_renewed_cannot_be_claimed(lease: ReplicaLease, clock: Clock) -> None:
     for _ in range(10):
         clock.now += TERM_S
         assert lease.renew(FIRST_FENCE) == Renewal(is_owner=True, is_wanted=False)
@@ -33,7 +33,7 @@ def test_lease_that_is_renewed_cannot_be_claimed(lease: Lease, clock: Clock) -> 
     lease.check(FIRST_FENCE)
 
 
-def test_claim_of_a_lease_that_has_run_out_fences_the_owner_off(lease: Lease, clock: Clock) -> None:
+def test_claim_of_a_lease_that_has_run_out_fences_the_owner_off(lease: ReplicaLease, clock: Clock) -> None:
     clock.now += TERM_S + 0.1
     fence = lease.claim("b", "server b", is_spare=True)
     assert fence is not None
@@ -46,14 +46,14 @@ def test_claim_of_a_lease_that_has_run_out_fences_the_owner_off(lease: Lease, cl
     assert lease.claim("c", "server c", is_spare=True) is None, "one of two claims is the first"
 
 
-def test_owner_that_comes_back_before_any_claim_goes_on(lease: Lease, clock: Clock) -> None:
+def test_owner_that_comes_back_before_any_claim_goes_on(lease: ReplicaLease, clock: Clock) -> None:
     clock.now += 10 * TERM_S
     assert lease.is_free
     assert lease.renew(FIRST_FENCE).is_owner
     assert not lease.is_free
 
 
-def test_released_replica_is_free_at_once_and_its_owner_does_not_act(lease: Lease) -> None:
+def test_released_replica_is_free_at_once_and_its_owner_does_not_act(lease: ReplicaLease) -> None:
     lease.release(FIRST_FENCE)
     assert lease.is_free
     with pytest.raises(FencedOff):
@@ -62,7 +62,7 @@ def test_released_replica_is_free_at_once_and_its_owner_does_not_act(lease: Leas
     assert lease.claim("b", "server b", is_spare=False) is not None
 
 
-def test_spare_replica_is_handed_back_to_the_server_that_asked_first(lease: Lease, clock: Clock) -> None:
+def test_spare_replica_is_handed_back_to_the_server_that_asked_first(lease: ReplicaLease, clock: Clock) -> None:
     assert not lease.want("b"), "only adopted replicas are to spare"
     clock.now += TERM_S + 0.1
     fence = lease.claim("b", "server b", is_spare=True)
@@ -81,7 +81,7 @@ def test_spare_replica_is_handed_back_to_the_server_that_asked_first(lease: Leas
 
 
 def test_replica_that_was_handed_back_goes_to_anybody_if_the_server_that_asked_is_lost(
-    lease: Lease, clock: Clock
+    lease: ReplicaLease, clock: Clock
 ) -> None:
     clock.now += TERM_S + 0.1
     fence = lease.claim("b", "server b", is_spare=True)
@@ -94,7 +94,7 @@ def test_replica_that_was_handed_back_goes_to_anybody_if_the_server_that_asked_i
     assert lease.claim("d", "server d", is_spare=True) is not None
 
 
-def test_wish_that_is_not_repeated_ends(lease: Lease, clock: Clock) -> None:
+def test_wish_that_is_not_repeated_ends(lease: ReplicaLease, clock: Clock) -> None:
     clock.now += TERM_S + 0.1
     fence = lease.claim("b", "server b", is_spare=True)
     assert fence is not None
@@ -108,7 +108,7 @@ def test_wish_that_is_not_repeated_ends(lease: Lease, clock: Clock) -> None:
     assert lease.want("d")
 
 
-def test_state_names_the_last_owner(lease: Lease, clock: Clock) -> None:
+def test_state_names_the_last_owner(lease: ReplicaLease, clock: Clock) -> None:
     clock.now += TERM_S + 1
     state = lease.state()
     assert (state.owner, state.server, state.is_free, state.silent_s) == ("a", "server a", True, TERM_S + 1)

@@ -34,7 +34,7 @@ from lorikeet.cluster.ray.adoption import RayAdoption
 from lorikeet.cluster.ray.host import RayHost, RayProcess, ReplicaResources
 from lorikeet.cluster.ray.open import resources_of
 from lorikeet.cluster.ray.orchestrator_actor import PlacementReply, RayPlacement
-from lorikeet.cluster.ray.replica_actor import Owner
+from lorikeet.cluster.ray.replica_actor import ReplicaOwner
 from lorikeet.cluster.ray.start import RayError, RayInfo, start_ray, stop_ray
 from lorikeet.cluster.ray.transport import RayTransport
 from lorikeet.config import ClusterSettings, EngineSettings, Settings
@@ -319,7 +319,7 @@ async def test_cores_are_shared_among_the_most_replicas(
 
 
 async def test_server_that_has_lost_its_replica_cannot_use_or_end_it(ray_info: RayInfo, tmp_path: Path) -> None:
-    first, second = (RayAdoption("group", Owner(name, f"server {name}", 60.0), PEER_KEY) for name in "ab")
+    first, second = (RayAdoption("group", ReplicaOwner(name, f"server {name}", 60.0), PEER_KEY) for name in "ab")
     resources = ReplicaResources(cpus=1.0)
     lost = RayHost(ray_info, R0, tmp_path / "pool", resources, PEER_KEY, first)
     process = await start_idle(lost)

@@ -27,6 +27,7 @@ def parked() -> ParkedRequests:
 
 
 def test_request_with_the_same_id_and_content_gets_tokens_and_seed(parked: ParkedRequests) -> None:
+    assert parked.count_at(R5) == 1
     found = parked.take(AGAIN)
     assert found is not None
     assert found.replica == R5

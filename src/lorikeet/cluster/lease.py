@@ -50,7 +50,7 @@ class Renewal(NamedTuple):
     is_wanted: bool
 
 
-class Lease:
+class ReplicaLease:
     """Grants a replica to one server at a time. Each claim raises the fencing token, so older tokens do not act.
 
     Args:

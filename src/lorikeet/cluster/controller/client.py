@@ -319,7 +319,7 @@ class ClusterClient:
             address=supervisor.address,
             pid=supervisor.process_id,
             adapters=len(self._files.copier.placed_at(replica_id)),
-            requests=len(self._parked),
+            requests=self._parked.count_at(replica_id),
             silent_s=round(orphan.silent_s, 1),
             seconds=round(time.monotonic() - began_s, 2),
         )

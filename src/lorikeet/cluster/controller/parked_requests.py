@@ -55,6 +55,10 @@ class ParkedRequests:
         """Return the number of parked requests."""
         return len(self._parked)
 
+    def count_at(self, replica: ReplicaId) -> int:
+        """Return the number of parked requests whose KV is at a replica."""
+        return sum(each.replica == replica for each in self._parked.values())
+
     def add(self, requests: Iterable[Request], replica: ReplicaId) -> None:
         """Park the requests of a replica."""
         self._forget_old()

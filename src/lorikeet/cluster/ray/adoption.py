@@ -17,7 +17,7 @@ import structlog
 from lorikeet import __version__
 from lorikeet.cluster.lease import RENEW_EVERY_S, LeaseState
 from lorikeet.cluster.ray.errors import reason_of
-from lorikeet.cluster.ray.replica_actor import Owner
+from lorikeet.cluster.ray.replica_actor import ReplicaOwner
 from lorikeet.config import Settings
 
 NAMESPACE = "lorikeet"
@@ -75,7 +75,7 @@ class RayAdoption:
         wanted: names of the actors that other servers ask for.
     """
 
-    def __init__(self, group: str, owner: Owner, peer_key: bytes) -> None:
+    def __init__(self, group: str, owner: ReplicaOwner, peer_key: bytes) -> None:
         self.owner = owner
         self.wanted: frozenset[str] = frozenset()
         self._prefix = f"{group}:"

@@ -11,7 +11,7 @@ from lorikeet.cluster.controller.parts import ClusterProcesses
 from lorikeet.cluster.ray.adoption import Claim, RayAdoption, group_of
 from lorikeet.cluster.ray.host import RayHost, ReplicaResources
 from lorikeet.cluster.ray.orchestrator_actor import MakeOrchestrator, RayPlacement
-from lorikeet.cluster.ray.replica_actor import Owner
+from lorikeet.cluster.ray.replica_actor import ReplicaOwner
 from lorikeet.cluster.ray.start import start_ray, stop_ray
 from lorikeet.cluster.ray.transport import RayTransport
 from lorikeet.config import Settings
@@ -50,7 +50,7 @@ def open_ray(
 
     adoption: RayAdoption | None = None
     if cluster.orphan_timeout_s and not info.is_embedded:
-        owner = Owner(uuid.uuid4().hex, identity, cluster.orphan_timeout_s)
+        owner = ReplicaOwner(uuid.uuid4().hex, identity, cluster.orphan_timeout_s)
         adoption = RayAdoption(group_of(settings, registry_url), owner, peer_key)
         stack.callback(adoption.close)
 

@@ -19,7 +19,7 @@ import ray.util
 from lorikeet.cluster.adapters.folder import TEMPORARY_PREFIX, Files, PoolFolderError, bytes_of
 from lorikeet.cluster.adapters.peer import PeerAddress, PeerServer
 from lorikeet.cluster.adapters.replica_pool import ReplicaPool
-from lorikeet.cluster.lease import FIRST_FENCE, RENEW_EVERY_S, Lease, LeaseState, Renewal
+from lorikeet.cluster.lease import FIRST_FENCE, RENEW_EVERY_S, LeaseState, Renewal, ReplicaLease
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import Reattach
 
@@ -41,7 +41,7 @@ class ActorLocation(NamedTuple):
     peer: PeerAddress
 
 
-class Owner(NamedTuple):
+class ReplicaOwner(NamedTuple):
     """Names the server that starts a replica which can outlive it.
 
     Attributes:
@@ -91,7 +91,7 @@ class ReplicaActor:
         owner: first owner of a replica that can outlive its server; None for one that ends with it.
     """
 
-    def __init__(self, replica: ReplicaId, pool_dir: str, peer_key: bytes, owner: Owner | None = None) -> None:
+    def __init__(self, replica: ReplicaId, pool_dir: str, peer_key: bytes, owner: ReplicaOwner | None = None) -> None:
         self._replica = replica
         self._pool = ReplicaPool(Path(pool_dir), replica)
         self._node_ip: str = ray.util.get_node_ip_address()
@@ -100,9 +100,9 @@ class ReplicaActor:
         self._engine: _Engine | None = None
         self._replaced: tuple[int, int] | None = None  # process id and exit code of the last engine that ended
         self._is_temporary = Path(pool_dir).name.startswith(TEMPORARY_PREFIX)
-        self._lease = Lease("", "", lambda: 0.0)  # Without another owner it never ends.
+        self._lease = ReplicaLease("", "", lambda: 0.0)  # Without another owner it never ends.
         if owner is not None:
-            self._lease = Lease(owner.process, owner.server, time.monotonic, is_spare=owner.is_spare)
+            self._lease = ReplicaLease(owner.process, owner.server, time.monotonic, is_spare=owner.is_spare)
             threading.Thread(target=self._end_orphan, args=(owner.orphan_timeout_s,), daemon=True).start()
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class ReplicaActor:
         return self._lease.state()
 
     async def renew(self, fence: int) -> Renewal:
-        """Prolong the caller's lease; see ``Lease.renew``."""
+        """Prolong the caller's lease; see ``ReplicaLease.renew``."""
         return self._lease.renew(fence)
 
     async def claim(self, process: str, server: str, peer_key: bytes, is_spare: bool) -> int | None:
@@ -216,11 +216,11 @@ class ReplicaActor:
         return engine.process.pid
 
     async def want(self, process: str) -> bool:
-        """Ask the owner to hand a spare replica back; see ``Lease.want``."""
+        """Ask the owner to hand a spare replica back; see ``ReplicaLease.want``."""
         return self._lease.want(process)
 
     async def release(self, fence: int) -> None:
-        """Free the replica for another server; see ``Lease.release``."""
+        """Free the replica for another server; see ``ReplicaLease.release``."""
         self._lease.release(fence)
 
     async def end(self, fence: int) -> None:
