@@ -2,8 +2,9 @@
 
 A model of half a billion parameters with random weights, three of four layers with a gated delta rule, runs by
 Lorikeet and by transformers' ``generate``, in turns, on the same cores. Decode steps are compared with the time in
-which the machine reads the weights, reads and writes the states, and reads keys and values. Prefills are compared with
-the time of the linear products at the rate of one large product. Both limits are measured in the same run.
+which the machine reads the weights or multiplies the batch with them, whichever is longer, reads and writes the states,
+and reads keys and values. Prefills are compared with the time of the linear products at the rate of one large product.
+Both limits are measured in the same run.
 """
 
 import argparse
@@ -61,14 +62,15 @@ def main() -> None:
         prefills = []
         item_bytes = torch_dtype(options.dtype).itemsize
         for batch in options.batches:
-            moved = parameters * item_bytes + batch * _sequence_bytes(config, options, item_bytes)
-            decodes.append(_decode_row(sides, batch, moved / bytes_per_s, options))
+            weights_s = max(parameters * item_bytes / bytes_per_s, batch * parameters / products_per_s)
+            limit_s = weights_s + batch * _sequence_bytes(config, options, item_bytes) / bytes_per_s
+            decodes.append(_decode_row(sides, batch, limit_s, options))
             prefills.append(_prefill_row(sides, batch, parameters / products_per_s, options))
     sizes = f"{parameters / 1e6:.0f} million parameters, {options.dtype}, {THREADS} threads"
     headings = ["sequences", OWN, GENERATE, f"{GENERATE} / {OWN}", "limit", f"limit / {OWN}"]
     print_table(
         f"{sizes}: milliseconds of a decode step after {options.prompt_tokens} tokens; limit: weights, states and KV "
-        f"at {bytes_per_s / 1e9:.1f} GB/s",
+        f"at {bytes_per_s / 1e9:.1f} GB/s, but products at most at {2 * products_per_s / 1e9:.0f} GFLOP/s",
         headings,
         decodes,
     )

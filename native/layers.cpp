@@ -1,7 +1,6 @@
 // All layers of a decoder, one kernel after the other. Calls from Python take much longer: while kernels run, weights and
 // keys evict the interpreter from the caches, and a call takes tens of microseconds instead of a few.
 #include <cstring>
-#include <utility>
 
 #include "calls.h"
 #include "extras.h"
@@ -29,40 +28,14 @@ void copy_pieces(const char* from, int64_t from_bytes, char* to, int64_t to_byte
   });
 }
 
-// Orders the columns of a product that is grouped by key head: q, k, v, z, b, a of all heads.
-void ungroup(const DeltaRule& d, const char* from, char* to, int64_t rows, int64_t item, int64_t threads) {
-  const int64_t ratio = d.heads / d.key_heads;
-  const int64_t widths[] = {d.key_dim, d.key_dim, ratio * d.value_dim, ratio * d.value_dim, ratio, ratio};
-  const int64_t bytes = d.columns() * item;
-  copy_pieces(from, bytes, to, bytes, rows, threads, [&](auto copy) {
-    int64_t source = 0;
-    for (const auto& [first, last] : {std::pair{0, 4}, std::pair{4, 6}})
-      for (int64_t head = 0; head < d.key_heads; ++head) {
-        int64_t target = 0;
-        for (int i = 0; i < last; ++i) {
-          if (i >= first) {
-            copy(source * item, (target + head * widths[i]) * item, widths[i] * item);
-            source += widths[i];
-          }
-          target += d.key_heads * widths[i];
-        }
-      }
-  });
-}
-
 // Computes a gated delta rule from the product of its input; the result is in s.mixed.
 void mix_by_delta(const Model& m, const Layer& layer, const LayersStep& s, const Reals& reals, int64_t threads) {
   const DeltaRule& d = m.delta;
   const int64_t keys = d.key_heads * d.key_dim, values = d.heads * d.value_dim, columns = d.columns(), item = m.bytes;
-  const char* rows = s.qkv;
-  if (d.grouped) {
-    ungroup(d, s.qkv, s.ordered, s.rows, item, threads);
-    rows = s.ordered;
-  }
-  const char *z = rows + d.channels() * item, *b = z + values * item;
+  const char *z = s.qkv + d.channels() * item, *b = z + values * item;
   lorikeet_delta_gates(b, columns, b + d.heads * item, columns, layer.rates, layer.gate_bias, s.decay, s.beta, s.rows, d.heads,
                        item, threads);
-  lorikeet_causal_conv(rows, columns, layer.conv, nullptr, s.states, s.convolved, s.row_starts, s.resumed,
+  lorikeet_causal_conv(s.qkv, columns, layer.conv, nullptr, s.states, s.convolved, s.row_starts, s.resumed,
                        s.conv_offsets + layer.place * s.sequences * d.parts, s.sequences, d.parts, d.channels(), d.taps, true,
                        item, threads);
   const char* q = s.convolved;

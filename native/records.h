@@ -48,10 +48,9 @@ struct Layer {
   int64_t window, rotation, place;
 };
 
-// Sizes of layers with a gated delta rule. `grouped`: the projections have the outputs of each key head in turn. `parts`: of
-// the state of a convolution.
+// Sizes of layers with a gated delta rule; `parts` of the state of a convolution.
 struct DeltaRule {
-  int64_t key_heads, heads, key_dim, value_dim, taps, parts, grouped;
+  int64_t key_heads, heads, key_dim, value_dim, taps, parts;
   int64_t channels() const { return 2 * key_heads * key_dim + heads * value_dim; }
   int64_t columns() const { return channels() + heads * value_dim + 2 * heads; }
 };

@@ -46,7 +46,7 @@ def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> P
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
             elif ".modules_to_save." in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+                parameter.add_(torch.randn_like(parameter) * 0.05)
     peft.save_pretrained(str(folder))
     return peft
 

@@ -248,6 +248,55 @@ def test_sizes_that_do_not_divide_by_the_ranks_are_named(
         config_of(tmp_path, **changes).geometry(dtype_bytes=2, tensor_parallel=ranks)
 
 
+QWEN_3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "head_dim": 16,
+}
+
+
+def test_a_rank_holds_its_share_of_a_delta_rule(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **QWEN_3_5)
+    assert config.delta is not None
+    assert config.delta.on == (True, True, True, False)
+    geometry = config.geometry(dtype_bytes=2, tensor_parallel=2)
+    assert {name: tuple(geometry.modules[name])[1] for name in ("q", "delta_q", "delta_v", "delta_b")} == {
+        "q": 128,
+        "delta_q": 8,
+        "delta_v": 32,
+        "delta_b": 2,
+    }
+    assert geometry.module_layers["q"] == (3,)
+    assert len(geometry.kv_layers) == 1
+    assert {(state.layer, state.name, state.parts, state.shape) for state in geometry.states if state.layer == 1} == {
+        (1, "conv", 6, (3, 8)),
+        (1, "recurrent", 2, (8, 16)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types: must have both of"),
+        ({"linear_num_value_heads": 3}, "3 do not divide among 2 key heads"),
+    ],
+)
+def test_a_wrong_delta_rule_is_named(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        config_of(tmp_path, **(QWEN_3_5 | changes))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "complaint"), [(4, 1, "2 heads of linear attention"), (1, 2, "cannot be pipeline stages")]
+)
+def test_a_delta_rule_that_cannot_be_split_is_named(ranks: int, stages: int, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        config_of(tmp_path, **QWEN_3_5).check_divides(ranks, stages)
+
+
 def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
     check = "import sys, lorikeet.models.config, lorikeet.models.default; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

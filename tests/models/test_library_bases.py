@@ -33,8 +33,8 @@ model; positions that the model counts; attention that cannot be replaced.
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 
 KINDS = sorted(decoders()) if sampling.runs_all else sorted(SAMPLE)
-OWN_SAMPLE = ("gemma2", "gemma3", "glm4", "olmo3", "phi3")
-"""Soft caps and norms around; a vision model; neighbours rotated; norms after; fused layers."""
+OWN_SAMPLE = ("gemma2", "gemma3", "glm4", "olmo3", "phi3", "qwen3_5_text")
+"""Soft caps and norms around; a vision model; neighbours rotated; norms after; fused layers; a gated delta rule."""
 OWN_KINDS = sorted(
     kind for kind in (decoders() if sampling.runs_all else OWN_SAMPLE) if model_class(kind).__name__ in ARCHITECTURES
 )
@@ -97,3 +97,16 @@ def test_answers_with_an_adapter_on_all_linear_layers_equal_peft(kind: str, tmp_
 @pytest.mark.parametrize("kind", OWN_KINDS)
 def test_the_own_decoder_equals_peft_too(kind: str, tmp_path: Path) -> None:
     assert serve_as_peft(tmp_path, kind, "lorikeet") < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("targets", "saved"),
+    [(["q_proj", "in_proj_z", "up_proj"], ["conv1d", "norm"]), (["q_proj", "down_proj"], ["linear_attn"])],
+    ids=["convolution-and-norm", "whole-layer"],
+)
+def test_weights_of_a_delta_rule_that_an_adapter_saves_equal_peft(
+    tmp_path: Path, targets: list[str], saved: list[str]
+) -> None:
+    options = {"target_modules": targets, "modules_to_save": saved}
+    assert serve_as_peft(tmp_path, "qwen3_5_text", "lorikeet", **options) < 1e-4

@@ -17,6 +17,9 @@ _MAX_NAMED = 3
 _SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up", *DELTA_INPUTS})
 """Modules that share their input's product with others, so that it cannot be scaled for one of them."""
 
+_OF_STATES = ("conv1d", "A_log", "dt_bias")
+"""Names of modules and parameters that only layers with a state have."""
+
 _NAME = r"(?:base_model\.model\.)?([A-Za-z_][A-Za-z0-9_.]*?)"
 _FORMS = [
     (re.compile(_NAME + ending), kind)
@@ -171,6 +174,8 @@ class _Finder:
             return self._vocabulary_extra(each, module)
         if each.kind in ("weight", "bias") and (vector := self._vector(each)) is not None:
             return [vector]
+        if each.name.rpartition(".")[2] in _OF_STATES:
+            raise _refusal(each.entry, "belongs to a layer with a state, of which this base takes only linear modules")
         place = self._resolver.place(each.name)
         if place is None or each.kind in ("a", "b", "rows"):
             raise _refusal(each.entry, "belongs to a module on which LoRA is not supported")

@@ -19,11 +19,8 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 """The fused linear weights of a layer of the own decoder, and the modules of each, in row order."""
 
 
-DELTA_INPUTS = (
-    *("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"),
-    *("delta_qkvz", "delta_ba"),
-)
-"""Modules of layers with a gated delta rule that share one product: of Qwen3.5, and of Qwen3-Next."""
+DELTA_INPUTS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
+"""Modules of layers with a gated delta rule that share one product."""
 DELTA_OUT = "delta_o"
 """The module of the output of such layers."""
 DELTA_VECTOR = "layers.{{}}.linear_attn.{}.weight"

@@ -591,8 +591,6 @@ class DeltaShape(NamedTuple):
 
     Attributes:
         key_heads, value_heads, key_dim, value_dim: see ``Kernels.recurrence``.
-        is_grouped: whether a row of the product instead has q, k, v and z of each key head in turn, and then b and a of
-            each key head in turn.
         eps: number added to the mean square in the norm of a head's output.
         targets: LoRA targets of the layer's four products: input, output, gate_up, down.
     """
@@ -601,7 +599,6 @@ class DeltaShape(NamedTuple):
     value_heads: int
     key_dim: int
     value_dim: int
-    is_grouped: bool
     eps: float
     targets: tuple[LoraTargets, ...]
 

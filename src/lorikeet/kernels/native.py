@@ -369,7 +369,6 @@ class NativeLayers:
             channels = 2 * keys + values
             mixed = max(mixed, values)
             qkv = max(qkv, sum(rule.widths))
-            ordered = max(ordered, sum(rule.widths) if rule.is_grouped else 0)
             self._heads = rule.value_heads
             self._model.delta = DeltaRuleRecord(
                 key_heads=rule.key_heads,
@@ -377,7 +376,6 @@ class NativeLayers:
                 key_dim=rule.key_dim,
                 value_dim=rule.value_dim,
                 taps=next(len(each.delta.conv) for each in weights if each.delta is not None),
-                grouped=rule.is_grouped,
             )
         self._widths = (hidden, qkv, mixed, hidden, 2 * inner, inner, ordered, gates, channels)
         self._delta_targets: tuple[LoraTargets, ...] = rule.targets if rule else ()

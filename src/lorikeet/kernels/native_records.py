@@ -128,7 +128,6 @@ class DeltaRuleRecord(NativeRecord):
         ("value_dim", c_int64),
         ("taps", c_int64),
         ("parts", c_int64),
-        ("grouped", c_int64),
     )
 
 

@@ -50,8 +50,7 @@ class Features(NamedTuple):
             ``query_pre_attn_scalar``, and scores and logits have soft caps.
         fused: the fused products that checkpoints store whole, with their module names in checkpoints.
         inside: the config's section with the decoder's keys, for models with other parts.
-        delta_rule: the form of the projections of layers with a gated delta rule: ``grouped`` by key head, ``split``
-            into four; ``none`` if all layers have attention.
+        has_delta_rule: whether some layers have a gated delta rule in place of attention.
         gated_attention: whether q also has a gate for each element of the attention's output.
         defaults: values of missing keys that differ from Llama's.
     """
@@ -74,7 +73,7 @@ class Features(NamedTuple):
     is_gemma: bool = False
     fused: Mapping[str, str] = MappingProxyType({})
     inside: str = ""
-    delta_rule: str = "none"
+    has_delta_rule: bool = False
     gated_attention: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
 
@@ -136,7 +135,7 @@ _QWEN_3_5_FEATURES = Features(
     partial_rope=True,
     rope_axes=True,
     norm_offset=1.0,
-    delta_rule="split",
+    has_delta_rule=True,
     gated_attention=True,
     defaults=_QWEN_3_5,
 )

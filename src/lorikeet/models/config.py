@@ -420,7 +420,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def _delta_rule(settings: JsonSection, features: Features, layers: int) -> DeltaRule | None:
     """Return the gated delta rule of a model's layers."""
-    if features.delta_rule == "none":
+    if not features.has_delta_rule:
         return None
     kinds = settings.get("layer_types")
     if kinds is None:
@@ -439,7 +439,6 @@ def _delta_rule(settings: JsonSection, features: Features, layers: int) -> Delta
         key_dim=settings.integer("linear_key_head_dim", 128),
         value_dim=settings.integer("linear_value_head_dim", 128),
         taps=settings.integer("linear_conv_kernel_dim", 4, least=2),
-        is_grouped=features.delta_rule == "grouped",
     )
 
 

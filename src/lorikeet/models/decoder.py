@@ -298,6 +298,4 @@ def _delta_shape(config: ModelConfig, ranks: int, targets: tuple[LoraTargets, ..
     if config.delta is None:
         return None
     rule = config.delta.share(ranks)
-    return DeltaShape(
-        rule.key_heads, rule.value_heads, rule.key_dim, rule.value_dim, rule.is_grouped, config.rms_norm_eps, targets
-    )
+    return DeltaShape(rule.key_heads, rule.value_heads, rule.key_dim, rule.value_dim, config.rms_norm_eps, targets)

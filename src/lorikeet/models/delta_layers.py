@@ -93,11 +93,10 @@ class DeltaMixer:
     def _mix(self, projected: Tensor, weights: DeltaWeights, states: DeltaStates, place: int) -> Tensor:
         kernels = self._kernels
         shape = self._shape
-        rows = ungrouped(projected, shape) if shape.is_grouped else projected
         heads = shape.value_heads
         keys, _, values, *_ = shape.widths
         channels = 2 * keys + values
-        mixed, gate, b, a = rows.split((channels, values, heads, heads), dim=1)
+        mixed, gate, b, a = projected.split((channels, values, heads, heads), dim=1)
         decay, beta = kernels.delta_gates(b, a, weights.rates, weights.bias)
         mixed = kernels.causal_conv(
             mixed, weights.conv, None, states.flat, states.conv[place], states.sequences, has_silu=True
@@ -152,18 +151,6 @@ def _states_of_rows(states: DeltaStates, rows: slice) -> DeltaStates:
             resumed.append(1 if first > start else was)
     part = StateSequences.of(torch.tensor(starts), torch.tensor(resumed), states.flat.device)
     return DeltaStates(states.flat, states.conv[:, numbers], states.recurrent[:, numbers], part)
-
-
-def ungrouped(projected: Tensor, shape: DeltaShape) -> Tensor:
-    """Return the columns of q, k, v, z, b and a of all heads, for a product that is grouped by key head."""
-    widths = [width // shape.key_heads for width in shape.widths]
-    large = shape.key_heads * sum(widths[:4])
-    parts = [
-        each
-        for of_heads, sizes in ((projected[:, :large], widths[:4]), (projected[:, large:], widths[4:]))
-        for each in of_heads.unflatten(1, (shape.key_heads, -1)).split(sizes, dim=2)
-    ]
-    return torch.cat([each.flatten(1) for each in parts], dim=1)
 
 
 def split_gates(qkv: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

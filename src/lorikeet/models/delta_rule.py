@@ -38,8 +38,6 @@ class DeltaRule(msgspec.Struct, frozen=True):
         value_heads: number of heads of values, each with a state.
         key_dim, value_dim: number of elements of a head.
         taps: number of rows that the convolution reads, the row itself included.
-        is_grouped: whether a checkpoint has two projections whose outputs are grouped by key head (Qwen3-Next), instead
-            of four projections (Qwen3.5).
     """
 
     on: tuple[bool, ...]
@@ -48,7 +46,6 @@ class DeltaRule(msgspec.Struct, frozen=True):
     key_dim: int
     value_dim: int
     taps: int
-    is_grouped: bool
 
     @property
     def keys(self) -> int:
@@ -79,11 +76,6 @@ class DeltaRule(msgspec.Struct, frozen=True):
 
         The projections are computed as one product, in this order.
         """
-        if self.is_grouped:
-            return {
-                "in_proj_qkvz": (Section("delta_qkvz", 2 * (self.keys + self.values)),),
-                "in_proj_ba": (Section("delta_ba", 2 * self.value_heads),),
-            }
         return {
             "in_proj_qkv": (
                 Section("delta_q", self.keys),

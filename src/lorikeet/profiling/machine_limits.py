@@ -151,9 +151,11 @@ def model_cost(
 ) -> ModelCost:
     """Return the number of parameters of a decoder, and of one adapter on ``modules`` for each of ``ranks``."""
     shapes = config.module_shapes()
-    per_rank = config.layers * sum(shapes[module].in_features + shapes[module].out_features for module in modules)
+    geometry = config.geometry(dtype_bytes)
+    layers = {module: sum(geometry.has_module(layer, module) for layer in range(config.layers)) for module in shapes}
+    per_rank = sum(layers[module] * (shapes[module].in_features + shapes[module].out_features) for module in modules)
     return ModelCost(
-        layer_parameters=config.layers * sum(_elements(shape) for shape in shapes.values()),
+        layer_parameters=sum(layers[module] * _elements(shape) for module, shape in shapes.items()),
         head_parameters=config.vocab_size * config.hidden_size,
         adapter_parameters=tuple(rank * per_rank for rank in ranks),
         dtype_bytes=dtype_bytes,

@@ -22,6 +22,7 @@ from lorikeet.worker.prompt_logprobs import ScoredRows, score_prompts
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.threads import CpuBudget, ThreadPinning
 from lorikeet.worker.tower_adapters import TowerAdapters
+from lorikeet.worker.transfer.device import BlockCopy
 from lorikeet.worker.transfer.state import PartialAdapter
 from lorikeet.worker.transfer.transfers import TransferManager
 
@@ -246,7 +247,8 @@ class Rank:
     def _copy_blocks(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
         """Copy blocks within the arena, in the order of the steps."""
         if source:
-            self._arena[list(target)] = self._arena[list(source)]
+            copy = BlockCopy(self._arena, source, self._arena, target)
+            self._transfers.device.steps.copy_blocks(copy, until_s=0.0)
 
     def wait(self) -> None:
         """Block until the device has finished all steps so far.

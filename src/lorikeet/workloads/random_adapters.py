@@ -47,7 +47,7 @@ def write_random_adapter(
     ranks = {module: (rank_pattern or {}).get(module, rank) for module in modules}
     tensors = {}
     for layer in range(geometry.layers):
-        for module in modules:
+        for module in (module for module in modules if geometry.has_module(layer, module)):
             shape = geometry.modules[module]
             r = ranks[module]
             prefix = f"base_model.model.model.layers.{layer}.{PROJECTIONS[module]}"
