@@ -263,7 +263,7 @@ def test_a_rank_holds_its_share_of_a_delta_rule(tmp_path: Path) -> None:
     assert config.delta is not None
     assert config.delta.on == (True, True, True, False)
     geometry = config.geometry(dtype_bytes=2, tensor_parallel=2)
-    assert {name: tuple(geometry.modules[name])[1] for name in ("q", "delta_q", "delta_v", "delta_b")} == {
+    assert {name: geometry.modules[name].out_features for name in ("q", "delta_q", "delta_v", "delta_b")} == {
         "q": 128,
         "delta_q": 8,
         "delta_v": 32,
