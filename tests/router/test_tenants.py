@@ -77,6 +77,8 @@ async def test_limits_count_at_the_router(start: Start, tmp_path: Path) -> None:
         assert reply.status_code == 200
         assert reply.headers["x-ratelimit-limit-tokens"] == "20"
         assert (await http.post("/tokenize", json=body("pirate"), headers=mine)).status_code != 429
+        wrong = body("pirate", received={"text": "a", "tokens": 1})  # Only streams continue an answer.
+        assert (await http.post(COMPLETIONS, json=wrong, headers=mine)).status_code == 400
         never = await http.post(COMPLETIONS, json=body("pirate", max_tokens=100), headers=mine)
         assert never.status_code == 400
         assert "can never be accepted for this key" in never.json()["error"]["message"]
@@ -84,7 +86,14 @@ async def test_limits_count_at_the_router(start: Start, tmp_path: Path) -> None:
         assert spent[-1] == 429
         refused = await http.post(COMPLETIONS, json=body("pirate"), headers=mine)
         assert int(refused.headers["retry-after"]) > 0
-        assert sum(len(backend.bodies) for backend in routing.backends) < 4
+        answered = sum(len(backend.bodies) for backend in routing.backends)
+        assert answered < 4
+        page = (await http.get("/metrics", headers=ADMIN)).text
+        name = (await http.get("/v1/keys", headers=ADMIN)).json()["data"][0]["id"]
+        assert f'lorikeet:tenant_requests_total{{tenant="{name}"}} {answered}.0' in page
+        assert f'lorikeet:tenant_generation_tokens_total{{tenant="{name}"}} {5 * answered}.0' in page
+        refusals = 1 + sum(status == 429 for status in spent)
+        assert f'lorikeet:tenant_requests_refused_total{{tenant="{name}"}} {refusals}.0' in page
         revoked = (await http.get("/v1/keys", headers=ADMIN)).json()["data"][0]["id"]
         assert (await http.delete(f"/v1/keys/{revoked}", headers=ADMIN)).status_code == 200
         assert (await http.post(COMPLETIONS, json=body("pirate"), headers=mine)).status_code == 401

@@ -4,10 +4,12 @@ import time
 
 from starlette.requests import Request
 
+from lorikeet.http.errors import ApiError
 from lorikeet.http.routes import Forwarding
 from lorikeet.http.tenancy import admit
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.catalog import ModelCatalog
+from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import RequestBody
 from lorikeet.tenants.keys import ApiKey
 from lorikeet.tenants.ledger import Ended, Grant
@@ -27,11 +29,20 @@ class Account:
         sequences: number of the request's sequences.
         adapter: name of the adapter; empty for the base model.
         base: name of the base model.
+        metrics: counts the key's requests, too.
     """
 
     def __init__(
-        self, tenants: Tenants, key: ApiKey, grant: Grant | None, sequences: int, adapter: str, base: str
+        self,
+        tenants: Tenants,
+        key: ApiKey,
+        grant: Grant | None,
+        sequences: int,
+        adapter: str,
+        base: str,
+        metrics: RouterMetrics,
     ) -> None:
+        self._metrics = metrics
         self._tenants = tenants
         self._key = key
         self._grant = grant
@@ -58,6 +69,9 @@ class Account:
             return
         if self._grant is not None:
             self._tenants.ledger.release(self._grant, prompt_tokens + completion_tokens)
+        self._metrics.tenant_ended(
+            self._key.key_id, self._sequences, prompt_tokens, completion_tokens, has_failed=outcome == "failed"
+        )
         for number in range(self._sequences):
             self._tenants.ledger.ended(
                 Ended(
@@ -80,6 +94,7 @@ async def open_account(
     body: RequestBody,
     adapter: RoutedAdapter | None,
     catalog: ModelCatalog,
+    metrics: RouterMetrics,
     prompt_tokens: int,
 ) -> Account | None:
     """Admit a request, and return its account; None if the sender has no tenant's key, or nothing is computed.
@@ -90,6 +105,7 @@ async def open_account(
         body: its body.
         adapter: its adapter.
         catalog: the models, for the base model's card.
+        metrics: counts the requests of keys.
         prompt_tokens: tokens of all prompts.
 
     Raises:
@@ -106,6 +122,11 @@ async def open_account(
         known = context if isinstance(context, int) and not isinstance(context, bool) else _ASSUMED_CONTEXT_TOKENS
         most = max(1, known - prompt_tokens)
     tokens = prompt_tokens * body.choices + sequences * most
-    grant = await admit(tenants.ledger, key, sequences, tokens, http.state.rate_report, is_batch=False)
+    try:
+        grant = await admit(tenants.ledger, key, sequences, tokens, http.state.rate_report, is_batch=False)
+    except ApiError as error:
+        if error.status == 429:
+            metrics.tenant_refused(key.key_id, sequences)
+        raise
     name = "" if adapter is None else adapter.name
-    return Account(tenants, key, grant, sequences, name, str(base.get("id", "")))
+    return Account(tenants, key, grant, sequences, name, str(base.get("id", "")), metrics)

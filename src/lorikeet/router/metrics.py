@@ -57,6 +57,16 @@ OUTCOMES = ("complete", "refused", "failed", "left")
 """How requests end. Refused ones got a 4xx or 501; left ones were ended by their clients."""
 
 
+_TENANT_COUNTERS = {
+    "requests": "Sequences of the key that have ended.",
+    "requests_failed": "Those that failed.",
+    "requests_refused": "Sequences that a limit of the key refused.",
+    "prompt_tokens": "Tokens of prompts.",
+    "generation_tokens": "Tokens of answers.",
+}
+"""Counters of tenants' keys, under a server's names."""
+
+
 class RouterMetrics:
     """Holds counters of requests and gauges of the backends.
 
@@ -86,6 +96,10 @@ class RouterMetrics:
         self.moved = Counter(
             "lorikeet:route_moved", "Requests sent to another backend, since one was full.", registry=self.registry
         )
+        self._tenant = {
+            name: Counter(f"lorikeet:tenant_{name}", text, ("tenant",), registry=self.registry)
+            for name, text in _TENANT_COUNTERS.items()
+        }
         self.registry.register(_Backends(backend_router))
         self.connections = ConnectionStats()
         self.registry.register(ConnectionCollector(self.connections.closed, {}))
@@ -97,6 +111,18 @@ class RouterMetrics:
     def count_split(self, split: str, version: str, kind: str) -> None:
         """Count a request of a split. ``kind`` is ``served``, ``shadow``, or ``skipped`` for an unsent copy."""
         self._split.labels(split=split, version=version, kind=kind).inc()
+
+    def tenant_ended(
+        self, tenant: str, sequences: int, prompt_tokens: int, generation_tokens: int, *, has_failed: bool
+    ) -> None:
+        """Count an ended request of a tenant's key."""
+        counts = {"requests": sequences, "prompt_tokens": prompt_tokens, "generation_tokens": generation_tokens}
+        for name, count in {**counts, "requests_failed": sequences * has_failed}.items():
+            self._tenant[name].labels(tenant=tenant).inc(count)
+
+    def tenant_refused(self, tenant: str, sequences: int) -> None:
+        """Count a request that a limit of a tenant's key refused."""
+        self._tenant["requests_refused"].labels(tenant=tenant).inc(sequences)
 
     def page(self, accept: str) -> Response:
         """Return a page with all metrics; see :func:`metrics_page`."""

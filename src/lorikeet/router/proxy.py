@@ -195,8 +195,13 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
             if not keeper.is_open:
                 raise ApiError(503, f"{keeper.replica} keeps the previous response and takes no requests now.")
             request.failed_at = parts.backend_router.backends.keys() - {keeper.replica}
-        account = await open_account(parts.tenants, http, body, adapter, parts.catalog, prompt_tokens)
-        task = ProxyTask(http, request, parts, held_bytes, account=account)
+        account = await open_account(parts.tenants, http, body, adapter, parts.catalog, parts.metrics, prompt_tokens)
+        try:
+            task = ProxyTask(http, request, parts, held_bytes, account=account)
+        except BaseException:
+            if account is not None:
+                account.cancel()
+            raise
     except BaseException:
         parts.body_gate.leave(held_bytes)
         raise
