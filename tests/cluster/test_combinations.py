@@ -21,8 +21,8 @@ from tests.support.live import engine_process, finish, greedy, live_settings, ma
 
 pytestmark = pytest.mark.slow
 
-COMBINATIONS = (
-    "auto,placement=loraserve,routing=table",
+LORASERVE = "auto,placement=loraserve,routing=table"
+OTHERS = (
     "auto,routing=toppings",
     "auto,placement=dlora,routing=dlora,comigration=True",
     pytest.param("auto,placement=rank-groups,routing=placed-work", marks=pytest.mark.long),
@@ -67,7 +67,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("preset", COMBINATIONS)
+@pytest.mark.parametrize("preset", [LORASERVE, *OTHERS])
 async def test_answers_are_those_of_one_engine(bench: Bench, preset: str, tmp_path: Path) -> None:
     settings = msgspec.structs.replace(
         bench.settings,
@@ -84,7 +84,7 @@ async def test_answers_are_those_of_one_engine(bench: Bench, preset: str, tmp_pa
             assert await answers_of(client, bench.adapters) == bench.answers
 
 
-@pytest.mark.parametrize("preset", COMBINATIONS)
+@pytest.mark.parametrize("preset", [pytest.param(LORASERVE, marks=pytest.mark.long), *OTHERS])
 def test_the_simulation_answers_every_request(preset: str) -> None:
     fields = {
         "profile": "a100-80-llama-2-7b",
