@@ -2,10 +2,19 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from lorikeet.core.process_tuning import collect_no_garbage, frozen_gc, rare_gc
+
+
+@pytest.fixture(autouse=True)
+def _nothing_frozen() -> Iterator[None]:
+    """Undo what tests/conftest.py freezes, since these tests freeze and unfreeze themselves."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Node:
