@@ -234,22 +234,20 @@ def small_config(kind: str, found: type[PreTrainedModel] | None = None) -> PreTr
     """Return a tiny config of a type. ``found`` is the model's class, if it is not that of :func:`model_class`."""
     config_class = (found or model_class(kind)).config_class or CONFIG_MAPPING[kind]
     kind = config_class.model_type if config_class.model_type in _SPECIAL else kind
-    values = {**_small_values(config_class), **_SPECIAL.get(kind, {})}
+    values = {**small_values(config_class), **_SPECIAL.get(kind, {})}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]  # latent attention has no groups
     return config_class(**values)
 
 
-def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+def small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """Return small values of the keys that a type of config has, and of its parts."""
     try:
         defaults = vars(config_class())
     except Exception:
         defaults = dict.fromkeys(_SMALL)
     values = {key: value for key, value in _SMALL.items() if defaults.get(key, "") not in ("", None)}
-    values |= {
-        key: _small_values(type(value)) for key, value in defaults.items() if isinstance(value, PreTrainedConfig)
-    }
+    values |= {key: small_values(type(value)) for key, value in defaults.items() if isinstance(value, PreTrainedConfig)}
     return values | _SPECIAL.get(config_class.model_type, {})
 
 

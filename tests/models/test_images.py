@@ -33,9 +33,13 @@ from tests.models.library_runs import (
     settings_of,
 )
 from tests.models.vision_bases import IMAGE, KINDS, Seen, make_vision_base, marks, prompt_with
+from tests.support import sampling
 
 OWN = ("gemma3", "qwen3_5")
 """Kinds whose language model our decoder runs."""
+SAMPLE = ("gemma3", "idefics3", "llava_next", "paligemma", "qwen3_5", "qwen3_vl")
+"""Images that see themselves; rows of tiles; ends of rows; prompts that see themselves; three axes, by our decoder; and
+embeddings of later layers."""
 
 
 def asked(name: str, seen: Seen, adapter: AdapterRef | None, tokens: int) -> Request:
@@ -106,7 +110,7 @@ def both(served: Served, name: str, tokens: int) -> list[tuple[Request, Seen]]:
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(KINDS if sampling.runs_all else SAMPLE))
 def test_prompts_with_images_are_answered_as_by_transformers(tmp_path: Path, kind: str) -> None:
     """Several images, an adapter and the base in one batch, in chunks; then prefixes from the cache."""
     served = serve(tmp_path, kind)
@@ -169,12 +173,15 @@ def everywhere(model: PreTrainedModel) -> list[str]:
     return [*language_layers(model), *(modules.prefix + name for name in sorted(modules.adaptable))]
 
 
-PROJECTORS = {"idefics3": "connector", "smolvlm": "connector", "qwen2_5_vl": "merger", "qwen3_vl": "merger",
-             "qwen3_5": "merger"}  # fmt: skip
+PROJECTORS = {
+    "gemma4": "embed_vision",
+    **dict.fromkeys(("idefics3", "smolvlm"), "connector"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), "merger"),
+}
 """Name of the projector, if it is not the usual one."""
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(KINDS) if sampling.runs_all else ["gemma3", "idefics3", "qwen3_5"])
 def test_adapters_of_tower_and_projector_share_a_batch(tmp_path: Path, kind: str) -> None:
     """LoRA everywhere, a whole projector beside LoRA of the language model, LoRA of the language model alone."""
     impl = "lorikeet" if kind in OWN else "transformers"

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from lorikeet.core.images import ImageTensor, PromptImage
-from tests.models.library_bases import VOCABULARY, make_base, random_ids
+from tests.models.library_bases import VOCABULARY, make_base, random_ids, small_values
 
 IMAGE = VOCABULARY - 1
 """The placeholder's token, which random prompts lack."""
@@ -69,6 +69,13 @@ def _split(number: int, generator: torch.Generator) -> Tensors:
     }
 
 
+def _patches(number: int, generator: torch.Generator) -> Tensors:
+    """Flat patches with their places, of which four become one."""
+    width = 4
+    places = torch.cartesian_prod(torch.arange(width), torch.arange(2))
+    return {"pixel_values": torch.rand(1, 2 * width, 48, generator=generator), "image_position_ids": places[None]}
+
+
 def _sized(number: int, generator: torch.Generator) -> Tensors:
     """One padded size, as several images of a prompt have it."""
     return {"pixel_values": _noise(generator, 1, 3, 8, 8), "image_sizes": torch.tensor([[8, 8]])}
@@ -109,6 +116,10 @@ KINDS: dict[str, Kind] = {
         },
         _grid,
     ),
+    "gemma4": Kind(
+        {"vision_config": {"patch_size": 4, "pooling_kernel_size": 2, "num_key_value_heads": 4}},
+        _patches,
+    ),
     "gemma3": Kind({"vision_config": _FIXED, "mm_tokens_per_image": 4}, _plain),
     "mistral3": Kind({"vision_config": _FIXED, "spatial_merge_size": 1}, _sized),
     "internvl": Kind({"vision_config": {"image_size": [8, 8], "patch_size": [4, 4]}, "image_seq_length": 1}, _plain),
@@ -140,6 +151,10 @@ def make_vision_base(folder: Path, kind: str) -> PreTrainedModel:
 def _set(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         part = getattr(config, key, None)
+        if part is None and key in config.sub_configs:
+            part_class = config.sub_configs[key]
+            part = part_class(**small_values(part_class))
+            setattr(config, key, part)
         if isinstance(part, PreTrainedConfig):
             _set(part, value)
         else:

@@ -32,6 +32,14 @@ LAYER_EMBEDS = "deepstack_visual_embeds"
 """The language model's argument with embeddings that are added to the outputs of its first layers."""
 ROWS_OF_IMAGES = "visual_pos_masks"
 """The language model's argument with the rows of these embeddings, bool ``[1, T]``."""
+_UNDERSTOOD = frozenset(
+    {
+        LAYER_EMBEDS, ROWS_OF_IMAGES, "attention_mask", "cache_position", "input_ids", "inputs_embeds", "labels",
+        "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values", "per_layer_inputs",
+        "position_ids", "return_dict", "use_cache",
+    }
+)  # fmt: skip
+"""Arguments of language models that are served, or do not depend on images."""
 _PROBE_TOKENS = 7
 _PROBE_IMAGE = slice(2, 5)
 """Tokens of the prompt that shows what placeholders see."""
@@ -200,6 +208,8 @@ class Tower:
         found = called.get("inputs_embeds")
         if not isinstance(found, Tensor) or found.shape[:2] != ids.shape:
             raise TowerError("the model does not call its language model with embeddings")
+        if others := sorted(name for name, value in called.items() if value is not None and name not in _UNDERSTOOD):
+            raise TowerError(f"its language model takes {', '.join(others)} beside embeddings, which is not supported")
         are_replaced = ~found[0, :, 0].isnan()
         rows = are_replaced.nonzero()[:, 0]
         if not len(rows):

@@ -576,6 +576,10 @@ class TransformersDecoder:
         x = self._model_embedding(token_ids)
         x[at] = embeds.to(x.dtype)
         given: dict[str, Any] = {"input_ids": None, "inputs_embeds": x[None]}
+        if getattr(self._decoder, "hidden_size_per_layer_input", 0):  # Gemma 4 embeds tokens again for each layer.
+            padded = token_ids.clone()
+            padded[at] = self._model.config.get_text_config(decoder=True).pad_token_id or 0
+            given["per_layer_inputs"] = self._decoder.get_per_layer_inputs(padded[None])  # type: ignore[operator]
         if layers:
             order = at.argsort()
             is_image = torch.zeros(1, len(token_ids), dtype=torch.bool, device=x.device)
