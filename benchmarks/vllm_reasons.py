@@ -38,6 +38,10 @@ FILES = {
         "openai/responses/test_structured_output.py",
     ),
     "messages": ("anthropic/test_messages.py",),
+    "images": (
+        "multimodal/openai/chat_completion/test_vision.py",
+        "multimodal/openai/responses/test_image.py",
+    ),
     "server": (
         "openai/models/test_models.py",
         "serve/instrumentator/test_basic.py",
@@ -109,12 +113,15 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "openai/responses/*": (_THOUGHT + "Once upon a time there was a cat.",),
 }
 
+_PHI = "counts tokens by the processor of Phi-3.5-vision"
 NOT_OURS = {
     "*prompt_validation.py::test_load_prompt_embeds*": "tests vllm's own code: safe_load_prompt_embeds",
     "*::test_batched_echo*": "tests vllm's own code: OpenAIServingChatBatch",
     "*::test_batched_parser_receives*": "tests vllm's own code: OpenAIServingChatBatch",
     "tool_parsers/*granite4*": "needs Granite 4",
     "*test_metrics*multimodal*": "needs a vision model",
+    "multimodal/openai/chat_completion/*::test_single_chat_session_image[*": _PHI,
+    "multimodal/openai/chat_completion/*::test_single_chat_session_image_base64encoded[*": _PHI,
     "*::test_metrics_exist_run_batch": "tests vllm's own command: run-batch",
     "*test_basic*::test_request_cancellation*": "needs a model with a context of 10,100 tokens",
 }
@@ -125,6 +132,8 @@ _PATH = "answers do not tell paths of the server, only names of folders"
 _NOT_500 = "404 or 400 for files that are missing or not valid, where vLLM says 500"
 _OWN_USAGE = "usage always has prompt_tokens_details"
 DIFFERENCES = {
+    "multimodal/*beamsearch*": _BEAM,
+    "multimodal/*::test_completions_with_image_with_uuid*": "an image is not found by an earlier request's uuid (400)",
     "openai/completion/*::test_batch_completions*": _BEAM,
     "serve/lora/*beam_search*": _BEAM,
     "*::test_kv_transfer*": "KV is not handed over by clients: kv_transfer_params is refused (501)",

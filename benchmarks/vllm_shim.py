@@ -5,6 +5,7 @@ is a stand-in: a test that calls one is a test of vLLM's own code, and is skippe
 is imported here.
 """
 
+import base64
 import importlib.abc
 import importlib.machinery
 import json
@@ -291,6 +292,7 @@ KNOWN = {
     "vllm.model_executor.model_loader.weight_utils": {
         "download_weights_from_hf": lambda name, **others: str(model_folder(name))
     },
+    "vllm.multimodal.utils": {"encode_image_url": lambda image: image},
     "vllm.platforms": {"current_platform": _Platform()},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.transformers_utils.repo_utils": {
@@ -307,7 +309,17 @@ utils.VLLM_PATH = HERE
 utils.ROCM_EXTRA_ARGS = []
 utils.multi_gpu_only = lambda **how: pytest.mark.skip("needs several GPUs")
 utils.requires_fp8 = utils.large_gpu_mark = lambda *given, **how: pytest.mark.skip("needs a GPU")
-LocalAssetServer = StandIn("tests.conftest.LocalAssetServer")
+
+
+class LocalAssetServer:
+    """vLLM's server of images. Its files are pictures of the same formats, which tests get as ``data:`` URLs."""
+
+    def get_image_asset(self, name):
+        kind = "jpeg" if name.endswith(".jpg") else "png"
+        content = (Path(os.environ["LORIKEET_IMAGES"]) / name).read_bytes()
+        return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+    url_for = get_image_asset
 
 
 @pytest.fixture(scope="session")
@@ -322,8 +334,17 @@ def opt125_lora_files():
 
 @pytest.fixture(scope="session")
 def local_asset_server():
-    """Serves images to vLLM's multimodal tests; the text tests only ask for it."""
-    return LocalAssetServer
+    return LocalAssetServer()
+
+
+@pytest.fixture
+def image_url(request, local_asset_server):
+    return local_asset_server.url_for(request.param)
+
+
+@pytest.fixture
+def image_urls(request, local_asset_server):
+    return [local_asset_server.url_for(name) for name in request.param]
 
 
 # --- results ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 The tests come with vLLM's source distribution. They and the few packages that they import get an environment below
 ``.venvs/vllm-tests``; vLLM itself is not built. Their ``RemoteOpenAIServer`` starts Lorikeet instead
 (``benchmarks/vllm_shim.py``), with SmolLM2-135M-Instruct under the names of the tests' models and the sample adapters
-under those of their adapters.
+under those of their adapters. Tests of images get a tiny random model that sees, and pictures as ``data:`` URLs.
 
 Every test that fails is listed with its reason (``benchmarks/vllm_reasons.py``), or as unexplained. One that depends on
 what its model says is run again with a server whose model says what such a model would
@@ -111,6 +111,23 @@ def prepare() -> Path:
     return python
 
 
+def image_model() -> Path:
+    """Return the folder of a tiny model that sees, and write a picture of each kind that the tests name."""
+    # These are needed for one group only, and import torch.
+    from tests.chat.images import picture
+    from tests.support.vision_model import make_vision_model
+
+    folder = FOLDER / "images"
+    if not folder.is_dir():
+        make_vision_model(folder / "model", positions=8192)
+        rgb = picture((96, 64))
+        rgb.save(folder / "2560px-Gfp-wisconsin-madison-the-nature-boardwalk.jpg")
+        rgb.convert("L").convert("P").save(folder / "Grayscale_8bits_palette_sample_image.png")
+        rgb.save(folder / "1280px-Venn_diagram_rgb.svg.png")
+        rgb.convert("RGBA").save(folder / "RGBA_comp.png")
+    return folder / "model"
+
+
 def _unpack_tests(python: Path, scratch: Path) -> None:
     """Fetch vLLM's source distribution and unpack its tests of entrypoints.
 
@@ -148,6 +165,7 @@ def run_group(python: Path, files: Sequence[str], keyword: str, replaced: bool) 
 
 def _run(python: Path, tests: Sequence[str], answers: Mapping[str, Sequence[str]], keyword: str = "") -> list[Result]:
     """Run pytest on files or tests in a folder of its own."""
+    is_about_images = any("/multimodal/" in test for test in tests)
     command = [LORIKEET] if not answers else [sys.executable, "-m", "benchmarks.scripted_serve"]
     with tempfile.TemporaryDirectory(prefix="lorikeet-vllm-tests-") as scratch:
         variables = {
@@ -155,7 +173,8 @@ def _run(python: Path, tests: Sequence[str], answers: Mapping[str, Sequence[str]
             "PYTHONPATH": "",
             "LORIKEET_PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "LORIKEET_COMMAND": json.dumps([*command, "serve"]),
-            "LORIKEET_MODEL": str(default_model()),
+            "LORIKEET_MODEL": str(image_model() if is_about_images else default_model()),
+            "LORIKEET_IMAGES": str(FOLDER / "images"),
             "LORIKEET_ADAPTERS": str(ROOT / "examples" / "adapters"),
             "LORIKEET_ANSWERS": json.dumps(answers),
             "LORIKEET_SCRATCH": scratch,

@@ -1,42 +1,21 @@
 """Images over HTTP to a real engine: a tiny model that sees answers as transformers does."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from tests.chat.image_models import write_model
 from tests.chat.images import data_url, image_file, picture
-from tests.models.library_bases import make_base
-from tests.models.vision_bases import KINDS
 from tests.support.served import serving
+from tests.support.vision_model import make_vision_model
 
 pytest.importorskip("PIL", reason="needs Pillow")
 
 from lorikeet.chat.image_processor import ImageProcessor
 
-KIND = "qwen2_5_vl"
 TOKENS = 6
-
-
-def make_model(folder: Path) -> Any:
-    """Write a tiny Qwen2.5-VL with all its files, and return transformers' model of it."""
-    write_model(folder, KIND)
-    token_id = json.loads((folder / "config.json").read_text())["image_token_id"]
-    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-
-    def change(config: Any) -> None:
-        for part in ("vision_config", "text_config"):
-            for key, value in KINDS[KIND].config[part].items():
-                setattr(getattr(config, part), key, value)
-        config.image_token_id = token_id
-        config.text_config.vocab_size = vocabulary
-
-    return make_base(folder, KIND, change=change)
 
 
 def expected(model: Any, folder: Path, prompt: list[int], seeds: list[int]) -> list[int]:
@@ -78,7 +57,7 @@ def body(*parts: Any) -> dict[str, Any]:
 
 async def test_answers_about_images_are_those_of_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
-    model = make_model(folder)
+    model = make_vision_model(folder)
     flags = ("--dtype", "float32", "--max-model-len", "128", "--block-size", "4")
     async with serving(folder, tmp_path / "home", *flags) as server:
 
