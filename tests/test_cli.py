@@ -406,8 +406,7 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--structured-outputs-config.backend=xgrammar", "llguidance"),
         ("--stream-interval 10", "sent at once"),
         ("--api-server-count 1 --chat-template-content-format auto --response-role assistant --nnodes 1", None),
-        ("--enable-multimodal", None),
-        ("--enable-tower-connector-lora", "vision towers"),
+        ("--enable-multimodal --enable-tower-connector-lora", None),
         ("--enable-sleep-mode --enable-scale-out --trust-request-chat-template", None),
         ('--weight-transfer-config {"backend":"nccl"}', "AsyncGRPOTrainer"),
         ('--structured-outputs-config {"backend":"auto"}', "llguidance"),
@@ -426,6 +425,15 @@ def test_common_vllm_flags_are_ignored_with_a_note(arguments: str, said: str | N
     assert kept == ["m"]
     assert len(notes) == (said is not None)
     assert said is None or said in notes[0]
+
+
+def test_vllms_limit_on_images_is_ours() -> None:
+    for value in ('{"image": 4, "video": 0}', '{"image": {"count": 4}}'):
+        assert compat.translate(["m", "--limit-mm-per-prompt", value]) == (["m", "--max-images", "4"], [])
+    assert compat.translate(["m", '--limit-mm-per-prompt={"video": 1}']) == (["m"], [])
+    for value in ("4", '{"image": "many"}', "{"):
+        with pytest.raises(compat.CompatError, match="--limit-mm-per-prompt"):
+            compat.translate(["m", "--limit-mm-per-prompt", value])
 
 
 def test_generating_without_a_tokenizer_ends_with_one_line(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-scale-out": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--speculative-config": ForeignFlag("speculative decoding is not supported", refuse=True),
     "--default-mm-loras": ForeignFlag("a request names its adapter in `model`", refuse=True),
-    "--enable-tower-connector-lora": ForeignFlag("LoRA on vision towers is ignored with a warning", value=False),
+    "--enable-tower-connector-lora": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--mm-processor-kwargs": ForeignFlag(_PROCESSOR, same=("{}",), refuse=True),
     "--enable-multimodal": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--language-model-only": ForeignFlag(_ALWAYS, value=False, same=("",)),
