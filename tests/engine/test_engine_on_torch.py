@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from lorikeet.core.events import AdapterEvicted
+from lorikeet.core.messages import ExportedKv, ImportKv, StepOutputs
 from lorikeet.engine.build import build_replica
+from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
 from lorikeet.presets import resolve_preset
@@ -75,3 +77,44 @@ def test_tokens_match_transformers_and_peft_across_preemption_and_reloads(
     replayed = replay(Recording(tmp_path / "run"))
     assert replayed.difference is None
     assert replayed.steps == stats.steps
+
+
+def stepped(engine: Engine) -> StepOutputs:
+    outputs = engine.step()
+    if not engine.is_busy:
+        engine.wait_for_transfer(1.0)
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks",
+    [{}, {"tensor_parallel": 2}, pytest.param({"pipeline_parallel": 3}, marks=pytest.mark.long)],
+)
+def test_a_request_goes_on_at_another_engine_with_the_kv_of_all_ranks(
+    models: Models, tmp_path: Path, ranks: dict[str, int]
+) -> None:
+    settings = tight_settings(models.folder, preset="lorikeet:plain", host_memory_bytes=2**21, **ranks)
+    (ref,) = list(models.adapters.values())[:1]
+    (request,) = greedy_requests([ref], 1, max_tokens=24)
+    outputs: list[StepOutputs] = []
+    source = build_replica(settings).engine
+    try:
+        source.submit(request)
+        while sum(len(each.tokens) for turn in outputs for each in turn.tokens) < 6:
+            outputs.append(stepped(source))
+        begun = source.export_with_kv(request.request_id)
+        assert begun is not None
+        exported: tuple[ExportedKv, ...] = ()
+        while not exported:
+            exported = stepped(source).exported_kv
+    finally:
+        source.close()
+    assert exported[0].blocks
+    target = build_replica(settings).engine
+    try:
+        target.import_kv(ImportKv(begun.adapter, exported[0].keys, exported[0].blocks))
+        check_answers(models.folder, [request], [*outputs, *answer(target, [begun])])
+        assert target.stats().prefix_hits_tokens == len(exported[0].keys) * settings.engine.block_size
+    finally:
+        target.close()

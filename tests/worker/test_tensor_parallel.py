@@ -186,6 +186,8 @@ def test_dead_rank_is_an_error_and_wakes_waiting_calls(tmp_path: Path) -> None:
             driver.step({"a": 1})
         with pytest.raises(ExecutorError, match="rank 1 has died"):
             driver.executor.completed_transfers()
+        with pytest.raises(ExecutorError, match="rank 1 has died"):
+            driver.executor.read_host([BlockId(0)])
 
 
 def test_a_rank_that_dies_during_a_step_ends_the_step(tmp_path: Path) -> None:

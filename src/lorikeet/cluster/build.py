@@ -80,7 +80,7 @@ def build_move_times(
 ) -> MoveTimes:
     """Return a model of the times to move requests between replicas.
 
-    KV is sent through the host tiers. A move can send KV only if one rank holds all of it.
+    KV is sent through the host tiers, of all ranks.
 
     Args:
         settings: settings of all replicas.
@@ -94,8 +94,7 @@ def build_move_times(
     prefill_s = _prefill_s(preset, profile) if profile is not None else lambda tokens: costs().unloaded_ttft_s(tokens)
     token_bytes = kv_token_bytes if profile is None else profile.geometry.token_bytes
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
-    is_one_rank = settings.ranks == 1 and (profile is None or profile.tensor_parallel == 1)
-    can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes != 0 and is_one_rank
+    can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes != 0
     return MoveTimes(prefill_s, link_bytes_per_s, token_bytes, kv_bytes_per_s if can_export_kv else None)
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,15 @@ class HostArena:
     def attached(cls, fd: int, block_bytes: int) -> "HostArena":
         """Map the arena of a file descriptor. The number of blocks is computed from the file's size."""
         return cls(fd, os.fstat(fd).st_size // block_bytes, block_bytes)
+
+    def read(self, blocks: Sequence[int]) -> tuple[bytes, ...]:
+        """Return a copy of each block's bytes."""
+        return tuple(self.bytes[block].tobytes() for block in blocks)
+
+    def write(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Write bytes from :meth:`read` to blocks."""
+        for block, content in zip(blocks, contents, strict=True):
+            self.bytes[block] = np.frombuffer(content, np.uint8)
 
     def close(self) -> None:
         """Close the file and unmap the memory, unless other arrays still refer to it."""

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import torch
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import BlockId
 from lorikeet.core.plan import StepPlan, TransferDone
 from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.memory.host_arena import HostArena
@@ -56,6 +58,19 @@ class RunPlan(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
 
 
+class ReadHost(msgspec.Struct, frozen=True, tag=True):
+    """A message to a rank: send the bytes of these host blocks, once the plans before it have run."""
+
+    blocks: tuple[BlockId, ...]
+
+
+class WriteHost(msgspec.Struct, frozen=True, tag=True):
+    """A message to a rank: write these host blocks."""
+
+    blocks: tuple[BlockId, ...]
+    contents: tuple[bytes, ...]
+
+
 class StopRank(msgspec.Struct, frozen=True, tag=True):
     """A message to a rank: stop."""
 
@@ -70,14 +85,20 @@ class TransferEnded(msgspec.Struct, frozen=True, tag=True):
     done: TransferDone
 
 
+class HostRead(msgspec.Struct, frozen=True, tag=True):
+    """A message from a rank: the bytes of the host blocks of a ``ReadHost``."""
+
+    contents: tuple[bytes, ...]
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """A message from a rank that has failed and ends."""
 
     error: str
 
 
-ToRank = ArenaSizes | RunPlan | StopRank
-FromRank = RankReady | TransferEnded | RankFailed
+ToRank = ArenaSizes | RunPlan | ReadHost | WriteHost | StopRank
+FromRank = RankReady | TransferEnded | HostRead | RankFailed
 TO_RANK = msgspec.msgpack.Decoder(ToRank)
 FROM_RANK = msgspec.msgpack.Decoder(FromRank)
 
@@ -153,8 +174,16 @@ def _serve(
         host_lora = _join_ring(connection, transfers, rank, model.geometry)
     own = Rank(model, arena, engine.block_size, transfers, cores, host_lora)
     with frozen_gc():
-        while isinstance(message := TO_RANK.decode(connection.recv_bytes()), RunPlan):
-            follow(own, message.plan, group)
+        while True:
+            match TO_RANK.decode(connection.recv_bytes()):
+                case RunPlan(plan):
+                    follow(own, plan, group)
+                case ReadHost(blocks):
+                    report(HostRead(transfers.host_arena.read(blocks)))
+                case WriteHost(blocks, contents):
+                    transfers.host_arena.write(blocks, contents)
+                case _:
+                    break
     if host_lora is not None:
         host_lora.close()
     transfers.close()
@@ -245,6 +274,7 @@ class RankProcesses:
         self._listener: threading.Thread | None = None
         self.group: DistributedRankGroup | None = None
         self._connections: list[Connection] = []
+        self._host_reads: queue.SimpleQueue[tuple[int, HostRead | None]] = queue.SimpleQueue()
         self._processes: list[BaseProcess] = []
         self._store = tempfile.TemporaryDirectory(prefix="lorikeet-ranks-")
         if settings.engine.rank_address:
@@ -351,6 +381,34 @@ class RankProcesses:
         assert self.group is not None
         self.group.broadcast(torch.tensor([int(has_more), *token_ids], device=self._device))
 
+    def read_host(self, blocks: Sequence[BlockId]) -> list[tuple[bytes, ...]]:
+        """Return the bytes of host blocks of each rank, by rank.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        with suppress(OSError):  # The listener reports the death of a rank.
+            self._send(ReadHost(tuple(blocks)))
+        found: dict[int, tuple[bytes, ...]] = {}
+        while len(found) < len(self._connections):
+            self.check()
+            rank, read = self._host_reads.get()
+            if read is not None:
+                found[rank] = read.contents
+        return [found[rank] for rank in sorted(found)]
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[Sequence[bytes]]) -> None:
+        """Write host blocks of each rank, by rank.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        try:
+            for connection, parts in zip(self._connections, contents, strict=True):
+                connection.send_bytes(msgspec.msgpack.encode(WriteHost(tuple(blocks), tuple(parts))))
+        except OSError as error:
+            raise ExecutorError(f"a rank has died: {error}") from error
+
     def check(self, grace_s: float = 0.0) -> None:
         """Check that no rank has died or dies within ``grace_s`` seconds.
 
@@ -398,6 +456,8 @@ class RankProcesses:
                 message = _receive(connection)
                 if isinstance(message, TransferEnded):
                     self._finished.report(message.done)
+                elif isinstance(message, HostRead):
+                    self._host_reads.put((ranks[connection], message))
                 elif isinstance(message, RankFailed):
                     self._note_failure(ranks.pop(connection), message.error)
 
@@ -406,6 +466,7 @@ class RankProcesses:
             return
         self._failure = f"rank {rank} has died: {error}"
         self._failed.set()
+        self._host_reads.put((0, None))  # This wakes a reader, which then finds the failure.
         self._finished.break_off()
 
 

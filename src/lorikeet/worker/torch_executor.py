@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from lorikeet.config import ConfigError, Settings
@@ -253,6 +252,18 @@ class OtherRanks(Protocol):
         """Send a step's tokens to every rank, and whether another step of the plan follows."""
         ...
 
+    def read_host(self, blocks: Sequence[BlockId]) -> list[tuple[bytes, ...]]:
+        """Return the bytes of host blocks of each other rank, by rank.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        ...
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[Sequence[bytes]]) -> None:
+        """Write host blocks of each other rank, by rank."""
+        ...
+
     def check(self, grace_s: float = 0.0) -> None:
         """Check that no rank has died or dies within ``grace_s`` seconds.
 
@@ -267,7 +278,7 @@ class OtherRanks(Protocol):
 
 
 class NoOtherRanks:
-    """Stands for the other ranks if there is only rank 0. All methods do nothing."""
+    """Stands for the other ranks if there is only rank 0."""
 
     size = 1
 
@@ -275,6 +286,13 @@ class NoOtherRanks:
         """Do nothing."""
 
     def broadcast(self, token_ids: Sequence[int], *, has_more: bool) -> None:
+        """Do nothing."""
+
+    def read_host(self, blocks: Sequence[BlockId]) -> list[tuple[bytes, ...]]:
+        """Return nothing."""
+        return []
+
+    def write_host(self, blocks: Sequence[BlockId], contents: Sequence[Sequence[bytes]]) -> None:
         """Do nothing."""
 
     def check(self, grace_s: float = 0.0) -> None:
@@ -385,15 +403,22 @@ class TorchExecutor:
         self._finished.wait(timeout_s)
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """Return the bytes of host blocks, which no transfer may be writing. Several ranks are not supported."""
-        assert self._others.size == 1, "every rank has a part of each block"
-        return tuple(self.transfers.host_arena.bytes[block].tobytes() for block in blocks)
+        """Return the bytes of host blocks, which no transfer may be writing: of each block the parts of all ranks.
+
+        Raises:
+            ExecutorError: a rank has died.
+        """
+        parts = [self.transfers.host_arena.read(blocks), *self._others.read_host(blocks)]
+        return tuple(b"".join(block) for block in zip(*parts, strict=True))
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """Write host blocks, which no transfer may be using. Several ranks are not supported."""
-        assert self._others.size == 1, "every rank has a part of each block"
-        for block, content in zip(blocks, contents, strict=True):
-            self.transfers.host_arena.bytes[block] = np.frombuffer(content, np.uint8)
+        """Write host blocks, which no transfer may be using. ``contents`` are from an executor with as many ranks."""
+        size = self.transfers.host_arena.bytes.shape[1]
+        parts = [
+            [content[rank * size : (rank + 1) * size] for content in contents] for rank in range(self._others.size)
+        ]
+        self.transfers.host_arena.write(blocks, parts[0])
+        self._others.write_host(blocks, parts[1:])
 
     def close(self) -> None:
         """Stop threads, loader processes, host workers and ranks. Running transfers are abandoned."""
