@@ -11,6 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5
 from lorikeet.kernels.native import supported_instruction_sets
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.transformers_decoder import TransformersDecoder, _check_batch, load_model
+from lorikeet.models.transformers_gathered import Way
 from lorikeet.models.transformers_recurrences import replace_gated_norm
 from tests.kernels.linear_cases import kernels as native
 from tests.models.library_bases import make_base, random_ids
@@ -47,6 +48,13 @@ def test_steps_by_kernels_equal_steps_by_modules(kind: str, instruction_set: str
         batches = [_check_batch(ids, rows, BLOCK_TOKENS, tables[: len(rows)]) for rows in STEPS]
         found.append(torch.cat([decoder.forward(batch, arena) for batch in batches]))
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_a_module_transposes_are_multiplied(tmp_path: Path) -> None:
+    """Mamba passes a transposed view to a linear layer; a wrong product would fail the check at the start."""
+    make_base(tmp_path, "mamba")
+    model = load_model(tmp_path, torch.float32, torch.device("cpu"))
+    assert TransformersDecoder(model, native(supported_instruction_sets()[0]), 128).way is Way.KERNELS
 
 
 def test_a_state_that_the_kernels_cannot_keep_is_left_to_the_module(tmp_path: Path) -> None:

@@ -658,6 +658,7 @@ class NativeKernels:
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Multiply and add the LoRA delta in one call. Einsums run in torch."""
         assert isinstance(weight, PanelWeight)
+        assert x.stride(1) == 1
         rows = x.shape[0]
         out = x.new_empty(rows, weight.outputs)
         numbers = _NO_LORA

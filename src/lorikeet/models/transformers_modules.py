@@ -321,6 +321,8 @@ class AdaptedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ + b``, plus the LoRA delta of each row's adapter."""
         flat = x.reshape(-1, x.shape[-1])
+        if flat.stride(1) != 1:  # Mamba 1 passes a transposed view.
+            flat = flat.contiguous()
         targets = self._base.targets
         lora = None if targets is None else self._step.adapters(len(flat), targets)
         return self.compute(flat, lora).view(*x.shape[:-1], -1)
