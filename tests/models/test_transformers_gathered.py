@@ -165,3 +165,7 @@ def test_adapters_of_rows_and_of_all_tokens_of_sequences() -> None:
     assert rows.segments == (LoraSegment(0, 2, one), LoraSegment(4, 5, other))
     assert keys.segments == (LoraSegment(0, 10, one), LoraSegment(14, 16, other))
     assert lora_of_rows(lora, 3, 5) is None
+    activated = LoraBatch([LoraSegment(2, 3, one), LoraSegment(5, 9, other)])
+    keys = lora_of_keys(activated, pieces, torch.tensor([9, 0, 1]))
+    assert keys is not None
+    assert keys.segments == (LoraSegment(9, 10, one), LoraSegment(15, 16, other))

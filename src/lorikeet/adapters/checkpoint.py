@@ -199,6 +199,8 @@ def _describe(
         on_stage("the chat template and the tokenizer's settings")
         chat = read_chat(folder, options.overrides, sum(head.rank for head in score))
     invocation = tuple(config.alora_invocation_tokens or ())
+    if invocation and options.geometry is not None and not options.geometry.adapts_rows:
+        raise AdapterError(f"{CONFIG_FILE}: alora_invocation_tokens: adapters of this base act on all tokens")
     chat = msgspec.structs.replace(chat, task=msgspec.structs.replace(chat.task, invocation_token_ids=invocation))
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)

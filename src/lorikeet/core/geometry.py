@@ -225,6 +225,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             and values.
         has_kv: whether a layer has keys and values. False for models whose layers all have a state instead.
         tower: the parts that compute images; None if prompts have none.
+        adapts_rows: whether an adapter can act on some tokens of a sequence only (aLoRA).
     """
 
     layers: int
@@ -244,6 +245,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     states: tuple[StateShape, ...] = ()
     has_kv: bool = True
     tower: TowerModules | None = None
+    adapts_rows: bool = True
 
     def shape_of(self, module: str) -> ModuleShape:
         """Return the shape of a module, or of :data:`SCORE`."""

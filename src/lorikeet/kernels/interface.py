@@ -87,12 +87,17 @@ class Assist(Protocol):
 
 
 class HostMetadata(NamedTuple):
-    """Host copies of fields of ``Batch``, so that the fields need not be read from the device."""
+    """Host copies of fields of ``Batch``, so that the fields need not be read from the device.
+
+    ``adapter_starts``, int64 ``[n]``, has the first position on which each sequence's adapter acts (aLoRA).
+    None if all adapters act from the first token on.
+    """
 
     row_starts: Tensor
     contexts: Tensor
     block_tables: Tensor
     sample_rows: Tensor
+    adapter_starts: Tensor | None = None
 
 
 class StateTable(NamedTuple):

@@ -544,10 +544,12 @@ class TransformersDecoder:
     def _run_gathered(self, batch: Batch, views: Sequence[LayerKv]) -> Tensor:
         """Return the hidden states of a step, by transformers' attention over gathered keys and values."""
         found = []
+        adapter_starts = None if batch.host is None else batch.host.adapter_starts
         for pieces in passes_of(pieces_of(batch), self.way, self._heads):
             one = GatheredPass(views, batch, pieces)
             lora = lora_of_rows(batch.lora, one.start, one.stop)
-            self._step.begin(lora, one.rows, lora_of_keys(batch.lora, pieces), one.keys)
+            of_keys = lora_of_keys(batch.lora, pieces, adapter_starts)
+            self._step.begin(lora, one.rows, of_keys, one.keys)
             with handling(one):
                 cache = GatheredCache(one, self._cache_layers)
                 found.append(self._run_rows(batch, slice(one.start, one.stop), cache))
@@ -595,11 +597,12 @@ class TransformersDecoder:
 
     def _run_anew(self, batch: Batch, tokens: StoredTokens) -> Tensor:
         """Return the hidden states of a step, computed from the first token of each sequence."""
+        assert batch.host is not None
         tokens.store(batch)
         found = []
         for piece in pieces_of(batch):
             ids = tokens.read(batch, piece)
-            self._step.begin(lora_of_keys(batch.lora, [piece]), len(ids))
+            self._step.begin(lora_of_keys(batch.lora, [piece], batch.host.adapter_starts), len(ids))
             hidden = self._run(ids, torch.arange(len(ids), device=ids.device))
             found.append(hidden[piece.start - piece.stop :])
         return torch.cat(found)
@@ -986,6 +989,7 @@ class TransformersDecoder:
             replaceable=self._replaceable(lora.names.prefixes[0], found),
             hidden_size=found.hidden_size,
             states=found.states,
+            adapts_rows=found.way is not Way.WHOLE,
         )
 
     def _replaceable(self, prefix: str, found: _Found) -> ReplaceableWeights:

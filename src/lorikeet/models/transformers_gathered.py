@@ -120,17 +120,23 @@ def lora_of_rows(lora: LoraBatch | None, start: int, stop: int) -> LoraBatch | N
     return LoraBatch(inside, lora.form) if inside else None
 
 
-def lora_of_keys(lora: LoraBatch | None, pieces: Sequence[Piece]) -> LoraBatch | None:
-    """Return the adapters of all tokens of the sequences of a pass, side by side."""
+def lora_of_keys(lora: LoraBatch | None, pieces: Sequence[Piece], starts: Tensor | None = None) -> LoraBatch | None:
+    """Return the adapters of all tokens of the sequences of a pass, side by side.
+
+    Args:
+        lora: the adapters of a step's rows.
+        pieces: the rows of the pass.
+        starts: see ``HostMetadata.adapter_starts``.
+    """
     if lora is None:
         return None
     found = []
     first = 0
     for piece in pieces:
         stop = first + piece.context
-        found += [
-            LoraSegment(first, stop, each.weights) for each in lora.segments if each.start <= piece.start < each.stop
-        ]
+        begin = first if starts is None else first + int(starts[piece.sequence])
+        last = piece.stop - 1  # An adapter that acts on any of the rows acts on the last one.
+        found += [LoraSegment(begin, stop, each.weights) for each in lora.segments if each.start <= last < each.stop]
         first = stop
     return LoraBatch(found, lora.form) if found else None
 

@@ -298,6 +298,7 @@ def build_batch(
         contexts=_tensor(starts + counts),
         block_tables=_tensor(_padded(tables)),
         sample_rows=_tensor(_sample_rows(rows, firsts, stops)),
+        adapter_starts=_adapter_starts(rows),
     )
     replaced = _replaced(rows, firsts, device)
     token_ids = tensor(_concatenate([row.token_ids for row in rows]))
@@ -403,6 +404,12 @@ def _seen(rows: Sequence[BatchRow], positions: Ints, firsts: Ints, device: torch
                 found = positions + 1 if found is None else found
                 found[first + begin : first + end] = stop
     return None if found is None else to_device(_tensor(found), device)
+
+
+def _adapter_starts(rows: Sequence[BatchRow]) -> Tensor | None:
+    """Return ``HostMetadata.adapter_starts``."""
+    found = np.array([row.sequence.adapter_start for row in rows], dtype=np.int64)
+    return _tensor(found) if found.any() else None
 
 
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:
