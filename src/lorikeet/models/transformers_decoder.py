@@ -902,8 +902,10 @@ class TransformersDecoder:
         """Make the kernels compute the linear layers."""
         prefix, linears = linears_of(self._model, self._decoder)
         self._linears: list[AdaptedLinear | AdaptedMatrix] = []
-        idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
-        linears = [linear for linear in linears if linear.module in found.rows]
+        # BigBird pools a vector for other tasks than text.
+        used = {each.name for each in linears if each.module in found.rows and "pooler" not in each.name.split(".")}
+        idle = [each.name for each in linears if each.name not in used and "expert" not in each.name]
+        linears = [each for each in linears if each.name in used]
         experts = [each for each in experts_of(prefix, self._decoder) if found.rows.get(each.module) == {_PROBE_TOKENS}]
         is_whole = found.way is Way.WHOLE
         seen = [linear for linear in linears if is_whole or found.rows[linear.module] == {_PROBE_TOKENS}]
