@@ -41,6 +41,7 @@ BASES = (
     ("llama", "auto"),
     ("mistral-window", "int8"),
     pytest.param(("qwen3", "auto"), marks=pytest.mark.long),
+    pytest.param(("qwen3-5", "int8"), marks=pytest.mark.long),
     pytest.param(("gemma2", "int8"), marks=pytest.mark.long),
 )
 """Bases, and how KV and adapters are kept."""
