@@ -4,18 +4,18 @@ A model of half a billion parameters with random weights, three of four layers w
 Lorikeet and by transformers' ``generate``, in turns, on the same cores. Decode steps are compared with the time in
 which the machine reads the weights or multiplies the batch with them, whichever is longer, reads and writes the states,
 and reads keys and values. Prefills are compared with the time of the linear products at the rate of one large product.
-Both limits are measured in the same run.
+Both rates are measured in the same turns.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,10 +29,26 @@ from lorikeet.kernels.devices import torch_dtype
 
 OWN = "lorikeet"
 GENERATE = "transformers' generate"
+LIMIT = "limit"
 CONTEXT = 2048
 STATE_BYTES = 4
-_READ_BYTES = 1 << 30
-_READS = 5
+_READ_BYTES = 1 << 29
+_CALLS = 5
+_POOL_BYTES = 2 << 30
+_FIRST_RUNS = 2
+"""Runs that write all of the pool, whose memory the system provides only then."""
+
+
+class Rates(NamedTuple):
+    """The rates of the machine.
+
+    Attributes:
+        bytes_per_s: bytes that all threads read.
+        products_per_s: multiplications in a product of many rows.
+    """
+
+    bytes_per_s: float
+    products_per_s: float
 
 
 def main() -> None:
@@ -43,42 +59,61 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=3584, help="inner features of an MLP")
     parser.add_argument("--heads", type=int, default=16, help="heads of linear attention, of 128")
     parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences at once")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences that decode at once")
+    parser.add_argument("--context", type=int, default=64, help="tokens of a sequence before it decodes")
+    parser.add_argument("--output-tokens", type=int, default=24)
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="tokens of a prefill")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     print_setup()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config, parameters = _write_checkpoint(folder, options)
-        bytes_per_s = _read_bytes_per_s()
-        products_per_s = _products_per_s(options)
+        meter = _Meter(options)
         sides = _sides(folder, options)
         for side in sides.values():
             stack.callback(side.close)
-        decodes = []
-        prefills = []
+        for number in range(_FIRST_RUNS):
+            _step_s(sides[OWN], max(options.batches), options, -1 - number)
         item_bytes = torch_dtype(options.dtype).itemsize
-        for batch in options.batches:
-            weights_s = max(parameters * item_bytes / bytes_per_s, batch * parameters / products_per_s)
-            limit_s = weights_s + batch * _sequence_bytes(config, options, item_bytes) / bytes_per_s
-            decodes.append(_decode_row(sides, batch, limit_s, options))
-            prefills.append(_prefill_row(sides, batch, parameters / products_per_s, options))
+
+        def decode_limit_s(batch: int, number: int) -> float:
+            rates = meter.measure()
+            weights_s = max(parameters * item_bytes / rates.bytes_per_s, batch * parameters / rates.products_per_s)
+            return weights_s + batch * _sequence_bytes(config, options, item_bytes) / rates.bytes_per_s
+
+        def prefill_limit_s(number: int) -> float:
+            return options.prompt_tokens * _layer_parameters(parameters, options) / meter.measure().products_per_s
+
+        decodes = [
+            _row(
+                f"{batch}",
+                {name: partial(_step_s, side, batch, options) for name, side in sides.items()}
+                | {LIMIT: partial(decode_limit_s, batch)},
+                options.rounds,
+            )
+            for batch in options.batches
+        ]
+        prefill = _row(
+            f"{options.prompt_tokens}",
+            {name: partial(_prefill_s, side, options) for name, side in sides.items()} | {LIMIT: prefill_limit_s},
+            options.rounds,
+        )
     sizes = f"{parameters / 1e6:.0f} million parameters, {options.dtype}, {THREADS} threads"
-    headings = ["sequences", OWN, GENERATE, f"{GENERATE} / {OWN}", "limit", f"limit / {OWN}"]
+    headings = [OWN, GENERATE, f"{GENERATE} / {OWN}", LIMIT, f"{LIMIT} / {OWN}"]
+    rates = (
+        f"{statistics.median(rate.bytes_per_s for rate in meter.found) / 1e9:.1f} GB/s and "
+        f"{2 * statistics.median(rate.products_per_s for rate in meter.found) / 1e9:.0f} GFLOP/s"
+    )
     print_table(
-        f"{sizes}: milliseconds of a decode step after {options.prompt_tokens} tokens; limit: weights, states and KV "
-        f"at {bytes_per_s / 1e9:.1f} GB/s, but products at most at {2 * products_per_s / 1e9:.0f} GFLOP/s",
-        headings,
+        f"{sizes}: milliseconds of a decode step after {options.context} tokens; limit: weights, states and KV at the "
+        f"rate of memory, or products at theirs ({rates})",
+        ["sequences", *headings],
         decodes,
     )
     print_table(
-        f"{sizes}: milliseconds of a prefill of {options.prompt_tokens} tokens per sequence; limit: linear products at "
-        f"{2 * products_per_s / 1e9:.0f} GFLOP/s",
-        headings,
-        prefills,
+        f"{sizes}: milliseconds of a prefill; limit: linear products at their rate", ["tokens", *headings], [prefill]
     )
 
 
@@ -114,39 +149,57 @@ def _sequence_bytes(config: Any, options: argparse.Namespace, item_bytes: int) -
     linear = sum(kind == "linear_attention" for kind in config.layer_types)
     state = heads * 128 * 128 + 3 * 3 * heads * 128
     kv = 2 * config.num_key_value_heads * config.head_dim * (options.layers - linear)
-    return 2 * linear * state * STATE_BYTES + kv * options.prompt_tokens * item_bytes
+    return 2 * linear * state * STATE_BYTES + kv * options.context * item_bytes
 
 
-def _read_bytes_per_s() -> float:
-    """Return the rate at which all threads read memory, as the best of some sums."""
-    data = torch.ones(_READ_BYTES // 4)
+def _layer_parameters(parameters: int, options: argparse.Namespace) -> int:
+    """Return the number of parameters without those of the output layer, which a prefill reads for one row."""
+    return parameters - options.vocabulary * options.hidden
+
+
+class _Meter:
+    """Measures the machine's rates.
+
+    Attributes:
+        found: the rates of each measurement.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        dtype = torch_dtype(options.dtype)
+        self._data = torch.ones(_READ_BYTES // 4)
+        self._kernels = choose_kernels("auto", dtype, torch.device("cpu"))
+        self._weight = torch.randn(2 * options.inner, options.hidden).to(dtype)
+        self._packed = self._kernels.pack(self._weight)
+        self._x = torch.randn(options.prompt_tokens, options.hidden).to(dtype)
+        self.found: list[Rates] = []
+
+    def measure(self) -> Rates:
+        """Return the rates, each as the median of some calls; products by Lorikeet's kernel or torch's."""
+        own = partial(self._kernels.linear, self._x, self._packed, None)
+        by_torch = partial(torch.nn.functional.linear, self._x, self._weight)
+        rates = Rates(
+            _READ_BYTES / _median_s(self._data.sum),
+            len(self._x) * self._weight.numel() / min(_median_s(own), _median_s(by_torch)),
+        )
+        self.found.append(rates)
+        return rates
+
+
+def _median_s(call: Callable[[], object]) -> float:
     times = []
-    for _ in range(_READS):
+    for _ in range(_CALLS):
         began_s = time.perf_counter()
-        data.sum()
+        call()
         times.append(time.perf_counter() - began_s)
-    return _READ_BYTES / min(times)
-
-
-def _products_per_s(options: argparse.Namespace) -> float:
-    """Return the rate of multiplications in the product of the MLP's inputs, as the best of some."""
-    dtype = torch_dtype(options.dtype)
-    kernels = choose_kernels("auto", dtype, torch.device("cpu"))
-    weight = torch.randn(2 * options.inner, options.hidden).to(dtype)
-    packed = kernels.pack(weight)
-    x = torch.randn(options.prompt_tokens, options.hidden).to(dtype)
-    times = []
-    for _ in range(_READS):
-        began_s = time.perf_counter()
-        kernels.linear(x, packed, None)
-        times.append(time.perf_counter() - began_s)
-    return len(x) * weight.numel() / min(times)
+    return statistics.median(times)
 
 
 def _sides(folder: Path, options: argparse.Namespace) -> dict[str, OfflineBackend]:
     settings = Settings(
         ModelSettings(model=str(folder), dtype=options.dtype, max_model_len=CONTEXT),
-        EngineSettings(max_num_seqs=max(options.batches), threads=THREADS, host_memory_bytes=0),
+        EngineSettings(
+            max_num_seqs=max(options.batches), threads=THREADS, host_memory_bytes=0, memory_bytes=_POOL_BYTES
+        ),
     )
     return {
         OWN: LorikeetBackend(settings, []),
@@ -154,48 +207,31 @@ def _sides(folder: Path, options: argparse.Namespace) -> dict[str, OfflineBacken
     }
 
 
-def _seconds(side: OfflineBackend, batch: int, output_tokens: int, options: argparse.Namespace, number: int) -> float:
-    generator = torch.Generator().manual_seed(number)
-    prompts = torch.randint(3, options.vocabulary, (batch, options.prompt_tokens), generator=generator).tolist()
-    return side.run(OfflineBatch(prompts, [None] * batch, output_tokens)).seconds
+def _prompts(count: int, tokens: int, options: argparse.Namespace, number: int) -> list[list[int]]:
+    """Return random prompts. Each round has its own, so that no prefix comes from a cache."""
+    generator = torch.Generator().manual_seed(1000 * count + number)
+    return torch.randint(3, options.vocabulary, (count, tokens), generator=generator).tolist()
 
 
-def _decode_row(
-    sides: dict[str, OfflineBackend], batch: int, limit_s: float, options: argparse.Namespace
-) -> list[object]:
-    def step_s(side: OfflineBackend, number: int) -> float:
-        # The same prompts run twice with other numbers, so that no prefix comes from a cache.
-        long = _seconds(side, batch, options.output_tokens, options, 2 * number)
-        short = _seconds(side, batch, 1, options, 2 * number + 1)
-        return (long - short) / (options.output_tokens - 1)
-
-    return _row(sides, batch, limit_s, step_s, options)
+def _step_s(side: OfflineBackend, batch: int, options: argparse.Namespace, number: int) -> float:
+    prompts = _prompts(batch, options.context, options, number)
+    rate = side.run(OfflineBatch(prompts, [None] * batch, options.output_tokens)).decode_tok_s
+    assert rate is not None
+    return batch / rate
 
 
-def _prefill_row(
-    sides: dict[str, OfflineBackend], batch: int, token_s: float, options: argparse.Namespace
-) -> list[object]:
-    def prefill_s(side: OfflineBackend, number: int) -> float:
-        return _seconds(side, batch, 1, options, 1000 + number)
-
-    return _row(sides, batch, token_s * batch * options.prompt_tokens, prefill_s, options)
+def _prefill_s(side: OfflineBackend, options: argparse.Namespace, number: int) -> float:
+    return side.run(OfflineBatch(_prompts(1, options.prompt_tokens, options, number), [None], 1)).seconds
 
 
-def _row(
-    sides: dict[str, OfflineBackend],
-    batch: int,
-    limit_s: float,
-    measure: Callable[[OfflineBackend, int], float],
-    options: argparse.Namespace,
-) -> list[object]:
-    calls: dict[str, Callable[[int], float]] = {name: partial(measure, side) for name, side in sides.items()}
-    times = in_turns(calls, options.rounds)
+def _row(label: str, sides: Mapping[str, Callable[[int], float]], rounds: int) -> list[object]:
+    times = in_turns(sides, rounds)
     return [
-        batch,
+        label,
         *(with_interval([1000 * each for each in times[name]]) for name in (OWN, GENERATE)),
         with_interval(ratios(times[GENERATE], times[OWN])),
-        f"{1000 * limit_s:.3g}",
-        f"{100 * limit_s / statistics.median(times[OWN]):.0f} %",
+        with_interval([1000 * each for each in times[LIMIT]]),
+        with_interval(ratios(times[LIMIT], times[OWN]), ".2f"),
     ]
 
 

@@ -42,6 +42,12 @@ class PeftBackend:
         start_s = time.monotonic()
         order = sorted(range(len(work.prompts)), key=lambda i: work.adapters[i] or 0)
         prompts = torch.tensor([work.prompts[i] for i in order], device=self._model.device)
+        times_s: list[float] = []
+
+        def record(*_: Any, **__: Any) -> torch.Tensor:
+            times_s.append(time.monotonic())
+            return torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
+
         with torch.inference_mode():
             output = self._model.generate(
                 input_ids=prompts,
@@ -49,12 +55,15 @@ class PeftBackend:
                 do_sample=False,
                 min_new_tokens=work.output_tokens,
                 max_new_tokens=work.output_tokens,
+                stopping_criteria=[record],
                 **self._choice([work.adapters[i] for i in order]),
             )
         rows = output[:, prompts.shape[1] :].tolist()
         seconds = time.monotonic() - start_s
         by_request = dict(zip(order, rows, strict=True))
-        return OfflineResult(seconds, [by_request[i] for i in range(len(order))])
+        decoded = len(prompts) * (len(times_s) - 1)
+        decode_tok_s = decoded / (times_s[-1] - times_s[0]) if decoded else None
+        return OfflineResult(seconds, [by_request[i] for i in range(len(order))], decode_tok_s)
 
     def close(self) -> None:
         """Do nothing, because the model is freed with this object."""
