@@ -222,7 +222,7 @@ class Traffic(RuleBasedStateMachine):
         tree = self.bench.memory.tree
         leaves = np.flatnonzero((tree.kind[: tree.end] == NodeKind.KV) & (tree.children[: tree.end] == 0)).tolist()
         if leaves:
-            self.bench.memory.evictor.discard(data.draw(st.sampled_from(leaves)), self.bench.clock.now())
+            self.bench.memory.evictor.discard([data.draw(st.sampled_from(leaves))], self.bench.clock.now())
 
     @rule()
     @counted

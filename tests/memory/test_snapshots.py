@@ -100,7 +100,7 @@ def test_a_partial_snapshot_is_not_used(bench: Bench) -> None:
     key = block_keys(adapter("a").digest, prompt, BLOCK_TOKENS)[3]
     node = bench.memory.tree.find(snapshot_keys(key, STATE_BLOCKS)[-1])
     assert node is not None
-    bench.memory.evictor.discard(node, bench.clock.now())
+    bench.memory.evictor.discard([node], bench.clock.now())
     assert answer(bench, "again", prompt)[0] == 0
     assert answer(bench, "and again", prompt)[0] == 4 * BLOCK_TOKENS, "the missing block was taken again"
 

@@ -628,11 +628,24 @@ class Evictor:
         self.remove_empty([node for node in left if tree.kind[node] == NodeKind.KV])
         return len(on_device) + len(on_host)
 
-    def discard(self, node: int, now: float) -> None:
-        """Free an unpinned KV leaf on both tiers, and remove ancestors without bytes from the tree."""
+    def discard(self, chain: Sequence[int], now: float) -> None:
+        """Free the end of a chain of KV on both tiers, and remove ancestors without bytes from the tree.
+
+        Args:
+            chain: nodes, each the parent of the next one. What lies above the last node that is pinned, moves or has
+                further children stays.
+            now: the time.
+        """
+        if not chain:
+            return
         tree = self._tree
-        if tree.kind[node] == NodeKind.KV and not (tree.pins[node] or tree.children[node] or tree.moving[node]):
-            self.free_kv([node], now)
+        at = np.asarray(chain, np.int64)
+        children = np.ones(len(at), np.int64)
+        children[-1] = 0
+        is_free = (tree.kind[at] == NodeKind.KV) & (tree.pins[at] == 0) & (tree.moving[at] == NodeTransfer.NO)
+        needed = np.flatnonzero(~is_free | (tree.children[at] != children))
+        if free := list(chain[needed[-1] + 1 if len(needed) else 0 :]):
+            self.free_kv(free[::-1], now)
 
     def forget_adapter(self, node: int) -> None:
         """Remove an adapter from the tree."""

@@ -472,8 +472,7 @@ class Memory:
         self._return_lease(lease, now)
         if not keep_kv:
             self.snapshots.discard(lease, now)
-        for node in () if keep_kv else reversed(lease.path[lease.cached_blocks :]):
-            self.evictor.discard(node, now)
+            self.evictor.discard(lease.path[lease.cached_blocks :], now)
 
     def release(self, lease: SequenceLease, now: float) -> None:
         """Release the lease of a finished sequence. Blocks in the tree stay cached, and all other blocks are freed.
@@ -486,8 +485,7 @@ class Memory:
         if self._shadows.eviction is not None:
             self._shadows.eviction.ended(lease.adapter, lease.keys[: len(lease.path)])
         if not self._options.keep_kv:
-            for node in reversed(lease.path):
-                self.evictor.discard(node, now)
+            self.evictor.discard(lease.path, now)
         self.adapters.evict_if_not_kept(lease.adapter, self._view.waiting, now)
 
     def note_waiting(self, queued: int, wanted: Callable[[], Mapping[AdapterDigest, int]], now: float) -> None:

@@ -258,6 +258,4 @@ class Snapshots:
     def _discard(self, key: bytes, now: float) -> None:
         """Free a snapshot, unless a sequence or a transfer needs it."""
         nodes = [self._tree.find(each) for each in snapshot_keys(key, self.blocks)]
-        for node in reversed(nodes):
-            if node is not None:
-                self._evictor.discard(node, now)
+        self._evictor.discard([node for node in nodes if node is not None], now)
