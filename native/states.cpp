@@ -166,6 +166,8 @@ void recur(Recurrence& c, int64_t threads) {
   });
 }
 
+constexpr int64_t kChannels = 1024;  // of a block: their weights and last rows fit the first-level cache
+
 // A causal convolution: out[row] = bias + sum over taps of weight[tap] * x[row - taps + 1 + tap], with SiLU if it has it. A
 // part of a tail is [taps - 1, channels of the part].
 template <class T>
@@ -179,40 +181,76 @@ struct Convolution {
   int64_t channels, taps;
   bool has_silu;
 
-  // The channels [begin, end) of one sequence, which are of one part. Its tail becomes its last rows.
+  // Calls each(begin, end, tail) for the pieces of the channels [begin, end) that are of one part.
+  template <class F>
+  void each_part(int64_t sequence, int64_t begin, int64_t end, const F& each) const {
+    for (const int64_t own = channels / sequences.parts; begin < end;) {
+      const int64_t part = begin / own, stop = std::min(end, (part + 1) * own);
+      each(begin, stop, tails + sequences.offsets[sequence * sequences.parts + part] + begin % own);
+      begin = stop;
+    }
+  }
+
+  // One row of the channels [begin, end). `input` loads what a tap reads.
+  template <class F>
+  void compute(int64_t row, int64_t begin, int64_t end, const F& input) const {
+    each_vector(end - begin, [&](int64_t i, auto n) {
+      F32 found = bias ? get(bias + begin + i, n) : zero();
+      for (int64_t tap = 0; tap < taps; ++tap) found = fma(get(weight + tap * channels + begin + i, n), input(tap, i, n), found);
+      set(out + row * channels + begin + i, has_silu ? silu(found) : found, n);
+    });
+  }
+
+  // The channels [begin, end) of one sequence. Its tail becomes its last rows.
   void run(int64_t sequence, int64_t begin, int64_t end) const {
     const int64_t history = taps - 1, own = channels / sequences.parts;
     const int64_t first = sequences.starts[sequence], last = sequences.starts[sequence + 1];
-    float* tail = tails + sequences.offsets[sequence * sequences.parts + begin / own] + begin % own;
-    if (!sequences.resumed[sequence])
-      for (int64_t i = 0; i < history; ++i) std::fill_n(tail + i * own, end - begin, 0.0f);
-    const auto input = [&](int64_t row, int64_t i, auto n) {
-      return row < first ? get(tail + (row - first + history) * own + i, n) : get(x + row * stride + begin + i, n);
-    };
-    for (int64_t row = first; row < last; ++row)
-      each_vector(end - begin, [&](int64_t i, auto n) {
-        F32 found = bias ? get(bias + begin + i, n) : zero();
-        for (int64_t tap = 0; tap < taps; ++tap)
-          found = fma(get(weight + tap * channels + begin + i, n), input(row - history + tap, i, n), found);
-        set(out + row * channels + begin + i, has_silu ? silu(found) : found, n);
-      });
-    for (int64_t row = last - history; row < last; ++row)
-      each_vector(end - begin, [&](int64_t i, auto n) { set(tail + (row - last + history) * own + i, input(row, i, n), n); });
+    each_part(sequence, begin, end, [&](int64_t at, int64_t stop, float* tail) {
+      if (!sequences.resumed[sequence])
+        for (int64_t i = 0; i < history; ++i) std::fill_n(tail + i * own, stop - at, 0.0f);
+      for (int64_t row = first; row < std::min(last, first + history); ++row)
+        compute(row, at, stop, [&](int64_t tap, int64_t i, auto n) {
+          const int64_t from = row - history + tap;
+          return from < first ? get(tail + (from - first + history) * own + i, n) : get(x + from * stride + at + i, n);
+        });
+    });
+    for (int64_t row = first + history; row < last; ++row) {
+      const T* from = x + (row - history) * stride + begin;
+      compute(row, begin, end, [&](int64_t tap, int64_t i, auto n) { return get(from + tap * stride + i, n); });
+    }
+    each_part(sequence, begin, end, [&](int64_t at, int64_t stop, float* tail) {
+      for (int64_t row = last - history; row < last; ++row)
+        each_vector(stop - at, [&](int64_t i, auto n) {
+          const F32 kept = row < first ? get(tail + (row - first + history) * own + i, n) : get(x + row * stride + at + i, n);
+          set(tail + (row - last + history) * own + i, kept, n);
+        });
+    });
+  }
+
+  // Fetches the tail of one sequence into the caches.
+  void fetch(int64_t sequence, int64_t begin, int64_t end) const {
+    if (sequence >= sequences.count || sequences.is_skipped(sequence) || !sequences.resumed[sequence]) return;
+    const int64_t own = channels / sequences.parts;
+    each_part(sequence, begin, end, [&](int64_t at, int64_t stop, const float* tail) {
+      for (int64_t i = 0; i < taps - 1; ++i)
+        for (int64_t column = 0; column < stop - at; column += 64 / sizeof(float))
+          __builtin_prefetch(tail + i * own + column, 1, 2);
+    });
   }
 
   void operator()(int64_t threads) const {
-    const int64_t vectors = (channels + kLanes - 1) / kLanes, own = channels / sequences.parts;
     const int64_t work = sequences.starts[sequences.count] * channels * taps;
     parallel(work < 2 * kWorthAThread ? 1 : threads, [&](int64_t thread, int64_t count) {
-      const Range mine = part_of(vectors, thread, count);
+      const Range mine = part_of((channels + kLanes - 1) / kLanes, thread, count);
       const int64_t last = std::min(mine.end * kLanes, channels);
-      for (int64_t sequence = 0; sequence < sequences.count; ++sequence)
-        if (!sequences.is_skipped(sequence))
-          for (int64_t begin = mine.begin * kLanes; begin < last;) {
-            const int64_t end = std::min(last, (begin / own + 1) * own);
-            run(sequence, begin, end);
-            begin = end;
-          }
+      for (int64_t begin = mine.begin * kLanes; begin < last; begin += kChannels) {
+        const int64_t end = std::min(last, begin + kChannels);
+        fetch(0, begin, end);
+        for (int64_t sequence = 0; sequence < sequences.count; ++sequence) {
+          fetch(sequence + 1, begin, end);
+          if (!sequences.is_skipped(sequence)) run(sequence, begin, end);
+        }
+      }
     });
   }
 };
