@@ -43,9 +43,9 @@ LORIKEET_EXPORT void lorikeet_gelu_mul(
 LORIKEET_EXPORT void lorikeet_sigmoid_mul(
     const void* x, const void* gate, void* out, int64_t elements, int64_t bytes, int64_t threads);
 
-LORIKEET_EXPORT void lorikeet_delta_gates(
-    const void* b, int64_t b_stride, const void* a, int64_t a_stride, const float* rates, const float* bias,
-    float* decay, float* beta, int64_t rows, int64_t heads, int64_t bytes, int64_t threads);
+LORIKEET_EXPORT void lorikeet_recurrence_gates(
+    const void* b, int64_t b_stride, const void* a, int64_t a_stride, const float* rates, const float* bias, double least,
+    double most, float* decay, float* beta, int64_t rows, int64_t heads, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_recurrence(
     const void* queries, int64_t query_stride, const void* keys, int64_t key_stride, const void* values,

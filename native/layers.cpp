@@ -13,7 +13,7 @@ constexpr int64_t kLayerModules = 7;  // lorikeet_linear() counts layers of so m
 
 // The real numbers of a model.
 struct Reals {
-  double eps, scale, norm_offset, softcap, delta_eps;
+  double eps, scale, norm_offset, softcap, gated_eps, least_step, most_step;
 };
 
 // Copies pieces of each row: `each` gets a function that copies bytes from a place in the row to a place in the new row.
@@ -28,22 +28,23 @@ void copy_pieces(const char* from, int64_t from_bytes, char* to, int64_t to_byte
   });
 }
 
-// Computes a gated delta rule from the product of its input; the result is in s.mixed.
-void mix_by_delta(const Model& m, const Layer& layer, const LayersStep& s, const Reals& reals, int64_t threads) {
-  const DeltaRule& d = m.delta;
-  const int64_t keys = d.key_heads * d.key_dim, values = d.heads * d.value_dim, columns = d.columns(), item = m.bytes;
-  const char *z = s.qkv + d.channels() * item, *b = z + values * item;
-  lorikeet_delta_gates(b, columns, b + d.heads * item, columns, layer.rates, layer.gate_bias, s.decay, s.beta, s.rows, d.heads,
-                       item, threads);
-  lorikeet_causal_conv(s.qkv, columns, layer.conv, nullptr, s.states, s.convolved, s.row_starts, s.resumed,
-                       s.conv_offsets + layer.place * s.sequences * d.parts, s.sequences, d.parts, d.channels(), d.taps, true,
+// Computes a recurrence from the product of its input; the result is in s.mixed.
+void recur(const Model& m, const Layer& layer, const LayersStep& s, const Reals& reals, int64_t threads) {
+  const Recurrences& r = m.recurrences;
+  const int64_t keys = r.key_heads * r.key_dim, values = r.heads * r.value_dim, columns = r.columns(), item = m.bytes;
+  const char *z = s.qkv + r.channels() * item, *gates = z + values * item;
+  lorikeet_recurrence_gates(r.is_delta ? gates : nullptr, columns, r.is_delta ? gates + r.heads * item : gates, columns,
+                            layer.rates, layer.gate_bias, reals.least_step, reals.most_step, s.decay, s.beta, s.rows, r.heads,
+                            item, threads);
+  lorikeet_causal_conv(s.qkv, columns, layer.conv, layer.conv_bias, s.states, s.convolved, s.row_starts, s.resumed,
+                       s.conv_offsets + layer.place * s.sequences * r.parts, s.sequences, r.parts, r.channels(), r.taps, true,
                        item, threads);
   const char* q = s.convolved;
-  lorikeet_recurrence(q, d.channels(), q + keys * item, d.channels(), q + 2 * keys * item, d.channels(), s.decay, s.beta,
-                      nullptr, s.states, s.row_starts, s.resumed, s.state_offsets + layer.place * s.sequences * d.heads,
-                      s.sequences, d.heads, d.key_heads, d.key_dim, d.value_dim, s.mixed, true, item, threads);
-  lorikeet_gated_norm(s.mixed, values, z, columns, layer.gated_norm, d.value_dim, s.mixed, s.rows, values, d.value_dim,
-                      reals.delta_eps, true, item, threads);
+  lorikeet_recurrence(q, r.channels(), q + keys * item, r.channels(), q + 2 * keys * item, r.channels(), s.decay, s.beta,
+                      layer.skip, s.states, s.row_starts, s.resumed, s.state_offsets + layer.place * s.sequences * r.heads,
+                      s.sequences, r.heads, r.key_heads, r.key_dim, r.value_dim, s.mixed, r.is_delta, item, threads);
+  lorikeet_gated_norm(s.mixed, values, z, columns, layer.gated_norm, r.is_delta ? r.value_dim : values, s.mixed, s.rows, values,
+                      r.group, reals.gated_eps, r.is_delta, item, threads);
 }
 
 // Computes attention from the product of its input; the result is in s.mixed.
@@ -115,10 +116,10 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
   };
   for (int64_t index = 0; index < m.count; ++index) {
     const Layer& layer = m.layers[index];
-    const bool has_delta = layer.conv;
-    const int64_t mixed = has_delta ? m.delta.heads * m.delta.value_dim : queries;
-    const ProductTargets& changed = has_delta ? s.delta_targets : s.targets;
-    const ProductTargets& every = has_delta ? s.all_delta_targets : s.all_targets;
+    const bool recurs = layer.conv;
+    const int64_t mixed = recurs ? m.recurrences.heads * m.recurrences.value_dim : queries;
+    const ProductTargets& changed = recurs ? s.recurrence_targets : s.targets;
+    const ProductTargets& every = recurs ? s.all_recurrence_targets : s.all_targets;
     const int64_t first = index * m.slots;
     auto product = [&](const char* x, int64_t inputs, const void* weight, const void* bias, char* out, const void* to,
                        const void* all, int64_t outputs) {
@@ -126,8 +127,8 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
       if (any(extras, first, all)) lorikeet_scale_and_shift(out, outputs, extras, first, all, m.bytes, threads);
     };
     const char* in = norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
-    product(in, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, changed.qkv, every.qkv, has_delta ? m.delta.columns() : qkv);
-    (has_delta ? mix_by_delta : attend)(m, layer, s, reals, threads);
+    product(in, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, changed.qkv, every.qkv, recurs ? m.recurrences.columns() : qkv);
+    (recurs ? recur : attend)(m, layer, s, reals, threads);
     if (index == m.count - 1 && s.samples < rows) {
       keep(s.x, m.hidden * m.bytes, s.sample_rows, s.samples, s.normed);
       keep(s.mixed, mixed * m.bytes, s.sample_rows, s.samples, s.qkv);
@@ -155,7 +156,7 @@ void layers(const Model& m, const LayersStep& s, const Reals& reals, int64_t thr
 
 LORIKEET_EXPORT void lorikeet_layers(
     const lorikeet::Model* model, const lorikeet::LayersStep* step, double eps, double scale, double norm_offset,
-    double softcap, double delta_eps, int64_t threads) {
-  const lorikeet::Reals reals{eps, scale, norm_offset, softcap, delta_eps};
+    double softcap, double gated_eps, double least_step, double most_step, int64_t threads) {
+  const lorikeet::Reals reals{eps, scale, norm_offset, softcap, gated_eps, least_step, most_step};
   lorikeet::layers(*model, *step, reals, threads);
 }

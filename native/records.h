@@ -38,21 +38,22 @@ struct Group {
 enum class Activation : int64_t { kSilu, kGeluTanh };
 
 // A layer. Weights are those of lorikeet_linear(). A missing tensor is null, a window 0 if there is none. With a `conv` the
-// layer has a gated delta rule, else attention; `place` is its number among the layers of its kind.
+// layer has a recurrence, else attention; `place` is its number among the layers of its kind.
 struct Layer {
   const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *attention_norm, *post_norm, *gate_up,
       *gate_up_bias, *down, *down_bias, *mlp_norm;
-  const void* conv;
-  const float *rates, *gate_bias;
+  const void *conv, *conv_bias;
+  const float *rates, *gate_bias, *skip;
   const void* gated_norm;
   int64_t window, rotation, place;
 };
 
-// Sizes of layers with a gated delta rule; `parts` of the state of a convolution.
-struct DeltaRule {
-  int64_t key_heads, heads, key_dim, value_dim, taps, parts;
+// Layers with a recurrence: by the gated delta rule, or a state space. `parts` of the state of a convolution, `group` columns
+// that are normalised together.
+struct Recurrences {
+  int64_t is_delta, key_heads, heads, key_dim, value_dim, taps, parts, group;
   int64_t channels() const { return 2 * key_heads * key_dim + heads * value_dim; }
-  int64_t columns() const { return channels() + heads * value_dim + 2 * heads; }
+  int64_t columns() const { return channels() + heads * value_dim + (is_delta ? 2 : 1) * heads; }
 };
 
 struct Model {
@@ -60,7 +61,7 @@ struct Model {
   int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes, slots;
   int64_t rotary_dims, rotates_neighbours, whole_norms, one_order, gated_attention;
   Activation activation;
-  DeltaRule delta;
+  Recurrences recurrences;
 };
 
 // The targets of each product of a layer; null for products that no adapter changes.
@@ -81,7 +82,7 @@ struct LayersStep {
   const Adapters *adapters, *sample_adapters;  // null if no row has one
   ProductTargets targets;                      // that an adapter changes
   const Extras *extras, *sample_extras;        // null if no adapter has extras
-  ProductTargets all_targets, delta_targets, all_delta_targets;
+  ProductTargets all_targets, recurrence_targets, all_recurrence_targets;
   float* states;
   const int64_t *resumed, *conv_offsets, *state_offsets;  // offsets: [layers, sequences, parts]
   char *normed, *qkv, *mixed, *delta, *gate_up, *gated;   // room for [rows, ...]; delta comes out too

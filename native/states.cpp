@@ -281,31 +281,43 @@ void gated_norm(const T* x, int64_t x_stride, const T* gate, int64_t gate_stride
   });
 }
 
-// The gates of the gated delta rule: decay = rate * softplus(a + bias) and beta = sigmoid(b).
+// The gates of a recurrence: decay = rate * step with step = softplus(a + bias), within limits, and beta = sigmoid(b), or the
+// step itself if b is null.
 template <class T>
-void delta_gates(const T* b, int64_t b_stride, const T* a, int64_t a_stride, const float* rates, const float* bias,
-                 float* decay, float* beta, int64_t rows, int64_t heads, int64_t threads) {
-  parallel(rows * heads < kWorthAThread / 4 ? 1 : threads, [&](int64_t thread, int64_t count) {
-    const Range mine = part_of(rows, thread, count);
-    for (int64_t row = mine.begin; row < mine.end; ++row)
-      for (int64_t head = 0; head < heads; ++head) {
-        const float x = to_float(a[row * a_stride + head]) + bias[head];
-        decay[row * heads + head] = rates[head] * (x > 20.0f ? x : std::log1p(std::exp(x)));
-        beta[row * heads + head] = 1.0f / (1.0f + std::exp(-to_float(b[row * b_stride + head])));
-      }
-  });
-}
+struct Gates {
+  const T* b;
+  int64_t b_stride;
+  const T* a;
+  int64_t a_stride;
+  const float *rates, *bias;
+  float least, most;
+  float *decay, *beta;
+
+  void operator()(int64_t rows, int64_t heads, int64_t threads) const {
+    parallel(rows * heads < kWorthAThread / 4 ? 1 : threads, [&](int64_t thread, int64_t count) {
+      const Range mine = part_of(rows, thread, count);
+      for (int64_t row = mine.begin; row < mine.end; ++row)
+        for (int64_t head = 0; head < heads; ++head) {
+          const float x = to_float(a[row * a_stride + head]) + bias[head];
+          const float step = std::min(most, std::max(least, x > 20.0f ? x : std::log1p(std::exp(x))));
+          decay[row * heads + head] = rates[head] * step;
+          beta[row * heads + head] = b ? 1.0f / (1.0f + std::exp(-to_float(b[row * b_stride + head]))) : step;
+        }
+    });
+  }
+};
 
 }  // namespace
 }  // namespace lorikeet
 
-LORIKEET_EXPORT void lorikeet_delta_gates(
-    const void* b, int64_t b_stride, const void* a, int64_t a_stride, const float* rates, const float* bias,
-    float* decay, float* beta, int64_t rows, int64_t heads, int64_t bytes, int64_t threads) {
+LORIKEET_EXPORT void lorikeet_recurrence_gates(
+    const void* b, int64_t b_stride, const void* a, int64_t a_stride, const float* rates, const float* bias, double least,
+    double most, float* decay, float* beta, int64_t rows, int64_t heads, int64_t bytes, int64_t threads) {
   using namespace lorikeet;
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    delta_gates((const T*)b, b_stride, (const T*)a, a_stride, rates, bias, decay, beta, rows, heads, threads);
+    Gates<T>{(const T*)b, b_stride, (const T*)a, a_stride, rates, bias, float(least), float(most), decay, beta}(rows, heads,
+                                                                                                             threads);
   };
   bytes == 2 ? run(bf16{}) : run(float{});
 }

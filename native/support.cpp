@@ -87,7 +87,7 @@ LORIKEET_EXPORT int64_t lorikeet_record_bytes(const char* name) {
   } records[] = {
       {"Weight", sizeof(Weight)},         {"Adapters", sizeof(Adapters)}, {"Extras", sizeof(Extras)},
       {"Layer", sizeof(Layer)},           {"Model", sizeof(Model)},       {"ProductTargets", sizeof(ProductTargets)},
-      {"LayersStep", sizeof(LayersStep)}, {"Group", sizeof(Group)},       {"DeltaRule", sizeof(DeltaRule)},
+      {"LayersStep", sizeof(LayersStep)}, {"Group", sizeof(Group)},       {"Recurrences", sizeof(Recurrences)},
   };
   for (const auto& record : records)
     if (!std::strcmp(record.name, name)) return record.bytes;

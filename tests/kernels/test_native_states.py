@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lorikeet.kernels import states as in_torch
 from lorikeet.kernels.native import supported_instruction_sets
+from lorikeet.kernels.states import ANY_STEP
 from tests.kernels.elementwise_cases import REFERENCE, random
 from tests.kernels.exactness import check_error
 from tests.kernels.linear_cases import DTYPES, kernels
@@ -80,17 +81,24 @@ def test_gated_norms(
 
 
 @instruction_sets
-@given(st.sampled_from([1, 9, 130]), st.sampled_from([1, 16, 40]), dtypes)
-def test_gates_of_the_delta_rule(instruction_set: str, rows: int, heads: int, dtype: torch.dtype) -> None:
+@given(
+    st.sampled_from([1, 9, 130]), st.sampled_from([1, 16, 40]), st.sampled_from([None, ANY_STEP, (0.5, 9.0)]), dtypes
+)
+def test_gates_of_recurrences(
+    instruction_set: str, rows: int, heads: int, limits: tuple[float, float] | None, dtype: torch.dtype
+) -> None:
     native = kernels(instruction_set)
 
     def draw(seed: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
         # Large values, too: softplus is then the value itself.
         b, a = (random(rows, 2 * heads + 3, dtype=dtype, seed=2 * seed) * 12)[:, 3:].split(heads, dim=1)
         rates, bias = random(2, heads, dtype=torch.float32, seed=2 * seed + 1)
-        found, by_torch = (backend.delta_gates(b, a, rates, bias)[part] for backend in (native, REFERENCE))
-        wide = (each.double() for each in (b, a, rates, bias))
-        return found, by_torch, in_torch.delta_gates(*wide)[part]
+        is_delta = limits is None
+        given = (b if is_delta else None, a, rates, bias)
+        between = limits or ANY_STEP
+        found, by_torch = (backend.recurrence_gates(*given, between)[part] for backend in (native, REFERENCE))
+        wide = (None if each is None else each.double() for each in given)
+        return found, by_torch, in_torch.recurrence_gates(*wide, between)[part]
 
     check_error("decay", lambda seed: draw(seed, 0))
     check_error("beta", lambda seed: draw(seed, 1))

@@ -13,6 +13,7 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -61,6 +62,13 @@ _DELTA: dict[str, Any] = {
         "mrope_section": [1, 1, 0],
         "mrope_interleaved": True,
     },
+}
+
+_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 8.0,
 }
 
 VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -112,11 +120,20 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "granite": (
         GraniteConfig,
+        _MULTIPLIERS,
+    ),
+    "granite-hybrid": (
+        GraniteMoeHybridConfig,
         {
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "attention_multiplier": 0.0625,
-            "logits_scaling": 8.0,
+            **_MULTIPLIERS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_intermediate_size": 80,
+            "num_local_experts": 0,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "time_step_limit": [0.1, 2.0],
         },
     ),
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),

@@ -3,7 +3,7 @@
 from lorikeet.models.architectures import ARCHITECTURES
 from tests.models.checkpoints import VARIANTS
 
-OTHER_PARTS = {"Gemma3ForConditionalGeneration"}
+OTHER_PARTS = {"Gemma3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"}
 """Architectures whose decoder is that of another row; ``test_config`` reads their configs."""
 
 

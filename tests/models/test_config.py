@@ -1,6 +1,7 @@
 """Settings of a checkpoint are read in both spellings, and unsupported ones are refused by name."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -260,14 +261,15 @@ QWEN_3_5 = {
 
 def test_a_rank_holds_its_share_of_a_delta_rule(tmp_path: Path) -> None:
     config = config_of(tmp_path, **QWEN_3_5)
-    assert config.delta is not None
-    assert config.delta.on == (True, True, True, False)
+    assert config.recurrence is not None
+    assert config.recurrence.on == (True, True, True, False)
     geometry = config.geometry(dtype_bytes=2, tensor_parallel=2)
-    assert {name: geometry.modules[name].out_features for name in ("q", "delta_q", "delta_v", "delta_b")} == {
+    named = ("q", "recurrence_q", "recurrence_v", "recurrence_b")
+    assert {name: geometry.modules[name].out_features for name in named} == {
         "q": 128,
-        "delta_q": 8,
-        "delta_v": 32,
-        "delta_b": 2,
+        "recurrence_q": 8,
+        "recurrence_v": 32,
+        "recurrence_b": 2,
     }
     assert geometry.module_layers["q"] == (3,)
     assert len(geometry.kv_layers) == 1
@@ -295,6 +297,60 @@ def test_a_wrong_delta_rule_is_named(changes: dict[str, Any], complaint: str, tm
 def test_a_delta_rule_that_cannot_be_split_is_named(ranks: int, stages: int, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match=complaint):
         config_of(tmp_path, **QWEN_3_5).check_divides(ranks, stages)
+
+
+GRANITE_HYBRID = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "num_local_experts": 0,
+    "mamba_n_heads": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 8,
+}
+
+
+def test_a_rank_holds_its_share_of_a_state_space(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **GRANITE_HYBRID)
+    rule = config.recurrence
+    assert rule is not None
+    assert (rule.on, rule.step_limits) == ((True, True, False, True), (0.0, math.inf))
+    assert config.rotations == (-1,) * 4
+    assert config_of(tmp_path, **GRANITE_HYBRID, position_embedding_type="rope").rotations == (0,) * 4
+    values = 2 * config.hidden_size
+    geometry = config.geometry(dtype_bytes=2, tensor_parallel=2)
+    assert "recurrence_b" not in geometry.modules
+    named = ("recurrence_q", "recurrence_v", "recurrence_z", "recurrence_a")
+    assert [geometry.modules[name].out_features for name in named] == [16, values // 2, values // 2, 8]
+    assert geometry.names is not None
+    paths = {path.path: path.modules for path in geometry.names.paths}
+    assert {path: modules for path, modules in paths.items() if "mamba" in path or "shared" in path} == {
+        "layers.{}.mamba.in_proj": tuple(f"recurrence_{name}" for name in "zvkqa"),
+        "layers.{}.mamba.out_proj": ("recurrence_o",),
+        "layers.{}.shared_mlp.input_linear": ("gate", "up"),
+        "layers.{}.shared_mlp.output_linear": ("down",),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_local_experts": 4}, "num_local_experts: mixtures of experts are not supported"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias: biases of projections"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: state spaces are supported with silu only"),
+        ({"mamba_n_heads": 5}, "mamba_n_heads: 5 heads do not divide"),
+        ({"time_step_limit": [0.1]}, "time_step_limit: must be two numbers"),
+        ({"time_step_limit": [0.1, "long"]}, "time_step_limit: must be two numbers"),
+    ],
+)
+def test_a_wrong_state_space_is_named(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match=complaint):
+        config_of(tmp_path, **(GRANITE_HYBRID | changes))
+
+
+def test_groups_of_a_state_space_that_cannot_be_split_are_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **(GRANITE_HYBRID | {"mamba_n_groups": 1}))
+    with pytest.raises(ModelConfigError, match="1 groups of a state space cannot be split over 2"):
+        config.check_divides(2)
 
 
 def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:

@@ -33,12 +33,14 @@ model; positions that the model counts; attention that cannot be replaced.
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 
 KINDS = sorted(decoders()) if sampling.runs_all else sorted(SAMPLE)
-OWN_SAMPLE = ("gemma2", "gemma3", "glm4", "olmo3", "phi3", "qwen3_5_text")
-"""Soft caps and norms around; a vision model; neighbours rotated; norms after; fused layers; a gated delta rule."""
+OWN_SAMPLE = ("gemma2", "gemma3", "glm4", "granitemoehybrid", "olmo3", "phi3", "qwen3_5_text")
+"""Soft caps and norms around; a vision model; neighbours rotated; a state space; norms after; fused layers; a gated
+delta rule."""
 OWN_KINDS = sorted(
     kind for kind in (decoders() if sampling.runs_all else OWN_SAMPLE) if model_class(kind).__name__ in ARCHITECTURES
 )
-
+OWN_SETTINGS: dict[str, dict[str, Any]] = {"granitemoehybrid": {"num_local_experts": 0}}
+"""Keys of configs without which the own decoder refuses a base."""
 
 IN_FP64 = {"gemma4_unified_text"}
 """Bases that are compared with what transformers computes in fp64: in fp32 its own rounding is up to 8e-5."""
@@ -50,7 +52,7 @@ def serve_as_peft(folder: Path, kind: str, model_impl: str = "transformers", **o
     Raises:
         UnsupportedAttention: the base is refused.
     """
-    base = make_base(folder / "base", kind)
+    base = make_base(folder / "base", kind, **(OWN_SETTINGS.get(kind, {}) if model_impl == "lorikeet" else {}))
     peft = make_peft_adapter(base, folder / "adapter", **options)
     long = random_ids(37, 1)
     geometry = geometry_of(folder / "base", model_impl)

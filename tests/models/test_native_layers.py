@@ -72,8 +72,8 @@ def extras_of(config: ModelConfig, dtype: torch.dtype) -> ExtraWeights:
     """Return random factors and summands of some outputs, and norms."""
     generator = torch.Generator().manual_seed(9)
     outputs = {module: shape.out_features for module, shape in config.module_shapes().items()}
-    scaled = ("q", "v", "o", "up", "delta_k", "delta_a", "delta_o")
-    shifted = ("v", "gate", "down", "delta_z")
+    scaled = ("q", "v", "o", "up", "recurrence_k", "recurrence_a", "recurrence_o")
+    shifted = ("v", "gate", "down", "recurrence_z")
     geometry = config.geometry(dtype.itemsize)
     sizes = {
         (kind, layer, module): outputs[module]

@@ -48,8 +48,15 @@ def logits_of_ranks(folder: Path, size: int, scratch: Path) -> Tensor:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("variant", "size"),
-    [("llama-biases", 2), ("llama-biases", 4), ("qwen3-biases", 2), ("qwen2", 4), ("qwen3-5", 2)],
-    ids=["two-ranks", "kv-heads-copied", "qk-norm", "qkv-bias-copied", "delta-rule"],
+    [
+        ("llama-biases", 2),
+        ("llama-biases", 4),
+        ("qwen3-biases", 2),
+        ("qwen2", 4),
+        ("qwen3-5", 2),
+        ("granite-hybrid", 2),
+    ],
+    ids=["two-ranks", "kv-heads-copied", "qk-norm", "qkv-bias-copied", "delta-rule", "state-space"],
 )
 def test_ranks_give_the_logits_of_one(variant: str, size: int, tmp_path: Path) -> None:
     folder = tmp_path / "model"

@@ -19,7 +19,7 @@ from lorikeet.kernels.interface import (
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors
-from lorikeet.kernels.states import StateSequences
+from lorikeet.kernels.states import ANY_STEP, StateSequences
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
@@ -156,10 +156,12 @@ class RecordingKernels:
         self.calls.append(("gated_norm", _shape(x), group, is_norm_first))
         return self._inner.gated_norm(x, gate, weight, eps, group, is_norm_first=is_norm_first)
 
-    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def recurrence_gates(
+        self, b: Tensor | None, a: Tensor, rates: Tensor, bias: Tensor, limits: tuple[float, float] = ANY_STEP
+    ) -> tuple[Tensor, Tensor]:
         """Record the shape."""
-        self.calls.append(("delta_gates", _shape(a)))
-        return self._inner.delta_gates(b, a, rates, bias)
+        self.calls.append(("recurrence_gates", _shape(a), b is None))
+        return self._inner.recurrence_gates(b, a, rates, bias, limits)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """Record the shape."""

@@ -11,10 +11,10 @@ from lorikeet.adapters.module_names import BaseModules, ModulePlace
 from lorikeet.adapters.peft_config import CONVERT, LoraConfig, ModuleMatcher
 from lorikeet.adapters.task import SCORE_MODULES
 from lorikeet.core.adapter import EMBEDDING, HEAD
-from lorikeet.core.geometry import DELTA_INPUTS, ModelGeometry, ReplaceableWeights, split_layer
+from lorikeet.core.geometry import RECURRENCE_INPUTS, ModelGeometry, ReplaceableWeights, split_layer
 
 _MAX_NAMED = 3
-_SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up", *DELTA_INPUTS})
+_SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up", *RECURRENCE_INPUTS})
 """Modules that share their input's product with others, so that it cannot be scaled for one of them."""
 
 _OF_STATES = ("conv1d", "A_log", "dt_bias")

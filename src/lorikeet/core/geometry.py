@@ -19,14 +19,14 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 """The fused linear weights of a layer of the own decoder, and the modules of each, in row order."""
 
 
-DELTA_INPUTS = ("delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a")
-"""Modules of layers with a gated delta rule that share one product."""
-DELTA_OUT = "delta_o"
+RECURRENCE_INPUTS = ("recurrence_q", "recurrence_k", "recurrence_v", "recurrence_z", "recurrence_b", "recurrence_a")
+"""Modules of layers with a recurrence that share one product. A state space has no ``b``."""
+RECURRENCE_OUT = "recurrence_o"
 """The module of the output of such layers."""
-DELTA_VECTOR = "layers.{{}}.linear_attn.{}.weight"
+RECURRENCE_VECTOR = "layers.{{}}.linear_attn.{}.weight"
 """The path of a weight of such layers that adapters may replace, in ``ReplaceableWeights.vectors``."""
 
-ROW_PARALLEL = frozenset({"o", "down", DELTA_OUT})
+ROW_PARALLEL = frozenset({"o", "down", RECURRENCE_OUT})
 """Modules that tensor parallelism splits by input, so that outputs are partial sums; others are split by output."""
 
 

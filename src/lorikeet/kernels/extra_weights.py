@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.adapter import EMBEDDING, HEAD
-from lorikeet.core.geometry import DELTA_VECTOR, ModelGeometry
+from lorikeet.core.geometry import RECURRENCE_VECTOR, ModelGeometry
 
 _NORMS = ("layers.{}.input_layernorm.weight", "layers.{}.post_attention_layernorm.weight")
 """The norms of a layer of our decoder on the residual stream, in the order of ``native/extras.h``."""
@@ -71,7 +71,7 @@ class ExtraWeights:
         vocabulary: which of embedding and head have extras.
         fits_one_call: whether the native kernels can apply the extras in the one call that computes all layers. The
             call supports factors and summands of outputs and norms of the residual stream, but no whole weights,
-            factors of inputs, norms of heads or weights of a gated delta rule.
+            factors of inputs, norms of heads or weights of a recurrence.
     """
 
     def __init__(self, matrices: Mapping[tuple[str, int, str], ExtraMatrix], geometry: ModelGeometry) -> None:
@@ -86,7 +86,7 @@ class ExtraWeights:
             if module not in (EMBEDDING, HEAD) and (scale is not None or shift is not None):
                 self._affine[layer, module] = scale, shift
         others = {f"layers.{{}}.self_attn.{side}_norm.weight" for side in "qk"}
-        others |= {DELTA_VECTOR.format(name) for name in ("conv1d", "A_log", "dt_bias", "norm")}
+        others |= {RECURRENCE_VECTOR.format(name) for name in ("conv1d", "A_log", "dt_bias", "norm")}
         self.fits_one_call = not any(
             module not in (EMBEDDING, HEAD) and (kind in ("weight", "input") or module in others)
             for kind, _, module in matrices

@@ -22,7 +22,7 @@ from lorikeet.kernels.devices import to_device
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors
-from lorikeet.kernels.states import StateSequences
+from lorikeet.kernels.states import ANY_STEP, StateSequences
 
 LONG_TOKENS = 8192
 """Longer contexts are split among more programs. Graphs for longer contexts are captured separately."""
@@ -495,15 +495,20 @@ class Kernels(Protocol):
         """
         ...
 
-    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gates of the gated delta rule, ``decay`` and ``beta`` of :meth:`recurrence`.
+    def recurrence_gates(
+        self, b: Tensor | None, a: Tensor, rates: Tensor, bias: Tensor, limits: tuple[float, float] = ANY_STEP
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``decay`` and ``beta`` of :meth:`recurrence`, fp32 ``[T, heads]``.
 
-        They are ``rates * softplus(a + bias)`` and ``sigmoid(b)``, fp32 ``[T, heads]``.
+        With ``step = softplus(a + bias)``, clamped to the limits, they are ``rates * step`` and ``sigmoid(b)``, or
+        ``step`` without ``b``.
 
         Args:
-            b, a: ``[T, heads]``. Rows may be strided.
+            b: ``[T, heads]`` for the gated delta rule, None for a state space. Rows may be strided.
+            a: ``[T, heads]``. Rows may be strided.
             rates: fp32 ``[heads]``, negative.
             bias: fp32 ``[heads]``.
+            limits: the least and the largest step.
         """
         ...
 
@@ -534,18 +539,22 @@ def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim
     return arena[:, : prod(shape)].unflatten(1, shape).transpose(0, 1)
 
 
-class DeltaWeights(NamedTuple):
-    """The weights of a layer with a gated delta rule, besides its projections.
+class RecurrenceWeights(NamedTuple):
+    """The weights of a layer with a recurrence, besides its projections.
 
     Attributes:
-        conv: ``[taps, channels]``, of the convolution over queries, keys and values.
-        rates, bias: see ``Kernels.delta_gates``.
-        norm: ``[value_dim]``, of each head's output.
+        conv, conv_bias: ``[taps, channels]`` and ``[channels]``, of the convolution over queries, keys and values; the
+            bias is None if there is none.
+        rates, bias: see ``Kernels.recurrence_gates``.
+        skip: see ``Kernels.recurrence``.
+        norm: of the output, see ``Kernels.gated_norm``.
     """
 
     conv: Tensor
+    conv_bias: Tensor | None
     rates: Tensor
     bias: Tensor
+    skip: Tensor | None
     norm: Tensor
 
 
@@ -562,13 +571,13 @@ class LayerWeights:
         attention_norm, mlp_norm: ``[hidden]``, for the outputs of attention and MLP before they are added.
         qkv, qkv_bias: queries, keys and values, stacked.
         q_norm, k_norm: see ``HeadNorms``.
-            With a gated delta rule: all projections of the layer's input, stacked. With gated attention, the rows of a
+            With a recurrence: all projections of the layer's input, stacked. With gated attention, the rows of a
             head's queries are followed by those of its gate.
         o, o_bias: output projection, split by input over ranks. Only rank 0 has the bias, since partial products are
             summed.
         gate_up, gate_up_bias: gate and up, stacked.
         down, down_bias: split like ``o``.
-        delta: further weights of a gated delta rule, which replaces attention; None with attention.
+        recurrence: further weights of a recurrence, which replaces attention; None with attention.
     """
 
     input_norm: Tensor | None
@@ -585,38 +594,45 @@ class LayerWeights:
     k_norm: Tensor | None = None
     attention_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
-    delta: DeltaWeights | None = None
+    recurrence: RecurrenceWeights | None = None
 
 
-class DeltaShape(NamedTuple):
-    """Parameters of layers with a gated delta rule.
+class RecurrenceShape(NamedTuple):
+    """Parameters of layers with a recurrence.
 
     A row of the input's product has the queries, keys and values, which the convolution processes, then z, which gates
-    the output, then b and a (see ``Kernels.delta_gates``).
+    the output, then b, which only the gated delta rule has, and a (see ``Kernels.recurrence_gates``). Of a state space
+    C, B and x are called queries, keys and values.
 
     Attributes:
+        is_delta: whether it is the gated delta rule; else a state space (Mamba-2). By the rule the norm of the output
+            comes before its gate, by a state space after it.
         key_heads, value_heads, key_dim, value_dim: see ``Kernels.recurrence``.
-        eps: number added to the mean square in the norm of a head's output.
+        norm_group, eps: ``group`` and ``eps`` of the output's norm, see ``Kernels.gated_norm``.
+        limits: see ``Kernels.recurrence_gates``.
         targets: LoRA targets of the layer's four products: input, output, gate_up, down.
     """
 
+    is_delta: bool
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
+    norm_group: int
     eps: float
+    limits: tuple[float, float]
     targets: tuple[LoraTargets, ...]
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Number of columns of q, k, v, z, b and a."""
+        """Number of columns of q, k, v, z, b and a; 0 of b in a state space."""
         keys = self.key_heads * self.key_dim
         values = self.value_heads * self.value_dim
-        return keys, keys, values, values, self.value_heads, self.value_heads
+        return keys, keys, values, values, self.value_heads if self.is_delta else 0, self.value_heads
 
 
-class DeltaStates(NamedTuple):
-    """The states of a batch on all layers with a gated delta rule.
+class RecurrenceStates(NamedTuple):
+    """The states of a batch on all layers with a recurrence.
 
     Attributes:
         flat: fp32, all elements of the arena.
@@ -647,7 +663,7 @@ class LayersShape(NamedTuple):
         softcap: soft cap of attention scores; 0 for none.
         activation: the function that gates the MLP.
         has_gated_attention: whether the sigmoid of a gate multiplies each element of the attention's output.
-        delta: parameters of layers with a gated delta rule; None without such layers.
+        recurrence: parameters of layers with a recurrence; None without such layers.
     """
 
     heads: int
@@ -664,14 +680,14 @@ class LayersShape(NamedTuple):
     softcap: float = 0.0
     activation: Activation = Activation.SILU
     has_gated_attention: bool = False
-    delta: DeltaShape | None = None
+    recurrence: RecurrenceShape | None = None
 
 
-Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch, DeltaStates | None], tuple[Tensor, Tensor]]
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch, RecurrenceStates | None], tuple[Tensor, Tensor]]
 """Computes all layers of a batch for which :func:`fits_one_call` holds.
 
 Arguments are x ``[T, hidden]``, changed; cos and sin ``[rotations, T, head_dim]``; the arena as viewed by
-:func:`kv_view`, changed; the batch; and the states of layers with a gated delta rule, changed. It returns, for the
+:func:`kv_view`, changed; the batch; and the states of layers with a recurrence, changed. It returns, for the
 sample rows, x before the last layer's MLP is added, and the MLP's output, both ``[S, hidden]``.
 """
 

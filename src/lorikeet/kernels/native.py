@@ -20,13 +20,14 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.interface import (
     Batch,
-    DeltaStates,
     GroupedProducts,
     GroupProduct,
     HeadNorms,
     Layers,
     LayersShape,
     LayerWeights,
+    RecurrenceStates,
+    RecurrenceWeights,
     Rotation,
     Weight,
     kv_head_dim,
@@ -34,19 +35,19 @@ from lorikeet.kernels.interface import (
 from lorikeet.kernels.lora import LoraBatch, LoraDelta, LoraTargets
 from lorikeet.kernels.native_groups import NativeGroups
 from lorikeet.kernels.native_records import (
-    DeltaRuleRecord,
     LayerRecord,
     LayersStepRecord,
     ModelRecord,
     NativeActivation,
     ProductTargetsRecord,
+    RecurrencesRecord,
     WeightRecord,
     differing_record,
 )
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
 from lorikeet.kernels.sampling import SamplingTensors
-from lorikeet.kernels.states import StateSequences
+from lorikeet.kernels.states import ANY_STEP, StateSequences
 
 _IS_ARM = platform.machine() in ("aarch64", "arm64")
 INSTRUCTION_SETS = ("neonbf16", "neon") if _IS_ARM else ("amx", "avx512bf16", "avx512", "avx2")
@@ -78,9 +79,11 @@ _SIGNATURES = {
     "lorikeet_causal_conv": (_ADDRESS, _INT, *(_ADDRESS,) * 7, *(_INT,) * 7),
     "lorikeet_recurrence": (_ADDRESS, _INT) * 3 + (_ADDRESS,) * 7 + (_INT,) * 5 + (_ADDRESS, *(_INT,) * 3),
     "lorikeet_gated_norm": (_ADDRESS, _INT) * 3 + (_ADDRESS, *(_INT,) * 3, _FLOAT, *(_INT,) * 3),
-    "lorikeet_delta_gates": (_ADDRESS, _INT) * 2 + (_ADDRESS,) * 4 + (_INT,) * 4,
+    "lorikeet_recurrence_gates": (_ADDRESS, _INT) * 2
+    + (_ADDRESS, _ADDRESS, _FLOAT, _FLOAT, _ADDRESS, _ADDRESS)
+    + (_INT,) * 4,
     "lorikeet_sigmoid_mul": (_ADDRESS,) * 3 + (_INT,) * 3,
-    "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 5, _INT),
+    "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 7, _INT),
     "lorikeet_copy": (_ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _FLOAT),
     "lorikeet_place": (_ADDRESS, _INT, _INT),
     "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),
@@ -337,7 +340,7 @@ class NativeLayers:
         places = {True: count(), False: count()}
         rows = zip(weights, shape.windows, shape.rotations, strict=True)
         self._records = (LayerRecord * len(weights))(
-            *(_record(layer, window, number, next(places[layer.delta is None])) for layer, window, number in rows)
+            *(_record(layer, window, number, next(places[layer.recurrence is None])) for layer, window, number in rows)
         )
         self._kv_layers = next(places[True])
         self._model = ModelRecord(
@@ -364,28 +367,30 @@ class NativeLayers:
         ordered = mixed + keys_and_values if gates else 0
         channels = 0
         self._heads = 0
-        if rule := shape.delta:
+        if rule := shape.recurrence:
             keys, _, values, *_ = rule.widths
             channels = 2 * keys + values
             mixed = max(mixed, values)
             qkv = max(qkv, sum(rule.widths))
             self._heads = rule.value_heads
-            self._model.delta = DeltaRuleRecord(
+            self._model.recurrences = RecurrencesRecord(
+                is_delta=rule.is_delta,
                 key_heads=rule.key_heads,
                 heads=rule.value_heads,
                 key_dim=rule.key_dim,
                 value_dim=rule.value_dim,
-                taps=next(len(each.delta.conv) for each in weights if each.delta is not None),
+                taps=next(len(each.recurrence.conv) for each in weights if each.recurrence is not None),
+                group=rule.norm_group,
             )
         self._widths = (hidden, qkv, mixed, hidden, 2 * inner, inner, ordered, gates, channels)
-        self._delta_targets: tuple[LoraTargets, ...] = rule.targets if rule else ()
-        self._all_targets, self._all_delta_targets = (
+        self._recurrence_targets: tuple[LoraTargets, ...] = rule.targets if rule else ()
+        self._all_targets, self._all_recurrence_targets = (
             ProductTargetsRecord(*(targets.numbers.data_ptr() for targets in each))
-            for each in (shape.targets, self._delta_targets)
+            for each in (shape.targets, self._recurrence_targets)
         )
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, states: DeltaStates | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, states: RecurrenceStates | None
     ) -> tuple[Tensor, Tensor]:
         """Compute all layers of a step. See ``kernels.interface.Layers`` for arguments and results."""
         rows = len(x)
@@ -396,9 +401,9 @@ class NativeLayers:
         decay, beta = x.new_empty(2, rows, self._heads, dtype=torch.float32)
         assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
         assert len(kv) == self._kv_layers
-        assert (states is None) == (self._model.delta.heads == 0)
+        assert (states is None) == (self._model.recurrences.heads == 0)
         if states is not None:
-            self._model.delta.parts = states.conv.shape[2]
+            self._model.recurrences.parts = states.conv.shape[2]
         assert kv.dtype in (x.dtype, torch.int8)
         shape = self._shape
         step = LayersStepRecord(
@@ -426,8 +431,10 @@ class NativeLayers:
             extras=_extras(batch.lora),
             sample_extras=_extras(batch.sample_lora),
             all_targets=self._all_targets,
-            delta_targets=ProductTargetsRecord(*(_changed(batch.lora, targets) for targets in self._delta_targets)),
-            all_delta_targets=self._all_delta_targets,
+            recurrence_targets=ProductTargetsRecord(
+                *(_changed(batch.lora, targets) for targets in self._recurrence_targets)
+            ),
+            all_recurrence_targets=self._all_recurrence_targets,
             states=None if states is None else states.flat.data_ptr(),
             resumed=None if states is None else states.sequences.resumed.data_ptr(),
             conv_offsets=None if states is None else states.conv.data_ptr(),
@@ -451,14 +458,15 @@ class NativeLayers:
             shape.scale,
             shape.norm_offset,
             shape.softcap,
-            0.0 if shape.delta is None else shape.delta.eps,
+            *((0.0, *ANY_STEP) if shape.recurrence is None else (shape.recurrence.eps, *shape.recurrence.limits)),
             self._threads(),
         )
         return x[:samples], delta[:samples]
 
 
 def _record(layer: LayerWeights, window: int | None, rotation: int, place: int) -> LayerRecord:
-    conv, rates, bias, norm = (None,) * 4 if layer.delta is None else map(_address, layer.delta)
+    own = {} if layer.recurrence is None else layer.recurrence._asdict()
+    conv, conv_bias, rates, bias, skip, norm = (_address(own.get(name)) for name in RecurrenceWeights._fields)
     return LayerRecord(
         input_norm=_address(layer.input_norm),
         qkv=_packed(layer.qkv),
@@ -475,8 +483,10 @@ def _record(layer: LayerWeights, window: int | None, rotation: int, place: int) 
         down_bias=_address(layer.down_bias),
         mlp_norm=_address(layer.mlp_norm),
         conv=conv,
+        conv_bias=conv_bias,
         rates=rates,
         gate_bias=bias,
+        skip=skip,
         gated_norm=norm,
         place=place,
         window=window or 0,
@@ -916,19 +926,23 @@ class NativeKernels:
         )
         return out
 
-    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def recurrence_gates(
+        self, b: Tensor | None, a: Tensor, rates: Tensor, bias: Tensor, limits: tuple[float, float] = ANY_STEP
+    ) -> tuple[Tensor, Tensor]:
         """Compute both gates in one call."""
-        assert a.stride(1) == b.stride(1) == 1
+        assert a.stride(1) == 1
+        assert b is None or b.stride(1) == 1
         assert rates.dtype == bias.dtype == torch.float32
         rows, heads = a.shape
         decay, beta = torch.empty(2, rows, heads)
-        self._library.lorikeet_delta_gates(
-            b.data_ptr(),
-            b.stride(0),
+        self._library.lorikeet_recurrence_gates(
+            _address(b),
+            0 if b is None else b.stride(0),
             a.data_ptr(),
             a.stride(0),
             rates.data_ptr(),
             bias.data_ptr(),
+            *limits,
             decay.data_ptr(),
             beta.data_ptr(),
             rows,

@@ -88,7 +88,7 @@ class ExtrasRecord(NativeRecord):
 class LayerRecord(NativeRecord):
     """A layer. Products are addresses of ``WeightRecord``. A missing tensor is null, and a missing window is 0.
 
-    With a ``conv`` the layer has a gated delta rule.
+    With a ``conv`` the layer has a recurrence.
     """
 
     native_name = "Layer"
@@ -108,8 +108,10 @@ class LayerRecord(NativeRecord):
         ("down_bias", c_void_p),
         ("mlp_norm", c_void_p),
         ("conv", c_void_p),
+        ("conv_bias", c_void_p),
         ("rates", c_void_p),
         ("gate_bias", c_void_p),
+        ("skip", c_void_p),
         ("gated_norm", c_void_p),
         ("window", c_int64),
         ("rotation", c_int64),
@@ -117,17 +119,19 @@ class LayerRecord(NativeRecord):
     )
 
 
-class DeltaRuleRecord(NativeRecord):
-    """The sizes of layers with a gated delta rule."""
+class RecurrencesRecord(NativeRecord):
+    """Layers with a recurrence."""
 
-    native_name = "DeltaRule"
+    native_name = "Recurrences"
     _fields_ = (
+        ("is_delta", c_int64),
         ("key_heads", c_int64),
         ("heads", c_int64),
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("taps", c_int64),
         ("parts", c_int64),
+        ("group", c_int64),
     )
 
 
@@ -151,7 +155,7 @@ class ModelRecord(NativeRecord):
         ("one_order", c_int64),
         ("gated_attention", c_int64),
         ("activation", c_int64),
-        ("delta", DeltaRuleRecord),
+        ("recurrences", RecurrencesRecord),
     )
 
 
@@ -196,8 +200,8 @@ class LayersStepRecord(NativeRecord):
         ("extras", c_void_p),
         ("sample_extras", c_void_p),
         ("all_targets", ProductTargetsRecord),
-        ("delta_targets", ProductTargetsRecord),
-        ("all_delta_targets", ProductTargetsRecord),
+        ("recurrence_targets", ProductTargetsRecord),
+        ("all_recurrence_targets", ProductTargetsRecord),
         ("states", c_void_p),
         ("resumed", c_void_p),
         ("conv_offsets", c_void_p),
@@ -222,7 +226,7 @@ RECORDS: tuple[type[NativeRecord], ...] = (
     AdaptersRecord,
     ExtrasRecord,
     LayerRecord,
-    DeltaRuleRecord,
+    RecurrencesRecord,
     ModelRecord,
     ProductTargetsRecord,
     LayersStepRecord,

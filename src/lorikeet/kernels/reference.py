@@ -22,7 +22,7 @@ from lorikeet.kernels.interface import Batch, HeadNorms, Rotation, Weight, kv_he
 from lorikeet.kernels.lora import LoraDelta, LoraSegment
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.sampling import SamplingTensors, choose
-from lorikeet.kernels.states import StateSequences
+from lorikeet.kernels.states import ANY_STEP, StateSequences
 from lorikeet.kernels.torch_layout import TorchLayoutKernels
 
 
@@ -185,9 +185,11 @@ class ReferenceKernels(TorchLayoutKernels):
             queries, keys, values, decay, beta, states, offsets, sequences, skip, is_delta=is_delta
         )
 
-    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def recurrence_gates(
+        self, b: Tensor | None, a: Tensor, rates: Tensor, bias: Tensor, limits: tuple[float, float] = ANY_STEP
+    ) -> tuple[Tensor, Tensor]:
         """Compute the gates with torch."""
-        return in_torch.delta_gates(b, a, rates, bias)
+        return in_torch.recurrence_gates(b, a, rates, bias, limits)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply with torch."""

@@ -4,6 +4,7 @@ States are fp32, in one flat tensor, and are updated in place. The parts of a st
 each other; each has an offset.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from lorikeet.kernels.devices import to_device
 
+ANY_STEP = (0.0, math.inf)
+"""No limits of ``Kernels.recurrence_gates``."""
 CHUNK_ROWS = 64
 """Rows of a prefill that are computed together."""
 _NORM_EPS = 1e-6
@@ -178,10 +181,12 @@ def _steps(rows: _Rows, state: Tensor, *, is_delta: bool) -> tuple[Tensor, Tenso
     return (rows.q[:, :, None] @ state)[:, :, 0], state
 
 
-def delta_gates(b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``Kernels.delta_gates`` in fp32."""
-    decay = rates * F.softplus(a.to(rates.dtype) + bias)
-    return decay, b.to(rates.dtype).sigmoid()
+def recurrence_gates(
+    b: Tensor | None, a: Tensor, rates: Tensor, bias: Tensor, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Compute ``Kernels.recurrence_gates`` in the dtype of ``rates``."""
+    step = F.softplus(a.to(rates.dtype) + bias).clamp(*limits)
+    return rates * step, step if b is None else b.to(rates.dtype).sigmoid()
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

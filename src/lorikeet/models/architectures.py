@@ -38,6 +38,7 @@ class Features(NamedTuple):
         full_every: n if every n-th layer has no window, for configs without ``layer_types``.
         multipliers: whether embeddings, residuals, attention scores and logits are scaled by keys of the config.
         no_rope: whether some layers have no rotary embedding.
+        optional_rope: whether no layer has a rotary embedding, unless ``position_embedding_type`` is ``rope``.
         two_ropes: whether layers with a window have a different rotary embedding.
         partial_rope: whether a config may rotate only a part of each head.
         rope_axes: whether the positions of images have three axes, which the pairs of a head take turns to use.
@@ -46,11 +47,13 @@ class Features(NamedTuple):
         norms: names of a layer's norms, in the order of ``LLAMA_NORMS``.
         norm_offset: number added to the weights of norms.
         activation: key of the activation function.
+        inner: key of the number of inner features of the MLP.
+        experts: key of the number of experts beside the MLP, which must be 0; "" if there are never any.
         is_gemma: whether embeddings are scaled by the root of their size, attention scores by
             ``query_pre_attn_scalar``, and scores and logits have soft caps.
         fused: the fused products that checkpoints store whole, with their module names in checkpoints.
         inside: the config's section with the decoder's keys, for models with other parts.
-        has_delta_rule: whether some layers have a gated delta rule in place of attention.
+        recurrence: what some layers have in place of attention: ``none``, ``delta_rule`` or ``state_space``.
         gated_attention: whether q also has a gate for each element of the attention's output.
         defaults: values of missing keys that differ from Llama's.
     """
@@ -63,6 +66,7 @@ class Features(NamedTuple):
     full_every: int = 0
     multipliers: bool = False
     no_rope: bool = False
+    optional_rope: bool = False
     two_ropes: bool = False
     partial_rope: bool = False
     rope_axes: bool = False
@@ -70,10 +74,12 @@ class Features(NamedTuple):
     norms: tuple[str, str, str, str] = LLAMA_NORMS
     norm_offset: float = 0.0
     activation: str = "hidden_act"
+    inner: str = "intermediate_size"
+    experts: str = ""
     is_gemma: bool = False
     fused: Mapping[str, str] = MappingProxyType({})
     inside: str = ""
-    has_delta_rule: bool = False
+    recurrence: str = "none"
     gated_attention: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
 
@@ -115,6 +121,12 @@ _PHI: dict[str, Any] = {
     "original_max_position_embeddings": 4096,
 }
 _QWEN_3_5: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
+_GRANITE_HYBRID: dict[str, Any] = {
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 8,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+}
 _OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
 
 _GEMMA_3_FEATURES = Features(
@@ -135,7 +147,7 @@ _QWEN_3_5_FEATURES = Features(
     partial_rope=True,
     rope_axes=True,
     norm_offset=1.0,
-    has_delta_rule=True,
+    recurrence="delta_rule",
     gated_attention=True,
     defaults=_QWEN_3_5,
 )
@@ -149,6 +161,16 @@ ARCHITECTURES: dict[str, Features] = {
     "Qwen3_5ForCausalLM": _QWEN_3_5_FEATURES,
     "Qwen3_5ForConditionalGeneration": _QWEN_3_5_FEATURES._replace(inside="text_config"),
     "GraniteForCausalLM": Features(qkv_bias=None, mlp_bias=True, multipliers=True),
+    "GraniteMoeHybridForCausalLM": Features(
+        qkv_bias=None,
+        multipliers=True,
+        optional_rope=True,
+        inner="shared_intermediate_size",
+        experts="num_local_experts",
+        fused={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
+        recurrence="state_space",
+        defaults=_GRANITE_HYBRID,
+    ),
     "SmolLM3ForCausalLM": Features(qkv_bias=None, mlp_bias=True, window="upper", no_rope=True),
     "Phi3ForCausalLM": Features(window="all", partial_rope=True, fused=_FUSED, defaults=_PHI),
     "GemmaForCausalLM": Features(

@@ -4,6 +4,7 @@ Every value is checked when it is read, and an error names the file and the key.
 process can use it.
 """
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +13,19 @@ import msgspec
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import (
     DECODER_NAMES,
+    PRODUCTS,
     ROW_PARALLEL,
     KvShape,
     ModelGeometry,
+    ModulePath,
     ModuleShape,
     ReplaceableWeights,
 )
 from lorikeet.kernels.activation import Activation
 from lorikeet.models.architectures import ARCHITECTURES, LLAMA_NORMS, Features
-from lorikeet.models.delta_rule import DeltaRule
 from lorikeet.models.json_section import JsonSection, ModelConfigError, UnsupportedFeature, read_json_section
 from lorikeet.models.quantization_config import read_quantization
+from lorikeet.models.recurrence import Recurrence
 from lorikeet.models.rope import RopeScaling, read_rope
 
 
@@ -84,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         fused: the fused products that the checkpoint stores whole, with their module names in the checkpoint.
         has_other_parts: whether the checkpoint holds more than the decoder, such as a vision tower.
         has_gated_attention: whether q also has a gate for each element of the attention's output.
-        delta: the gated delta rule of some layers; None if all layers have attention.
+        recurrence: the recurrence of some layers; None if all layers have attention.
         first_layer, stages: see ``ModelGeometry``. In a pipeline stage, ``layers`` is the stage's number of layers.
     """
 
@@ -124,7 +127,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     fused: dict[str, str] = {}
     has_other_parts: bool = False
     has_gated_attention: bool = False
-    delta: DeltaRule | None = None
+    recurrence: Recurrence | None = None
     first_layer: int = 0
     stages: int = 1
 
@@ -190,7 +193,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
             "up": ModuleShape(self.hidden_size, self.intermediate_size),
             "down": ModuleShape(self.intermediate_size, self.hidden_size),
         }
-        return shapes if self.delta is None else shapes | self.delta.module_shapes(self.hidden_size)
+        return shapes if self.recurrence is None else shapes | self.recurrence.module_shapes(self.hidden_size)
 
     def module_shard(self, module: str, rank: int, tensor_parallel: int) -> ModuleShard:
         """Return the features of a module of :meth:`module_shapes` that rank ``rank`` of ``tensor_parallel`` holds.
@@ -232,10 +235,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
             raise ModelConfigError(f"{self.layers} layers do not divide by {pipeline_parallel} pipeline stages")
         if tensor_parallel > 1 and self.qk_norm == "whole":
             raise ModelConfigError(f"{self.architecture}: the norms of queries and keys span all heads, which {over}")
-        if self.delta is None:
+        if self.recurrence is None:
             return
-        if self.delta.key_heads % tensor_parallel:
-            raise ModelConfigError(f"{self.delta.key_heads} heads of linear attention {over}")
+        if self.recurrence.key_heads % tensor_parallel:
+            what = "heads of linear attention" if self.recurrence.is_delta else "groups of a state space"
+            raise ModelConfigError(f"{self.recurrence.key_heads} {what} {over}")
         if pipeline_parallel > 1:
             raise ModelConfigError(f"{self.architecture}: its layers differ, so they cannot be pipeline stages")
 
@@ -265,24 +269,31 @@ class ModelConfig(msgspec.Struct, frozen=True):
             first_layer=self.first_layer,
             stages=self.stages,
         )
-        if self.delta is None:
+        if self.recurrence is None:
             return geometry
-        attention = tuple(layer for layer, is_on in enumerate(self.delta.on) if not is_on)
-        of_delta = self.delta.module_shapes(self.hidden_size)
+        attention = tuple(layer for layer, is_on in enumerate(self.recurrence.on) if not is_on)
+        of_recurrence = self.recurrence.module_shapes(self.hidden_size)
         return msgspec.structs.replace(
             geometry,
             kv_layers=(KvShape(kv_heads, self.head_dim, self.head_dim),) * len(attention),
-            module_layers=dict.fromkeys(("q", "k", "v", "o"), attention) | dict.fromkeys(of_delta, self.delta.layers),
-            names=DECODER_NAMES.with_paths(self.delta.paths()),
-            states=self.delta.share(tensor_parallel).states(),
+            module_layers=dict.fromkeys(("q", "k", "v", "o"), attention)
+            | dict.fromkeys(of_recurrence, self.recurrence.layers),
+            names=DECODER_NAMES.with_paths((*self.recurrence.paths(), *self._fused_paths())),
+            states=self.recurrence.share(tensor_parallel).states(),
         )
+
+    def _fused_paths(self) -> tuple[ModulePath, ...]:
+        """Return the products that the checkpoint stores whole, by names that are not those of other architectures."""
+        known = {path.path for path in DECODER_NAMES.paths}
+        paths = {f"layers.{{}}.{name}": PRODUCTS[product] for product, name in self.fused.items()}
+        return tuple(ModulePath(path, modules) for path, modules in paths.items() if path not in known)
 
     def replaceable_weights(self) -> ReplaceableWeights:
         """Return the weights besides linear modules that adapters may replace."""
         vectors = {"norm.weight": self.hidden_size}
         vectors |= {f"layers.{{}}.{name}.weight": self.hidden_size for name in self.norms if name}
         vectors |= {f"layers.{{}}.self_attn.{side}_norm.weight": size for side, size in self.qk_norm_sizes().items()}
-        vectors |= {} if self.delta is None else self.delta.vectors()
+        vectors |= {} if self.recurrence is None else self.recurrence.vectors()
         return ReplaceableWeights("embed_tokens", "lm_head", self.vocab_size, vectors)
 
 
@@ -375,6 +386,10 @@ def read_model_config(folder: Path) -> ModelConfig:
         rotations = tuple(0 if window is None else 1 for window in windows)
     if features.no_rope:
         rotations = tuple(0 if rotates else -1 for rotates in _rope_layers(settings, layers))
+    if features.optional_rope and settings.get("position_embedding_type") != "rope":
+        rotations = (-1,) * layers
+    if features.experts and settings.integer(features.experts, 0, least=0):
+        raise settings.unsupported(features.experts, "mixtures of experts are not supported")
     rotary_dim = _rotary_dim(settings, features, head_dim)
     for rope in ropes:
         for divisors in (rope.divisors, rope.long_divisors) if rope.kind == "longrope" else ():
@@ -387,7 +402,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         architecture=architecture,
         vocab_size=settings.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=settings.integer("intermediate_size"),
+        intermediate_size=settings.integer(features.inner),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -413,27 +428,77 @@ def read_model_config(folder: Path) -> ModelConfig:
         fused=dict(features.fused),
         has_other_parts=bool(features.inside),
         has_gated_attention=features.gated_attention,
-        delta=_delta_rule(settings, features, layers),
+        recurrence=_recurrence(settings, features, layers, hidden_size),
         **more,
     )
 
 
-def _delta_rule(settings: JsonSection, features: Features, layers: int) -> DeltaRule | None:
-    """Return the gated delta rule of a model's layers."""
-    if not features.has_delta_rule:
+def _recurrence(settings: JsonSection, features: Features, layers: int, hidden_size: int) -> Recurrence | None:
+    """Return the recurrence of a model's layers."""
+    if features.recurrence == "none":
         return None
-    kinds = settings.get("layer_types")
+    kinds = settings.get("layer_types", settings.get("layers_block_type"))
     if kinds is None:
         every = settings.integer("full_attention_interval", 4)
         kinds = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if isinstance(kinds, list):
+        kinds = [_LAYER_KINDS.get(str(kind), str(kind)) for kind in kinds[:layers]]
     known = {"linear_attention", "full_attention"}
-    if not isinstance(kinds, list) or len(kinds) < layers or set(map(str, kinds)) != known:
+    if not isinstance(kinds, list) or len(kinds) < layers or set(kinds) != known:
         raise settings.unsupported("layer_types", f"must have both of {', '.join(sorted(known))}, and no others")
+    on = tuple(kind == "linear_attention" for kind in kinds)
+    return (_delta_rule if features.recurrence == "delta_rule" else _state_space)(settings, on, hidden_size)
+
+
+_LAYER_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+"""Older names of kinds of layers."""
+
+
+def _state_space(settings: JsonSection, on: tuple[bool, ...], hidden_size: int) -> Recurrence:
+    """Return the state space of layers."""
+    heads = settings.integer("mamba_n_heads", 128)
+    groups = settings.integer("mamba_n_groups", 1)
+    values = settings.integer("mamba_expand", 2) * hidden_size
+    if values % heads or heads % groups:
+        raise settings.error("mamba_n_heads", f"{heads} heads do not divide {values} values, or {groups} groups them")
+    if settings.flag("mamba_proj_bias"):
+        raise settings.unsupported("mamba_proj_bias", "biases of projections are not supported")
+    if settings.string("hidden_act", Activation.SILU) != Activation.SILU:
+        raise settings.unsupported("hidden_act", f"state spaces are supported with {Activation.SILU.value} only")
+    has_bias = settings.get("mamba_conv_bias")
+    return Recurrence(
+        is_delta=False,
+        on=on,
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=settings.integer("mamba_d_state", 256),
+        value_dim=values // heads,
+        taps=settings.integer("mamba_d_conv", 4, least=2),
+        has_conv_bias=has_bias is None or bool(has_bias),
+        step_limits=_step_limits(settings),
+    )
+
+
+def _step_limits(settings: JsonSection) -> tuple[float, float]:
+    """Return the least and the largest step of a state space. transformers writes infinity as ``{"__float__": …}``."""
+    given = settings.get("time_step_limit")
+    if given is None:
+        return 0.0, math.inf
+    try:
+        least, most = (float(each["__float__"] if isinstance(each, dict) else each) for each in given)
+    except (KeyError, TypeError, ValueError) as error:
+        raise settings.error("time_step_limit", f"must be two numbers, not {given!r}") from error
+    return least, most
+
+
+def _delta_rule(settings: JsonSection, on: tuple[bool, ...], hidden_size: int) -> Recurrence:
+    """Return the gated delta rule of layers."""
     heads = {side: settings.integer(f"linear_num_{side}_heads", default) for side, default in _DELTA_HEADS.items()}
     if heads["value"] % heads["key"]:
         raise settings.error("linear_num_value_heads", f"{heads['value']} do not divide among {heads['key']} key heads")
-    return DeltaRule(
-        on=tuple(kind == "linear_attention" for kind in kinds[:layers]),
+    return Recurrence(
+        is_delta=True,
+        on=on,
         key_heads=heads["key"],
         value_heads=heads["value"],
         key_dim=settings.integer("linear_key_head_dim", 128),

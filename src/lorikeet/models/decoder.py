@@ -13,11 +13,11 @@ from lorikeet.kernels.activation import Activation
 from lorikeet.kernels.interface import (
     Assist,
     Batch,
-    DeltaShape,
-    DeltaStates,
     Kernels,
     Layers,
     LayersShape,
+    RecurrenceShape,
+    RecurrenceStates,
     RotaryPairs,
     Rotation,
     fits_one_call,
@@ -29,11 +29,11 @@ from lorikeet.models.adapted_ops import adapted_ops
 from lorikeet.models.adapter_preparation import AdapterPreparation, product_shares
 from lorikeet.models.architectures import LLAMA_NORMS
 from lorikeet.models.config import ModelConfig
-from lorikeet.models.delta_layers import DeltaArena, DeltaMixer, split_gates
 from lorikeet.models.layer_ops import DecoderLayer, LayerOps, Norm, decoder_layer
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
+from lorikeet.models.recurrence_layers import RecurrenceArena, RecurrenceMixer, split_gates
 from lorikeet.models.rotary import Rotary
-from lorikeet.models.weights import DecoderWeights, delta_targets, lora_targets
+from lorikeet.models.weights import DecoderWeights, lora_targets, recurrence_targets
 
 
 class Decoder:
@@ -55,8 +55,8 @@ class Decoder:
     ) -> None:
         geometry = config.geometry(dtype_bytes=weights.embedding.element_size(), tensor_parallel=group.size)
         targets = lora_targets(geometry)
-        of_delta = delta_targets(geometry)
-        self.fits_graphs = config.delta is None  # The graphs' inputs have no blocks of states.
+        of_recurrence = recurrence_targets(geometry)
+        self.fits_graphs = config.recurrence is None  # The graphs' inputs have no blocks of states.
         self._states = geometry.states
         self._config = config
         self._kv_bits = kv_bits
@@ -88,32 +88,32 @@ class Decoder:
             softcap=config.attention_softcap,
             activation=config.activation,
             has_gated_attention=config.has_gated_attention,
-            delta=_delta_shape(config, group.size, tuple(of_delta.values())),
+            recurrence=_recurrence_shape(config, group.size, tuple(of_recurrence.values())),
         )
         places = {True: count(), False: count()}
         self._layers = tuple(
             decoder_layer(
                 index,
-                next(places[layer.delta is None]),
+                next(places[layer.recurrence is None]),
                 layer,
                 self._shape,
-                targets if layer.delta is None else of_delta,
+                targets if layer.recurrence is None else of_recurrence,
                 config.norms,
             )
             for index, layer in enumerate(weights.layers)
         )
         self._kv_layers = next(places[True])
         self._mixer = None
-        if config.delta is not None and self._shape.delta is not None:
-            self._mixer = DeltaMixer(kernels, self._shape.delta, config.delta, group.rank, group.size)
+        if config.recurrence is not None and self._shape.recurrence is not None:
+            self._mixer = RecurrenceMixer(kernels, self._shape.recurrence, config.recurrence, group.rank, group.size)
         self._block_size = 0
-        self._views: tuple[tuple[int, torch.Size], Tensor, DeltaArena] | None = None
+        self._views: tuple[tuple[int, torch.Size], Tensor, RecurrenceArena] | None = None
         self._final_norm = Norm(weights.final_norm, "norm.weight", 0)
         self._ops = LayerOps(kernels, self._shape)
         gates = {Activation.SILU: kernels.silu_mul, Activation.GELU_TANH: kernels.gelu_mul}
         self._gate = gates[config.activation]
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
-        shares = product_shares(config, targets | of_delta, group)
+        shares = product_shares(config, targets | of_recurrence, group)
         self._preparation = AdapterPreparation(self._layers, weights, kernels, shares)
 
     def cut(self, layers: int) -> "Decoder":
@@ -138,11 +138,11 @@ class Decoder:
         kv_heads = self._shape.kv_heads // self._group.size or 1
         return kv_view(arena, self._kv_layers, self._block_size, kv_heads, self._shape.head_dim, bits=self._kv_bits)
 
-    def _state_views(self, arena: Tensor, batch: Batch) -> tuple[Tensor, DeltaStates]:
+    def _state_views(self, arena: Tensor, batch: Batch) -> tuple[Tensor, RecurrenceStates]:
         """Return the keys and values in the arena, and the states of a batch."""
         key = arena.data_ptr(), arena.shape
         if self._views is None or self._views[0] != key:
-            self._views = key, self._view(arena), DeltaArena(self._states, arena)
+            self._views = key, self._view(arena), RecurrenceArena(self._states, arena)
         _, kv, states = self._views
         return kv, states.of(batch)
 
@@ -238,7 +238,7 @@ class Decoder:
         return x if self._embedding_factor == 1 else x * self._embedding_factor
 
     def _by_kernels(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, states: DeltaStates | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, states: RecurrenceStates | None
     ) -> tuple[Tensor, Tensor]:
         """Compute all layers kernel by kernel, with the arguments of ``kernels.interface.Layers``.
 
@@ -249,7 +249,7 @@ class Decoder:
         delta = None
         for layer in self._layers:
             normed = ops.norm(x, delta, layer.input_norm)
-            if layer.delta is not None:
+            if layer.recurrence is not None:
                 assert states is not None
                 assert self._mixer is not None
                 mixed = self._mixer.mix(ops.linear(normed, layer.qkv), layer, states, batch.lora)
@@ -294,8 +294,18 @@ class Decoder:
         return ops.linear(self._gate(gate_up), layer.down)
 
 
-def _delta_shape(config: ModelConfig, ranks: int, targets: tuple[LoraTargets, ...]) -> DeltaShape | None:
-    if config.delta is None:
+def _recurrence_shape(config: ModelConfig, ranks: int, targets: tuple[LoraTargets, ...]) -> RecurrenceShape | None:
+    if config.recurrence is None:
         return None
-    rule = config.delta.share(ranks)
-    return DeltaShape(rule.key_heads, rule.value_heads, rule.key_dim, rule.value_dim, config.rms_norm_eps, targets)
+    share = config.recurrence.share(ranks)
+    return RecurrenceShape(
+        is_delta=share.is_delta,
+        key_heads=share.key_heads,
+        value_heads=share.value_heads,
+        key_dim=share.key_dim,
+        value_dim=share.value_dim,
+        norm_group=share.norm_group,
+        eps=config.rms_norm_eps,
+        limits=share.step_limits,
+        targets=targets,
+    )

@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lorikeet.core.geometry import DELTA_OUT
+from lorikeet.core.geometry import RECURRENCE_OUT
 from lorikeet.kernels.interface import (
     Batch,
-    DeltaWeights,
     HeadNorms,
     Kernels,
     LayersShape,
     LayerWeights,
+    RecurrenceWeights,
     Rotation,
     Weight,
 )
 from lorikeet.kernels.lora import LoraTargets
-from lorikeet.models.weights import DELTA_IN
+from lorikeet.models.weights import RECURRENCE_IN
 
 
 class Product(NamedTuple):
@@ -31,8 +31,8 @@ class Product(NamedTuple):
         bias: ``[out]``, None if there is none.
         layer: index of the layer.
         targets: columns of the product's modules; None if no adapter can change the product.
-        name: a key of ``core.geometry.PRODUCTS``, or of ``weights.delta_targets``; "" in a model of transformers, which
-            has other products.
+        name: a key of ``core.geometry.PRODUCTS``, or of ``weights.recurrence_targets``; "" in a model of transformers,
+            which has other products.
     """
 
     weight: Weight
@@ -61,12 +61,12 @@ class DecoderLayer(NamedTuple):
 
     Attributes:
         number: index of the layer.
-        place: number of the layer among those with attention, or among those with a gated delta rule.
+        place: number of the layer among those with attention, or among those with a recurrence.
     """
 
     number: int
     place: int
-    delta: DeltaWeights | None
+    recurrence: RecurrenceWeights | None
     input_norm: Norm
     qkv: Product
     head_norms: HeadNorms | None
@@ -100,11 +100,11 @@ def decoder_layer(
     head_norms = None
     if weights.q_norm is not None and weights.k_norm is not None:
         head_norms = HeadNorms(weights.q_norm, weights.k_norm, shape.eps, shape.norm_offset, shape.has_whole_norms)
-    mixed, out = (DELTA_IN, DELTA_OUT) if weights.delta is not None else ("qkv", "o")
+    mixed, out = (RECURRENCE_IN, RECURRENCE_OUT) if weights.recurrence is not None else ("qkv", "o")
     return DecoderLayer(
         number=index,
         place=place,
-        delta=weights.delta,
+        recurrence=weights.recurrence,
         input_norm=Norm(weights.input_norm, before, index),
         qkv=Product(weights.qkv, weights.qkv_bias, index, targets[mixed], mixed),
         head_norms=head_norms,

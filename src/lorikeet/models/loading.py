@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lorikeet.core.geometry import DELTA_INPUTS, DELTA_OUT, PREFIXES, PRODUCTS, ROW_PARALLEL, UNUSED_PARTS
+from lorikeet.core.geometry import PREFIXES, PRODUCTS, RECURRENCE_INPUTS, RECURRENCE_OUT, ROW_PARALLEL, UNUSED_PARTS
 from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.core.text import format_size
-from lorikeet.kernels.interface import DeltaWeights, LayerWeights, Weight
+from lorikeet.kernels.interface import LayerWeights, RecurrenceWeights, Weight
 from lorikeet.kernels.quantized import GROUP, QuantizedWeight, QuantizedWeightError, quantize, stacked
 from lorikeet.models.config import ModelConfig
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
@@ -40,8 +40,7 @@ _ALWAYS_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_fr
 _PATHS = {
     **{module: f"self_attn.{module}_proj" for module in ("q", "k", "v", "o")},
     **{module: f"mlp.{module}_proj" for module in ("gate", "up", "down")},
-    **{module: f"linear_attn.{module.replace('delta_', 'in_proj_')}" for module in DELTA_INPUTS},
-    DELTA_OUT: "linear_attn.out_proj",
+    **{module: f"{module}_proj" for module in (*RECURRENCE_INPUTS, RECURRENCE_OUT)},
 }
 
 
@@ -115,7 +114,7 @@ class WeightLayout:
         self.linears: dict[str, LinearWeight] = {}
         self.fused: dict[str, tuple[str, ...]] = {}
         self._products: list[dict[str, LinearWeight]] = []
-        self._delta_layers = () if config.delta is None else config.delta.layers
+        self._recurrent_layers = () if config.recurrence is None else config.recurrence.layers
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
         head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
@@ -148,7 +147,7 @@ class WeightLayout:
         has_embedding = config.is_first or (config.is_last and tied)
         embedding = self._plain(_EMBEDDING, config.vocab_size, hidden) if has_embedding else nothing
         layers = tuple(
-            self._layer(f"model.layers.{config.first_layer + layer}.", has_delta=layer in self._delta_layers)
+            self._layer(f"model.layers.{config.first_layer + layer}.", recurs=layer in self._recurrent_layers)
             for layer in range(config.layers)
         )
         if not config.is_last:
@@ -157,10 +156,10 @@ class WeightLayout:
         lm_head = embedding if tied else self._plain(_LM_HEAD, config.vocab_size, hidden)
         return DecoderWeights(embedding, layers, final_norm, lm_head)
 
-    def _layer(self, prefix: str, *, has_delta: bool) -> LayerWeights:
+    def _layer(self, prefix: str, *, recurs: bool) -> LayerWeights:
         config = self._config
         self._products.append({})
-        mixer = self._delta_rule(prefix) if has_delta else self._attention(prefix)
+        mixer = self._recurrence(prefix) if recurs else self._attention(prefix)
         gate_up, gate_up_bias = self._fused(prefix, "gate_up", PRODUCTS["gate_up"], biased=config.mlp_bias)
         down, down_bias = self._fused(prefix, "down", PRODUCTS["down"], biased=config.mlp_bias)
         norms = [self._plain(f"{prefix}{name}.weight", config.hidden_size) if name else None for name in config.norms]
@@ -187,35 +186,46 @@ class WeightLayout:
         }
         return {"qkv": qkv, "o": o, "qkv_bias": qkv_bias, "o_bias": o_bias, **of_heads}
 
-    def _delta_rule(self, prefix: str) -> dict[str, Any]:
-        """Allocate the weights of a gated delta rule, by their names in ``LayerWeights``."""
-        rule = self._config.delta
+    def _recurrence(self, prefix: str) -> dict[str, Any]:
+        """Allocate the weights of a recurrence, by their names in ``LayerWeights``."""
+        rule = self._config.recurrence
         assert rule is not None
-        path = f"{prefix}linear_attn."
-        projections = {
-            f"{path}{name}.weight": tuple(f"{prefix}{_PATHS[section.name]}.weight" for section in sections)
-            for name, sections in rule.projections().items()
-        }
-        self.fused |= {name: parts for name, parts in projections.items() if parts != (name,)}
+        for linear in rule.paths():
+            whole = f"{prefix}{linear.path.removeprefix('layers.{}.')}.weight"
+            self.fused[whole] = tuple(f"{prefix}{_PATHS[module]}.weight" for module in linear.modules)
         qkv, _ = self._fused(prefix, "qkv", rule.inputs, biased=False)
-        o, _ = self._fused(prefix, "o", (DELTA_OUT,), biased=False)
-        channels = rule.conv_sections()
-        conv = self._empty(rule.share(self._ranks).channels, 1, rule.taps)
-        self.fused[f"{path}conv1d.weight"] = tuple(f"{path}conv1d.{section.name}" for section in channels)
-        first = 0
-        for section in channels:
-            count = section.features // self._ranks
-            shape = (section.features, 1, rule.taps)
-            self.targets[f"{path}conv1d.{section.name}"] = WeightTarget(
-                conv[first : first + count], shape, (self._share(section.features), _WHOLE, _WHOLE)
-            )
-            first += count
-        logarithms, bias = torch.empty(2, rule.value_heads // self._ranks, device=self._device)
-        for name, view in (("A_log", logarithms), ("dt_bias", bias)):
+        o, _ = self._fused(prefix, "o", (RECURRENCE_OUT,), biased=False)
+        path = f"{prefix}{rule.module}."
+        conv = self._conv(f"{path}conv1d", ".weight", (1, rule.taps))
+        conv_bias = self._conv(f"{path}conv1d", ".bias", ()) if rule.has_conv_bias else None
+        logarithms, bias, skip = torch.empty(3, rule.value_heads // self._ranks, device=self._device)
+        of_heads = {"A_log": logarithms, "dt_bias": bias} | ({} if rule.is_delta else {"D": skip})
+        for name, view in of_heads.items():
             part = self._share(rule.value_heads)
             self.targets[f"{path}{name}"] = WeightTarget(view, (rule.value_heads,), (part,))
-        norm = self._plain(f"{path}norm.weight", rule.value_dim)
-        return {"qkv": qkv, "o": o, "delta": DeltaWeights(conv, logarithms, bias, norm)}
+        part = _WHOLE if rule.is_delta else self._share(rule.norm_size)
+        norm = self._empty(rule.share(self._ranks).norm_size)
+        self.targets[f"{path}norm.weight"] = WeightTarget(norm, (rule.norm_size,), (part,))
+        own = RecurrenceWeights(conv, conv_bias, logarithms, bias, None if rule.is_delta else skip, norm)
+        return {"qkv": qkv, "o": o, "recurrence": own}
+
+    def _conv(self, name: str, end: str, rest: tuple[int, ...]) -> Tensor:
+        """Allocate the weight or bias of a recurrence's convolution, ``[channels, *rest]``, in the order q, k, v."""
+        rule = self._config.recurrence
+        assert rule is not None
+        sections = rule.conv_sections()
+        self.fused[f"{name}{end}"] = tuple(f"{name}.{section.name}{end}" for section in sections)
+        conv = self._empty(rule.share(self._ranks).channels, *rest)
+        first = 0
+        for section in sorted(sections, key=lambda section: "qkv".index(section.name)):
+            count = section.features // self._ranks
+            self.targets[f"{name}.{section.name}{end}"] = WeightTarget(
+                conv[first : first + count],
+                (section.features, *rest),
+                (self._share(section.features), *(_WHOLE for _ in rest)),
+            )
+            first += count
+        return conv
 
     def _share(self, features: int) -> slice:
         """Return this rank's equal share of features."""
@@ -310,10 +320,10 @@ class WeightLayout:
         for layer, products in zip(self.weights.layers, self._products, strict=True):
             there: dict[str, Any] = {name: _on(linear.weight, device) for name, linear in products.items()}
             for name, tensor in vars(layer).items():
-                if name not in there and name != "delta":
+                if name not in there and name != "recurrence":
                     there[name] = None if tensor is None else tensor.to(device)
-            if layer.delta is not None:
-                there["delta"] = _delta_weights(layer.delta, device)
+            if layer.recurrence is not None:
+                there["recurrence"] = _recurrence_weights(layer.recurrence, device)
             layers.append(LayerWeights(**there))
         embedding = self.weights.embedding.to(device)
         head = self._head.weight if self.weights.holds_head else self.weights.lm_head
@@ -323,10 +333,12 @@ class WeightLayout:
         )
 
 
-def _delta_weights(loaded: DeltaWeights, device: torch.device) -> DeltaWeights:
-    """Return the weights of a gated delta rule, from those of a checkpoint: rates as logarithms, taps last."""
+def _recurrence_weights(loaded: RecurrenceWeights, device: torch.device) -> RecurrenceWeights:
+    """Return the weights of a recurrence, from those of a checkpoint: rates as logarithms, taps last."""
     conv = loaded.conv[:, 0].T.contiguous()
-    return DeltaWeights(*(each.to(device) for each in (conv, -loaded.rates.exp(), loaded.bias, loaded.norm)))
+    made = loaded._replace(conv=conv, rates=-loaded.rates.exp())
+    moved: dict[str, Any] = {name: None if each is None else each.to(device) for name, each in made._asdict().items()}
+    return RecurrenceWeights(**moved)
 
 
 def _on(weight: Weight | None, device: torch.device) -> Weight:
@@ -751,7 +763,7 @@ def _fill_randomly(layout: WeightLayout, seed: int, progress: Progress, bits: in
     for done, (name, target) in enumerate(layout.targets.items()):
         place = target.view.device
         if name.endswith("norm.weight"):
-            one = 1.0 if name.endswith("linear_attn.norm.weight") else 1.0 - layout.norm_offset
+            one = 1.0 if name.endswith(("linear_attn.norm.weight", "mamba.norm.weight")) else 1.0 - layout.norm_offset
             layout.put(name, torch.full(target.shape, one, device=place))
         else:
             # Each tensor has its own generator and is filled before it is cut, so every number of ranks gives the same

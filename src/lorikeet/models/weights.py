@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import DELTA_INPUTS, DELTA_OUT, PRODUCTS, ModelGeometry
+from lorikeet.core.geometry import PRODUCTS, RECURRENCE_INPUTS, RECURRENCE_OUT, ModelGeometry
 from lorikeet.kernels.interface import Kernels, LayerWeights, Weight
 from lorikeet.kernels.lora import LoraTarget, LoraTargets
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -49,17 +49,17 @@ def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
     return _targets(geometry, PRODUCTS)
 
 
-def delta_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
-    """Return the same for layers with a gated delta rule; empty without such layers."""
-    inputs = tuple(module for module in DELTA_INPUTS if module in geometry.modules)
+def recurrence_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
+    """Return the same for layers with a recurrence; empty without such layers."""
+    inputs = tuple(module for module in RECURRENCE_INPUTS if module in geometry.modules)
     if not inputs:
         return {}
     others = {name: PRODUCTS[name] for name in ("gate_up", "down")}
-    return _targets(geometry, {DELTA_IN: inputs, DELTA_OUT: (DELTA_OUT,), **others})
+    return _targets(geometry, {RECURRENCE_IN: inputs, RECURRENCE_OUT: (RECURRENCE_OUT,), **others})
 
 
-DELTA_IN = "delta_in"
-"""The name of the product of all projections of the input of a layer with a gated delta rule."""
+RECURRENCE_IN = "recurrence_in"
+"""The name of the product of all projections of the input of a layer with a recurrence."""
 
 
 def _targets(geometry: ModelGeometry, products: Mapping[str, tuple[str, ...]]) -> dict[str, LoraTargets]:

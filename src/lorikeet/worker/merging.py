@@ -13,7 +13,7 @@ from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.kernels.interface import Kernels, Weight
 from lorikeet.kernels.lora import LoraTargets, LoraWeights
-from lorikeet.models.weights import DecoderWeights, delta_targets, lora_targets
+from lorikeet.models.weights import DecoderWeights, lora_targets, recurrence_targets
 from lorikeet.presets import MergeBy
 
 
@@ -61,11 +61,13 @@ class Merger:
         self._device = plain.embedding.device
         self._writes_all = merge_by is MergeBy.MODEL
         of_attention = tuple(lora_targets(geometry).values())
-        of_delta = tuple(delta_targets(geometry).values())
+        of_recurrence = tuple(recurrence_targets(geometry).values())
         self._linears = [
             _linear(layer, targets, getattr(plain_layer, product), getattr(packed_layer, product), place)
             for layer, (plain_layer, packed_layer) in enumerate(zip(plain.layers, packed.layers, strict=True))
-            for product, targets in zip(PRODUCTS, of_attention if plain_layer.delta is None else of_delta, strict=True)
+            for product, targets in zip(
+                PRODUCTS, of_attention if plain_layer.recurrence is None else of_recurrence, strict=True
+            )
         ]
         if self._writes_all and plain.holds_head:
             self._linears.append(_linear(len(plain.layers), LoraTargets(), plain.lm_head, packed.lm_head, place))

@@ -533,7 +533,7 @@ def build_torch_executor(
     config = read_base_config(settings, model_folder)
     is_own = isinstance(config, ModelConfig)
     # Host workers compute the products of attention and MLP only.
-    can_assist = isinstance(config, ModelConfig) and config.delta is None
+    can_assist = isinstance(config, ModelConfig) and config.recurrence is None
     longest_tokens = max_model_len(settings, config)
     cores = CpuBudget(requested_threads(engine.threads))
     ranks = engine.ranks

@@ -13,7 +13,7 @@ from lorikeet.kernels.lora import MAX_SEGMENT_ROWS, LoraBatch, LoraDelta
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum, norm_heads, split_heads
 from lorikeet.kernels.sampling import SamplingTensors
-from lorikeet.kernels.states import StateSequences
+from lorikeet.kernels.states import ANY_STEP, StateSequences
 from lorikeet.kernels.torch_layout import TorchLayoutKernels
 from lorikeet.kernels.triton import elementwise, lora, sampling, state_launch
 from lorikeet.kernels.triton.attention_launch import paged_attention
@@ -184,9 +184,11 @@ class TritonKernels(TorchLayoutKernels):
             queries, keys, values, decay, beta, states, offsets, sequences, skip, is_delta=is_delta
         )
 
-    def delta_gates(self, b: Tensor, a: Tensor, rates: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def recurrence_gates(
+        self, b: Tensor | None, a: Tensor, rates: Tensor, bias: Tensor, limits: tuple[float, float] = ANY_STEP
+    ) -> tuple[Tensor, Tensor]:
         """Compute the gates with torch."""
-        return in_torch.delta_gates(b, a, rates, bias)
+        return in_torch.recurrence_gates(b, a, rates, bias, limits)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply with torch."""

@@ -1,4 +1,4 @@
-"""Computes layers with a gated delta rule, kernel by kernel, and finds their states in the arena."""
+"""Computes layers with a recurrence, kernel by kernel, and finds their states in the arena."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,16 +8,16 @@ from torch import Tensor
 
 from lorikeet.core.states import StateShape
 from lorikeet.kernels.extra_weights import ExtraWeights
-from lorikeet.kernels.interface import Batch, DeltaShape, DeltaStates, DeltaWeights, Kernels
+from lorikeet.kernels.interface import Batch, Kernels, RecurrenceShape, RecurrenceStates, RecurrenceWeights
 from lorikeet.kernels.lora import LoraBatch
 from lorikeet.kernels.states import StateSequences
-from lorikeet.models.delta_rule import CONV, RECURRENT, DeltaRule
 from lorikeet.models.layer_ops import DecoderLayer
+from lorikeet.models.recurrence import CONV, RECURRENT, Recurrence
 from lorikeet.models.state_arena import StateArena
 
 
-class DeltaArena:
-    """The states of layers with a gated delta rule in the arena.
+class RecurrenceArena:
+    """The states of layers with a recurrence in the arena.
 
     Args:
         shapes: the states (``ModelGeometry.states``).
@@ -30,12 +30,12 @@ class DeltaArena:
             [index for index, shape in enumerate(shapes) if shape.name == name] for name in (CONV, RECURRENT)
         )
 
-    def of(self, batch: Batch) -> DeltaStates:
+    def of(self, batch: Batch) -> RecurrenceStates:
         """Return the states of a batch."""
         table = batch.states
         assert table is not None, "a model with states got no blocks for them"
         host = None if batch.host is None else batch.host.row_starts
-        return DeltaStates(
+        return RecurrenceStates(
             self._arena.flat,
             self._arena.all_offsets(table, self._conv),
             self._arena.all_offsets(table, self._recurrent),
@@ -43,8 +43,8 @@ class DeltaArena:
         )
 
 
-class DeltaMixer:
-    """Mixes rows by a gated delta rule.
+class RecurrenceMixer:
+    """Mixes rows by a recurrence.
 
     Args:
         kernels: the kernel backend.
@@ -53,28 +53,28 @@ class DeltaMixer:
         rank, ranks: the tensor-parallel rank, and the number of ranks.
     """
 
-    def __init__(self, kernels: Kernels, shape: DeltaShape, rule: DeltaRule, rank: int, ranks: int) -> None:
+    def __init__(self, kernels: Kernels, shape: RecurrenceShape, rule: Recurrence, rank: int, ranks: int) -> None:
         self._kernels = kernels
         self._shape = shape
         self._rule = rule
         self._rank = rank
         self._ranks = ranks
 
-    def mix(self, projected: Tensor, layer: DecoderLayer, states: DeltaStates, lora: LoraBatch | None) -> Tensor:
+    def mix(self, projected: Tensor, layer: DecoderLayer, states: RecurrenceStates, lora: LoraBatch | None) -> Tensor:
         """Return the input of a layer's output projection, ``[T, value_heads * value_dim]``.
 
         Rows of an adapter with weights of its own for the layer are computed in a separate call.
 
         Args:
-            projected: the product of the layer's input, ``[T, columns]`` (see ``DeltaShape``).
+            projected: the product of the layer's input, ``[T, columns]`` (see ``RecurrenceShape``).
             layer: the layer.
             states: the states of the batch, changed.
             lora: the rows' adapters.
         """
-        weights = layer.delta
+        weights = layer.recurrence
         assert weights is not None
-        own: list[tuple[slice, DeltaWeights]] = []
-        if lora is not None and lora.has_extras:
+        own: list[tuple[slice, RecurrenceWeights]] = []
+        if lora is not None and lora.has_extras and self._rule.vectors():
             for start, stop, extras in lora.segments_with("vector"):
                 replaced = self._replaced(weights, extras, layer.number)
                 if replaced is not weights:
@@ -90,16 +90,17 @@ class DeltaMixer:
             done = rows.stop
         return torch.cat(found)
 
-    def _mix(self, projected: Tensor, weights: DeltaWeights, states: DeltaStates, place: int) -> Tensor:
+    def _mix(self, projected: Tensor, weights: RecurrenceWeights, states: RecurrenceStates, place: int) -> Tensor:
         kernels = self._kernels
         shape = self._shape
         heads = shape.value_heads
         keys, _, values, *_ = shape.widths
         channels = 2 * keys + values
-        mixed, gate, b, a = projected.split((channels, values, heads, heads), dim=1)
-        decay, beta = kernels.delta_gates(b, a, weights.rates, weights.bias)
+        mixed, gate, b, a = projected.split((channels, values, shape.widths[4], heads), dim=1)
+        by_rule = shape.is_delta
+        decay, beta = kernels.recurrence_gates(b if by_rule else None, a, weights.rates, weights.bias, shape.limits)
         mixed = kernels.causal_conv(
-            mixed, weights.conv, None, states.flat, states.conv[place], states.sequences, has_silu=True
+            mixed, weights.conv, weights.conv_bias, states.flat, states.conv[place], states.sequences, has_silu=True
         )
         q, k, v = mixed.split((keys, keys, values), dim=1)
         out = kernels.recurrence(
@@ -111,11 +112,14 @@ class DeltaMixer:
             states.flat,
             states.recurrent[place],
             states.sequences,
-            is_delta=True,
+            weights.skip,
+            is_delta=by_rule,
         )
-        return kernels.gated_norm(out.flatten(1), gate, weights.norm, shape.eps, shape.value_dim, is_norm_first=True)
+        return kernels.gated_norm(
+            out.flatten(1), gate, weights.norm, shape.eps, shape.norm_group, is_norm_first=by_rule
+        )
 
-    def _replaced(self, weights: DeltaWeights, extras: ExtraWeights, layer: int) -> DeltaWeights:
+    def _replaced(self, weights: RecurrenceWeights, extras: ExtraWeights, layer: int) -> RecurrenceWeights:
         """Return the weights of a layer with those that an adapter replaces."""
         conv, logarithms, bias, norm = (extras.vector("vector", layer, path) for path in self._rule.vectors())
         if conv is not None:
@@ -135,7 +139,7 @@ class DeltaMixer:
         return values.tensor_split(self._ranks)[self._rank]
 
 
-def _states_of_rows(states: DeltaStates, rows: slice) -> DeltaStates:
+def _states_of_rows(states: RecurrenceStates, rows: slice) -> RecurrenceStates:
     """Return the states of the sequences that have some of the rows."""
     numbers = []
     starts = [0]
@@ -150,7 +154,7 @@ def _states_of_rows(states: DeltaStates, rows: slice) -> DeltaStates:
             starts.append(last - rows.start)
             resumed.append(1 if first > start else was)
     part = StateSequences.of(torch.tensor(starts), torch.tensor(resumed), states.flat.device)
-    return DeltaStates(states.flat, states.conv[:, numbers], states.recurrent[:, numbers], part)
+    return RecurrenceStates(states.flat, states.conv[:, numbers], states.recurrent[:, numbers], part)
 
 
 def split_gates(qkv: Tensor, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
