@@ -93,8 +93,11 @@ class CpuBudget:
 
     def _update(self, now: float) -> None:
         """Renew this rank's file and recompute its share."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path.write_bytes(self._content)
+        try:
+            os.utime(self._path)
+        except FileNotFoundError:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.write_bytes(self._content)  # Writing a file again can take milliseconds.
         if not self._fixed:
             self._threads = self._fair_threads(now)
 
