@@ -17,6 +17,10 @@ Writer = Callable[[Tensor, torch.Generator], tuple[Tensors, Tensor]]
 """Weight ``[out, in]``, random numbers → tensors by the end of their names, and the weight that they mean in fp32."""
 
 
+_LINEAR = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "_linear.weight")
+"""Ends of the names of weights that are quantised; published checkpoints keep the gates of the delta rule plain."""
+
+
 def write_quantized(
     folder: Path, writer: Writer, quantization: dict[str, Any], key: str = "quantization_config"
 ) -> Tensors:
@@ -26,7 +30,7 @@ def write_quantized(
     meant = {}
     generator = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
-        if name.endswith("_proj.weight"):
+        if name.endswith(_LINEAR):
             made, meant[name] = writer(tensor, generator)
             stored |= {name.removesuffix(".weight") + end: value.contiguous() for end, value in made.items()}
         else:

@@ -110,6 +110,29 @@ def test_dequantised_numbers_follow_the_format(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq", "int4", "fp8-blocks", "nf4"])
+@pytest.mark.parametrize("variant", ["qwen3-5", "granite-hybrid"])
+def test_projections_of_a_recurrence_follow_the_format(variant: str, name: str, tmp_path: Path) -> None:
+    """A part of a product that is not quantised, such as the gates of the delta rule, dequantises the product."""
+    meant = make_quantized(tmp_path, name, variant)
+    weights = load(tmp_path)
+    rule = read_model_config(tmp_path).recurrence
+    assert rule is not None
+    for number in rule.layers:
+        prefix = f"model.layers.{number}."
+        parts: dict[str, Tensor] = {}
+        for path, sections in rule.projections().items():
+            whole = meant[f"{prefix}{rule.module}.{path}.weight"]
+            rows = whole.split([section.features for section in sections])
+            parts |= {section.name: part for section, part in zip(sections, rows, strict=True)}
+        layer = weights.layers[number]
+        assert torch.equal(plain(layer.qkv), torch.cat([parts[module] for module in rule.inputs]))
+        assert torch.equal(plain(layer.o), meant[f"{prefix}{rule.module}.out_proj.weight"])
+        assert isinstance(layer.o, QuantizedWeight) is FORMATS[name][2]
+        assert isinstance(layer.qkv, QuantizedWeight) is (FORMATS[name][2] and not rule.is_delta)
+
+
+@pytest.mark.slow
 @formats
 def test_the_modules_of_transformers_get_the_numbers_of_the_format(name: str, tmp_path: Path) -> None:
     meant = make_quantized(tmp_path, name)
