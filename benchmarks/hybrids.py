@@ -34,8 +34,8 @@ CONTEXT = 2048
 STATE_BYTES = 4
 _READ_BYTES = 1 << 29
 _CALLS = 5
-_POOL_BYTES = 2 << 30
-_FIRST_RUNS = 2
+_POOL_BYTES = 3 << 29
+_FIRST_RUNS = 4
 """Runs that write all of the pool, whose memory the system provides only then."""
 
 
