@@ -136,6 +136,17 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "time_step_limit": [0.1, 2.0],
         },
     ),
+    "granite-hybrid-attention": (
+        GraniteMoeHybridConfig,
+        {
+            **_MULTIPLIERS,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 80,
+            "num_local_experts": 0,
+            "mamba_n_heads": 8,
+        },
+    ),
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "gemma": (GemmaConfig, {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": (Gemma2Config, {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),

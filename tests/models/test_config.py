@@ -331,6 +331,14 @@ def test_a_rank_holds_its_share_of_a_state_space(tmp_path: Path) -> None:
     }
 
 
+def test_a_hybrid_may_have_attention_alone(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **(GRANITE_HYBRID | {"layer_types": ["attention"] * 4}))
+    geometry = config.geometry(dtype_bytes=2)
+    assert (config.recurrence, geometry.states) == (None, ())
+    assert geometry.names is not None
+    assert geometry.names.paths[-1].path == "layers.{}.shared_mlp.output_linear"
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

@@ -269,8 +269,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
             first_layer=self.first_layer,
             stages=self.stages,
         )
+        own = self._fused_paths()
         if self.recurrence is None:
-            return geometry
+            return msgspec.structs.replace(geometry, names=DECODER_NAMES.with_paths(own)) if own else geometry
         attention = tuple(layer for layer, is_on in enumerate(self.recurrence.on) if not is_on)
         of_recurrence = self.recurrence.module_shapes(self.hidden_size)
         return msgspec.structs.replace(
@@ -278,7 +279,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
             kv_layers=(KvShape(kv_heads, self.head_dim, self.head_dim),) * len(attention),
             module_layers=dict.fromkeys(("q", "k", "v", "o"), attention)
             | dict.fromkeys(of_recurrence, self.recurrence.layers),
-            names=DECODER_NAMES.with_paths((*self.recurrence.paths(), *self._fused_paths())),
+            names=DECODER_NAMES.with_paths((*self.recurrence.paths(), *own)),
             states=self.recurrence.share(tensor_parallel).states(),
         )
 
@@ -444,6 +445,8 @@ def _recurrence(settings: JsonSection, features: Features, layers: int, hidden_s
     if isinstance(kinds, list):
         kinds = [_LAYER_KINDS.get(str(kind), str(kind)) for kind in kinds[:layers]]
     known = {"linear_attention", "full_attention"}
+    if features.recurrence == "state_space" and kinds == ["full_attention"] * layers:
+        return None
     if not isinstance(kinds, list) or len(kinds) < layers or set(kinds) != known:
         raise settings.unsupported("layer_types", f"must have both of {', '.join(sorted(known))}, and no others")
     on = tuple(kind == "linear_attention" for kind in kinds)
