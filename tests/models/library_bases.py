@@ -1,8 +1,9 @@
 """Tiny random checkpoints of every decoder that transformers registers."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -230,14 +231,27 @@ def model_class(kind: str) -> type[PreTrainedModel]:
     return found
 
 
-def small_config(kind: str, found: type[PreTrainedModel] | None = None) -> PreTrainedConfig:
-    """Return a tiny config of a type. ``found`` is the model's class, if it is not that of :func:`model_class`."""
+def small_config(
+    kind: str, found: type[PreTrainedModel] | None = None, special: Mapping[str, Any] = MappingProxyType({})
+) -> PreTrainedConfig:
+    """Return a tiny config of a type.
+
+    Args:
+        kind: the type.
+        found: the model's class, if it is not that of :func:`model_class`.
+        special: further keys, nested for parts of the config.
+    """
     config_class = (found or model_class(kind)).config_class or CONFIG_MAPPING[kind]
     kind = config_class.model_type if config_class.model_type in _SPECIAL else kind
-    values = {**small_values(config_class), **_SPECIAL.get(kind, {})}
+    values = _merged({**small_values(config_class), **_SPECIAL.get(kind, {})}, special)
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]  # latent attention has no groups
     return config_class(**values)
+
+
+def _merged(values: Mapping[str, Any], special: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {key: _merged(values[key], each) for key, each in special.items() if isinstance(values.get(key), dict)}
+    return {**values, **special, **nested}
 
 
 def small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -256,6 +270,7 @@ def make_base(
     kind: str,
     change: Callable[[PreTrainedConfig], None] = lambda config: None,
     found: type[PreTrainedModel] | None = None,
+    special: Mapping[str, Any] = MappingProxyType({}),
     **overrides: Any,
 ) -> PreTrainedModel:
     """Save a random fp32 checkpoint, and return transformers' model of it.
@@ -265,14 +280,15 @@ def make_base(
         kind: type of config.
         change: changes the config.
         found: the model's class, if it is not that of :func:`model_class`.
-        overrides: keys of the config.
+        special: see :func:`small_config`.
+        overrides: keys of the config that are set after it was made.
 
     Raises:
         NotTried: none can be made here.
     """
     torch.manual_seed(len(kind))
     try:
-        config = small_config(kind, found)
+        config = small_config(kind, found, special)
         for key, value in overrides.items():
             setattr(config, key, value)
         change(config)
@@ -287,6 +303,8 @@ def make_base(
             # Gemma 4 does not scale its scores down, so that large weights give large rounding errors: with a factor of
             # 1, transformers' own log probabilities in fp32 differ from those in fp64 by 2e-4.
             factor = 0.5 if kind.startswith(("gemma4", "qwen3_5", "qwen3_next")) else 2
+            if special:  # Towers add to these errors.
+                factor = min(factor, 1)
             parameter.copy_(noise + 1.0 if parameter.dim() == 1 else noise * factor)
     model.save_pretrained(folder)
     return model

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from lorikeet.adapters.store import reference
 from lorikeet.core.adapter import AdapterRef
@@ -21,7 +22,7 @@ from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.towers import Tower
 from lorikeet.models.transformers_decoder import decoder_of
 from lorikeet.worker.rank_setup import load_rank
-from tests.models.library_bases import VOCABULARY
+from tests.models.library_bases import VOCABULARY, NotTried
 from tests.models.library_runs import (
     MAX_MODEL_LEN,
     Outcome,
@@ -32,19 +33,35 @@ from tests.models.library_runs import (
     run,
     settings_of,
 )
-from tests.models.vision_bases import IMAGE, KINDS, Seen, make_vision_base, marks, prompt_with
+from tests.models.vision_bases import (
+    KINDS,
+    REFUSED,
+    SPECIAL,
+    Seen,
+    image_row,
+    make_vision_base,
+    marks,
+    prompt_with,
+    why_without_images,
+)
 from tests.support import sampling
 
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+SERVED = sorted(KINDS.keys() - REFUSED)
+WITH_TOWER_ADAPTERS = (
+    *("gemma3", "gemma4", "idefics3", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("paligemma", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm"),
+)
 OWN = ("gemma3", "qwen3_5")
 """Kinds whose language model our decoder runs."""
-SAMPLE = ("gemma3", "idefics3", "llava_next", "paligemma", "qwen3_5", "qwen3_vl")
-"""Images that see themselves; rows of tiles; ends of rows; prompts that see themselves; three axes, by our decoder; and
-embeddings of later layers."""
+SAMPLE = ("gemma3", "gemma4", "idefics3", "llava_next", "paligemma", "qwen3_5", "qwen3_vl")
+"""Images that see themselves, in all layers or in some; rows of tiles; ends of rows; prompts that see themselves; three
+axes, by our decoder; and embeddings of later layers."""
 
 
 def asked(name: str, seen: Seen, adapter: AdapterRef | None, tokens: int) -> Request:
     """A greedy request with images, which does not answer by placeholders."""
-    made = request(name, seen.token_ids, adapter, tokens, logit_bias=((IMAGE, -100.0),))
+    made = request(name, seen.token_ids, adapter, tokens, logit_bias=tuple((each, -100.0) for each in SPECIAL))
     return msgspec.structs.replace(made, images=seen.images)
 
 
@@ -78,7 +95,12 @@ def worst(outcome: Outcome, asks: Sequence[tuple[Request, Seen]], model: PeftMod
 
 
 def language_layers(model: PreTrainedModel) -> list[str]:
-    return [name for name, _ in linear_layers(model) if "language_model" in name or "text_model.layers" in name]
+    below = [name for name, _ in linear_layers(model) if "lm_head" not in name]
+    return [
+        name
+        for name in below
+        if "language_model" in name or "text_model.layers" in name or name.startswith("model.layers")
+    ]
 
 
 class Served(NamedTuple):
@@ -110,7 +132,7 @@ def both(served: Served, name: str, tokens: int) -> list[tuple[Request, Seen]]:
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS if sampling.runs_all else SAMPLE))
+@pytest.mark.parametrize("kind", sorted(SERVED if sampling.runs_all else SAMPLE))
 def test_prompts_with_images_are_answered_as_by_transformers(tmp_path: Path, kind: str) -> None:
     """Several images, an adapter and the base in one batch, in chunks; then prefixes from the cache."""
     served = serve(tmp_path, kind)
@@ -119,9 +141,21 @@ def test_prompts_with_images_are_answered_as_by_transformers(tmp_path: Path, kin
     longest = max(len(seen.token_ids) for seen in served.prompts)
     most = longest if kind == "paligemma" else longest // 2
     settings = settings_of(served.folder, served.model_impl, max_num_batched_tokens=most)
+    if longest > MAX_MODEL_LEN - 4:
+        settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, max_model_len=512))
     outcome = run(settings, [[each for each, _ in first], [each for each, _ in again]])
     assert worst(outcome, first + again, served.peft) < 1e-4
     assert outcome.cached_tokens > 0
+
+
+@pytest.mark.parametrize("kind", sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) if sampling.runs_all else ["ovis2"])
+def test_the_table_says_which_classes_take_images(kind: str) -> None:
+    try:
+        reason = why_without_images(kind)
+    except NotTried as error:
+        reason = str(error)
+    assert bool(reason) == (kind not in SERVED)
+    assert image_row(kind, reason) in PAGE.read_text().splitlines(), "run docs/make_models.py"
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
@@ -167,9 +201,7 @@ def test_an_image_that_the_tower_cannot_compute_fails_its_request_alone(tmp_path
 
 def everywhere(model: PreTrainedModel) -> list[str]:
     """Names of the linear layers and convolutions on which adapters act, of language model, projector and tower."""
-    geometry = Tower.of(model, decoder_of(model))
-    assert geometry is not None
-    modules = geometry.modules
+    modules = Tower.of(model, decoder_of(model)).modules
     return [*language_layers(model), *(modules.prefix + name for name in sorted(modules.adaptable))]
 
 
@@ -181,7 +213,7 @@ PROJECTORS = {
 """Name of the projector, if it is not the usual one."""
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS) if sampling.runs_all else ["gemma3", "idefics3", "qwen3_5"])
+@pytest.mark.parametrize("kind", WITH_TOWER_ADAPTERS if sampling.runs_all else ["gemma3", "idefics3", "qwen3_5"])
 def test_adapters_of_tower_and_projector_share_a_batch(tmp_path: Path, kind: str) -> None:
     """LoRA everywhere, a whole projector beside LoRA of the language model, LoRA of the language model alone."""
     impl = "lorikeet" if kind in OWN else "transformers"

@@ -140,8 +140,9 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         for note in engine_info.notes:
             log.info(note)
         model_limits = _limits(model.path, engine_info, settings, text_processor.eos_token_id)
-        if images is not None and engine_info.base is not None and engine_info.base.takes_images:
-            model_limits = msgspec.structs.replace(model_limits, image_tokens=await images.start())
+        if images is not None and engine_info.base is not None:
+            refused = engine_info.base.images_refused
+            model_limits = msgspec.structs.replace(model_limits, image_tokens=await images.start(refused))
         chats = AdapterChats(
             ChatSettings(
                 text_processor,

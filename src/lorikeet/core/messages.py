@@ -152,6 +152,7 @@ class BaseInfo(msgspec.Struct, frozen=True):
         dtype: dtype of weights, KV and adapters.
         embed_size: size of a token's embedding, if prompts may be embeddings; else 0.
         takes_images: whether prompts may have images.
+        images_refused: why they may not; empty if they may.
     """
 
     architecture: str
@@ -161,6 +162,7 @@ class BaseInfo(msgspec.Struct, frozen=True):
     dtype: str
     embed_size: int = 0
     takes_images: bool = False
+    images_refused: str = ""
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

@@ -190,7 +190,7 @@ class Decoder:
         x = self._embedded(batch) if self._config.is_first else self._received(batch)
         if not self._config.is_last:  # The next stage needs every row.
             batch = replace(batch, sample_rows=torch.arange(rows, device=x.device))
-        cos, sin = self._rotary(batch.positions if batch.axes is None else batch.axes, x.dtype)
+        cos, sin = self._rotary(batch.positions if batch.axes is None else batch.axes[-3:], x.dtype)
         states = None
         if self._states:
             kv, states = self._state_views(kv, batch)

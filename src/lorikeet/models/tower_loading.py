@@ -10,8 +10,8 @@ from lorikeet.models.transformers_decoder import decoder_of, load_model
 from lorikeet.models.transformers_gathered import register_masks
 
 
-def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, *, load_format: str = "auto") -> Tower | None:
-    """Load the tower of a model whose language model our decoder runs; None if the model takes no images.
+def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, *, load_format: str = "auto") -> Tower:
+    """Load the tower of a model whose language model our decoder runs.
 
     The language model is built with one layer, and freed again.
 
@@ -21,6 +21,7 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, *, load_f
         load_format: see ``loading.load_weights``.
 
     Raises:
+        TowerError: the model takes no images.
         ModelConfigError: transformers cannot build the model.
         WeightError: weights of the tower are missing or broken.
     """
@@ -34,6 +35,6 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, *, load_f
     register_masks()
     model = load_model(folder, dtype, device, load_format=load_format, change=shorten)
     tower = Tower.of(model, decoder_of(model))
-    if tower is not None:
-        tower.select_attention()
+    tower.free_embedding()
+    tower.select_attention()
     return tower

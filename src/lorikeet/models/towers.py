@@ -26,7 +26,7 @@ from lorikeet.models.image_features import NO_CHANGES, ImageFeatures, TowerChang
 from lorikeet.models.transformers_modules import replaced
 
 _PIXELS = "pixel_values"
-_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+_TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 """Arguments that name the placeholders: 1 for a placeholder of an image, 0 for text."""
 LAYER_EMBEDS = "deepstack_visual_embeds"
 """The language model's argument with embeddings that are added to the outputs of its first layers."""
@@ -35,8 +35,8 @@ ROWS_OF_IMAGES = "visual_pos_masks"
 _UNDERSTOOD = frozenset(
     {
         LAYER_EMBEDS, ROWS_OF_IMAGES, "attention_mask", "cache_position", "input_ids", "inputs_embeds", "labels",
-        "logits_to_keep", "output_attentions", "output_hidden_states", "past_key_values", "per_layer_inputs",
-        "position_ids", "return_dict", "use_cache",
+        "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits", "past_key_values",
+        "per_layer_inputs", "position_ids", "return_dict", "use_cache",
     }
 )  # fmt: skip
 """Arguments of language models that are served, or do not depend on images."""
@@ -46,16 +46,37 @@ _PROBE_IMAGE = slice(2, 5)
 
 
 class _Embedding(nn.Module):
-    """Embeds every token as NaN, so that the rows that a model replaces show."""
+    """Embeds the tokens of a prompt as NaN, so that the rows that a model replaces show.
 
-    def __init__(self, weight: Tensor) -> None:
+    Models that turn images into tokens (Chameleon, Emu3) embed these after the prompt, and get their own embeddings.
+
+    Args:
+        embedding: the language model's embedding.
+
+    Attributes:
+        is_used: whether the prompt was embedded.
+    """
+
+    _embedding: nn.Embedding | None
+
+    def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self.weight = weight[:1, :1].new_full((1, 1), torch.nan).expand(weight.shape)
-        self.num_embeddings, self.embedding_dim = weight.shape
+        self.weight = embedding.weight[:1, :1].new_full((1, 1), torch.nan).expand(embedding.weight.shape)
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+        self.is_used = False
+        object.__setattr__(self, "_embedding", embedding)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return NaN ``[..., hidden]``."""
+        """Return embeddings ``[..., hidden]``, NaN in the first call."""
+        if self.is_used and self._embedding is not None:
+            found: Tensor = self._embedding(token_ids)
+            return found
+        self.is_used = True
         return self.weight.new_full((*token_ids.shape, self.embedding_dim), torch.nan)
+
+    def free(self) -> None:
+        """Leave the language model's embedding, so that every token becomes NaN."""
+        self._embedding = None
 
 
 class _LanguageModel(nn.Module):
@@ -64,7 +85,7 @@ class _LanguageModel(nn.Module):
     def __init__(self, replaced: nn.Module, embedding: nn.Embedding) -> None:
         super().__init__()
         self.config = getattr(replaced, "config", None)
-        self.embed_tokens = _Embedding(embedding.weight)
+        self.embed_tokens = _Embedding(embedding)
         self.called: dict[str, Any] = {}
         object.__setattr__(self, "model", self)
 
@@ -128,6 +149,7 @@ class Tower:
     Attributes:
         sees_whole_images: whether a placeholder sees the later placeholders of its image.
         sees_whole_prompt: whether all tokens of a prompt with an image see each other.
+        blind_layers: types of the layers in which no token sees later ones.
     """
 
     def __init__(self, whole: PreTrainedModel, path: str, name: str, embedding: nn.Embedding) -> None:
@@ -140,16 +162,21 @@ class Tower:
         self._accepted = inspect.signature(type(whole).forward).parameters
         self._dtype = embedding.weight.dtype
         self._device = embedding.weight.device
-        self.sees_whole_images, self.sees_whole_prompt = self._probe()
+        self.sees_whole_images, self.sees_whole_prompt, self.blind_layers = self._probe()
 
     @classmethod
-    def of(cls, model: PreTrainedModel, decoder: nn.Module) -> "Tower | None":
-        """Return the tower of a model; None if the model takes no images.
+    def of(cls, model: PreTrainedModel, decoder: nn.Module) -> "Tower":
+        """Return the tower of a model.
 
         Args:
             model: a model with an output layer.
             decoder: its decoder.
+
+        Raises:
+            TowerError: the model takes no images, or in a way that is not supported.
         """
+        if _PIXELS in inspect.signature(type(decoder).forward).parameters:
+            raise TowerError(f"{type(model).__name__} has no language model apart from its vision tower")
         path = next(name for name, module in model.named_modules() if module is decoder).split(".")
         embedding = model.get_input_embeddings()
         for depth in range(len(path) - 1, -1, -1):
@@ -157,8 +184,17 @@ class Tower:
             whole = model.get_submodule(above)
             takes_pixels = _PIXELS in inspect.signature(type(whole).forward).parameters
             if isinstance(whole, PreTrainedModel) and takes_pixels and isinstance(embedding, nn.Embedding):
-                return cls(whole, above, path[depth], embedding)
-        return None
+                if getattr(whole.config, "visual_indicator_token_ids", None):
+                    raise TowerError("it also replaces the tokens around its images")
+                found = cls(whole, above, path[depth], embedding)
+                if found._placeholder < 0:
+                    raise TowerError("its config names no token that stands for images")
+                return found
+        raise TowerError(f"{type(model).__name__} does not replace tokens by embeddings of images")
+
+    def free_embedding(self) -> None:
+        """Leave the language model's embedding, so that its memory can be freed."""
+        self._language.embed_tokens.free()
 
     def select_attention(self) -> None:
         """Select attention for the tower's modules, after the language model's was selected for the whole model."""
@@ -202,7 +238,7 @@ class Tower:
         if _PIXELS not in given:
             raise TowerError(f"the processor gave {', '.join(sorted(tensors)) or 'nothing'}, and no {_PIXELS}")
         with self._changed(changes):
-            self._call(input_ids=ids, position_ids=torch.zeros_like(ids), **given)
+            self._call(input_ids=ids, position_ids=torch.zeros_like(ids), **{**self._token_types(ids), **given})
         called = self._language.called
         self._language.called = {}
         found = called.get("inputs_embeds")
@@ -235,23 +271,34 @@ class Tower:
                     named.setdefault(name, []).append(self._tensor(tensor))
         kinds = self._token_types(ids)
         self._whole.rope_deltas = None
+        if "attention_mask" in self._accepted:  # Models of several senses compute no positions without it.
+            kinds["attention_mask"] = torch.ones_like(ids)
         self._call(input_ids=ids, **kinds, **{name: torch.cat(each) for name, each in named.items()})
         found = self._language.called.get("position_ids")
         self._language.called = {}
         if not isinstance(found, Tensor) or found.dim() != 3:
             raise TowerError("the model computes no positions of its placeholders")
-        return found[-3:, 0].cpu()
+        return found[:, 0].long().cpu()
 
     def blocks_seen(
         self, token_ids: npt.NDArray[np.int64], images: Sequence[PromptImage]
     ) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of a prompt, as (start, stop), in which each token sees the whole range."""
+        """Return the ranges of a prompt, as (start, stop), in which each token sees the whole range.
+
+        Raises:
+            TowerError: a range is longer than the window of a layer.
+        """
         if self.sees_whole_prompt:
             return ((0, len(token_ids)),)
         if not self.sees_whole_images:
             return ()
         bounds = np.diff(np.concatenate(([0], token_ids == self._placeholder, [0])))
-        return tuple(zip((bounds == 1).nonzero()[0].tolist(), (bounds == -1).nonzero()[0].tolist(), strict=True))
+        found = tuple(zip((bounds == 1).nonzero()[0].tolist(), (bounds == -1).nonzero()[0].tolist(), strict=True))
+        window = getattr(self._whole.config.get_text_config(decoder=True), "sliding_window", None)
+        longest = max((stop - start for start, stop in found), default=0)
+        if window and longest > window and not self.blind_layers:  # Tokens of an image see it beyond the window, too.
+            raise TowerError(f"an image of {longest} tokens exceeds the model's window of {window} tokens")
+        return found
 
     @contextmanager
     def _changed(self, changes: TowerChanges) -> Iterator[None]:
@@ -290,27 +337,30 @@ class Tower:
             TowerError: the module fails.
         """
         self._language.called = {}
+        self._language.embed_tokens.is_used = False
         try:
             self._whole(**given, use_cache=False)
         except Exception as error:  # The exception may be of any kind, since it comes from the model's code.
             raise TowerError(f"{type(self._whole).__name__} fails: {error}") from error
 
     @torch.inference_mode()
-    def _probe(self) -> tuple[bool, bool]:
-        """Find out what the tokens of a prompt with an image see, from the mask for the language model."""
+    def _probe(self) -> tuple[bool, bool, frozenset[str]]:
+        """Find out what the tokens of a prompt with an image see, from the masks for the language model."""
         ids = torch.ones(1, _PROBE_TOKENS, dtype=torch.int64, device=self._device)
         ids[0, _PROBE_IMAGE] = self._placeholder
+        nothing = False, False, frozenset[str]()
         if self._placeholder < 0:
-            return False, False
+            return nothing
         try:
             self._call(input_ids=ids, **self._token_types(ids))
         except TowerError:
-            return False, False
+            return nothing
         mask = self._language.called.get("attention_mask")
-        masks = mask.values() if isinstance(mask, dict) else [mask]
-        seen = [each[0, 0] == 0 for each in masks if isinstance(each, Tensor) and each.dim() == 4]
+        masks = mask if isinstance(mask, dict) else {"": mask}
+        seen = {name: each[0, 0] == 0 for name, each in masks.items() if isinstance(each, Tensor) and each.dim() == 4}
         later = torch.ones(_PROBE_TOKENS, _PROBE_TOKENS, dtype=torch.bool, device=self._device).triu(1)
         inside = torch.zeros_like(later)
         inside[_PROBE_IMAGE, _PROBE_IMAGE] = True
-        outside = any(bool((each & later & ~inside).any()) for each in seen)
-        return any(bool((each & later & inside).any()) for each in seen), outside
+        outside = any(bool((each & later & ~inside).any()) for each in seen.values())
+        blind = frozenset(name for name in masks if name not in seen or not bool((seen[name] & later).any()))
+        return any(bool((each & later & inside).any()) for each in seen.values()), outside, blind

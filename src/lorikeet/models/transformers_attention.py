@@ -63,6 +63,7 @@ class AttentionCall:
         mask: the mask that the model would use.
         window: number of latest positions that a token sees, its own included; None for all.
         pairs: the rotated elements, if a kernel can rotate queries and keys while storing the keys; else None.
+        is_causal: whether no token sees later ones, even in an image whose tokens do in other layers.
     """
 
     module: nn.Module
@@ -76,6 +77,7 @@ class AttentionCall:
     mask: Mask | None
     window: int | None = None
     pairs: RotaryPairs | None = None
+    is_causal: bool = False
 
 
 Heads = tuple[Tensor, Tensor]
@@ -407,6 +409,8 @@ class PagedPass:
         assert call.module is module, "the attention calls of a forward pass have changed"
         assert (self._rotation is None) == (call.pairs is None), "the rotations of a forward pass have changed"
         self._at += 1
+        if call.is_causal and batch.seen is not None:
+            batch = replace(batch, seen=None)
         layer = self._layers[call.kv]
         queries, keys, values = (each[0].transpose(0, 1) for each in (q, k, v))
         if layer.both is None or call.sinks is not None:

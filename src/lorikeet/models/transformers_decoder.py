@@ -31,6 +31,7 @@ from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import TransformersConfig, read_eos_token_ids
 from lorikeet.models.gguf import GGUF_FILE, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
+from lorikeet.models.image_features import TowerError
 from lorikeet.models.json_section import ModelConfigError, read_json_section
 from lorikeet.models.layer_ops import Product
 from lorikeet.models.loading import Progress, WeightError
@@ -302,13 +303,12 @@ class _Hidden(nn.Module):
 
     Args:
         inner: names of the parts on the path from this part to the decoder.
-        replaced: the part that it replaces, whose numbers the output layer may read.
+        replaced: the part that it replaces, whose plain attributes the output layer may read.
     """
 
     def __init__(self, inner: Sequence[str], replaced: nn.Module) -> None:
         super().__init__()
-        plain = {name: value for name, value in vars(replaced).items() if isinstance(value, int | float)}
-        vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
+        vars(self).update({name: value for name, value in vars(replaced).items() if not name.startswith("_")})
         self.hidden: Tensor | None = None
         for name in inner:  # This object stands for each part on the path to the decoder.
             object.__setattr__(self, name, self)
@@ -345,7 +345,8 @@ class TransformersDecoder:
         geometry: sizes and names of its modules.
         vocab_size: number of logits.
         way: the way in which attention is computed.
-        tower: the part that computes images; None if the model takes none, or they do not work with this way.
+        tower: the part that computes images; None if they are refused.
+        images_refused: why images are refused; empty if they are not.
 
     Raises:
         UnsupportedAttention: the model needs attention that is not supported. The message names the reason.
@@ -367,11 +368,20 @@ class TransformersDecoder:
         parameter = next(self._decoder.parameters())
         self._device = parameter.device
         self._dtype = parameter.dtype
-        embedding = model.get_input_embeddings()
+        try:
+            embedding = model.get_input_embeddings()
+        except NotImplementedError as error:
+            raise UnsupportedAttention("its embedding of tokens is not found") from error
         if not isinstance(embedding, nn.Embedding):
             raise UnsupportedAttention("its input is not a row of tokens")
         self._embedding = embedding
-        tower = Tower.of(whole, self._decoder)
+        self.tower: Tower | None = None
+        self.images_refused = ""
+        try:
+            tower = Tower.of(whole, self._decoder)
+        except TowerError as error:
+            tower = None
+            self.images_refused = str(error)
         ids = torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (embedding.num_embeddings - 1) + 1
         with torch.inference_mode(), _without_notes_of_fallbacks():
             self._quantize(bits)
@@ -402,9 +412,23 @@ class TransformersDecoder:
                     replace_gated_norm(module, self._kernels)
             self._cut_output_layer()
             self._settle(ids, expected, found)
-        self.tower = tower if self.way in (Way.KERNELS, Way.PACKED) else None
-        if self.tower is not None:
-            self.tower.select_attention()
+        if tower is not None:
+            self._take_tower(tower, type(whole).__name__)
+
+    def _take_tower(self, tower: Tower, name: str) -> None:
+        """Take the tower of a model by its name, unless images do not work with this way of computing attention."""
+        sees_later = tower.sees_whole_images or tower.sees_whole_prompt
+        if self.way in (Way.ANEW, Way.WHOLE) or (sees_later and self.way is not Way.KERNELS):
+            self.images_refused = f"{name} runs by transformers{self.way.value}"
+            return
+        types = getattr(self._model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        if sees_later and tower.blind_layers:
+            self._calls = [
+                replace(call, is_causal=types[call.module.layer_idx] in tower.blind_layers)  # type: ignore[index]
+                for call in self._calls
+            ]
+        self.tower = tower
+        tower.select_attention()
 
     def _find(self, ids: Tensor, longest_tokens: int) -> tuple[_Found, list[AttentionCall]]:
         """Probe the model, first for attention by kernels, then by transformers.

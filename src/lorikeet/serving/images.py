@@ -56,9 +56,16 @@ class PromptImages:
         """Ids of the running processes."""
         return self._processes.pids
 
-    async def start(self) -> ImageTokens | None:
-        """Start a process, so that the first image does not wait for it, and return :attr:`tokens`."""
+    async def start(self, refused: str = "") -> ImageTokens | None:
+        """Start a process, so that the first image does not wait for it, and return :attr:`tokens`.
+
+        Args:
+            refused: why the engine refuses images; empty if it takes them.
+        """
         if self._folder is None:
+            return None
+        if refused:
+            log.warning("images are refused", reason=refused)
             return None
         try:
             answer = await self._ask(ImagePrompt())

@@ -31,7 +31,7 @@ from lorikeet.models.config import (
 )
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.gguf import GGUF_FILE
-from lorikeet.models.image_features import SeesImages
+from lorikeet.models.image_features import SeesImages, TowerError
 from lorikeet.models.json_section import ModelConfigError, read_json_section
 from lorikeet.models.loading import bits_on_load, load_weights
 from lorikeet.models.parallel import RankGroup
@@ -59,7 +59,8 @@ class RankModel:
         weights: description of the form of the linear weights.
         whole_geometry: sizes of the whole model; None if the rank holds all of it.
         attention: the end of a name of the implementation, if transformers computes attention itself.
-        tower: the part that computes images; None if prompts have none.
+        tower: the part that computes images; None if they are refused.
+        images_refused: why images are refused; empty if they are not.
     """
 
     config: BaseConfig
@@ -73,6 +74,7 @@ class RankModel:
     whole_geometry: ModelGeometry | None = None
     attention: str = ""
     tower: SeesImages | None = None
+    images_refused: str = ""
 
     def base_info(self) -> BaseInfo:
         """Return the description of the model for clients of the engine."""
@@ -84,9 +86,15 @@ class RankModel:
         else:
             how = f"transformers {config.version}{self.attention}"
         dtype = str(self.dtype).removeprefix("torch.")
-        takes_images = self.tower is not None
         return BaseInfo(
-            config.architecture, how, config.vocab_size, config.eos_token_ids, dtype, embed_size, takes_images
+            config.architecture,
+            how,
+            config.vocab_size,
+            config.eos_token_ids,
+            dtype,
+            embed_size,
+            takes_images=self.tower is not None,
+            images_refused=self.images_refused,
         )
 
 
@@ -208,15 +216,44 @@ def load_rank(
     decoder = Decoder(share, packed, kernels, group, geometry.kv_bits)
     whole = stored_geometry(settings.engine, config.geometry(dtype.itemsize))
     tower = None
-    if config.has_other_parts and group.size * group.stages == 1 and not (weights.are_quantized or geometry.kv_bits):
+    images_refused = _why_without_images(
+        config, group, weights.stored if weights.are_quantized else "", geometry.kv_bits
+    )
+    if not images_refused:
         # This module imports transformers, which takes seconds.
         from lorikeet.models.tower_loading import load_tower
 
-        tower = load_tower(folder, dtype, device, load_format=settings.model.load_format)
+        try:
+            tower = load_tower(folder, dtype, device, load_format=settings.model.load_format)
+        except TowerError as error:
+            images_refused = str(error)
     if tower is not None:
         geometry = msgspec.structs.replace(geometry, tower=tower.modules)
         whole = msgspec.structs.replace(whole, tower=tower.modules)
-    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole, tower=tower)
+    return RankModel(
+        config,
+        decoder,
+        kernels,
+        dtype,
+        device,
+        geometry,
+        merger,
+        weights.stored,
+        whole,
+        tower=tower,
+        images_refused=images_refused,
+    )
+
+
+def _why_without_images(config: ModelConfig, group: RankGroup, quantized: str, kv_bits: int) -> str:
+    """Return why images are refused with our decoder; empty if they are not."""
+    if not config.has_other_parts:
+        return f"{config.architecture} has no part for images"
+    if group.size * group.stages > 1:
+        return "they need one rank"
+    if quantized:
+        return f"they need weights in 16 or 32 bits with Lorikeet's decoder, and these are quantised ({quantized})"
+    return "they need KV in 16 or 32 bits with Lorikeet's decoder" if kv_bits else ""
 
 
 def _load_transformers(
@@ -262,7 +299,16 @@ def _load_transformers(
         geometry = msgspec.structs.replace(geometry, tower=decoder.tower.modules)
     attention = decoder.way.value
     return RankModel(
-        config, decoder, kernels, dtype, device, geometry, weights=stored, attention=attention, tower=decoder.tower
+        config,
+        decoder,
+        kernels,
+        dtype,
+        device,
+        geometry,
+        weights=stored,
+        attention=attention,
+        tower=decoder.tower,
+        images_refused=decoder.images_refused,
     )
 
 
