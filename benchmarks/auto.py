@@ -158,7 +158,7 @@ SCENARIOS: dict[int, Scenario] = {
     ),
     3: Scenario(
         "TOPPINGS' home: 512 cold adapters of q, k and v, short prompts, 2 GB/s",
-        toppings.SEVEN_B, PADDED, drawn(lambda seed: toppings.lengths(2000, 100, seed)), 7.7, 350, 512, (64,),
+        toppings.SEVEN_B, PADDED, drawn(lambda seed: toppings.lengths(2000, (100, 0.0), seed)), 7.7, 350, 512, (64,),
         Slo(ttft_s=0.5, tpot_s=0.15), choice="functions", modules=("q", "k", "v"), link_gb_per_s=2,
     ),
     4: Scenario(
