@@ -208,6 +208,8 @@ class ChameleonQueue(AdmissionQueue):
             self._suspended[request.request_id] = entry.waiting
         else:
             self._class_stats.ended(entry.waiting.sizes, ran_s, now)
+        if entry.adapter_tokens and self._users[request.digest]:
+            self._bequeath(entry)
         self._on_ended(entry, ran_s, will_resume=will_resume)
 
     def waiting(self) -> Iterable[Request]:
@@ -337,13 +339,24 @@ class ChameleonQueue(AdmissionQueue):
         self._counts["admitted"] += 1
         self._counts["bypassed"] += passed is not None
 
+    def _bequeath(self, ended: AdmittedEntry) -> None:
+        """Transfer the tokens of the adapter to another request that uses it."""
+        digest = ended.waiting.request.digest
+        heir = next(each for each in self._admitted.values() if each.waiting.request.digest == digest)
+        heir.adapter_tokens = ended.adapter_tokens
+        self._quotas.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
+
     def _need(self, entry: WaitingEntry) -> int:
         """Return the number of tokens that a request holds while it runs: input, expected output, adapter."""
         return self._tokens(entry) + self._adapter_charge(entry)
 
     def _adapter_charge(self, entry: WaitingEntry) -> int:
-        """Return the number of tokens that a request holds for its adapter: its whole size, even if others use it."""
-        return int(entry.sizes.adapter_tokens)
+        """Return the number of tokens that a request holds for its adapter: 0 if a running request uses the adapter.
+
+        A quota includes "the memory required for the corresponding adapter" (4.3), and an adapter that is in use
+        requires no memory again. S-LoRA, on which Chameleon is built, counts each adapter of a batch once, too.
+        """
+        return 0 if self._users[entry.request.digest] else int(entry.sizes.adapter_tokens)
 
     @staticmethod
     def _tokens(entry: WaitingEntry) -> int:

@@ -41,9 +41,9 @@ Joining requests then leave the head its memory, and the head is tried first in 
 class SizeAwareQueue(ChameleonQueue):
     """Extends Chameleon's queue by five changes, for engines that admit by the memory that is needed now.
 
-    * All quotas together are twice the memory (``overcommit``), and only one of the requests that use an adapter holds
-      tokens for it. A request holds tokens for its whole expected output, but has generated only half of it on average.
-      With quotas equal to the memory, a part of the memory would stay empty.
+    * All quotas together are twice the memory (``overcommit``). A request holds tokens for its whole expected output,
+      but has generated only half of it on average. With quotas equal to the memory, a part of the memory would stay
+      empty.
     * Requests whose adapter is in use join the running requests first, if the adapter is large compared with them.
     * Requests of other classes leave memory to the oldest head that lacks memory, and classes that were not tried for
       long come first. Otherwise large requests would starve, because the lent tokens exceed the memory.
@@ -121,10 +121,6 @@ class SizeAwareQueue(ChameleonQueue):
             return False
         return view.free_tokens() - tokens_needed(entry.request, view) < tokens_needed(head.entry.request, view)
 
-    def _adapter_charge(self, entry: WaitingEntry) -> int:
-        """Return the number of tokens that a request holds for its adapter: 0 if a running request uses the adapter."""
-        return 0 if self._users[entry.request.digest] else super()._adapter_charge(entry)
-
     def _on_blocked(self, number: int, entry: WaitingEntry, now: float, *, lacks_memory: bool) -> None:
         self._blocked.note(number, entry, now, lacks_memory=lacks_memory)
 
@@ -135,12 +131,6 @@ class SizeAwareQueue(ChameleonQueue):
         self._blocked.forget(number, request)
 
     def _on_ended(self, entry: AdmittedEntry, ran_s: float, *, will_resume: bool) -> None:
-        """Transfer the tokens of the adapter to another request that uses it."""
-        request = entry.waiting.request
-        if entry.adapter_tokens and self._users[request.digest]:
-            heir = next(each for each in self._admitted.values() if each.waiting.request.digest == request.digest)
-            heir.adapter_tokens = entry.adapter_tokens
-            self._quotas.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
         if not will_resume:
             self._blocked.ran(entry.number, ran_s)
 
