@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.papers.elora_manager import ADAPTERS as MANAGED_ADAPTERS
+from benchmarks.papers.elora_manager import QUERIES, TURN_TOKENS, TURNS, manager_costs
 from benchmarks.papers.elora_readings import ADAPTERS, LOAD, POOL, READINGS
 from benchmarks.papers.elora_readings import SEEDS as READING_SEEDS
 from benchmarks.papers.elora_readings import runs_of as reading_runs
@@ -643,6 +645,37 @@ _OTHERS = Measurement(
     ],
 )
 
+MANAGER_COSTS = Run(manager_costs)
+
+
+def _cost(key: str, unit: float = 1.0) -> Figure:
+    return Figure((MANAGER_COSTS,), lambda made: unit * float(made[0][key]))
+
+
+_OVERHEAD = Measurement(
+    "The manager's own time and memory (VI-C, VII, VIII-L)",
+    {
+        "measured": "`elora`'s memory on a processor, without an engine: every transfer ends at once",
+        "tree": "as large as the device's 61 GB and the host's 256 GB allow with 8B, in blocks of 32 tokens (16 MB): "
+        "'Even if the GPU memory is fully utilized and the size of tree reaches the maximum' (VIII-L)",
+        "queries": f"{QUERIES} turns, 5 a second, in dialogues of {TURNS} turns of {TURN_TOKENS} tokens behind those "
+        f"before, {MANAGED_ADAPTERS} adapters; lengths are ours",
+        "matching and updating": "keys of the prompt's blocks, match, visits, scores, and insertion of the new blocks; "
+        "the bound of VII is held by the 99th percentile",
+        "swapping": "the 99th percentile of the swapper's ticks, one every 100 ms",
+        "update of Eval": "the time of one node, of all nodes in one call: Eval is 'for each LoRA or KV' (VI-C)",
+        "time": "of the processor, so that other processes count little",
+    },
+    {
+        "tree-match-mean": _cost("query_mean_ms"),
+        "tree-match-bound": _cost("query_most_ms"),
+        "swap-overhead-max": _cost("tick_most_ms"),
+        "eval-update-max": _cost("eval_us"),
+        "tree-memory-max": _cost("tree_bytes", 1e-3),
+        "mgr-metadata-bytes": _cost("node_bytes"),
+    },
+)
+
 PAPER = Paper(
-    measurements=[_MAIN, _MANAGER, _FACTORS, _POLICIES, _OTHERS],
+    measurements=[_MAIN, _MANAGER, _FACTORS, _POLICIES, _OTHERS, _OVERHEAD],
 )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.papers import elora
+from benchmarks.papers.elora_manager import manager_costs
 from benchmarks.papers.elora_readings import READINGS, run_reading
 from benchmarks.papers.elora_work import (
     BLOCK_TOKENS,
@@ -140,3 +141,11 @@ def test_all_nine_pairs_of_model_and_adapters_are_run() -> None:
     cases = elora.cases_of()
     assert len(cases) == 9
     assert sorted((case.model, case.adapters) for case in cases) == sorted(elora.PAIRS)
+
+
+def test_the_managers_costs_are_those_of_full_tiers() -> None:
+    made = manager_costs(queries=10, share=0.1)
+    device_blocks = 0.1 * elora.profile_of("8B").pool_bytes / 2**24
+    assert made["nodes"] > device_blocks
+    assert 0 < made["query_mean_ms"] <= made["query_most_ms"]
+    assert made["node_bytes"] * made["nodes"] == pytest.approx(made["tree_bytes"])
