@@ -43,11 +43,28 @@ def png_with_text(length: int) -> bytes:
     return file[:33] + comment + file[33:]
 
 
+def png_with_profile(length: int) -> bytes:
+    """Return a PNG whose compressed colour profile unpacks to ``length`` bytes."""
+    file = image_file()
+    profile = _chunk(b"iCCP", b"profile\0\0" + zlib.compress(bytes(length), 9))
+    return file[:33] + profile + file[33:]
+
+
 def jpeg_of_scans(scans: int) -> bytes:
     """Return a progressive JPEG whose last scan is repeated."""
     file = image_file("JPEG", (256, 256), progressive=True)
     start = file.rindex(b"\xff\xda")
     return file[:start] + file[start:-2] * scans + file[-2:]
+
+
+def mpo_file(jpeg: bytes) -> bytes:
+    """Return a JPEG file with the index of a further image, so that Pillow's format of it is MPO."""
+    file = io.BytesIO()
+    picture((8, 8)).save(file, "MPO", save_all=True, append_images=[picture((8, 8))])
+    whole = file.getvalue()
+    start = whole.index(b"MPF\0") - 4
+    index = whole[start : start + 2 + int.from_bytes(whole[start + 2 : start + 4])]
+    return jpeg[:2] + index + jpeg[2:]
 
 
 def gif_with_large_frame(width: int, height: int) -> bytes:

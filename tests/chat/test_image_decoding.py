@@ -6,8 +6,10 @@ from tests.chat.images import (
     gif_with_large_frame,
     image_file,
     jpeg_of_scans,
+    mpo_file,
     picture,
     png_of_zeros,
+    png_with_profile,
     png_with_text,
 )
 
@@ -25,6 +27,11 @@ def decoded(data: bytes) -> "Image.Image":
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_the_four_formats_are_decoded(kind: str) -> None:
     image = decoded(image_file(kind))
+    assert (image.mode, image.size) == ("RGB", (24, 16))
+
+
+def test_a_photo_of_two_lenses_is_its_first_image() -> None:
+    image = decoded(mpo_file(image_file("JPEG")))
     assert (image.mode, image.size) == ("RGB", (24, 16))
 
 
@@ -68,8 +75,10 @@ def test_only_the_first_frame_of_an_animation_is_decoded(kind: str) -> None:
         (gif_with_large_frame(9000, 9000), "has more than 65536 pixels"),
         (png_of_zeros(10_000, 1), "one side may be at most 200 times the other"),
         (png_of_zeros(1, 10_000), "one side may be at most 200 times the other"),
-        (jpeg_of_scans(100), "is a JPEG file of more than 64 scans"),
+        (jpeg_of_scans(100), "is a JPEG file of more than 32 scans"),
+        (mpo_file(jpeg_of_scans(100)), "is a JPEG file of more than 32 scans"),
         (png_with_text(2**26), "cannot be decoded"),
+        (png_with_profile(2**26), "cannot be decoded"),
         (image_file("PNG")[:-30], "cannot be decoded"),
         (image_file("JPEG", (200, 200))[:900], "cannot be decoded: image file is truncated"),
         (image_file("WEBP")[:100], "cannot be decoded|is not an image"),

@@ -7,9 +7,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import yarl
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lorikeet.http import url_fetcher
 from lorikeet.http.url_fetcher import FetchError, UrlFetcher, is_public
+
+LETTERS = st.text(st.sampled_from("/\\@:?#[]%;.&= \t\n\0\x01\x7f\u3002\uff0f\u2048\u00ad0a5cA"), max_size=6)
 
 
 @asynccontextmanager
@@ -100,6 +106,42 @@ async def test_a_name_that_leads_into_a_network_is_refused(address: str, monkeyp
         await UrlFetcher(["example.org"], 100, 5.0).fetch("https://example.org/a")
 
 
+async def test_a_name_is_resolved_once_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name whose address changes between the check and the connection, or at a redirect, leads nowhere inside."""
+    asked: list[str] = []
+    moved = {"a": {"status": 302, "headers": {"Location": "http://example.org/b"}}, "b": {"body": b"secret"}}
+    async with site(**moved) as (root, seen):
+        port = int(root.rpartition(":")[2])
+
+        async def resolved(host: str, *_: object, **__: object) -> list[object]:
+            asked.append(host)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+        # The first answer is called public, as that of a name server which then changes its mind.
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved, raising=False)
+        monkeypatch.setattr(url_fetcher, "is_public", lambda _: len(asked) == 1)
+        allowed = [f"http://example.org:{port}/", "example.org"]
+        with pytest.raises(FetchError, match=r"example.org has an address inside a network"):
+            await UrlFetcher(allowed, 100, 5.0).fetch(f"http://example.org:{port}/a")
+        assert asked == ["example.org", "example.org"]
+        assert seen == ["/a"]
+
+
+@given(before=LETTERS, host=st.sampled_from(("example.org", "evil.net")), between=LETTERS, after=LETTERS)
+def test_the_checked_host_is_the_host_that_is_connected(before: str, host: str, between: str, after: str) -> None:
+    """The check and aiohttp read a URL with different parsers."""
+    url = f"{before}http://{host}{between}@evil.net{after}"
+    try:
+        UrlFetcher(["example.org"], 100, 5.0)._check(url)
+    except FetchError:
+        return
+    try:
+        read = yarl.URL(url)
+    except ValueError:
+        return  # aiohttp refuses it, too.
+    assert (read.host, read.port) == ("example.org", 80)
+
+
 async def test_a_redirect_may_lead_to_an_allowed_place_only() -> None:
     async with site(private={"body": b"secret"}) as (inside, seen):
         moved = {
@@ -156,6 +198,17 @@ async def test_an_unreachable_server_is_an_error() -> None:
         ("0.0.0.0", False),
         ("224.0.0.1", False),
         ("100.64.0.1", False),
+        ("::7f00:1", False),
+        ("::ffff:0:7f00:1", False),
+        ("64:ff9b:1::7f00:1", False),
+        ("fec0::1", False),
+        ("fd00:ec2::254", False),
+        ("4000::1", False),
+        ("ff0e::1", False),
+        ("100.100.100.200", False),
+        ("192.0.0.192", False),
+        ("168.63.129.16", False),
+        ("255.255.255.255", False),
         ("no address", False),
     ],
 )

@@ -15,7 +15,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_ASPECT = 200
 """Largest ratio of an image's sides. Image processors fail on longer strips, or make them millions of pixels wide."""
 
-_MAX_SCANS = 64
+_MAX_SCANS = 32
 """Most scans of a JPEG file. Encoders write some 15 at most; each scan of a progressive file passes over all pixels."""
 _START_OF_SCAN = b"\xff\xda"
 
@@ -76,5 +76,6 @@ def _check_head(image: Image.Image, data: bytes) -> None:
     width, height = image.size
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise ImageError(f"has {width} x {height} pixels; one side may be at most {MAX_ASPECT} times the other")
-    if image.format == "JPEG" and data.count(_START_OF_SCAN) > _MAX_SCANS:
+    # A JPEG file that names further images, as cameras with two lenses write it, is Pillow's MPO.
+    if image.format in ("JPEG", "MPO") and data.count(_START_OF_SCAN) > _MAX_SCANS:
         raise ImageError(f"is a JPEG file of more than {_MAX_SCANS} scans")

@@ -5,6 +5,7 @@ Their work would block the event loop or could end the process. Their memory and
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -96,7 +97,8 @@ class HelperProcesses:
             # Threads and their arenas would count as memory of the process.
             env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # A Ctrl-C at the terminal should reach only the API process.
+            # A Ctrl-C at the terminal should reach only the API process, and `_end` the children, too.
+            start_new_session=True,
         )
         self._all.add(process)
         try:
@@ -118,8 +120,10 @@ class HelperProcesses:
 
     def _end(self, process: asyncio.subprocess.Process) -> None:
         self._all.discard(process)
-        with suppress(ProcessLookupError):
-            process.kill()
+        # The whole group: a process whose children do the work would leave one that nobody waits for.
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _exchange(process: asyncio.subprocess.Process, message: Sequence[bytes], timeout_s: float) -> bytes:

@@ -20,6 +20,11 @@ _CHUNK_BYTES = 2**16
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _EMBEDDED_V4 = ipaddress.ip_network("64:ff9b::/96")
 """Prefix of IPv6 addresses that a translator connects to the IPv4 address in their last bytes (RFC 6052)."""
+_PUBLIC_V6 = ipaddress.ip_network("2000::/3")
+"""The IPv6 addresses that are assigned for the internet. Others are local or reserved, such as ``::7f00:1``."""
+_INSIDE_V4 = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24")))
+"""IPv4 addresses that ``ipaddress`` calls global, at least in some versions of Python, although they lead to something
+inside: to the host of a virtual machine at Azure and Oracle, and to relays for IPv6."""
 
 
 class FetchError(ValueError):
@@ -157,4 +162,5 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
-    return ip.is_global and not ip.is_multicast
+        return ip in _PUBLIC_V6 and ip.is_global
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _INSIDE_V4)

@@ -1,0 +1,182 @@
+"""Files from strangers in the process that reads images: each is an image or a refusal, whatever is done to it."""
+
+import asyncio
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from lorikeet.chat.image_process import ImageAnswer, ImagePrompt, ImageRefused, ImageSetup, PromptRead
+from lorikeet.http.helper_processes import HelperProcesses
+from tests.chat.image_models import write_model
+from tests.chat.images import (
+    image_file,
+    jpeg_of_scans,
+    mpo_file,
+    picture,
+    png_of_zeros,
+    png_with_profile,
+    png_with_text,
+)
+from tests.support.step_counts import examples
+
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+OTHERS = ("BMP", "TIFF", "ICO", "PPM", "TGA", "PCX", "SGI", "JPEG2000", "DDS", "ICNS", "PDF", "EPS", "AVIF", "MSP")
+MODES = {
+    "PNG": ("RGB", "L", "P", "RGBA", "1", "I;16"),
+    "JPEG": ("RGB", "L", "CMYK"),
+    "WEBP": ("RGB", "RGBA"),
+    "GIF": ("RGB", "L", "RGBA"),
+}
+NUMBERS = (b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", bytes(4), b"\0\1\0\0")
+MOST_PIXELS = 2**20
+PLACEHOLDER = "<|image_pad|>"
+
+
+class Reader:
+    """Reads images in a process as the server does."""
+
+    def __init__(self, folder: Path) -> None:
+        setup = msgspec.msgpack.encode(ImageSetup(str(folder), MOST_PIXELS))
+        self.runner = asyncio.Runner()
+        self.processes = HelperProcesses("lorikeet.chat.image_process", lambda: setup, 1)
+
+    def read(self, *files: bytes) -> PromptRead | ImageRefused:
+        """Return the answer of the process, which must be that of all others before."""
+        pids = self.processes.pids
+        message = msgspec.msgpack.encode(ImagePrompt(PLACEHOLDER * len(files), files))
+        answer = self.runner.run(self.processes.ask(message, timeout_s=60.0))
+        assert not pids or self.processes.pids == pids
+        found: Any = msgspec.msgpack.decode(answer, type=ImageAnswer)
+        return found
+
+    def close(self) -> None:
+        self.runner.run(self.processes.close())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    made = Reader(write_model(tmp_path_factory.mktemp("models") / "tiny", "qwen2_5_vl"))
+    yield made
+    made.close()
+
+
+def check(answer: PromptRead | ImageRefused) -> None:
+    if isinstance(answer, ImageRefused):
+        assert "log" not in answer.reason, "a fault of the process, not of the image"
+    else:
+        (image,) = answer.images
+        assert answer.prompt.count(PLACEHOLDER) == image.embeddings > 0
+
+
+@st.composite
+def files(draw: st.DrawFn) -> bytes:
+    """An image in some format and mode, perhaps animated or turned."""
+    kind = draw(st.sampled_from(FORMATS))
+    size = draw(st.tuples(st.integers(1, 60), st.integers(1, 60)))
+    options: dict[str, Any] = {}
+    if kind != "JPEG" and draw(st.booleans()):
+        options |= {
+            "save_all": True,
+            "append_images": [picture(size, seed=seed) for seed in range(draw(st.integers(1, 5)))],
+        }
+    if kind in ("JPEG", "PNG"):
+        options |= {"JPEG": {"progressive": draw(st.booleans())}, "PNG": {"optimize": draw(st.booleans())}}[kind]
+    if kind != "GIF":
+        exif = Image.Exif()
+        exif[0x0112] = draw(st.integers(0, 9))
+        options["exif"] = exif
+    modes = {"PNG": ("RGB", "L", "P", "RGBA", "1", "I;16"), "JPEG": ("RGB", "L", "CMYK")}.get(
+        kind, ("RGB", "L", "RGBA")
+    )
+    mode = draw(st.sampled_from(modes))
+    image = picture(size).convert("I" if mode == "I;16" else mode)
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A file that is cut, changed in some bytes, mixed with another one, or has large numbers in it."""
+    data = bytearray(draw(files()))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        match draw(st.sampled_from(("cut", "change", "number", "repeat", "mix", "after", "before"))):
+            case "cut":
+                del data[at:]
+            case "change":
+                data[at : at + 1] = draw(st.binary(min_size=1, max_size=4))
+            case "number":
+                data[at : at + 4] = draw(
+                    st.sampled_from((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", bytes(4), b"\0\1\0\0"))
+                )
+            case "repeat":
+                data[at:at] = bytes(data[at : at + 64]) * draw(st.integers(1, 500))
+            case "mix":
+                data[at:] = draw(files())[at:]
+            case "after":
+                data += draw(st.sampled_from((b"PK\x03\x04", b"<script>alert(1)</script>", image_file("TIFF"))))
+            case "before":
+                data[:0] = draw(st.sampled_from((b"<svg/>", b"%PDF-1.7\n", b"GIF89a", b"\xff\xd8\xff", b"RIFF")))
+    return bytes(data)
+
+
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=damaged() | files() | st.binary(max_size=300))
+@example(data=b"")
+@example(data=png_of_zeros(10_000, 1))
+@example(data=png_of_zeros(60_000, 60_000, rows=1))
+@example(data=png_of_zeros(1000, 1000, rows=1))
+@example(data=png_with_text(2**27))
+@example(data=png_with_profile(2**27))
+@example(data=jpeg_of_scans(100))
+@example(data=mpo_file(jpeg_of_scans(100)))
+def test_every_file_is_an_image_or_refused(reader: Reader, data: bytes) -> None:
+    check(reader.read(data))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_file_that_is_cut_anywhere_is_an_image_or_refused(reader: Reader, kind: str, pytestconfig: Any) -> None:
+    data = image_file(kind, (12, 8))
+    step = 1 if pytestconfig.getoption("--all") else 97
+    for end in range(0, len(data), step):
+        check(reader.read(data[:end]))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_files_in_other_formats_are_refused(reader: Reader, kind: str) -> None:
+    try:
+        data = image_file(kind, (32, 32))
+    except (KeyError, OSError, ValueError):
+        data = picture((32, 32)).convert("1")
+        file = io.BytesIO()
+        data.save(file, kind)
+        data = file.getvalue()
+    answer = reader.read(data)
+    assert isinstance(answer, ImageRefused)
+    assert answer.reason.startswith("is not an image in one of the formats")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photos_are_turned_as_transformers_turns_them(kind: str, orientation: int) -> None:
+    from transformers.image_utils import load_image
+
+    from lorikeet.chat.image_decoding import open_image, rgb_pixels
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = image_file(kind, exif=exif)
+    ours = rgb_pixels(open_image(data, MOST_PIXELS))
+    theirs = load_image(Image.open(io.BytesIO(data)))
+    assert np.array_equal(np.asarray(ours), np.asarray(theirs))
