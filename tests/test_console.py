@@ -14,12 +14,14 @@ import pytest
 from playwright.async_api import Page, async_playwright, expect
 
 from lorikeet.http.web import FILES
+from tests.chat.images import image_file
 from tests.router.conftest import adapters, events, routing
 from tests.router.scripted import ScriptedBackend
 from tests.support.chat_requests import CHAT
 from tests.support.documents import ROOT
 from tests.support.live import write_adapter
 from tests.support.served import Server, make_model, serving
+from tests.support.vision_model import make_vision_model
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -159,6 +161,7 @@ async def _chats(page: Page) -> None:
     for name in NAMES[:2]:
         await page.get_by_label("Compare").fill(name)
         await page.get_by_role("button", name="Add").click()
+    await expect(page.get_by_label("Images")).to_be_hidden()  # The model reads only text.
     await page.get_by_label("System prompt").fill("You are a parrot.")
     await page.get_by_label("Most tokens").fill("12")
     await page.get_by_label("Message").fill("hello")
@@ -188,6 +191,37 @@ async def _fits_narrow_screens(page: Page) -> None:
         assert await page.evaluate("document.documentElement.scrollWidth") <= 400, name
         unlabelled = "[...document.querySelectorAll('input, textarea')].filter((each) => !each.labels.length).length"
         assert await page.evaluate(unlabelled) == 0, name
+
+
+async def test_the_playground_sends_images(tmp_path: Path) -> None:
+    make_vision_model(tmp_path / "tiny")
+    flags = ("--dtype", "float32", "--max-model-len", "128")
+    async with (
+        serving(tmp_path / "tiny", tmp_path / "home", *flags) as server,
+        open_page(f"{server.http.base_url}/ui#/playground") as (page, complaints),
+    ):
+        log = page.get_by_role("log", name="Conversation with tiny")
+        files = [{"name": f"{seed}.png", "mimeType": "image/png", "buffer": image_file(seed=seed)} for seed in range(2)]
+        await page.get_by_label("Images").set_input_files(files)
+        await expect(page.locator("form .picture")).to_have_count(2)
+        await page.get_by_label("Most tokens").fill("4")
+        await page.get_by_label("Message").fill("What?")
+        await page.get_by_role("button", name="Send").click()
+        await expect(log.locator(".note")).to_contain_text("tokens in")
+        await expect(log.locator(".bad")).to_have_count(0)
+        await expect(log.locator(".asks .picture")).to_have_count(2)
+        # The next message has no image of its own, but those of the conversation.
+        await expect(page.locator("form .picture")).to_have_count(0)
+        await page.get_by_label("Message").fill("And?")
+        await page.get_by_role("button", name="Send").click()
+        await expect(log.locator(".note").nth(1)).to_contain_text("tokens in")
+        await expect(log.locator(".bad")).to_have_count(0)
+        assert await page.evaluate(
+            "[...document.querySelectorAll('.picture')].every((each) => each.naturalWidth == 24)"
+        )
+        page_of_metrics = (await server.http.get("/metrics")).text
+        assert re.search(r"^lorikeet:images_total\{.*\} 4\.0$", page_of_metrics, re.MULTILINE)
+        assert complaints == []
 
 
 async def test_a_server_with_keys_is_seen_with_its_key(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server:
     for card in cards:
         assert card["object"] == "model"
         assert card["max_model_len"] == 256
+        assert card["input_modalities"] == ["text"]
         assert isinstance(card["created"], int)
         assert card["permission"][0]["object"] == "model_permission"
 

@@ -101,7 +101,15 @@ def start(tmp_path: Path, sources: Path) -> Start:
             checks=AdapterChecks("bfloat16"),
             fit_chat=chats.fit,
         )
-        models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len, BASE_DIGEST)
+        models = ServedModels(
+            ("base",),
+            ("/models/base",),
+            "/models/base",
+            catalog,
+            limits.max_model_len,
+            BASE_DIGEST,
+            takes_images=limits.image_tokens is not None,
+        )
         service = create_service(
             settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants=tenants, images=images
         )

@@ -1,11 +1,12 @@
 // Asks several adapters the same at once, and shows their answers side by side as they come.
 
 import { answer, get } from "./api.js";
-import { failure, h, say } from "./dom.js";
+import { failure, h, say, set } from "./dom.js";
 import { time } from "./format.js";
 import type { Page } from "./page.js";
 
-interface Message { role: string; content: string; tool_calls?: unknown[] }
+type Part = { type: "text"; text: string } | { type: "image_url"; image_url: { url: string } };
+interface Message { role: string; content: string | Part[]; tool_calls?: unknown[] }
 interface ToolCall { index: number; id?: string; type?: string; function?: { name?: string; arguments?: string } }
 interface Chunk {
   choices?: { delta?: { content?: string | null; reasoning_content?: string | null; tool_calls?: ToolCall[] }; finish_reason?: string | null }[];
@@ -29,12 +30,29 @@ export function playground(first: string): Page {
     const key = event as KeyboardEvent;
     if (key.key === "Enter" && (key.ctrlKey || key.metaKey)) { key.preventDefault(); void ask(); }
   } });
+  let reading: Promise<string[]> = Promise.resolve([]);
+  const files = h("input", { id: "images", type: "file", multiple: true, accept: "image/png,image/jpeg,image/webp,image/gif", change: () => { void choose(); } });
+  const chosen = h("p", { class: "pictures" });
+  const pictures = h("div", { class: "field", hidden: true }, h("label", { for: "images" }, "Images"), files, chosen);
   const ask_button = h("button", { class: "primary" }, "Send");
   const stop_button = h("button", { type: "button", disabled: true, click: () => { for (const each of columns.values()) each.stop(); } }, "Stop");
   const clear_button = h("button", { type: "button", click: () => { for (const each of columns.values()) each.clear(); } }, "Clear");
 
   function number(id: string, min: string, max: string, step: string, value: string): HTMLInputElement {
     return h("input", { id, type: "number", min, max, step, value });
+  }
+
+  /** Read the chosen files, and show them. */
+  async function choose(): Promise<void> {
+    reading = Promise.all([...files.files ?? []].map(dataUrl));
+    try { set(chosen, ...(await reading).map(thumbnail)); }
+    catch (error) { say(`The file cannot be read: ${String(error)}`); choose_none(); }
+  }
+
+  function choose_none(): void {
+    reading = Promise.resolve([]);
+    files.value = "";
+    set(chosen);
   }
 
   function open(name: string): void {
@@ -58,23 +76,26 @@ export function playground(first: string): Page {
       if (tools.value.trim()) body.tools = JSON.parse(tools.value) as unknown;
       if (schema.value.trim()) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema.value) as unknown } };
     } catch (error) { say(`Tools and schema are JSON: ${(error as Error).message}`); return; }
+    const images = await reading.catch(() => []);
+    choose_none();
     question.value = "";
     ask_button.disabled = true;
     stop_button.disabled = false;
-    await Promise.all([...columns.values()].map((each) => each.ask(text, system.value.trim(), body)));
+    await Promise.all([...columns.values()].map((each) => each.ask(text, images, system.value.trim(), body)));
     ask_button.disabled = false;
     stop_button.disabled = true;
     question.focus();
   }
 
-  void get<{ data: { id: string; parent: string | null }[] }>("v1/models").then((models) => {
+  void get<{ data: { id: string; input_modalities?: string[] }[] }>("v1/models").then((models) => {
+    pictures.hidden = !models.data.some((each) => each.input_modalities?.includes("image"));
     names.append(...models.data.map((each) => h("option", { value: each.id })));
     if (!columns.size) open(first || models.data[0]?.id || "");
   }, () => undefined);
   if (first) open(first);
 
   const form = h("form", { class: "ask", submit: (event) => { event.preventDefault(); void ask(); } },
-    h("label", { for: "question" }, "Message"), question,
+    h("label", { for: "question" }, "Message"), question, pictures,
     h("p", { class: "actions" }, ask_button, stop_button, clear_button, h("small", { class: "dim" }, "Ctrl+Enter sends")));
   const settings = h("details", { class: "card settings" }, h("summary", {}, "System prompt, sampling, tools, JSON schema"),
     field("system", "System prompt", system),
@@ -96,6 +117,17 @@ function field(id: string, name: string, input: HTMLElement): HTMLElement {
   return h("p", { class: "field" }, h("label", { for: id }, name), input);
 }
 
+function thumbnail(url: string): HTMLElement { return h("img", { src: url, alt: "", class: "picture" }); }
+
+function dataUrl(file: File): Promise<string> {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => { resolve(reader.result as string); });
+    reader.addEventListener("error", () => { reject(reader.error ?? new Error(file.name)); });
+    reader.readAsDataURL(file);
+  });
+}
+
 /** One model's conversation. */
 class Column {
   readonly element: HTMLElement;
@@ -113,10 +145,11 @@ class Column {
 
   clear(): void { this.stop(); this.messages = []; this.log.replaceChildren(); }
 
-  async ask(text: string, system: string, body: Record<string, unknown>): Promise<void> {
-    this.messages.push({ role: "user", content: text });
+  async ask(text: string, images: string[], system: string, body: Record<string, unknown>): Promise<void> {
+    const parts: Part[] = images.map((url) => ({ type: "image_url", image_url: { url } }));
+    this.messages.push({ role: "user", content: images.length ? [...parts, { type: "text", text }] : text });
     const said = h("div", { class: "says" }), note = h("p", { class: "note dim" });
-    this.log.append(h("p", { class: "asks" }, text), said, note);
+    this.log.append(h("p", { class: "asks" }, ...images.map(thumbnail), text), said, note);
     const id = crypto.getRandomValues(new Uint32Array(3)).reduce((all, part) => all + part.toString(16).padStart(8, "0"), "ui-");
     const messages = system ? [{ role: "system", content: system }, ...this.messages] : this.messages;
     const aborter = this.aborter = new AbortController(), started = performance.now();

@@ -167,6 +167,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
             catalog,
             engine_info.max_model_len,
             _base_digest(await files, settings, engine_info),
+            takes_images=model_limits.image_tokens is not None,
         )
         log.info("base model's digest", digest=names.base_digest)
         service = create_service(

@@ -53,6 +53,7 @@ class ServedModels:
         catalog: the registered adapters.
         max_model_len: longest sequence, in tokens.
         base_digest: hex SHA-256 of the served base model.
+        takes_images: whether prompts may have images.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ServedModels:
         catalog: AdapterCatalog,
         max_model_len: int,
         base_digest: str,
+        takes_images: bool = False,
     ) -> None:
         self.base_digest = base_digest
         self.base_names = base_names
@@ -72,6 +74,7 @@ class ServedModels:
         self._root = root
         self._catalog = catalog
         self._max_model_tokens = max_model_len
+        self._modalities = ["text", "image"] if takes_images else ["text"]
         self._created = int(time.time())
 
     @property
@@ -234,6 +237,7 @@ class ServedModels:
             "root": root,
             "parent": parent,
             "max_model_len": self._max_model_tokens,
+            "input_modalities": self._modalities,
             "permission": [_permission(name, created)],
         }
 
