@@ -36,11 +36,11 @@ def png_of_zeros(width: int, height: int, *, rows: int | None = None) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", head) + _chunk(b"IDAT", lines) + _chunk(b"IEND", b"")
 
 
-def png_with_text(length: int) -> bytes:
-    """Return a PNG whose compressed comment unpacks to ``length`` bytes."""
+def png_with_text(length: int, comments: int = 1) -> bytes:
+    """Return a PNG of some compressed comments, each of which unpacks to ``length`` bytes."""
     file = image_file()
     comment = _chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(length), 9))
-    return file[:33] + comment + file[33:]
+    return file[:33] + comment * comments + file[33:]
 
 
 def png_with_profile(length: int) -> bytes:

@@ -78,6 +78,7 @@ def test_only_the_first_frame_of_an_animation_is_decoded(kind: str) -> None:
         (jpeg_of_scans(100), "is a JPEG file of more than 32 scans"),
         (mpo_file(jpeg_of_scans(100)), "is a JPEG file of more than 32 scans"),
         (png_with_text(2**26), "cannot be decoded"),
+        (png_with_text(2**20 - 1, 5), "cannot be decoded: Too much memory used in text chunks"),
         (png_with_profile(2**26), "cannot be decoded"),
         (image_file("PNG")[:-30], "cannot be decoded"),
         (image_file("JPEG", (200, 200))[:900], "cannot be decoded: image file is truncated"),

@@ -1,4 +1,4 @@
-"""A helper process whose child does the work and never ends, as ``python -m tests.http.forking_helper``."""
+"""A helper process for ``python -m tests.http.forking_helper``: its child does the work, and never ends."""
 
 import os
 import signal
@@ -10,6 +10,8 @@ from lorikeet.http.helper_main import run_helper
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     def answer(message: bytes) -> bytes:
+        if not message:
+            return b""
         child = os.fork()
         if child == 0:
             signal.pause()

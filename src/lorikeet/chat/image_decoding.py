@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """The formats that are decoded, by Pillow's names."""
@@ -18,6 +18,9 @@ MAX_ASPECT = 200
 _MAX_SCANS = 32
 """Most scans of a JPEG file. Encoders write some 15 at most; each scan of a progressive file passes over all pixels."""
 _START_OF_SCAN = b"\xff\xda"
+PngImagePlugin.MAX_TEXT_MEMORY = (
+    2**22
+)  # Bytes of the unpacked comments of a PNG file, which nobody reads; 64 MiB in Pillow.
 
 
 class ImageError(ValueError):

@@ -35,6 +35,7 @@ class HelperProcesses:
         self._setup = b""
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
+        self._starting: set[asyncio.Task[asyncio.subprocess.Process]] = set()
         self._free = asyncio.Semaphore(most)
 
     @property
@@ -76,6 +77,7 @@ class HelperProcesses:
 
     async def close(self) -> None:
         """End the processes."""
+        await asyncio.gather(*self._starting, return_exceptions=True)
         for process in tuple(self._all):
             self._end(process)
             await process.wait()
@@ -86,7 +88,19 @@ class HelperProcesses:
             if process.returncode is None:
                 return process
             self._end(process)
-        return await self._start()
+        # A task of its own: asyncio (3.11 to 3.13) may wait forever when the start of a process is cancelled.
+        starting = asyncio.ensure_future(self._start())
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._keep)
+            raise
+
+    def _keep(self, started: asyncio.Task[asyncio.subprocess.Process]) -> None:
+        if not started.cancelled() and started.exception() is None:
+            self._idle.append(started.result())
 
     async def _start(self) -> asyncio.subprocess.Process:
         began_s = time.monotonic()
