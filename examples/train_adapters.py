@@ -63,14 +63,16 @@ def encode(tokenizer: Any, pair: Pair) -> Example:
     return Example(prompt + answer, [IGNORED_LABEL] * len(prompt) + answer)
 
 
-def batches(examples: list[Example], pad_id: int, chance: random.Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    examples: list[Example], pad_id: int, chance: random.Random, pairs: int = BATCH_PAIRS
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield one epoch of shuffled (input_ids, labels), int64, [pairs, tokens], padded on the right.
 
     The padding needs no mask: attention is causal, so no answer token sees what follows it.
     """
     order = chance.sample(examples, len(examples))
-    for start in range(0, len(order), BATCH_PAIRS):
-        batch = order[start : start + BATCH_PAIRS]
+    for start in range(0, len(order), pairs):
+        batch = order[start : start + pairs]
         width = max(len(example.input_ids) for example in batch)
         ids = [example.input_ids + [pad_id] * (width - len(example.input_ids)) for example in batch]
         labels = [example.labels + [IGNORED_LABEL] * (width - len(example.labels)) for example in batch]
