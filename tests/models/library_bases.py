@@ -99,6 +99,7 @@ _KIMI = {
 _MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 _MAMBA_1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 _MIXED = ["sliding_attention", "full_attention"]
+_INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 6}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -143,6 +144,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "intermediate_size": 48,
         "activation_sparsity_pattern": [0.0] * 6,
     },
+    "inkling2_text": _INKLING,
+    "inkling_text": _INKLING,
     "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
