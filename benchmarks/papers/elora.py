@@ -450,6 +450,7 @@ _SETTING = {
     "window": f"{WINDOW_ANSWERS} times the longest answer in a batch a quarter full, at least a dialogue; all requests"
     " are answered",
     "batch": f"{MAX_NUM_SEQS:,} sequences and {MAX_STEP_TOKENS:,} tokens: vLLM's defaults on such devices",
+    "prefill time": "from the end of a request's waits for memory, adapter and KV to its first token, mean of requests",
     "seeds": "three, on each of which a service has another model and number of adapters; the nine cases have all nine;"
     " systems get the same requests",
 }
@@ -466,7 +467,7 @@ def _against(rival: str, name: str) -> dict[str, Figure]:
         f"tpot-p99-red-{name}": over_cases(rival, percentile("tpot_s", 99), cases),
         f"tpot-p95-red-{name}": over_cases(rival, percentile("tpot_s", 95), cases),
         f"prefill-time-{name}": over_cases(
-            rival, lambda ours, other: other["prefilled_tokens"] / ours["prefilled_tokens"], cases
+            rival, lambda ours, other: other["parts_s"]["prefill"] / ours["parts_s"]["prefill"], cases
         ),
         f"mem-util-{name}": over_cases(rival, times_in_use, cases),
         f"hit-rate-{name}": over_cases(rival, lambda ours, other: hit_rate(ours) / hit_rate(other), cases),

@@ -168,7 +168,7 @@ def serve(profile: str, name: str, preset: str, rate: float, seed: int, scale: i
         history=tuple(tuple(each) for each in history),
     )
     figures = run_cluster(f"{preset},placement_period_s={PERIOD_S:g}", setting, requests, seed)
-    keys = ("ttft_p95_s", "ttft_mean_s", "tpt_mean_s", "held_most", "routed_most", "held_share", "drained_s")
+    keys = ("ttft_p95_s", "ttft_mean_s", "tpt_mean_s", "held_most", "routed_most", "routed_bytes_most", "drained_s")
     return {key: figures[key] for key in keys} | {"tbt_s": figures["tbt_mean_s"]}
 
 
@@ -238,14 +238,16 @@ def tail_gain(made: Sequence[Figures]) -> Answer:
 
 
 def storage_gain(made: Sequence[Figures]) -> Answer:
-    """Return the largest ratio of the adapters that a server needs under TOPPINGS to the adapters on ours.
+    """Return the largest ratio of the bytes of adapters that a server needs under TOPPINGS to the bytes on ours.
 
-    A server needs the adapters that the placement gives it (Fig. 18). The table also has copies that it still stores
-    for others.
+    A server needs the adapters that the placement gives it (Fig. 18); the conclusion is about their "storage memory
+    footprint". The table has their number, also with copies that a server still stores for others.
     """
     found = by_system(made)
     pairs = zip(found[OURS], found[TOPPINGS], strict=True)
-    return over_seeds([max(theirs[0]["routed_most"]) / min(ours[0]["routed_most"]) for ours, theirs in pairs])
+    return over_seeds(
+        [max(theirs[0]["routed_bytes_most"]) / min(ours[0]["routed_bytes_most"]) for ours, theirs in pairs]
+    )
 
 
 def sweep_rows(made: Sequence[Figures]) -> list[list[Any]]:

@@ -196,6 +196,7 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
     return figures | {
         "held_most": [each.held_most for each in made.cluster.replicas],
         "routed_most": [each.routed_most for each in made.cluster.replicas],
+        "routed_bytes_most": [each.routed_bytes_most for each in made.cluster.replicas],
         "held_share": made.cluster.held_share,
         "moves": made.cluster.moves,
     }

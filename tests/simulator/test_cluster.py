@@ -278,6 +278,7 @@ def test_the_start_costs_nothing() -> None:
     assert (found.figures.fetches, found.figures.provisions) == (0, 0)
     assert found.figures.held_share == 1.0
     assert [each.routed_most for each in found.figures.replicas] == [4, 4]
+    assert [each.routed_bytes_most for each in found.figures.replicas] == [found.figures.adapter_bytes] * 2
 
 
 def test_placements_change_and_moved_adapters_are_fetched_on_first_request() -> None:
@@ -414,6 +415,7 @@ def test_figures_add_up() -> None:
     assert sum(each.held_bytes_mean for each in figures.replicas) == pytest.approx(figures.adapter_bytes)
     assert figures.held_share == pytest.approx(1 / 3)
     assert [each.routed_most for each in figures.replicas] == [2, 2, 2]
+    assert sum(each.routed_bytes_most for each in figures.replicas) == figures.adapter_bytes
     assert figures.duration_s == max(each.ended_s for each in found.run.exchanges)
     assert all(0 < each.busy_share <= 1 for each in figures.replicas)
     assert found.finished == list(range(1, 101))

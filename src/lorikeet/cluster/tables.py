@@ -86,6 +86,17 @@ class RoutingTable:
                 counts[replica] += adapters
         return counts
 
+    def bytes_by_replica(self, sizes_bytes: Mapping[AdapterDigest, int]) -> Counter[ReplicaId]:
+        """Return the bytes of the adapters that each replica serves, by the bytes of each adapter."""
+        of_shares = Counter[int]()  # many adapters have the same object as their shares
+        for adapter, shares in self.shares.items():
+            of_shares[id(shares)] += sizes_bytes[adapter]
+        found = Counter[ReplicaId]()
+        for shares, _ in _distinct(self.shares):
+            for replica, _ in shares:
+                found[replica] += of_shares[id(shares)]
+        return found
+
     def pairs(self) -> Iterator[tuple[AdapterDigest, ReplicaId]]:
         """Yield every adapter with each of its replicas."""
         return ((adapter, replica) for adapter, shares in self.shares.items() for replica, _ in shares)

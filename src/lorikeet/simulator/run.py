@@ -58,6 +58,7 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
         output_tokens: number of tokens that the replica generated.
         busy_share: share of the time in which the replica was busy.
         routed_mean, routed_most: mean and largest number of adapters that placements assigned to the replica.
+        routed_bytes_most: largest number of bytes of these adapters.
         held_mean, held_most: mean and largest number of adapters of which the replica had a copy.
         held_bytes_mean, held_bytes_most: mean and largest number of bytes of these copies.
         fetches, fetched_bytes: number and bytes of copies from other replicas.
@@ -70,6 +71,7 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
     busy_share: float
     routed_mean: float
     routed_most: int
+    routed_bytes_most: int
     held_mean: float
     held_most: int
     held_bytes_mean: float
@@ -121,6 +123,7 @@ class ReplicaTally:
         self.requests = self.output_tokens = 0
         self.fetches = self.fetched_bytes = self.provisions = self.provided_bytes = 0
         self.routed = TimeWeightedLevel(now)
+        self.routed_bytes_most = 0
         self.held = TimeWeightedLevel(now)
         self.held_bytes = TimeWeightedLevel(now)
 
@@ -138,6 +141,7 @@ class ReplicaTally:
             busy_share=busy_s / duration_s if duration_s else 0.0,
             routed_mean=self.routed.mean(now),
             routed_most=self.routed.most,
+            routed_bytes_most=self.routed_bytes_most,
             held_mean=self.held.mean(now),
             held_most=self.held.most,
             held_bytes_mean=self.held_bytes.mean(now),
@@ -170,9 +174,10 @@ class ClusterTally:
 
     def routed(self, table: RoutingTable, now: float) -> None:
         """Record a new placement."""
-        there = table.adapters_by_replica()
+        there, sizes_bytes = table.adapters_by_replica(), table.bytes_by_replica(self._sizes_bytes)
         for replica, tally in self.of.items():
             tally.routed.add(there[replica] - tally.routed.value, now)
+            tally.routed_bytes_most = max(tally.routed_bytes_most, sizes_bytes[replica])
 
     def seeded(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
         """Record a copy that exists at the start."""
