@@ -28,7 +28,7 @@ from lorikeet.chat.image_processor import ImageProcessor  # noqa: E402
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 OTHERS = ("BMP", "TIFF", "ICO", "PPM", "TGA", "PCX", "SGI", "JPEG2000", "DDS", "ICNS", "PDF", "EPS", "AVIF", "MSP")
 MODES = {
-    "PNG": ("RGB", "L", "P", "RGBA", "1", "I;16"),
+    "PNG": ("RGB", "L", "P", "RGBA", "1"),
     "JPEG": ("RGB", "L", "CMYK"),
     "WEBP": ("RGB", "RGBA"),
     "GIF": ("RGB", "L", "RGBA"),
@@ -68,11 +68,7 @@ def files(draw: st.DrawFn) -> bytes:
         exif = Image.Exif()
         exif[0x0112] = draw(st.integers(0, 9))
         options["exif"] = exif
-    modes = {"PNG": ("RGB", "L", "P", "RGBA", "1", "I;16"), "JPEG": ("RGB", "L", "CMYK")}.get(
-        kind, ("RGB", "L", "RGBA")
-    )
-    mode = draw(st.sampled_from(modes))
-    image = picture(size).convert("I" if mode == "I;16" else mode)
+    image = picture(size).convert(draw(st.sampled_from(MODES[kind])))
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
