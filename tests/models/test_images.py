@@ -199,6 +199,42 @@ def test_an_image_that_the_tower_cannot_compute_fails_its_request_alone(tmp_path
     assert ended["lacking"] == "the image at token 5: the processor gave nothing, and no pixel_values"
 
 
+class _TwoRanks(SingleRankGroup):
+    size = 2
+
+
+@pytest.mark.parametrize(
+    ("options", "group", "reason"),
+    [
+        ({}, _TwoRanks(), "they need one rank"),
+        ({"quantization": "int8"}, SingleRankGroup(), "they need weights in 16 or 32 bits with Lorikeet's decoder"),
+        ({"kv_cache_dtype": "int8"}, SingleRankGroup(), "they need KV in 16 or 32 bits with Lorikeet's decoder"),
+    ],
+)
+def test_our_decoder_says_why_it_refuses_images(
+    tmp_path: Path, options: dict[str, str], group: SingleRankGroup, reason: str
+) -> None:
+    make_vision_base(tmp_path, "gemma3")
+    settings = settings_of(tmp_path, "lorikeet")
+    parts = {"model": settings.model, "engine": settings.engine}
+    for name, value in options.items():
+        part = "model" if name == "quantization" else "engine"
+        parts[part] = msgspec.structs.replace(parts[part], **{name: value})
+    info = load_rank(msgspec.structs.replace(settings, **parts), tmp_path, group).base_info()
+    assert not info.takes_images
+    assert info.images_refused.startswith(reason)
+
+
+def test_quantised_weights_of_a_library_model_answer_about_images(tmp_path: Path) -> None:
+    base = make_vision_base(tmp_path, "llava")
+    settings = settings_of(tmp_path)
+    model = msgspec.structs.replace(settings.model, quantization="int8")
+    seen = prompt_with(base, "llava", (0, 1), 7)
+    outcome = run(msgspec.structs.replace(settings, model=model), [[asked("quantised", seen, None, 3)]])
+    assert len(outcome.tokens["quantised"]) == 3
+    assert outcome.images.computed == 2
+
+
 def everywhere(model: PreTrainedModel) -> list[str]:
     """Names of the linear layers and convolutions on which adapters act, of language model, projector and tower."""
     modules = Tower.of(model, decoder_of(model)).modules
