@@ -91,6 +91,7 @@ async def answered(http: httpx.AsyncClient, model: str, scene: Scene) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 async def test_base_and_adapters_read_pictures_in_one_batch(tmp_path: Path) -> None:
     await asyncio.to_thread(make, tmp_path)
     flags = [f"{name}={tmp_path / name}" for name in TARGETS]

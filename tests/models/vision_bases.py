@@ -564,6 +564,7 @@ KINDS: dict[str, Kind] = {
             "text_config": {
                 "num_key_value_heads": 4,
                 "num_experts_per_tok": 2,
+                "max_position_embeddings": 1024,
                 "n_group": 1,
                 "topk_group": 1,
                 "mlp_layer_types": ["dense", "sparse"] * 2,
