@@ -214,6 +214,7 @@ FIGURES = {
     "drained_s": 10.0,
     "held_most": [3, 4],
     "routed_most": [2, 4],
+    "routed_bytes_most": [200, 400],
     "adapter_hit_rate": 0.5,
     "kv_hit_rate": None,
     "invalid_kv_share": 0.0,
