@@ -249,3 +249,12 @@ def test_the_default_model_answers_as_by_the_own_decoder(default_model_cache: Pa
         answers.append(tokens)
     assert answers[0] == answers[1]
     assert len(answers[0]["0"]) == 12
+
+
+def test_tokens_are_refused_where_a_tied_output_layer_has_a_bias(tmp_path: Path) -> None:
+    """PEFT changes the rows of both; such an output layer cannot be changed."""
+    base = make_base(tmp_path / "base", "roberta")
+    make_peft_adapter(base, tmp_path / "adapter", target_modules=["query"], trainable_token_indices=[5, 9])
+    geometry = decoder(tmp_path / "again", "roberta").geometry
+    with pytest.raises(AdapterError, match="trainable_tokens_delta"):
+        reference("adapter", tmp_path / "adapter", geometry)

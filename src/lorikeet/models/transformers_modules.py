@@ -514,9 +514,11 @@ def replaceable_weights(
     output = model.get_output_embeddings()  # type: ignore[operator]
     rows, columns = embedding.weight.shape
     is_plain = type(embedding).forward is nn.Embedding.forward or hasattr(embedding, "embed_scale")
-    if not is_plain or columns != hidden_size:
-        return ReplaceableWeights("", "", 0, vectors)
     has_head = output is not None and is_linear(output) and output.bias is None
+    # An adapter's tokens change an output layer that shares the embedding's weight.
+    is_stuck = not has_head and getattr(output, "weight", None) is embedding.weight
+    if not is_plain or columns != hidden_size or is_stuck:
+        return ReplaceableWeights("", "", 0, vectors)
     return ReplaceableWeights(
         names[embedding].removeprefix(prefix),
         names[output].removeprefix(prefix) if has_head else "",
