@@ -212,6 +212,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8},
     "ministral": {"head_dim": 8},
+    "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "zaya": {"num_experts_per_tok": 1},
 }
