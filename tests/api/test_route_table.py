@@ -2,9 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, routing
 
 from lorikeet.api import route_table
 from lorikeet.api.route_table import RouteError, add_routes, all_routes
@@ -118,3 +119,26 @@ def test_every_module_of_routes_is_served() -> None:
     folder = Path(route_table.__file__).with_name("routes")
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert {route.handler.__module__.rpartition(".")[2] for route in all_routes()} == files
+
+
+async def test_chat_calls_its_handler_without_a_search_for_arguments(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches = []
+    solve = routing.solve_dependencies
+
+    async def counted(**given: Any) -> Any:
+        searches.append(given["dependant"].path)
+        return await solve(**given)
+
+    monkeypatch.setattr(routing, "solve_dependencies", counted)
+    body = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    reply = await server.http.post("/v1/chat/completions", json=body)
+    assert (reply.status_code, searches) == (200, [])
+    wrong = await server.http.post("/v1/chat/completions", json=body | {"max_tokens": "two"})
+    assert wrong.status_code == 400
+    assert "max_tokens" in wrong.text
+    broken = await server.http.post("/v1/chat/completions", content="{", headers={"content-type": "application/json"})
+    assert (broken.status_code, "JSON" in broken.text) == (400, True)
+    other = await server.http.post("/v1/chat/completions", content="{}", headers={"content-type": "text/plain"})
+    assert other.status_code == 415

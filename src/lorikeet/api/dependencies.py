@@ -13,8 +13,8 @@ from lorikeet.serving.service import Service
 from lorikeet.tenants.keys import Access
 
 
-async def _service(request: HttpRequest) -> Service:
-    # FastAPI would run a plain function in a thread for every request.
+async def service_of(request: HttpRequest) -> Service:
+    """Return the server's service. A coroutine, since FastAPI would run a plain function in a thread."""
     service: Service = request.app.state.service
     return service
 
@@ -25,7 +25,8 @@ def access_of(request: HttpRequest) -> Access:
     return access
 
 
-async def _sender(request: HttpRequest) -> Sender:
+async def sender_of(request: HttpRequest) -> Sender:
+    """Return the sender of a request, which the middleware has found."""
     state = request.scope["state"]
     return Sender(
         state["request_id"],
@@ -39,5 +40,5 @@ async def _sender(request: HttpRequest) -> Sender:
     )
 
 
-ServiceDep = Annotated[Service, Depends(_service)]
-SenderDep = Annotated[Sender, Depends(_sender)]
+ServiceDep = Annotated[Service, Depends(service_of)]
+SenderDep = Annotated[Sender, Depends(sender_of)]

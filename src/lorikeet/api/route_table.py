@@ -3,13 +3,20 @@
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, get_type_hints
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from lorikeet.api import routes as modules
+from lorikeet.api.dependencies import sender_of, service_of
 from lorikeet.chat.protocol import may_hold_surrogates, refuse_lone_surrogates
 from lorikeet.http.body_gate import check_content_type
+from lorikeet.http.errors import ApiError
 from lorikeet.http.model_routes import MODEL_ROUTES
 from lorikeet.http.routes import BodySize, Forwarding, HandledRoute, Routes, RouteTable
 from lorikeet.serving.large_bodies import PromptRoute
@@ -62,7 +69,7 @@ def add_routes(app: FastAPI, routes: Iterable[HandledRoute]) -> RouteTable:
                 handler,
                 methods=list(row.methods),
                 dependencies=[Depends(check_json)] if takes_json else [],
-                route_class_override=PromptRoute if row.body is BodySize.PROMPT else None,
+                route_class_override=_PromptRoute if row.body is BodySize.PROMPT else None,
                 **options,
             )
     for route in app.routes:
@@ -70,6 +77,45 @@ def add_routes(app: FastAPI, routes: Iterable[HandledRoute]) -> RouteTable:
         if (getattr(route, "path", ""), endpoint) not in known:
             raise RouteError(f"{_name(endpoint)} lacks a row: register it by ROUTES.add of its module.")
     return RouteTable(row for row, _, _ in routes)
+
+
+_GIVEN = {"http", "body", "service", "sender"}
+"""Parameters that a handler may have to be called directly."""
+
+
+class DirectRoute(APIRoute):
+    """A route that calls its handler directly: FastAPI's search for arguments makes 18 % of a chat's calls.
+
+    FastAPI answers if the body is wrong, and if the handler has other parameters or does not return a response.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that answers a request."""
+        handle = super().get_route_handler()
+        handler = self.endpoint
+        hints = get_type_hints(handler, include_extras=True)
+        names = set(inspect.signature(handler).parameters)
+        if not ("body" in names <= _GIVEN and hints.get("return") is Response):
+            return handle
+        kind: TypeAdapter[Any] = TypeAdapter(hints["body"])
+        has_request = "http" in names
+
+        async def handle_directly(request: Request) -> Response:
+            try:
+                await check_json(request)
+                body = kind.validate_python(await request.json())
+            except (ApiError, ClientDisconnect, RecursionError, ValueError):
+                return await handle(request)
+            given = {"http": request} if has_request else {}
+            service = await service_of(request)
+            response: Response = await handler(**given, body=body, service=service, sender=await sender_of(request))
+            return response
+
+        return handle_directly
+
+
+class _PromptRoute(PromptRoute, DirectRoute):
+    """A direct route that reads large bodies in another process."""
 
 
 async def check_json(request: Request) -> None:
