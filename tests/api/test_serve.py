@@ -99,7 +99,8 @@ async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path,
         printed, rest = await process.communicate()
     assert (process.returncode, printed) == (0, b"")
     events = [line["event"] for line in lines]
-    phases = ["note", "model found", "weights loaded", "preset auto = lorikeet:auto", "adapters registered", "ready"]
+    preset = "preset auto = lorikeet:auto; objective: mixed"
+    phases = ["note", "model found", "weights loaded", preset, "adapters registered", "ready"]
     assert [event for event in events if event in phases] == phases
     assert any(re.match(r"memory for adapters and KV: 16 MiB on the device", event) for event in events)
     assert lines[-1]["url"].startswith("http://127.0.0.1:")
