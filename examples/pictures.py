@@ -264,7 +264,7 @@ def make_adapter(folder: Path, name: str, steps: int, seed: int) -> float:
     return share_right(adapted, ANSWERS[name])
 
 
-def make(folder: Path, base_steps: int = 1200, adapter_steps: int = 250) -> dict[str, float]:
+def make(folder: Path, base_steps: int = 1500, adapter_steps: int = 250) -> dict[str, float]:
     """Train the base and the adapters, and return the share of right answers of each."""
     torch.manual_seed(0)
     model = new_model()
