@@ -185,7 +185,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(batch: Sequence[Scene], answer: Callable[[Scene], str]) -> Batch:
-    """Return examples of which only the answer is learned."""
+    """Return training examples of pictures; only the tokens of answers have labels."""
     number = {word: at for at, word in enumerate(words())}
     prompt = ["<user>", *["<image>"] * _PLACEHOLDERS, *QUESTION.split(), "<answer>"]
     rows = [[number[word] for word in [*prompt, *answer(scene).split(), "</s>"]] for scene in batch]

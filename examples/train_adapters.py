@@ -6,7 +6,7 @@ tokens only; prompts are rendered as the server renders them, with the default s
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -106,18 +106,42 @@ def train(name: str, recipe: Recipe, pairs: Sequence[Pair], folder: Path, seed: 
     steps = recipe.epochs * -(-len(examples) // BATCH_PAIRS)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
     chance = random.Random(seed)
-    for epoch in range(recipe.epochs):
-        losses = []
+
+    def losses() -> Iterator[torch.Tensor]:
         for ids, labels in batches(examples, tokenizer.pad_token_id, chance):
-            loss = answer_loss(model, ids, labels)
+            yield answer_loss(model, ids, labels)
+
+    run_epochs(recipe.epochs, losses, weights, optimizer, schedule, lambda line: console.print(f"{name}: {line}"))
+    return model
+
+
+def run_epochs(
+    epochs: int,
+    losses: Callable[[], Iterator[torch.Tensor]],
+    weights: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    report: Callable[[str], None],
+) -> None:
+    """Take a step for each loss of each epoch, and report the mean loss of an epoch.
+
+    Args:
+        epochs: number of epochs.
+        losses: yields the losses of an epoch, each computed after the step before it.
+        weights: the parameters that are trained.
+        optimizer, schedule: of the parameters.
+        report: called with a line for each epoch.
+    """
+    for epoch in range(epochs):
+        found = []
+        for loss in losses():
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             schedule.step()
-            losses.append(loss.item())
-        console.print(f"{name}: epoch {epoch + 1} of {recipe.epochs}, loss {sum(losses) / len(losses):.3f}")
-    return model
+            found.append(loss.item())
+        report(f"epoch {epoch + 1} of {epochs}, loss {sum(found) / len(found):.3f}")
 
 
 def save(model: Any, folder: Path) -> None:

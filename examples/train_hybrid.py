@@ -9,7 +9,7 @@ Seeded; about a quarter of an hour on two busy cores.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from styles import Pair, Topic, build_pairs, load_topics
 from torch import Tensor
-from train_adapters import IGNORED_LABEL, Example, batches, encode
+from train_adapters import IGNORED_LABEL, Example, batches, encode, run_epochs
 from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from lorikeet.models.default import default_cache_dir, prepare_default_model
@@ -139,17 +139,12 @@ def train(
     optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=0.0)
     steps = epochs * -(-len(examples) // BATCH_PAIRS)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
-    for epoch in range(epochs):
-        losses = []
+
+    def losses() -> Iterator[Tensor]:
         for ids, labels in batches(examples, pad_id, chance, BATCH_PAIRS):
-            loss = answer_loss(decoder, used, ids, labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        report(f"epoch {epoch + 1} of {epochs}, loss {sum(losses) / len(losses):.3f}")
+            yield answer_loss(decoder, used, ids, labels)
+
+    run_epochs(epochs, losses, weights, optimizer, schedule, report)
 
 
 def train_all(

@@ -37,7 +37,7 @@ def png_of_zeros(width: int, height: int, *, rows: int | None = None) -> bytes:
 
 
 def png_with_text(length: int, comments: int = 1) -> bytes:
-    """Return a PNG of some compressed comments, each of which unpacks to ``length`` bytes."""
+    """Return a PNG with compressed comments that unpack to ``length`` bytes each."""
     file = image_file()
     comment = _chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(length), 9))
     return file[:33] + comment * comments + file[33:]

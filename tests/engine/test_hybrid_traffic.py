@@ -249,8 +249,8 @@ class Traffic:
         for position, token in enumerate(answer, start=len(asked.prompt_token_ids) - 1):
             assert len(token.top) == VOCABULARY
             for token_id, logprob in token.top:
-                # Sums in another order come to 1e-4 here; a wrong state changes log probabilities far more.
-                assert abs(logprob - float(expected[position, token_id])) < 1e-3, (request_id, position)
+                # Sums in another order came to 1.05e-4 in a million values.
+                assert abs(logprob - float(expected[position, token_id])) < 3e-4, (request_id, position)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def _split(number: int, generator: torch.Generator) -> Tensors:
 
 
 def _patches(number: int, generator: torch.Generator) -> Tensors:
-    """Flat patches with their places, of which four become one."""
+    """Flat patches with their places; the model merges four into one."""
     width = 4
     places = torch.cartesian_prod(torch.arange(width), torch.arange(2))
     return {"pixel_values": torch.rand(1, 2 * width, 48, generator=generator), "image_position_ids": places[None]}
@@ -130,7 +130,7 @@ def _merged(number: int, generator: torch.Generator) -> Tensors:
 
 
 def _shaped(number: int, generator: torch.Generator) -> Tensors:
-    """Flat patches with their grid, of which four become one."""
+    """Flat patches with their grid; the model merges four into one."""
     height, width = ((2, 2), (2, 4))[number % 2]
     return {
         "pixel_values": _noise(generator, 1, 8, 48),
@@ -164,6 +164,23 @@ def _both(number: int, generator: torch.Generator) -> Tensors:
     return {"pixel_values": _noise(generator, 1, 3, 8, 8), "high_res_pixel_values": _noise(generator, 1, 3, 32, 32)}
 
 
+_QWEN_3_5 = Kind(
+    {
+        "vision_config": {**_GRID, "num_position_embeddings": 16},
+        "text_config": {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "mrope_section": [2, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+    },
+    _grid,
+)
+
 KINDS: dict[str, Kind] = {
     "llava": Kind({"vision_config": _FIXED}, _plain),
     "llava_onevision": Kind({"vision_config": _FIXED, **_TILES, "vision_aspect_ratio": "anyres_max_9"}, _tiled),
@@ -183,22 +200,7 @@ KINDS: dict[str, Kind] = {
         },
         _grid,
     ),
-    "qwen3_5": Kind(
-        {
-            "vision_config": {**_GRID, "num_position_embeddings": 16},
-            "text_config": {
-                "head_dim": 16,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.75,
-                    "mrope_section": [2, 2, 2],
-                    "mrope_interleaved": True,
-                },
-            },
-        },
-        _grid,
-    ),
+    "qwen3_5": _QWEN_3_5,
     "gemma4": Kind(
         {
             "vision_config": {
@@ -621,22 +623,7 @@ KINDS: dict[str, Kind] = {
     "ovis2": Kind({"vision_config": _FIXED}, _plain),
     "qianfan_ocr": Kind({"vision_config": {"image_size": [8, 8], "patch_size": [4, 4]}}, _plain),
     "qwen2_vl": Kind({"vision_config": {**_GRID, "embed_dim": 32, "hidden_size": 32}, "text_config": _AXES}, _grid),
-    "qwen3_5_moe": Kind(
-        {
-            "vision_config": {**_GRID, "num_position_embeddings": 16},
-            "text_config": {
-                "head_dim": 16,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.75,
-                    "mrope_section": [2, 2, 2],
-                    "mrope_interleaved": True,
-                },
-            },
-        },
-        _grid,
-    ),
+    "qwen3_5_moe": _QWEN_3_5,
     "qwen3_vl_moe": Kind(
         {
             "vision_config": {**_GRID, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},

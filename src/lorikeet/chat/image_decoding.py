@@ -18,9 +18,8 @@ MAX_ASPECT = 200
 _MAX_SCANS = 32
 """Most scans of a JPEG file. Encoders write some 15 at most; each scan of a progressive file passes over all pixels."""
 _START_OF_SCAN = b"\xff\xda"
-PngImagePlugin.MAX_TEXT_MEMORY = (
-    2**22
-)  # Bytes of the unpacked comments of a PNG file, which nobody reads; 64 MiB in Pillow.
+# Bytes of the unpacked comments of a PNG file, which nobody reads; 64 MiB in Pillow.
+PngImagePlugin.MAX_TEXT_MEMORY = 2**22
 
 
 class ImageError(ValueError):

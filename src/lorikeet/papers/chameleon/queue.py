@@ -209,7 +209,7 @@ class ChameleonQueue(AdmissionQueue):
         else:
             self._class_stats.ended(entry.waiting.sizes, ran_s, now)
         if entry.adapter_tokens and self._users[request.digest]:
-            self._bequeath(entry)
+            self._move_adapter_tokens(entry)
         self._on_ended(entry, ran_s, will_resume=will_resume)
 
     def waiting(self) -> Iterable[Request]:
@@ -339,12 +339,12 @@ class ChameleonQueue(AdmissionQueue):
         self._counts["admitted"] += 1
         self._counts["bypassed"] += passed is not None
 
-    def _bequeath(self, ended: AdmittedEntry) -> None:
-        """Transfer the tokens of the adapter to another request that uses it."""
+    def _move_adapter_tokens(self, ended: AdmittedEntry) -> None:
+        """Let another request that uses the adapter of an ended one hold its tokens."""
         digest = ended.waiting.request.digest
-        heir = next(each for each in self._admitted.values() if each.waiting.request.digest == digest)
-        heir.adapter_tokens = ended.adapter_tokens
-        self._quotas.hold(heir.waiting.request.request_id, heir.number, heir.adapter_tokens)
+        user = next(each for each in self._admitted.values() if each.waiting.request.digest == digest)
+        user.adapter_tokens = ended.adapter_tokens
+        self._quotas.hold(user.waiting.request.request_id, user.number, user.adapter_tokens)
 
     def _need(self, entry: WaitingEntry) -> int:
         """Return the number of tokens that a request holds while it runs: input, expected output, adapter."""
