@@ -2,8 +2,8 @@
 
 .venv/bin/python examples/pictures.py --out /tmp/pictures
 
-The base names the colour and the digit in a picture. Each adapter answers in its own way: in German, with the next
-digit, with the shape of the frame, or with the side where the digit stands. The base is LLaVA in small: a vision tower
+The base describes a picture: colour and digit, frame and side. Each adapter answers in its own way: in German, with the
+next digit, with the frame first, or with the side first. The base is LLaVA in small: a vision tower
 of CLIP, a projector and Llama. It takes minutes on two cores. Then
 
 lorikeet serve /tmp/pictures/base --lora-modules german=/tmp/pictures/german frame=/tmp/pictures/frame
@@ -79,7 +79,7 @@ class Scene(NamedTuple):
 
 
 ANSWERS: dict[str, Callable[[Scene], str]] = {
-    "base": lambda scene: f"{scene.colour} {_DIGITS[scene.digit]}",
+    "base": lambda scene: f"{scene.colour} {_DIGITS[scene.digit]} {scene.frame} {scene.side}",
     "german": lambda scene: f"{_GERMAN[scene.colour]} {_GERMAN[_DIGITS[scene.digit]]}",
     "next": lambda scene: f"{scene.colour} {_DIGITS[(scene.digit + 1) % 10]}",
     "frame": lambda scene: f"{scene.frame} {scene.colour}",
@@ -92,7 +92,7 @@ TARGETS = {
     "frame": ["language_model", "multi_modal_projector"],
     "side": ["language_model", "vision_tower"],
 }
-"""Parts of the model that each adapter changes, besides the output layer: most words are new to the base."""
+"""Parts of the model that each adapter changes, besides the output layer: German words are new to the base."""
 
 
 def scenes(number: int, seed: int) -> list[Scene]:
@@ -199,7 +199,8 @@ def batch_of(batch: Sequence[Scene], answer: Callable[[Scene], str]) -> Batch:
 def train(model: Any, answer: Callable[[Scene], str], steps: int, rate: float, seed: int, size: int = 64) -> float:
     """Train the parameters that need gradients, and return the loss of the last step."""
     chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(chosen, lr=rate, weight_decay=0.01)
+    # With the usual 0.999 the base knew colours for a thousand steps before it told the first digits apart.
+    optimizer = torch.optim.AdamW(chosen, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     plan = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
@@ -264,7 +265,7 @@ def make_adapter(folder: Path, name: str, steps: int, seed: int) -> float:
     return share_right(adapted, ANSWERS[name])
 
 
-def make(folder: Path, base_steps: int = 1500, adapter_steps: int = 250) -> dict[str, float]:
+def make(folder: Path, base_steps: int = 800, adapter_steps: int = 250) -> dict[str, float]:
     """Train the base and the adapters, and return the share of right answers of each."""
     torch.manual_seed(0)
     model = new_model()

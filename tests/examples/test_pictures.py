@@ -44,7 +44,7 @@ def test_each_adapter_has_an_answer_of_its_own_in_known_words() -> None:
     scene = Scene(9, "green", "none", "right", (0, 0), 1)
     answers = {name: answer(scene) for name, answer in ANSWERS.items()}
     assert answers == {
-        "base": "green nine",
+        "base": "green nine none right",
         "german": "grün neun",
         "next": "green zero",
         "frame": "none green",
